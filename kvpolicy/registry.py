@@ -52,6 +52,14 @@ SELECTORS = {
     "expected": "kvpolicy.selectors.expected:ExpectedAttention",
     "keydiff": "kvpolicy.selectors.keydiff:KeyDiff",
     "kvzip": "kvpolicy.selectors.kvzip:KVzip",
+    "knorm": "kvpolicy.selectors.knorm:KeyNorm",
+    "lagkv": "kvpolicy.selectors.lagkv:LagKV",
+    "cur": "kvpolicy.selectors.cur:CUR",
+    "defensive": "kvpolicy.selectors.defensive:DefensiveKV",
+    "dropkv": "kvpolicy.selectors.dropkv:DropKV",
+    "critical": "kvpolicy.selectors.critical:CriticalKV",
+    "caote": "kvpolicy.selectors.caote:CAOTE",
+    "chunk": "kvpolicy.selectors.chunk:ChunkKV",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
 }
 MERGERS = {

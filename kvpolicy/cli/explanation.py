@@ -204,6 +204,10 @@ def _statistics(needs: Needs) -> str:
         used.append(f"which tokens the last {needs.below_mean_queries:,} queries attend to less than the mean")
     if needs.query_moments is not None:
         used.append("the mean and covariance of the queries")
+    if needs.output_norms:
+        used.append("how much the value of each token adds to the residual stream")
+    elif needs.prompt_vectors:
+        used.append("the keys and values of the prompt")
     if needs.vectors:
         used.append("the keys and values of the tokens")
     if needs.decode_attn:

@@ -123,8 +123,9 @@ class ExactPageBody:
             has_free = (owned_by(owner, heads) & free.any(-1)[:, None]).any(-1).all(-1)
             fine = layer.tensors.paged().complete | has_free
             assert_async((fine if valid is None else fine | ~valid[:, 0]).all(), NO_SLOT)
-        # An empty slot is taken before any token.
-        return best_slot(torch.where(free > 0, free, victims(layer, view)), owner, heads)
+        # An empty slot is taken before any token, and a cache that grows has one.
+        taken = torch.full_like(free, -1) if layer.spec.grows else victims(layer, view)
+        return best_slot(torch.where(free > 0, free, taken), owner, heads)
 
     # between steps
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvpolicy.engine.output_norms import Projection
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.mergers.drop import Drop
 from kvpolicy.protocols import (
@@ -38,6 +39,7 @@ class LayerSpec:
         reader: The layer's reader; by default, every slot is read.
         heads: Divides the pages of a row among its heads; None if all heads have equally many slots.
         rope: The rotary embedding, if keys are coded unrotated or the selector needs queries without it.
+        projection: Reads the output projection, if the selector needs the norms of values behind it.
         grows: Whether generated tokens are kept in addition to the budget.
         key_rope: The rotary embedding, if keys are coded unrotated.
         needs: What the selector needs.
@@ -57,6 +59,7 @@ class LayerSpec:
     reader: Reader = _READ_ALL
     heads: HeadAllocator | None = None
     rope: Rope | None = None
+    projection: Projection | None = None
 
     grows: bool = field(init=False)
     key_rope: Rope | None = field(init=False)

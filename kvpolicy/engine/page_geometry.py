@@ -90,6 +90,7 @@ class PageGeometry:
             keep=tensors.paged().average,
             layer_idx=self._spec.layer_idx,
             ranks=layer.ranks,
+            projection=self._spec.projection,
             heads=HeadBudgets(self._allocator, body, size, torch.maximum(-(-last.to(device) // size), each)),
         )
         assert selected.head_pages is not None

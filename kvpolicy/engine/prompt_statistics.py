@@ -77,7 +77,7 @@ class PromptStatistics:
         self.statistics = tuple(each.begun(coming) for each in wanted(layer))
         self._valid = valid
         self._columns = columns
-        self._wants_vectors = layer.spec.prompt_needs.vectors
+        self._wants_vectors = layer.spec.prompt_needs.candidates
 
     def add(self, q: Tensor, k: Tensor, start: int) -> None:
         """Take the tokens from column `start` on.

@@ -197,25 +197,6 @@ class Gain(NamedTuple):
         return self.outputs.gather(-1, columns[:, None].expand(-1, self.outputs.shape[1], -1))
 
 
-def output_norms(values: Tensor, projection: Tensor) -> Tensor:
-    """Norm of each value behind each query head's slice of the output projection, [B, Hq, P] fp32.
-
-    Args:
-        values: [B, H, P, D].
-        projection: [hidden, Hq * D].
-    """
-    heads = values.shape[1]
-    dim = values.shape[3]
-    slices = projection.float().unflatten(1, (-1, dim)).permute(1, 2, 0)  # [Hq, D, hidden]
-    # |W v|^2 = v (W^T W) v: D x D numbers for each query head, in place of a hidden vector for each token and head.
-    gram = (slices @ slices.mT).unflatten(0, (heads, -1))
-    norms = [
-        (torch.einsum("bhpd,hde->bhpe", values.float(), gram[:, g]) * values).sum(-1) for g in range(gram.shape[1])
-    ]
-    # Rounding may make the square of a small norm negative.
-    return torch.stack(norms, 2).clamp_min(0).sqrt().flatten(1, 2)
-
-
 def input_norms(hidden: Tensor) -> Tensor:
     """Norm of each input [B, R, hidden] of an attention module, [B, R] fp32, as a divisor."""
     return hidden.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)

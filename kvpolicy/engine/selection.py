@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past
+from kvpolicy.engine.output_norms import Projection, absolute_norms
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.state import empty_slots, join_states, map_slots, map_state, select_rows, tensors
@@ -81,6 +82,7 @@ def select_tokens(
     layer_idx: int,
     ranks: Ranks,
     heads: HeadBudgets | None = None,
+    projection: Projection | None = None,
 ) -> Selection:
     """Select among the slots of a layer and the tokens of a prompt.
 
@@ -96,10 +98,14 @@ def select_tokens(
         layer_idx: Index of the layer.
         ranks: The ranks that hold the layer's other heads.
         heads: How many tokens each head keeps; all keep `keep` without it.
+        projection: Reads the output projection, if the selector needs the norms of values behind it.
     """
     slots = positions.shape[-1]
     positions, state = _candidates(positions, state, prompt, seen_before)
     seen = _statistics(prompt, past, slots)
+    if selector.needs.output_norms:
+        assert seen.values is not None and projection is not None
+        seen = seen._replace(output_norms=absolute_norms(seen.values, projection()))
     # From before the reordering below: mergers take it with the slots first, like all other fields of `Selection`.
     window_attn = seen.window_attn
     order = None
@@ -179,6 +185,7 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
         below_mean=by_query_head(seen.below_mean),
         keys=vectors(seen.keys),
         values=vectors(seen.values),
+        output_norms=by_query_head(seen.output_norms),
         replay=None if seen.replay is None else seen.replay.gather(-1, order),
     )
     return positions.gather(-1, order), map_slots(lambda t: t.gather(-1, order), state), moved

@@ -100,6 +100,7 @@ class SlotGeometry:
             keep=budget.keep.to(tensors.positions.device),
             layer_idx=self._spec.layer_idx,
             ranks=layer.ranks,
+            projection=self._spec.projection,
         )
         keys, values = pending.keys, pending.values
         if layer.layout.exact:  # a first prompt is not copied whole

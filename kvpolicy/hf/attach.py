@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from kvpolicy.hf.attachment import (
     check_chunks,
     check_held_codes,
     check_hold,
+    check_projections,
 )
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.cache import PolicyCache
@@ -45,6 +47,7 @@ from kvpolicy.hf.generation_hooks import offer_cache
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
+from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.residual_hooks import measure
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
@@ -103,7 +106,9 @@ class Handle:
         trained = None if rotary is None else trained_positions(model.config)
         # Before `_connect`, because `detach` needs it if connecting fails.
         described = identity(model, info=info)
-        how = (rotations, sharing, rotary, trained, tile, chunks, hold)
+        projections = {site.layer_idx: partial(output_projection, site.attention) for site in sites.layers}
+        check_projections(policy, projections)
+        how = (rotations, sharing, rotary, trained, projections, tile, chunks, hold)
         self._attachment = Attachment(policy, shape, info, described, *how)
         try:
             self._connect(sites)

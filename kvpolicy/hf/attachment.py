@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
+from kvpolicy.engine.output_norms import Projection
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.model_spec import ModelShape
 from kvpolicy.hf.tile_size import TileSize, tile_size
@@ -38,6 +40,17 @@ def check_hold(hold: object) -> Hold:
         KVPolicyError: If it is neither.
     """
     return _one_of("hold", hold, PLAIN, CODES)
+
+
+def check_projections(policy: Policy, projections: Mapping[int, Projection]) -> None:
+    """Refuse a policy that needs norms of values behind an output projection that cannot be read.
+
+    Raises:
+        KVPolicyError: Naming the attention module.
+    """
+    if any(own.selector.needs.output_norms for own in policy.distinct):
+        for projection in projections.values():
+            projection()
 
 
 def check_held_codes(hold: Hold, policy: Policy) -> None:
@@ -88,6 +101,7 @@ class Attachment:
         rotations: Rotary embedding of each layer; empty if it cannot be undone.
         rotary: The model's rotary embedding, or None.
         trained_positions: The positions that it was trained for; None if its kind extrapolates.
+        projections: Reads the output projection of each layer.
         tile: The most tokens of a prompt that a layer takes at a time; `auto` to choose by free memory, None for all.
         chunks: `select` to compress each chunk of a prompt, `hold` to wait for the last one where it is announced.
         hold: `codes` to hold prompts that wait in the codes of the codec, else `plain`.
@@ -105,6 +119,7 @@ class Attachment:
         sharing: Sharing | None,
         rotary: nn.Module | None = None,
         trained_positions: int | None = None,
+        projections: dict[int, Projection] | None = None,
         tile: TileSize = None,
         chunks: Chunks = SELECT,
         hold: Hold = PLAIN,
@@ -117,6 +132,7 @@ class Attachment:
         self.rotations = rotations
         self.rotary = rotary
         self.trained_positions = trained_positions
+        self.projections = projections or {}
         self.tile: TileSize = tile
         self.chunks: Chunks = chunks
         self.hold: Hold = hold
@@ -138,6 +154,7 @@ class Attachment:
             KVPolicyError: Naming the part of the policy.
         """
         policy.check(self.info)  # first: what follows asks a policy by layer for each layer of the model
+        check_projections(policy, self.projections)
         check_held_codes(self.hold, policy)
         if policy.layer_metric and not self.policy.layer_metric:
             raise KVPolicyError(

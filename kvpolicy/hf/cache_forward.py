@@ -73,7 +73,8 @@ class CacheForward(Cache):
         chooser = policy.reader.traits.source(index)
         board = None if chooser is None else self._boards.setdefault(chooser, Board())
         holds_codes = self.attachment.hold == CODES
-        return PolicyLayer(lambda: make_store(policy, index, rope), board, holds_codes=holds_codes)
+        projection = self.attachment.projections.get(index)
+        return PolicyLayer(lambda: make_store(policy, index, rope, projection), board, holds_codes=holds_codes)
 
     @property
     def policy_layers(self) -> list[PolicyLayer]:

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layout import fix_addresses
+from kvpolicy.engine.output_norms import Projection
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.reading import Board
@@ -24,9 +25,11 @@ from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
 
 
-def make_store(policy: Policy, layer_idx: int, rope: Rope | None = None) -> LayerStore:
-    """The empty store of a layer under a policy; `rope` is needed if keys are ever unrotated."""
-    return LayerStore(layer_spec(policy, layer_idx, rope))
+def make_store(
+    policy: Policy, layer_idx: int, rope: Rope | None = None, projection: Projection | None = None
+) -> LayerStore:
+    """The empty store of a layer under a policy, with what it needs of the model's layer; see `LayerSpec`."""
+    return LayerStore(layer_spec(policy, layer_idx, rope, projection))
 
 
 class PolicyLayer(CacheLayerMixin):

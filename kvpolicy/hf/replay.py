@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.output_norms import euclidean_norms
 from kvpolicy.engine.partial_attention import has_parts
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import (
@@ -19,18 +20,15 @@ from kvpolicy.engine.replay import (
     attend_context,
     chunks,
     input_norms,
-    output_norms,
     received,
 )
 from kvpolicy.engine.replay_parts import ChunkPlace, attend_and_score
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
+from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.protocols import Forward, Replay
 from kvpolicy.spec.errors import KVPolicyError
-
-PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
-"""Names of output projections in attention modules."""
 
 TABLES = ("wpe", "embed_positions")
 """Names of learned position embeddings, which end somewhere."""
@@ -160,27 +158,8 @@ class ReplayCache(PassingCache):
     def _gain(self, layer_idx: int, forward: Forward) -> Gain:
         if layer_idx not in self._outputs:
             projection = output_projection(forward.module)
-            self._outputs[layer_idx] = output_norms(self._prompt(layer_idx).values, projection)
+            self._outputs[layer_idx] = euclidean_norms(self._prompt(layer_idx).values, projection)
         return Gain(self._outputs[layer_idx], input_norms(forward.hidden_states))
-
-
-def output_projection(module: nn.Module) -> Tensor:
-    """The weight behind the heads of an attention module, [hidden, Hq * D] of this rank.
-
-    Raises:
-        KVPolicyError: If it cannot be read.
-    """
-    for name in PROJECTIONS:
-        part = getattr(module, name, None)
-        weight: Any = getattr(part, "weight", None)
-        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point():
-            weight = weight.detach()
-            weight = weight.to_local() if hasattr(weight, "to_local") else weight  # pyright: ignore[reportAttributeAccessIssue]
-            return weight.T if type(part).__name__ == "Conv1D" else weight
-    raise KVPolicyError(
-        "The output projection must have a weight in floating point for the norms of values, got "
-        f"{type(module).__name__} without one; try kvzip without plus."
-    )
 
 
 def _joined(parts: tuple[Tensor, ...], decoder: Any) -> Tensor:

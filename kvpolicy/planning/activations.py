@@ -260,8 +260,10 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
     # Priorities, positions and sorted orders of all candidates of each head; with slots, in another order besides.
     candidates = shape.heads * piece.keys
     chosen = joined + candidates * 64 + scores * 4 * window * (1 + bool(piece.past))
-    if needs.vectors or needs.forward:
+    if needs.candidates or needs.forward:
         chosen += vectors * (1 + bool(piece.past)) + candidates * shape.head_dim * 12
+    if needs.output_norms:  # of every query head, by a slice of the projection and a tile of hidden vectors
+        chosen += FP32 * (scores + TILE_ELEMENTS + prefill.widths.hidden * shape.head_dim)
     if needs.query_moments is not None:
         chosen += 5 * FP32 * min(TILE_ELEMENTS // 4, tile.tokens * prefill.widths.queries)
     if policy.merger.traits.when != "never":

@@ -10,6 +10,7 @@ from kvpolicy.engine.geometry import step_nbytes
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
+from kvpolicy.engine.output_norms import Projection
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.pages import Pages
 from kvpolicy.engine.reading import Board
@@ -23,8 +24,10 @@ DIGEST_NBYTES = 8
 """Bytes of each row's mask digest, which the first layer of a cache holds."""
 
 
-def layer_spec(policy: Policy, layer_idx: int, rope: Rope | None = None) -> LayerSpec:
-    """The parts of a policy in a layer; `rope` is needed if keys are ever unrotated."""
+def layer_spec(
+    policy: Policy, layer_idx: int, rope: Rope | None = None, projection: Projection | None = None
+) -> LayerSpec:
+    """The parts of a policy in a layer, with what they need of the model's layer; see `LayerSpec`."""
     return LayerSpec(
         layer_idx=layer_idx,
         selector=policy.selector,
@@ -34,6 +37,7 @@ def layer_spec(policy: Policy, layer_idx: int, rope: Rope | None = None) -> Laye
         reader=policy.reader,
         heads=policy.heads,
         rope=rope,
+        projection=projection,
     )
 
 

@@ -79,7 +79,8 @@ def check_heads(heads: Any, selector: Selector, merger: Merger, codec: Codec, re
     looks = needs.vectors or needs.rerank_every or needs.head_shape
     if looks and not (compares_heads(selector) and selector.decode == "grow"):
         raise KVPolicyError(
-            f"The selector must not look at keys while decoding to be combined with {heads}, got {selector}; try "
+            f"The selector must not look at keys, or all slots of a head, while decoding to be combined with {heads}, "
+            f"got {selector}; try "
             "snapkv, h2o or expected:decode=grow, or set compares_heads and decode='grow'."
         )
     if codec.stages and not (codec.traits.fits_pages and len(codec.stages) == 1):

@@ -41,6 +41,7 @@ from kvpolicy.protocols.selector import ComparesHeads as ComparesHeads
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import DecodesJointly as DecodesJointly
 from kvpolicy.protocols.selector import Forward as Forward
+from kvpolicy.protocols.selector import HoldsAttention as HoldsAttention
 from kvpolicy.protocols.selector import MeanRotation as MeanRotation
 from kvpolicy.protocols.selector import Needs as Needs
 from kvpolicy.protocols.selector import NewToken as NewToken

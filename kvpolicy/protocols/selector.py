@@ -107,6 +107,9 @@ class Needs(NamedTuple):
             those of the newest token in decode; None for neither.
         vectors: Whether to pass on the keys and values of the candidates, and in decode those of the newest token as
             `View.token`.
+        prompt_vectors: Whether to pass on the keys and values of the candidates after a prompt, and nothing in decode.
+        output_norms: Whether to pass on, after a prompt, how much the value of each candidate adds to the residual
+            stream, as `Seen.output_norms`.
         rerank_every: After how many generated tokens to call `rerank(state, seen, view) -> State`, which the selector
             then has, with the keys and values of all slots; after half the budget if that is less. 0 for never.
         head_shape: Whether `alloc` takes the `HeadShape` as a fifth argument, for a state per head.
@@ -128,6 +131,8 @@ class Needs(NamedTuple):
     head_shape: bool = False
     replay: Replay | None = None
     newest_row: bool = False
+    prompt_vectors: bool = False
+    output_norms: bool = False
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a selector that wraps another."""
@@ -144,7 +149,14 @@ class Needs(NamedTuple):
             head_shape=self.head_shape or other.head_shape,
             replay=self.replay or other.replay,
             newest_row=self.newest_row or other.newest_row,
+            prompt_vectors=self.prompt_vectors or other.prompt_vectors,
+            output_norms=self.output_norms or other.output_norms,
         )
+
+    @property
+    def candidates(self) -> bool:
+        """Whether keys and values of the candidates are needed after a prompt."""
+        return self.vectors or self.prompt_vectors or self.output_norms
 
 
 class Forward(NamedTuple):
@@ -209,10 +221,12 @@ class Seen(NamedTuple):
         added: [B] int64, how many tokens this forward adds to each row; None unless `Needs.below_mean_queries`.
         forward: The arguments of the attention module; None unless `Needs.forward`.
         keys: [B, H, N, D], as attention takes them, those of coded slots decoded; None unless `Needs.forward` or
-            `Needs.vectors`. Numbers at invalid tokens are to be ignored.
-        values: [B, H, N, D]; None unless `Needs.forward` or `Needs.vectors`.
+            `Needs.candidates`. Numbers at invalid tokens are to be ignored.
+        values: [B, H, N, D]; None unless `Needs.forward` or `Needs.candidates`.
         replay: [B, H, N], the largest attention of a replayed query of the KV head, -1 where a token was not replayed:
             tokens of later prompts, and those kept before. None unless `Needs.replay`, and for later prompts.
+        output_norms: [B, Hq, N], the sum of the absolute numbers that the value of a token becomes behind the query
+            head's slice of the output projection; None unless `Needs.output_norms`, and in `rerank`.
     """
 
     attn_sum: Tensor | None
@@ -228,6 +242,7 @@ class Seen(NamedTuple):
     keys: Tensor | None = None
     values: Tensor | None = None
     replay: Tensor | None = None
+    output_norms: Tensor | None = None
 
     def recent(self, window: Tensor) -> Tensor:
         """Attention summed over each row's newest `window` [B] queries, [B, Hq, N]."""
@@ -315,6 +330,15 @@ class Reranks(Protocol):
 
     def rerank(self, state: State, seen: Seen, view: View) -> State:
         """The state after all slots were ranked by their keys and values, which `seen` has."""
+        ...
+
+
+@runtime_checkable
+class HoldsAttention(Protocol):
+    """An optional ability of a selector: its state says how much attention each token has received."""
+
+    def attention(self, state: State) -> Tensor:
+        """Attention of each token, [B, H, N] fp32, at least 0; 0 for a token that none was measured of."""
         ...
 
 

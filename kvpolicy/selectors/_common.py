@@ -1,11 +1,11 @@
-"""Helpers shared by selectors: means over the query heads of a KV head, priorities by position, tokens always kept."""
+"""Helpers shared by selectors: means over the query heads of a KV head, sums over heads, priorities by position."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import View
+from kvpolicy.protocols import Seen, View
 
 
 def group_mean(statistic: Tensor, view: View) -> Tensor:
@@ -21,3 +21,40 @@ def keep_always(priority: Tensor, protected: Tensor) -> Tensor:
 def by_position(positions: Tensor) -> Tensor:
     """Higher priority for later tokens; exact in fp32 up to position 16,777,216."""
     return positions.float()
+
+
+def head_sum(x: Tensor, view: View) -> Tensor:
+    """The sum over all KV heads that hold the same position, [B, H, N] -> [B, H, N] fp64; 0 for invalid tokens.
+
+    Args:
+        x: A number of each token, [B, H, N].
+        view: The tokens; its ranks have the other heads.
+    """
+    x = x.double().masked_fill(~view.valid, 0)
+    if view.alike:
+        return (view.ranks.total(x.sum(1, keepdim=True)) / view.ranks.replicas).expand_as(x)
+    # Heads hold different tokens: a table of positions, in which invalid tokens have a place of their own at the end.
+    at = view.positions.long()
+    size = int(view.length.max()) + 1
+    at = at.where(at >= 0, size - 1)
+    table = x.new_zeros(x.shape[0], size).scatter_add_(1, at.flatten(1), x.flatten(1))
+    table = view.ranks.total(table) / view.ranks.replicas
+    return table[:, None].expand(-1, x.shape[1], -1).gather(2, at).masked_fill(~view.valid, 0)
+
+
+def shares(attention: Tensor, valid: Tensor) -> Tensor:
+    """Attention of each token over that of all tokens of its head, [B, H, N] fp32; 0 if none has any.
+
+    Args:
+        attention: [B, H, N] fp32, at least 0.
+        valid: Which tokens there are, [B, H, N] bool.
+    """
+    attention = attention.masked_fill(~valid, 0)
+    total = attention.sum(-1, keepdim=True, dtype=torch.float64)
+    return (attention / total.clamp_min(torch.finfo(torch.float32).tiny)).float()
+
+
+def mean_output_norm(seen: Seen, view: View) -> Tensor:
+    """What the value of each token adds to the residual stream, as a mean over the group, [B, H, N]; 0 if invalid."""
+    assert seen.output_norms is not None, "the selector did not request output_norms"
+    return group_mean(seen.output_norms, view).masked_fill(~view.valid, 0)

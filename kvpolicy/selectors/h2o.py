@@ -72,6 +72,10 @@ class H2O(Scored):
         window = (view.budget.double() * self.recent - 1e-9).ceil().long().clamp_min(1)
         return keep_always(state.score, view.newest(window))
 
+    def attention(self, state: Scores) -> Tensor:
+        """The score of each token: [B, H, N]."""
+        return state.score
+
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """Attention summed over the queries of this forward, per query head."""
         return seen.attn_sum

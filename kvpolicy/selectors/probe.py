@@ -98,7 +98,11 @@ class ProbeSalience(Scored):
 
     def priority(self, state: Salience, view: View) -> Tensor:
         """The newest token is always kept, other tokens by mean attention: [B, H, N]."""
-        return keep_always(state.attn_sum / state.probes.clamp_min(1), view.newest(1))
+        return keep_always(self.attention(state), view.newest(1))
+
+    def attention(self, state: Salience) -> Tensor:
+        """Mean attention of each token: [B, H, N]."""
+        return state.attn_sum / state.probes.clamp_min(1)
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """Mean attention of the probes, per query head."""

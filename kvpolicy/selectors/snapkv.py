@@ -81,6 +81,10 @@ class SnapKV(Scored):
         """The window is always kept, other tokens by pooled attention: [B, H, N]."""
         return keep_always(state.score, view.newest(self._width(view)))
 
+    def attention(self, state: Scores) -> Tensor:
+        """The score of each token: [B, H, N]."""
+        return state.score
+
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """The attention of the window before pooling, per query head."""
         return seen.recent(self._width(view))

@@ -14,6 +14,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import see_prompt
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf.layer import make_store
+from kvpolicy.hf.projection import output_projection
 from kvpolicy.planning.planner import tokens_of_share
 from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
@@ -159,7 +160,8 @@ class Compressor:
     def _empty(self, prompt: LayerPrompt, policy: Policy) -> LayerStore:
         """The layer before the prompt."""
         rope = self._ropes[prompt.layer_idx] if policy.undoes_rotation else None
-        store = make_store(policy, prompt.layer_idx, rope)
+        module = prompt.forward.module
+        store = make_store(policy, prompt.layer_idx, rope, lambda: output_projection(module))
         store.initialize(prompt.keys, group=prompt.queries.shape[1] // prompt.keys.shape[1])
         return store
 

@@ -18,7 +18,8 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
 from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.hf.replay import ReplayCache, output_projection
+from kvpolicy.hf.projection import output_projection
+from kvpolicy.hf.replay import ReplayCache
 from kvpolicy.protocols.ranks import Ranks
 
 Slots = list[list[int | None]]

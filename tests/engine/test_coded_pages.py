@@ -225,5 +225,5 @@ def test_codecs_that_share_more_than_a_head_are_refused(codec: str) -> None:
 
 @pytest.mark.parametrize("policy", ["uniform/adakv+expected@0.5", "uniform/even+keydiff:decode=grow@0.5"])
 def test_selectors_that_look_at_keys_in_steps_are_refused(policy: str) -> None:
-    with pytest.raises(kvpolicy.KVPolicyError, match=r"must not look at keys while decoding .* try snapkv, h2o or exp"):
+    with pytest.raises(kvpolicy.KVPolicyError, match=r"must not look at keys, or all slots .* try snapkv, h2o or exp"):
         Policy.parse(policy)

@@ -14,9 +14,10 @@ from transformers import DynamicCache
 import kvpolicy
 from kvpolicy import KVPolicyError, KVPolicyTypeError, Policy, PolicyCache
 from kvpolicy.engine.attention import Past, ScoreTransform, attend
-from kvpolicy.engine.replay import attend_context, chunks, output_norms
+from kvpolicy.engine.output_norms import euclidean_norms
+from kvpolicy.engine.replay import attend_context, chunks
 from kvpolicy.hf.forward_calls import check_step
-from kvpolicy.hf.replay import output_projection
+from kvpolicy.hf.projection import output_projection
 from kvpolicy.protocols import Replay
 from kvpolicy_eval.data import prompts
 from tests.conformance.access import kept_positions
@@ -403,7 +404,7 @@ def test_chunks_are_of_each_rows_own_tokens() -> None:
 def test_norms_of_outputs() -> None:
     torch.manual_seed(0)
     values, projection = torch.randn(2, 2, 5, 4), torch.randn(11, 16)
-    norms = output_norms(values, projection)
+    norms = euclidean_norms(values, projection)
     for head in range(4):
         slice_of_head = projection[:, 4 * head : 4 * head + 4]
         torch.testing.assert_close(norms[:, head], (values[:, head // 2] @ slice_of_head.T).norm(dim=-1))

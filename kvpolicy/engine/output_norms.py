@@ -1,0 +1,57 @@
+"""How much the values of tokens add to the residual stream: their norms behind the output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import TILE_ELEMENTS
+
+Projection = Callable[[], Tensor]
+"""Reads the output projection of a layer on this rank, [hidden, Hq * D], when it is needed: weights may move."""
+
+
+def euclidean_norms(values: Tensor, projection: Tensor) -> Tensor:
+    """Euclidean norm of each value behind each query head's slice of the output projection, [B, Hq, P] fp32.
+
+    Args:
+        values: [B, H, P, D].
+        projection: [hidden, Hq * D].
+    """
+    heads = values.shape[1]
+    slices = _slices(projection, values.shape[3]).float()
+    # |W v|^2 = v (W^T W) v: D x D numbers for each query head, in place of a hidden vector for each token and head.
+    gram = (slices @ slices.mT).unflatten(0, (heads, -1))
+    norms = [
+        (torch.einsum("bhpd,hde->bhpe", values.float(), gram[:, g]) * values).sum(-1) for g in range(gram.shape[1])
+    ]
+    # Rounding may make the square of a small norm negative.
+    return torch.stack(norms, 2).clamp_min(0).sqrt().flatten(1, 2)
+
+
+def absolute_norms(values: Tensor, projection: Tensor) -> Tensor:
+    """Sum of the absolute numbers of each value behind each query head's slice of it, [B, Hq, P] fp32.
+
+    Args:
+        values: [B, H, P, D]; infinite numbers and NaN give such norms.
+        projection: [hidden, Hq * D].
+    """
+    batch, heads, columns, dim = values.shape
+    slices = _slices(projection, dim)
+    group = slices.shape[0] // heads
+    norms = values.new_empty(batch, slices.shape[0], columns, dtype=torch.float32)
+    # Of a hidden vector for each token, only a tile of tokens is alive.
+    rows = max(TILE_ELEMENTS // (batch * slices.shape[2]), 16)
+    for number, part in enumerate(slices):
+        own = part.to(device=values.device, dtype=torch.float32)
+        for start in range(0, columns, rows):
+            at = slice(start, start + rows)
+            norms[:, number, at] = (values[:, number // group, at].float() @ own).abs_().sum(-1)
+    return norms
+
+
+def _slices(projection: Tensor, dim: int) -> Tensor:
+    """Each query head's slice of the output projection, [Hq, D, hidden]."""
+    return projection.unflatten(1, (-1, dim)).permute(1, 2, 0)

@@ -1,0 +1,85 @@
+"""Selectors that wrap another one, their base, and rank its tokens by more than it does."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from kvpolicy.protocols import (
+    DecodeMode,
+    HoldsAttention,
+    Seen,
+    Selector,
+    View,
+    compares_heads,
+    joint_decode,
+)
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+
+
+class Wrapper(Selector, Protocol):
+    """A selector with a base, from which it has what it does not say itself.
+
+    Attributes:
+        base: The selector that it wraps.
+    """
+
+    __slots__ = ()
+
+    base: Selector
+
+    @property
+    def decode(self) -> DecodeMode:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The mode of the base."""
+        return self.base.decode
+
+    @property
+    def compares_heads(self) -> bool:
+        """As the base."""
+        return compares_heads(self.base)
+
+    @property
+    def min_tokens(self) -> int:
+        """As the base."""
+        return self.base.min_tokens
+
+    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+        """The statistic of the base."""
+        return self.base.statistic(seen, view)
+
+
+def check_base(owner: object, base: object) -> None:
+    """Refuse what is no selector.
+
+    Raises:
+        KVPolicyTypeError: Naming the class of the owner.
+    """
+    if not isinstance(base, Selector):
+        raise KVPolicyTypeError(f"{type(owner).__name__}.base must be a selector, got {base!r}; try SnapKV().")
+
+
+def check_attention_base(owner: object, base: Selector) -> None:
+    """Refuse a base that does not say how much attention each token of each head has received.
+
+    Raises:
+        KVPolicyTypeError: If it is no selector.
+        KVPolicyError: If it holds no attention, or ranks a token by all heads.
+    """
+    check_base(owner, base)
+    name = type(owner).__name__
+    if not isinstance(base, HoldsAttention):
+        raise KVPolicyError(
+            f"{name}.base must hold the attention of each token (HoldsAttention), got {base}; try snapkv, h2o or probe."
+        )
+    if joint_decode(base):
+        raise KVPolicyError(
+            f"{name}.base must decide for every head alone, got {base}, which ranks a token by all heads of a layer; "
+            "try snapkv, h2o or probe."
+        )
+
+
+def attention_of(base: Selector, state: object) -> Tensor:
+    """The attention that a base holds of each token, [B, H, N]; see `check_attention_base`."""
+    assert isinstance(base, HoldsAttention)
+    return base.attention(state)

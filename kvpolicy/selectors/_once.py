@@ -1,0 +1,54 @@
+"""Tokens that are scored once, in groups: those without a score rank above those that have one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import State, View
+from kvpolicy.selectors._common import keep_always
+
+
+class OnceScored(NamedTuple):
+    """The score of each token, once it has one.
+
+    Attributes:
+        score: [B, H, S] fp32.
+        scored: Whether the token has a score, [B, H, S] bool.
+    """
+
+    score: Tensor
+    scored: Tensor
+
+
+def none_scored(batch: int, heads: int, slots: int, device: torch.device | str) -> OnceScored:
+    """No token has a score."""
+    score = torch.zeros(batch, heads, slots, dtype=torch.float32, device=device)
+    return OnceScored(score, torch.zeros_like(score, dtype=torch.bool))
+
+
+def sinks(view: View, most: int) -> Tensor:
+    """Which tokens are the first ones, at most half the budget, [B, H, N] bool."""
+    count = (view.budget // 2).clamp_max(most)[:, None, None]
+    return view.valid & (view.positions < count)
+
+
+def unscored(state: OnceScored, view: View, most_sinks: int) -> Tensor:
+    """Which tokens are to be scored, [B, H, N] bool."""
+    return view.valid & ~state.scored & ~sinks(view, most_sinks)
+
+
+def priority_of(state: OnceScored, view: View, most_sinks: int) -> Tensor:
+    """Sinks and the newest token are always kept, then tokens without a score, by age: [B, H, N].
+
+    Scores must be below 1.
+    """
+    priority = torch.where(state.scored, state.score, 1 + view.positions.float())
+    return keep_always(priority, view.newest(1) | sinks(view, most_sinks))
+
+
+def with_scores(state: OnceScored, score: Tensor, which: Tensor) -> State:
+    """The state after the tokens `which` [B, H, N] got a score."""
+    return OnceScored(torch.where(which, score, state.score), state.scored | which)

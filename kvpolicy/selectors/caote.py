@@ -1,0 +1,128 @@
+"""CAOTE: evict the token without which the attention output would change least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import HeadShape, Needs, Reranks, Seen, Selector, State, View, alloc_state, scoped
+from kvpolicy.selectors._base import Wrapper, attention_of, check_attention_base
+from kvpolicy.selectors._common import keep_always, shares
+from kvpolicy.selectors.dropkv import LEAST_REST
+from kvpolicy.selectors.snapkv import SnapKV
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.parameters import check_min
+from kvpolicy.spec.validation import check_fields
+
+
+@scoped(output="head")
+class CaoteState(NamedTuple):
+    """How far the value of each slot is from the attention output, and the state of the base.
+
+    Attributes:
+        distance: [B, H, S] fp32.
+        output: The output that the distances are from, [B, H, D] fp32.
+        base: The state of the base.
+    """
+
+    distance: Tensor
+    output: Tensor
+    base: State
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CAOTE(Wrapper):
+    """Rank the tokens of another selector by how much the attention output would change without them.
+
+    Without a token of weight p and value v, an output o changes by exactly p / (1 - p) |v - o|. The weights are the
+    attention that the base holds, as fractions of that of the head. So a token of large attention may go if its value
+    is what the others add up to.
+
+    Args:
+        base: The selector that is refined; one that holds the attention of each token.
+        fast: Whether the output is taken to be the mean of all values.
+        every: After how many generated tokens the output and the distances are computed again; at most half the budget.
+
+    Raises:
+        KVPolicyError: If `every` is below 1, or the base holds no attention.
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("caote:fast=true/h2o@0.2"))
+        'caote:fast=true/h2o@0.2'
+
+    Source:
+        CAOTE (arXiv:2504.14051), of which the abstract was read: the closed form is exact and agrees with it. FastCAOTE
+        is `fast=true`. Differences: 1 - p is at least 1e-6; what the base always keeps is kept. The paper computes
+        output and distances in every step. Here they are computed after a prompt and every `every` steps, and a
+        generated token has its distance from the output of that time; weights are those of the base in every step. The
+        `decode` mode is that of the base.
+    """
+
+    base: Selector = field(default_factory=SnapKV)
+    fast: bool = False
+    every: int = 128
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters."""
+        check_fields(self)
+        check_attention_base(self, self.base)
+        check_min(self, every=1)
+
+    @property
+    def compares_heads(self) -> bool:
+        """No: a change of one head's output means as much as one of another only behind the output projection."""
+        return False
+
+    @property
+    def needs(self) -> Needs:
+        """The needs of the base, and the values of the tokens, after a prompt, now and then, and when generated."""
+        own = Needs(vectors=True, rerank_every=self.every, head_shape=True)
+        base = self.base.needs
+        return (base | own)._replace(rerank_every=min(self.every, base.rerank_every or self.every))
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str, *head: HeadShape) -> State:
+        """No distances, and the empty state of the base."""
+        return CaoteState(
+            distance=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
+            output=torch.zeros(batch, heads, head[0].head_dim, dtype=torch.float32, device=device),
+            base=alloc_state(self.base, batch, heads, slots, device, *head),
+        )
+
+    def observe(self, state: CaoteState, seen: Seen, view: View) -> State:
+        """Update the base, and compute the output of its weights and the distances from it."""
+        return self._measured(self.base.observe(state.base, seen, view), seen, view)
+
+    def rerank(self, state: CaoteState, seen: Seen, view: View) -> State:
+        """Compute the output and the distances again."""
+        base = state.base
+        if self.base.needs.rerank_every:
+            assert isinstance(self.base, Reranks)
+            base = self.base.rerank(base, seen, view)
+        return self._measured(base, seen, view)
+
+    def _measured(self, base: State, seen: Seen, view: View) -> CaoteState:
+        """The distances of all values from the output."""
+        assert seen.values is not None
+        values = seen.values.float().masked_fill(~view.valid[..., None], 0)  # invalid ones may be inf
+        weights = view.valid.float() if self.fast else attention_of(self.base, base)
+        output = shares(weights, view.valid)[:, :, None] @ values  # [B, H, 1, D]
+        distance = torch.linalg.vector_norm(values - output, dim=-1).masked_fill(~view.valid, 0)
+        return CaoteState(distance, output.squeeze(2), base)
+
+    def step(self, state: CaoteState, row: Tensor, view: View) -> None:
+        """Update the base, and compute the distance of the new token."""
+        assert view.token is not None
+        self.base.step(state.base, row, view)
+        distance = torch.linalg.vector_norm(view.token.value.squeeze(2).float() - state.output, dim=-1, keepdim=True)
+        state.distance.copy_(torch.where(view.newest(1), distance, state.distance))
+
+    def priority(self, state: CaoteState, view: View) -> Tensor:
+        """What the base always keeps is kept, other tokens by the change without them: [B, H, N]."""
+        share = shares(attention_of(self.base, state.base), view.valid)
+        loss = share / (1 - share).clamp_min(LEAST_REST) * state.distance
+        return keep_always(loss, self.base.priority(state.base, view) == torch.inf)

@@ -1,0 +1,152 @@
+"""ChunkKV: keep whole chunks of neighboring tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import (
+    SMALLEST_HEAD,
+    HeadShape,
+    Needs,
+    Reranks,
+    Seen,
+    Selector,
+    State,
+    View,
+    alloc_state,
+    scoped,
+)
+from kvpolicy.selectors._base import Wrapper, check_base
+from kvpolicy.selectors._common import keep_always
+from kvpolicy.selectors.snapkv import SnapKV
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.parameters import check_min
+from kvpolicy.spec.validation import check_fields
+
+
+@scoped(ranked="row")
+class ChunkState(NamedTuple):
+    """The rank of the chunk of each slot's token, and the state of the base.
+
+    Attributes:
+        rank: Minus the number of chunks that rank higher, minus 1, [B, H, S] fp32.
+        ranked: Tokens that the row had seen when its chunks were ranked, [B] int64.
+        base: The state of the base.
+    """
+
+    rank: Tensor
+    ranked: Tensor
+    base: State
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkKV(Wrapper):
+    """Keep the chunks of neighboring tokens that another selector ranks highest in the mean, the same in all heads.
+
+    A fact is told by several words in a row, of which single ones may score low. So tokens are kept or evicted together
+    with their neighbors.
+
+    Args:
+        base: The selector whose priorities are averaged; any selector.
+        size: Positions of a chunk.
+
+    Raises:
+        KVPolicyError: If `size` is below 1.
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("chunk:size=10/snapkv@0.2"))
+        'chunk:size=10/snapkv@0.2'
+
+    Source:
+        ChunkKV (arXiv:2502.00299), Section 3, and kvpress (ChunkKVPress). Differences: each row has its own chunks
+        (kvpress takes those of the first row for the batch); the budget is used to the last token, so that the first
+        tokens of one more chunk are kept; what the base always keeps, such as a window, is kept beside the chunks and
+        does not count in them; chunks of equal mean are kept from the first on. Generated tokens rank above all chunks;
+        while decoding, tokens of the lowest chunk are evicted, the last one first. Indices are not reused between
+        layers. The `decode` mode is that of the base.
+    """
+
+    base: Selector = field(default_factory=SnapKV)
+    size: int = 20
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters."""
+        check_fields(self)
+        check_base(self, self.base)
+        check_min(self, size=1)
+
+    @property
+    def compares_heads(self) -> bool:
+        """No: all heads keep the same chunks."""
+        return False
+
+    @property
+    def needs(self) -> Needs:
+        """The needs of the base."""
+        return self.base.needs
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str, *head: HeadShape) -> State:
+        """No chunk is ranked."""
+        return ChunkState(
+            rank=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
+            ranked=torch.zeros(batch, dtype=torch.int64, device=device),
+            base=alloc_state(self.base, batch, heads, slots, device, *head or [SMALLEST_HEAD]),
+        )
+
+    def observe(self, state: ChunkState, seen: Seen, view: View) -> State:
+        """Update the base, and rank the chunks of all candidates."""
+        base = self.base.observe(state.base, seen, view)
+        priority = self.base.priority(base, view)
+        counts = view.valid & priority.isfinite()
+        return ChunkState(self._ranks(priority, counts, view), view.length.clone(), base)
+
+    def step(self, state: ChunkState, row: Tensor, view: View) -> None:
+        """Update the base."""
+        self.base.step(state.base, row, view)
+
+    def rerank(self, state: ChunkState, seen: Seen, view: View) -> State:
+        """Let the base rank all tokens again; the chunks stay as they are."""
+        assert isinstance(self.base, Reranks)  # only called if the base asks for it
+        return state._replace(base=self.base.rerank(state.base, seen, view))
+
+    def priority(self, state: ChunkState, view: View) -> Tensor:
+        """What the base always keeps is kept, then generated tokens by age, then the others by chunk: [B, H, N]."""
+        generated = view.positions >= state.ranked[:, None, None]
+        priority = torch.where(generated, view.positions.float(), state.rank)
+        return keep_always(priority, self.base.priority(state.base, view) == torch.inf)
+
+    def _ranks(self, priority: Tensor, counts: Tensor, view: View) -> Tensor:
+        """The rank of the chunk of each token, [B, H, N] fp32.
+
+        Args:
+            priority: Of the base, [B, H, N] fp32.
+            counts: Which tokens count in their chunks, [B, H, N] bool.
+            view: The tokens.
+        """
+        heads = view.positions.shape[1]
+        at = view.positions.long().clamp_min(0)
+        size = int(view.length.max()) if view.length.numel() else 0
+        sums = _by_position(priority.double().masked_fill(~counts, 0), at, size, view)
+        held = _by_position(counts.double(), at, size, view) > 0
+        chunk = torch.arange(size, device=at.device).div(self.size, rounding_mode="floor").expand_as(sums)
+        chunks = -(-size // self.size)
+        total = sums.new_zeros(sums.shape[0], chunks).scatter_add_(1, chunk, sums)
+        tokens = sums.new_zeros(sums.shape[0], chunks).scatter_add_(1, chunk, held.double())
+        # Equal means must stay equal, and the fp32 of a mean is what a priority is compared by.
+        mean = (total / tokens.clamp_min(1)).float()
+        ordered = mean.sort(dim=-1).values
+        higher = chunks - torch.searchsorted(ordered, mean, right=True)
+        of_token = higher.gather(1, at.flatten(1).div(self.size, rounding_mode="floor")).unflatten(1, (heads, -1))
+        return -1.0 - of_token
+
+
+def _by_position(x: Tensor, at: Tensor, size: int, view: View) -> Tensor:
+    """The sum over all KV heads of a number of each token, by position, [B, size] fp64."""
+    table = x.new_zeros(x.shape[0], size).scatter_add_(1, at.flatten(1), x.flatten(1))
+    return view.ranks.total(table) / view.ranks.replicas

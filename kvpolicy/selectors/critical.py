@@ -1,0 +1,134 @@
+"""CriticalKV: let the size of what a value adds decide about a part of the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import (
+    SMALLEST_HEAD,
+    HeadShape,
+    Needs,
+    Reranks,
+    Seen,
+    Selector,
+    State,
+    View,
+    alloc_state,
+    scoped,
+)
+from kvpolicy.selectors._base import Wrapper, attention_of, check_attention_base
+from kvpolicy.selectors._common import keep_always, mean_output_norm, shares
+from kvpolicy.selectors._crush import top_mask
+from kvpolicy.selectors.snapkv import SnapKV
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_range
+from kvpolicy.spec.validation import check_fields
+
+
+@scoped(typical="head")
+class CriticalState(NamedTuple):
+    """What the tokens of each slot add, and the state of the base.
+
+    Attributes:
+        norm: Norm of the value behind the output projection, [B, H, S] fp32; 0 for a generated token.
+        first: Whether the base alone has chosen the token, [B, H, S] bool.
+        typical: Mean norm of the prompt's tokens, [B, H] fp32.
+        base: The state of the base.
+    """
+
+    norm: Tensor
+    first: Tensor
+    typical: Tensor
+    base: State
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticalKV(Wrapper):
+    """Keep the best tokens of another selector, and then those of large attention times what their values add.
+
+    A small attention weight matters if the value is large behind the output projection. The first part of the budget is
+    for the tokens that the base ranks highest. The rest is for those of the highest product, in which attention has a
+    small constant added, so that a large value counts although it has no attention yet.
+
+    Args:
+        base: The selector of the first part; one that holds the attention of each token.
+        split: Fraction of the budget for the tokens of the base alone, in [0, 1].
+        epsilon: Added to the fraction of its head's attention that a token has.
+
+    Raises:
+        KVPolicyError: If `split` is no fraction, `epsilon` is below 0, or the base holds no attention.
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("critical/h2o@0.2"))
+        'critical/h2o@0.2'
+
+    Source:
+        CriticalKV (arXiv:2502.03805), Algorithm 1, and kvpress (CriticalKVPress). Differences: attention is a fraction
+        of what the tokens of the head have together, so that `epsilon` means the same for every base (kvpress takes the
+        scores as they are); each row has its own budget; what the base always keeps is part of the first part, and is
+        kept beyond it; equal products keep the earlier token. The paper ranks a prompt only. While decoding, the tokens
+        of the first part stay, others compete by their products, and a generated token counts as one of mean norm. The
+        `decode` mode is that of the base.
+    """
+
+    base: Selector = field(default_factory=SnapKV)
+    split: float = 0.5
+    epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters."""
+        check_fields(self)
+        check_attention_base(self, self.base)
+        check_range(self, split=(0, 1))
+        if not 0 <= self.epsilon < float("inf"):
+            raise KVPolicyError(f"CriticalKV.epsilon must be at least 0 and finite, got {self.epsilon}; try 0.0001.")
+
+    @property
+    def needs(self) -> Needs:
+        """The needs of the base, and the norms of values behind the output projection."""
+        # A fraction of a head's attention is a sum over its slots in every step, as a state per head is.
+        return self.base.needs | Needs(output_norms=True, head_shape=True)
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str, *head: HeadShape) -> State:
+        """No norms, and the empty state of the base."""
+        norm = torch.zeros(batch, heads, slots, dtype=torch.float32, device=device)
+        return CriticalState(
+            norm=norm,
+            first=torch.zeros_like(norm, dtype=torch.bool),
+            typical=torch.zeros(batch, heads, dtype=torch.float32, device=device),
+            base=alloc_state(self.base, batch, heads, slots, device, *head or [SMALLEST_HEAD]),
+        )
+
+    def observe(self, state: CriticalState, seen: Seen, view: View) -> State:
+        """Update the base, and choose the tokens of the first part anew."""
+        base = self.base.observe(state.base, seen, view)
+        norm = mean_output_norm(seen, view)
+        priority = self.base.priority(base, view).masked_fill(~view.valid, -torch.inf)
+        count = (view.budget.double() * self.split + 1e-9).floor().long()[:, None]
+        total = view.valid.sum(-1)
+        count = torch.where(total > view.budget[:, None], torch.minimum(count, total), 0)
+        mean = norm.sum(-1, dtype=torch.float64) / total.clamp_min(1)
+        return CriticalState(norm, top_mask(priority, count) & view.valid, mean.float(), base)
+
+    def step(self, state: CriticalState, row: Tensor, view: View) -> None:
+        """Update the base."""
+        self.base.step(state.base, row, view)
+
+    def rerank(self, state: CriticalState, seen: Seen, view: View) -> State:
+        """Let the base rank all tokens again."""
+        assert isinstance(self.base, Reranks)  # only called if the base asks for it
+        return state._replace(base=self.base.rerank(state.base, seen, view))
+
+    def priority(self, state: CriticalState, view: View) -> Tensor:
+        """Tokens of the first part, and those that the base keeps, are kept, others by their product: [B, H, N]."""
+        share = shares(attention_of(self.base, state.base), view.valid)
+        norm = torch.where(state.norm > 0, state.norm, state.typical[..., None])
+        protected = (self.base.priority(state.base, view) == torch.inf) | state.first
+        return keep_always((share + self.epsilon) * norm, protected)

@@ -1,0 +1,98 @@
+"""DropKV: keep the tokens without which the outputs of the last queries would change most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.selectors._common import keep_always
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.parameters import check_min
+from kvpolicy.spec.validation import check_fields
+
+LEAST_REST = 1e-6
+"""The least attention that the other tokens are taken to have, where one has almost all of it."""
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropKV(Scored):
+    """Keep the tokens without which the attention outputs of the last queries would change most.
+
+    Without a token of weight p and value v, an output o changes by exactly p / (1 - p) |v - o|. The squares are summed
+    over the queries of an observation window, which itself is always kept.
+
+    Args:
+        window: The number of queries in the observation window; at most half the budget is used.
+        decode: `evict`: the window slides, and tokens that leave it, which have no score, are evicted first. `grow`:
+            generated tokens are kept in addition to the budget.
+
+    Raises:
+        KVPolicyError: If `window` is below 1.
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("uniform/adakv+dropkv@0.2"))
+        'uniform/adakv+dropkv@0.2'
+
+    Source:
+        DropKV, from its author's description in a discussion of kvpress (no paper was read); the closed form is exact.
+        Differences: how the query heads of a KV head are joined is not stated: their squares are summed; 1 - p is at
+        least 1e-6; the window shrinks to half the budget; outputs are those before the output projection.
+    """
+
+    window: int = 32
+    decode: DecodeMode = "evict"
+
+    compares_heads: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters."""
+        check_fields(self)
+        check_min(self, window=1)
+
+    @property
+    def needs(self) -> Needs:
+        """The attention of the observation window, and the values of the prompt."""
+        return Needs(window_queries=self.window, prompt_vectors=True)
+
+    def observe(self, state: Scores, seen: Seen, view: View) -> State:
+        """Score every candidate by the squared change of the window's outputs without it."""
+        assert seen.window_attn is not None and seen.values is not None
+        values = seen.values.float().masked_fill(~view.valid[..., None], 0)  # invalid ones may be inf
+        age = torch.arange(seen.window_attn.shape[2] - 1, -1, -1, device=values.device)
+        counts = (age < self._width(view)[:, None])[:, None, None, :, None]
+        weights = seen.window_attn.unflatten(1, (values.shape[1], -1)).masked_fill(~counts, 0)
+        loss = values.new_zeros(weights.shape[:2] + weights.shape[-1:], dtype=torch.float64)
+        for g in range(weights.shape[2]):
+            loss += squared_losses(weights[:, :, g], values).sum(2, dtype=torch.float64)
+        # Ranks that hold the same KV head have different query heads of it: their mean, as often as they are, is a sum.
+        return Scores((view.ranks.group_mean(loss[:, :, None]) * view.ranks.replicas).float())
+
+    def priority(self, state: Scores, view: View) -> Tensor:
+        """The window is always kept, other tokens by the change without them: [B, H, N]."""
+        return keep_always(state.score, view.newest(self._width(view)))
+
+    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+        """The attention of the window, per query head."""
+        return seen.recent(self._width(view))
+
+    def _width(self, view: View) -> Tensor:
+        return (view.budget // 2).clamp(1, self.window)
+
+
+def squared_losses(weights: Tensor, values: Tensor) -> Tensor:
+    """The square by which each output would change without each token, [B, H, W, N] fp32.
+
+    Args:
+        weights: Attention of W queries, [B, H, W, N] fp32.
+        values: [B, H, N, D] fp32.
+    """
+    outputs = weights @ values
+    lengths = outputs.square().sum(-1)[..., None] + values.square().sum(-1)[:, :, None]
+    distance = (lengths - 2 * (outputs @ values.mT)).clamp_min(0)
+    return (weights / (1 - weights).clamp_min(LEAST_REST)).square() * distance

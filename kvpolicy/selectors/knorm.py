@@ -1,0 +1,44 @@
+"""Knorm: keep the tokens whose keys are short."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import DecodeMode, ScoredByKeys
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.validation import check_fields
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyNorm(ScoredByKeys):
+    """Keep the tokens whose keys are short.
+
+    Short keys were found to receive much attention, in the mean of many heads. Nothing is needed but the keys.
+
+    Args:
+        decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("knorm@0.5"))
+        'knorm@0.5'
+
+    Source:
+        A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (arXiv:2406.11430), Section 3, and
+        kvpress (KnormPress). Differences: the newest token is always kept; generated tokens are ranked too, one of
+        which is evicted in each step; the paper leaves the first two layers whole, which is a policy by layer here.
+    """
+
+    decode: DecodeMode = "evict"
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters."""
+        check_fields(self)
+
+    def score(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Minus the length of the key: [B, H, N]."""
+        return -torch.linalg.vector_norm(keys, dim=-1)

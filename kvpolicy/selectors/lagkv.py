@@ -1,0 +1,130 @@
+"""LagKV: compare tokens with the range of the tokens that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
+from kvpolicy.selectors._once import OnceScored, none_scored, priority_of, unscored, with_scores
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.parameters import check_min
+from kvpolicy.spec.validation import check_fields
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LagKV(Selector):
+    """Keep the tokens whose channels vary most within the range of the tokens that follow.
+
+    Behind the sinks, tokens are divided into lags. The keys and values of a lag are brought to the range that each
+    channel has in the next lag, so that channels with large numbers do not outweigh the others. A token with a high
+    deviation over its channels differs from what follows. Every lag keeps equally many tokens.
+
+    Args:
+        sinks: How many of the first tokens are always kept, at most half the budget.
+        lag: Tokens of a lag; at most a quarter of the budget.
+        decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
+
+    Raises:
+        KVPolicyError: If `sinks` is below 0 or `lag` below 1.
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("lagkv:lag=64@0.2"))
+        'lagkv:lag=64@0.2'
+
+    Source:
+        LagKV (arXiv:2504.04704), Section 3, its authors' code and kvpress (LagKVPress). Differences: defaults are those
+        of kvpress (the authors: lags of 1,024, 16 sinks); a lag is at most a quarter of the budget, since the last one
+        is kept whole with what follows it, up to two lags, and would be all that a small budget holds; a channel that
+        is constant in the next lag counts as 0 (both divide by 0); equal scores keep the earlier token; tokens of the
+        last lag and behind it rank above all others by age, also if the budget is less than they are. While decoding,
+        tokens are scored every `lag` tokens, over those that are still held, and one is evicted for each generated
+        one. With a codec, keys and values that are coded are scored as attention reads them.
+    """
+
+    sinks: int = 4
+    lag: int = 128
+    decode: DecodeMode = "evict"
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters."""
+        check_fields(self)
+        check_min(self, sinks=0, lag=1)
+
+    @property
+    def needs(self) -> Needs:
+        """Keys and values, of all tokens after a prompt and after every lag."""
+        return Needs(vectors=True, rerank_every=self.lag)
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+        """No token has a score."""
+        return none_scored(batch, heads, slots, device)
+
+    def observe(self, state: OnceScored, seen: Seen, view: View) -> State:
+        """Score the tokens of every lag that is followed by a whole one."""
+        assert seen.keys is not None and seen.values is not None
+        pending = unscored(state, view, self.sinks)
+        size = (view.budget // 4).clamp(1, self.lag)[:, None, None]
+        # Tokens of a head in order of their positions, those that are not pending last.
+        far = torch.iinfo(torch.int32).max
+        order = view.positions.masked_fill(~pending, far).argsort(dim=-1, stable=True)
+        count = pending.sum(-1, keepdim=True)
+        place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        number = place.div(size, rounding_mode="floor")
+        whole = number < count.div(size, rounding_mode="floor")  # of a lag that is full
+        number = number.masked_fill(~whole, order.shape[-1])
+        scored = whole & (number + 1 < count.div(size, rounding_mode="floor"))
+        weight = sum(_deviation_shares(t, order, number, scored) for t in (seen.keys, seen.values))
+        assert isinstance(weight, Tensor)
+        above = _place_in_lag(weight, number)  # tokens of the lag that rank higher
+        ranked = (size - 1 - above).float() / size
+        score = torch.zeros_like(state.score).scatter_(-1, order, ranked)
+        return with_scores(state, score, torch.zeros_like(scored).scatter_(-1, order, scored))
+
+    def rerank(self, state: OnceScored, seen: Seen, view: View) -> State:
+        """Score the lags that are complete by now."""
+        return self.observe(state, seen, view)
+
+    def priority(self, state: OnceScored, view: View) -> Tensor:
+        """Sinks and the newest token are always kept, then tokens without a score, then by rank: [B, H, N]."""
+        return priority_of(state, view, self.sinks)
+
+
+def _deviation_shares(vectors: Tensor, order: Tensor, number: Tensor, scored: Tensor) -> Tensor:
+    """Softmax over each lag of the deviation over channels, in the range of the next lag, [B, H, N] fp64.
+
+    Args:
+        vectors: [B, H, N, D].
+        order: Tokens in the order of lags, [B, H, N] int64.
+        number: The lag at each place of that order, N where there is none, [B, H, N] int64.
+        scored: Which places are scored, [B, H, N] bool.
+    """
+    dim = vectors.shape[-1]
+    x = vectors.gather(2, order[..., None].expand(-1, -1, -1, dim)).float()
+    x = x.masked_fill((number == number.shape[-1])[..., None], 0)  # numbers of invalid tokens mean nothing
+    lags = number[..., None].expand_as(x)
+    shape = (*x.shape[:2], x.shape[2] + 2, dim)
+    least = x.new_full(shape, torch.inf).scatter_reduce_(2, lags, x, "amin")
+    most = x.new_full(shape, -torch.inf).scatter_reduce_(2, lags, x, "amax")
+    low = least.gather(2, lags + 1)
+    width = most.gather(2, lags + 1) - low
+    scaled = torch.where(scored[..., None] & (width > 0), (x - low) / width, 0)
+    spread = scaled.double().std(-1, correction=1) if dim > 1 else torch.zeros_like(x[..., 0], dtype=torch.float64)
+    # The largest is taken off first: deviations are unbounded where a lag leaves the range of the next one.
+    top = spread.new_zeros(shape[:3]).scatter_reduce_(-1, number, spread, "amax")
+    share = (spread - top.gather(-1, number)).exp()
+    total = torch.zeros_like(top).scatter_add_(-1, number, share)
+    return share / total.gather(-1, number)
+
+
+def _place_in_lag(weight: Tensor, number: Tensor) -> Tensor:
+    """How many tokens of its lag have a higher weight, or the same one at an earlier place, [B, H, N] int64."""
+    down = weight.argsort(dim=-1, descending=True, stable=True)
+    by_lag = down.gather(-1, number.gather(-1, down).argsort(dim=-1, stable=True))
+    lag = number.gather(-1, by_lag).contiguous()
+    place = torch.arange(lag.shape[-1], device=lag.device) - torch.searchsorted(lag, lag)
+    return torch.empty_like(place).scatter_(-1, by_lag, place)
