@@ -34,6 +34,8 @@ ALLOCATORS = {
     "uniform": "kvpolicy.allocators.uniform:Uniform",
     "pyramid": "kvpolicy.allocators.pyramid:Pyramid",
     "squeeze": "kvpolicy.allocators.squeeze:SqueezeAttention",
+    "kvcompose": "kvpolicy.allocators.kvcompose:KVCompose",
+    "global": "kvpolicy.allocators.threshold:GlobalThreshold",
 }
 HEAD_ALLOCATORS = {
     "even": "kvpolicy.allocators.even:Even",

@@ -95,21 +95,26 @@ def _of_new_tokens(case: Case) -> str:
 
 def of_allocator(case: Case) -> list[str]:
     """Explain the budget of each layer; for an allocator that measures the prompt, with an example."""
-    measures = bool(case.policy.allocator.layer_metric)
+    metric = case.policy.allocator.layer_metric
     layers = len(case.planned.layers)
     cosines = torch.linspace(*EXAMPLE_COSINES, layers).expand(case.batch, -1)
     length = torch.tensor([case.prompt] * case.batch)
     budgets = divide(
         case.policy,
-        cosines if measures else None,
+        {"": None, "cosine": cosines, "curve": torch.ones_like(cosines)}[metric],
         length,
         length + case.new,
         [case.model.shape] * layers,
         sum(case.planned.unmanaged.values()),
     )
     text = _per_layer(budgets.keep[0].clamp_max(case.prompt + case.new).tolist(), case)
-    if not measures:
+    if not metric:
         return [f"Here: {text}."]
+    if metric == "curve":
+        return [
+            "Here: the tokens of all layers are compared after each prompt, for each row, and budgets depend on the "
+            f"result. If all layers are alike: {text}."
+        ]
     return [
         "Here: each layer is measured during prefill, for each row, and budgets depend on the result. For example, "
         f"for cosines that increase linearly from {EXAMPLE_COSINES[0]} in the first layer to {EXAMPLE_COSINES[1]} in "

@@ -148,7 +148,7 @@ def inspect_prompt(
     cache = handle.cache
     cosines: list[float] = []
     measured = ""
-    if importance and handle.policy.layer_metric:
+    if importance and handle.policy.layer_metric == "cosine":
         cosines = cosines_of(cache)
         measured = DURING_PREFILL
     elif importance:

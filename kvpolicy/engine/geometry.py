@@ -19,7 +19,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.undo_log import Targets
-from kvpolicy.protocols import LayerShape, Layout, View
+from kvpolicy.protocols import LayerShape, Layout, State, View
 
 
 class Geometry(Protocol):
@@ -45,6 +45,10 @@ class Geometry(Protocol):
 
     def past(self) -> Past | None:
         """Every slot, decoded; None if there are none."""
+        ...
+
+    def held_slots(self) -> tuple[Tensor, State]:
+        """Positions of the slots of each head, [B, H, S] int32, and the selector's state of them."""
         ...
 
     # a decode step, traceable

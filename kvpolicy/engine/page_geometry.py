@@ -25,7 +25,7 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import HeadBudgets, select_tokens
 from kvpolicy.engine.token_batch import BEYOND, SlotData
 from kvpolicy.engine.undo_log import Targets
-from kvpolicy.protocols import LayerShape, Layout, View
+from kvpolicy.protocols import LayerShape, Layout, State, View
 
 
 class PageGeometry:
@@ -77,7 +77,7 @@ class PageGeometry:
         body = rows.body.to(device)
         each = body // self._all_heads
         tensors.paged().average = each * size
-        positions, state = self._body.held_slots()
+        positions, state = self.held_slots()
         past = self.past() if pending.reads_past else None
         selected = select_tokens(
             self._spec.selector,
@@ -122,6 +122,10 @@ class PageGeometry:
     def past(self) -> Past | None:
         """Every slot, decoded, [B, H, n, D], n as many as the fullest head has; None if there are none."""
         return self._body.past()
+
+    def held_slots(self) -> tuple[Tensor, State]:
+        """Positions of the slots of each head, [B, H, n] int32, and the selector's state of them."""
+        return self._body.held_slots()
 
     def write(self, slots: Tensor, data: SlotData, mask: Tensor | None) -> None:
         """Write new tokens to the slots that `free_slot` found, in place, where `mask` [B, H, 1] is set."""

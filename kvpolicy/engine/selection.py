@@ -13,7 +13,7 @@ from kvpolicy.engine.output_norms import Projection, absolute_norms
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.state import empty_slots, join_states, map_slots, map_state, select_rows, tensors
-from kvpolicy.protocols import HeadAllocator, HeadRequest, Ranks, Seen, Selector, State, View
+from kvpolicy.protocols import HeadAllocator, HeadRequest, HoldsAttention, Ranks, Seen, Selector, State, View
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -69,6 +69,60 @@ class HeadBudgets(NamedTuple):
         return pages
 
 
+class Ranking(NamedTuple):
+    """The candidates of a layer by ascending position, as its selector ranks them.
+
+    Attributes:
+        view: The candidates.
+        before: The selector's state of each, before it saw the prompt.
+        state: Its state.
+        priority: Priority of each candidate, [B, H, S + P] fp32.
+        order: Where each one is among the slots and the new tokens, [B, H, S + P] int64; None if they are in order.
+        window_attn: Attention of the newest queries over the slots and the new tokens, in their order, if requested.
+    """
+
+    view: View
+    before: State
+    state: State
+    priority: Tensor
+    order: Tensor | None
+    window_attn: Tensor | None
+
+
+def rank_candidates(
+    selector: Selector,
+    positions: Tensor,
+    state: State,
+    prompt: PendingPrompt,
+    past: Past | None,
+    *,
+    seen_before: Tensor,
+    length: Tensor,
+    keep: Tensor,
+    layer_idx: int,
+    ranks: Ranks,
+    projection: Projection | None = None,
+) -> Ranking:
+    """Rank the slots of a layer and the tokens of a prompt; see `select_tokens`."""
+    slots = positions.shape[-1]
+    positions, state = _candidates(positions, state, prompt, seen_before)
+    seen = _statistics(prompt, past, slots)
+    if selector.needs.output_norms:
+        assert seen.values is not None and projection is not None
+        seen = seen._replace(output_norms=absolute_norms(seen.values, projection()))
+    # From before the reordering below: mergers take it with the slots first, like all other fields of `Selection`.
+    window_attn = seen.window_attn
+    order = None
+    if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
+        # Selectors see candidates by ascending position; slots are in any order.
+        # A first prompt without padding, or with padding at the front (at -1), is in order already.
+        order = positions.argsort(dim=-1, stable=True)
+        positions, state, seen = _reordered(positions, state, seen, order)
+    view = View(positions, length, keep, layer_idx, ranks, alike=not slots)
+    after = _in_dtypes_of(state, selector.observe(state, seen, view))
+    return Ranking(view, state, after, finite_priority(selector.priority(after, view)), order, window_attn)
+
+
 def select_tokens(
     selector: Selector,
     positions: Tensor,
@@ -100,24 +154,20 @@ def select_tokens(
         heads: How many tokens each head keeps; all keep `keep` without it.
         projection: Reads the output projection, if the selector needs the norms of values behind it.
     """
-    slots = positions.shape[-1]
-    positions, state = _candidates(positions, state, prompt, seen_before)
-    seen = _statistics(prompt, past, slots)
-    if selector.needs.output_norms:
-        assert seen.values is not None and projection is not None
-        seen = seen._replace(output_norms=absolute_norms(seen.values, projection()))
-    # From before the reordering below: mergers take it with the slots first, like all other fields of `Selection`.
-    window_attn = seen.window_attn
-    order = None
-    if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
-        # Selectors see candidates by ascending position; slots are in any order.
-        # A first prompt without padding, or with padding at the front (at -1), is in order already.
-        order = positions.argsort(dim=-1, stable=True)
-        positions, state, seen = _reordered(positions, state, seen, order)
-    view = View(positions, length, keep, layer_idx, ranks, alike=not slots)
-    before = state
-    state = _in_dtypes_of(before, selector.observe(before, seen, view))
-    priority = finite_priority(selector.priority(state, view))
+    view, before, state, priority, order, window_attn = rank_candidates(
+        selector,
+        positions,
+        state,
+        prompt,
+        past,
+        seen_before=seen_before,
+        length=length,
+        keep=keep,
+        layer_idx=layer_idx,
+        ranks=ranks,
+        projection=projection,
+    )
+    positions = view.positions
     head_pages = None if heads is None else heads.divide(priority, view)
     count = keep[:, None] if heads is None or head_pages is None else head_pages * heads.size[:, None]
     chosen = _highest(priority, view, count)
@@ -132,6 +182,13 @@ def select_tokens(
         priority = priority.gather(-1, back)
         state = map_slots(lambda t: t.gather(-1, back), state)
     return Selection(positions, state, chosen, window_attn, priority, head_pages)
+
+
+def worth_of(selector: Selector, ranking: Ranking) -> Tensor:
+    """What each candidate is worth beside those of other layers, [B, H, N] fp32; see `DrawsCurves`."""
+    priority = ranking.priority
+    worth = selector.attention(ranking.state) if isinstance(selector, HoldsAttention) else priority
+    return worth.masked_fill(priority == torch.inf, torch.inf).masked_fill(~ranking.view.valid, -torch.inf)
 
 
 def finite_priority(priority: Tensor) -> Tensor:

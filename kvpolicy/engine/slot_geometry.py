@@ -91,8 +91,7 @@ class SlotGeometry:
         past = self.codes.past() if pending.reads_past or merges else None
         selected = select_tokens(
             self._spec.selector,
-            tensors.positions,
-            tensors.state,
+            *self.held_slots(),
             pending,
             past,
             seen_before=seen_before,
@@ -169,6 +168,10 @@ class SlotGeometry:
     def past(self) -> Past | None:
         """Every slot, decoded; None if there are none."""
         return self.codes.past()
+
+    def held_slots(self) -> tuple[Tensor, State]:
+        """Positions of the slots, [B, H, S] int32, and the selector's state of them."""
+        return self.layer.tensors.positions, self.layer.tensors.state
 
     def write(self, slots: Tensor, data: SlotData, mask: Tensor | None) -> None:
         """Write new tokens to slots of the full-precision buffer, in place; see `SlotWriter.write`."""

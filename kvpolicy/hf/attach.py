@@ -189,7 +189,7 @@ class Handle:
                 self._undo.append(falcon.replace_forward(site.attention))
             if site.layer_idx not in self._attachment.model_shape.evictable:  # has no budget and no codec
                 continue
-            if self.policy.layer_metric:
+            if self.policy.layer_metric == "cosine":
                 self._undo += measure(site, lambda: self._running)
             if self.policy.at(site.layer_idx).codec.traits.pins == "massive":
                 self._look(site)

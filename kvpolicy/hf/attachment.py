@@ -156,7 +156,7 @@ class Attachment:
         policy.check(self.info)  # first: what follows asks a policy by layer for each layer of the model
         check_projections(policy, self.projections)
         check_held_codes(self.hold, policy)
-        if policy.layer_metric and not self.policy.layer_metric:
+        if policy.layer_metric == "cosine" != self.policy.layer_metric:
             raise KVPolicyError(
                 f"The attached policy must measure every layer as the cache's {policy} does, got {self.policy}; try to "
                 "attach a policy with the same allocator."

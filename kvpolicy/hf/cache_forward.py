@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
@@ -27,10 +28,12 @@ from kvpolicy.hf.tiles import Tile
 from kvpolicy.hf.transcript import extended
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Forward, Ranks
+from kvpolicy.protocols import DrawsCurves, Forward, LayerMetric, Ranks
 from kvpolicy.reporting.logging import log_extended
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import at_least
+
+CURVE: LayerMetric = "curve"
 
 
 class CacheForward(Cache):
@@ -142,9 +145,9 @@ class CacheForward(Cache):
         if transcript is not None:
             first.transcript = transcript
         self._forward.first = seen == 0 if starts else None
-        if not one_token and self.policy.layer_metric:
+        if not one_token and self.policy.layer_metric == "cosine":
             self._forward.unbegun = (first.store.tensors.length if first.is_initialized else seen) == 0
-        self._forward.valid = valid if self.wants_metrics or self.wants_massive else None
+        self._forward.valid = valid if self.wants_cosines or self.wants_massive else None
 
     def _holds_chunk(
         self, first: PolicyLayer, seen: Tensor, new: int, valid: Tensor | None, *, one_token: bool
@@ -276,7 +279,7 @@ class CacheForward(Cache):
             facts = self._prompt_facts(layer)
             layer.hold(pending, facts["massive"], facts["rope_offset"])
             return
-        if self.wants_metrics:
+        if self.wants_cosines or self.policy.layer_metric == CURVE:
             layer.keep(pending)
             self._forward.waiting.append(layer)
             return
@@ -317,11 +320,12 @@ class CacheForward(Cache):
         """Divide the budget, and compress every layer with a pending prompt."""
         waiting = self._forward.waiting
         self._forward.waiting = []
+        curves = self._curves(waiting) if waiting and self.policy.layer_metric == CURVE else None
         for number, layer in enumerate(waiting):
             # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
             pending, massive = layer.release()
             if number == 0:
-                self._divide(layer, pending)
+                self._divide(layer, pending, curves)
             facts = self._prompt_facts(layer)
             if massive is not None:
                 facts["massive"] = massive
@@ -374,9 +378,9 @@ class CacheForward(Cache):
     # metrics of a prompt
 
     @property
-    def wants_metrics(self) -> bool:
-        """Whether layers are still to be measured."""
-        return (self._forward.first is not None or bool(self._metrics)) and self.policy.layer_metric != ""
+    def wants_cosines(self) -> bool:
+        """Whether the residual stream of layers is still to be measured."""
+        return (self._forward.first is not None or bool(self._metrics)) and self.policy.layer_metric == "cosine"
 
     @property
     def wants_massive(self) -> bool:
@@ -433,9 +437,28 @@ class CacheForward(Cache):
 
     # budgets
 
-    def _divide(self, first: PolicyLayer, pending: PendingPrompt) -> None:
+    def _curves(self, layers: list[PolicyLayer]) -> Tensor:
+        """What each further token of a layer is worth, [B, L, N]; see `kvpolicy.protocols.DrawsCurves`."""
+        allocator = self.policy.allocator
+        assert isinstance(allocator, DrawsCurves)  # see `policy.combination.check_curves`
+        first = layers[0].pending
+        assert first is not None
+        # The budgets are not known yet: selectors reckon with equal ones.
+        even = torch.ones(layers[0].length.shape[0], len(layers), device="cpu")
+        self._divide(layers[0], first.decoded(), even)
+        curves: list[Tensor] = []
+        for layer in layers:
+            assert layer.pending is not None and self._forward.tokens is not None
+            pending = layer.pending.decoded()
+            with outside_autocast(pending.keys.device):
+                worth = layer.store.worth(pending, self._row_budget(layer).keep)
+                curves.append(allocator.curve(worth, layer.layer_idx).float().cpu())
+        longest = max(curve.shape[-1] for curve in curves)
+        return torch.stack([F.pad(each, (0, longest - each.shape[-1]), value=-torch.inf) for each in curves], 1)
+
+    def _divide(self, first: PolicyLayer, pending: PendingPrompt, curves: Tensor | None = None) -> None:
         """Divide the budget among layers, from the rows' lengths after the pending prompt of the first layer."""
-        metrics = self.cosines() if self.policy.layer_metric else None
+        metrics = self.cosines() if self.policy.layer_metric == "cosine" else curves
         end = None if self._end is None else torch.tensor(self._end)
         told = Expected(self.prompt, self.new, end)
         model = self.attachment.model_shape

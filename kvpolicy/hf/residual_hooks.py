@@ -22,7 +22,7 @@ def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Calla
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = running()
-        if cache is not None and cache.wants_metrics:
+        if cache is not None and cache.wants_cosines:
             cache.guard.residuals[site.layer_idx] = args[0] if args else kwargs["hidden_states"]
 
     def observe(added: Callable[[Tensor], Tensor]) -> None:

@@ -215,7 +215,7 @@ def _forward(prefill: Prefill, piece: Piece, statistics: int) -> int:
     rotated = piece.tokens * widths.queries * max(4 * size, size + 8)
     attended = piece.tokens * widths.queries * 3 * size
     measured = 0
-    if prefill.policy.layer_metric:  # cosines of hidden states before and after attention
+    if prefill.policy.layer_metric == "cosine":  # cosines of hidden states before and after attention
         measured = 24 * hidden
     attention = 3 * hidden * size + max(rotated, attended + max(statistics, sliding), measured)
     head = 3 * hidden * size + piece.batch * widths.vocab * (size + 8)

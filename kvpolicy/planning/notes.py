@@ -93,7 +93,7 @@ def _few_tokens(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
 def _even_layers(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
     """Rows with equal budgets in all layers although the allocator measured the layers."""
     even = (keep == keep[:, :1]).all(-1) & (keep[:, 0] < prompt)
-    if not policy.layer_metric or not bool(even.any()):
+    if policy.layer_metric != "cosine" or not bool(even.any()):
         return ""
     return f"{_rows(even)}: all layers have the same budget, since fewer than three distinct metrics were measured"
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvpolicy.protocols import (
+    Allocator,
     Codec,
     DecodeMode,
+    DrawsCurves,
     HeadAllocator,
     LoadsSalience,
     Merger,
@@ -34,6 +36,22 @@ def check_together(policy: Any) -> None:
     if policy.heads is not None:
         check_heads(policy.heads, policy.selector, policy.merger, policy.codec, policy.reader)
     check_reader(policy.reader, policy.selector, policy.codec, policy.decode)
+    if policy.allocator.layer_metric == "curve":
+        check_curves(policy.allocator, policy.selector)
+
+
+def check_curves(allocator: Allocator, selector: Selector) -> None:
+    """Refuse an allocator that compares what tokens of different layers are worth, where that cannot be compared."""
+    if not isinstance(allocator, DrawsCurves):
+        raise KVPolicyTypeError(
+            "The allocator must have a method curve(worth, layer_idx) for layer_metric='curve', got "
+            f"{shorten(repr(allocator))}, which lacks it; see kvpolicy.protocols.DrawsCurves."
+        )
+    if not compares_heads(selector):
+        raise KVPolicyError(
+            f"The selector must rank tokens by attention to be combined with {allocator}, which compares them across "
+            f"layers, got {selector}, whose compares_heads is not True; try kvzip or snapkv, or another allocator."
+        )
 
 
 def check_abilities(selector: Selector, reader: Reader) -> None:

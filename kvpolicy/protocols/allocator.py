@@ -9,27 +9,34 @@ from torch import Tensor
 from kvpolicy.protocols.codec import ModelInfo
 from kvpolicy.protocols.selector import View
 
+LayerMetric = Literal["", "cosine", "curve"]
+"""What is measured in every layer: nothing, how little attention changes the residual stream, or what tokens are worth.
+
+Cosines are measured in a row's first prompt, and curves in every prompt: see `DrawsCurves`.
+"""
+
 
 @runtime_checkable
 class Allocator(Protocol):
     """How many tokens may each layer keep?
 
     A class that inherits from it needs one method, `budgets`. An object that has all members is accepted whatever its
-    class. An optional ability is `DividesHeads`.
+    class. Optional abilities are `DividesHeads` and `DrawsCurves`.
     """
 
     __slots__ = ()
 
     @property
-    def layer_metric(self) -> Literal["", "cosine"]:
-        """The metric that must be measured in every layer before budgets are known: none, or the attention cosine."""
+    def layer_metric(self) -> LayerMetric:
+        """What must be measured in every layer before budgets are known; by default nothing."""
         return ""
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         """Divide a row's tokens among the layers.
 
         Args:
-            metrics: The values of `layer_metric`, [B, L] fp32, or None.
+            metrics: The values of `layer_metric`, [B, L] fp32, or None. For curves [B, L, N], filled with -inf where a
+                layer has fewer tokens; before a prompt, equal numbers [B, L].
             total: Tokens of all layers together, [B] int64. The rows of the result sum to it.
             floor: The fewest tokens that any layer may get.
             ceiling: The most tokens that any layer of a row can use, [B] int64.
@@ -93,6 +100,24 @@ class DividesHeads(Protocol):
     @property
     def heads(self) -> HeadAllocator | None:
         """The head allocator; None for the same budget in every head."""
+        ...
+
+
+@runtime_checkable
+class DrawsCurves(Protocol):
+    """An optional ability of an allocator, with the metric `curve`: it compares what tokens of all layers are worth.
+
+    Worth is the attention that the selector holds of a token (`HoldsAttention`), else its priority, which must compare
+    heads. A token that is always kept is worth inf.
+    """
+
+    def curve(self, worth: Tensor, layer_idx: int) -> Tensor:
+        """What each further token per head is worth in a layer, [B, N] in falling order.
+
+        Args:
+            worth: Of each candidate of all heads of the model, [B, H, N] fp32; -inf for invalid tokens.
+            layer_idx: Index of the layer.
+        """
         ...
 
 

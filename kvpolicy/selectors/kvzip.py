@@ -121,6 +121,11 @@ class KVzip(Selector):
         protected = view.newest(1) | (view.valid & (view.positions < sinks))
         return keep_always(torch.where(state.score < 0, state.score, by_position(view.positions)), protected)
 
+    def attention(self, state: Replayed) -> Tensor:
+        """The largest attention of the replay, and 1 for tokens that were not replayed: [B, H, N]."""
+        scored = state.score < 0
+        return torch.where(scored, -state.score.masked_fill(~scored, -1).reciprocal(), 1)
+
 
 def _ids(name: str, text: str) -> tuple[int, ...]:
     """Token ids written with dashes between them."""

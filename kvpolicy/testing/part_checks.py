@@ -16,9 +16,11 @@ from kvpolicy.protocols import (
     Candidates,
     Codec,
     DecodeMode,
+    DrawsCurves,
     HeadAllocator,
     HeadRequest,
     HeadShape,
+    LayerMetric,
     Merger,
     Reader,
     Selector,
@@ -42,10 +44,13 @@ MAX_SUM_DIFFERENCE = 1e-3
 def check_budgets(part: Allocator, layers: int) -> None:
     """Check the sums and bounds of an allocator, for a model of `layers` layers."""
     metric = part.layer_metric
-    assert metric in ("", "cosine"), f"{part}: layer_metric must be '' or 'cosine', got {metric!r}"
+    known = get_args(LayerMetric)
+    assert metric in known, f"{part}: layer_metric must be one of {known}, got {metric!r}"
+    assert metric != "curve" or isinstance(part, DrawsCurves), f"{part}: lacks a method curve for its layer_metric"
     total = torch.tensor([20, 15, 66]) * layers
     ceiling = torch.tensor([60, 20, 90])
-    metrics = torch.rand(3, layers, generator=torch.Generator().manual_seed(0)) if metric else None
+    drawn = torch.rand(3, layers, 90, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
+    metrics = {"": None, "cosine": drawn[:, :, 0], "curve": drawn}[metric]
     budgets = _budgets(part, metrics, total, ceiling, layers)
     shown = f"{budgets.tolist()} for {layers} layers"
     assert budgets.sum(-1).tolist() == total.tolist(), f"{part}: budgets must sum to {total.tolist()}, got {shown}"

@@ -127,7 +127,7 @@ def _rows(cosines: Any) -> list[list[float]]:
 
 def _measured(source: HandleSource | CacheSource) -> list[list[float]]:
     policy = source.policy
-    if not policy.layer_metric:
+    if policy.layer_metric != "cosine":
         raise KVPolicyError(
             f"The allocator of the policy must measure layers, got {policy}; try squeeze+h2o@0.2, or pass the cosines "
             "that kvpolicy.profile returns."

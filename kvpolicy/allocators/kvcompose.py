@@ -1,0 +1,54 @@
+"""KVCompose: compare layers by the composite of their heads' best tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvpolicy.allocators._curves import cut_curves
+from kvpolicy.protocols import Allocator, HeadAllocator, LayerMetric
+from kvpolicy.spec.arguments import named_options
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCompose(Allocator):
+    """Give more budget to layers whose heads have more tokens that are worth keeping.
+
+    A composite token of a layer is one token of each head: the best ones together, then the second best, and so on. It
+    is worth the mean of their scores. The composite tokens of all layers compete. So heads of a layer keep equally many
+    tokens, each its own.
+
+    Args:
+        heads: How the budget of a layer is divided among its KV heads; None for the same budget in every head.
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("kvcompose+kvzip@0.2"))
+        'kvcompose+kvzip@0.2'
+
+    Source:
+        KVCompose (arXiv:2509.05165), and kvpress (KVComposePress). Differences: it is an allocator, and scores are
+        those of the selector: with `kvzip`, the largest attention of a replay in any query head of a KV head (there,
+        the context is replayed in one piece, and scores are means over the query heads, to which the mean over all KV
+        heads is added); tokens that the selector always keeps come first in every layer; every layer has at least the
+        selector's minimum. Curves are drawn with each prompt, by equal budgets, before the selector chooses.
+    """
+
+    heads: HeadAllocator | None = None
+
+    @property
+    def layer_metric(self) -> LayerMetric:
+        """Curves of composite tokens."""
+        return "curve"
+
+    def curve(self, worth: Tensor, layer_idx: int) -> Tensor:
+        """What composite tokens are worth, [B, N]: the mean over the heads, in the first layer the largest."""
+        ranked = worth.sort(dim=-1, descending=True).values
+        return ranked.amax(1) if layer_idx == 0 else ranked.double().mean(1).float()
+
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
+        assert metrics is not None, "kvcompose requests the curve of every layer"
+        return cut_curves(metrics, total, floor, ceiling)

@@ -1,0 +1,53 @@
+"""One threshold for the scores of all layers and heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvpolicy.allocators._curves import cut_curves
+from kvpolicy.protocols import Allocator, HeadAllocator, LayerMetric
+from kvpolicy.spec.arguments import named_options
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalThreshold(Allocator):
+    """Give each layer as much as it has of the best tokens of all layers and heads.
+
+    The tokens of all heads of all layers are ranked together. Those above one threshold, of which there are as many as
+    the budget allows, determine the budget of each layer, and with `adakv` behind it that of each head.
+
+    Args:
+        heads: How the budget of a layer is divided among its KV heads; None for the same budget in every head.
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("global/adakv:safeguard=0.0+kvzip@0.2"))
+        'global/adakv:safeguard=0.0+kvzip@0.2'
+
+    Source:
+        The budgets of KVzip (arXiv:2505.23416), with `adakv:safeguard=0.0` and `kvzip`, and of Layer-DefensiveKV, with
+        `adakv` and `defensive`. Differences: budgets of layers are whole tokens per head, those of heads whole pages;
+        every layer has at least the selector's minimum; tokens that the selector always keeps come first. Scores are
+        compared with each prompt, by equal budgets, before the selector chooses.
+    """
+
+    heads: HeadAllocator | None = None
+
+    @property
+    def layer_metric(self) -> LayerMetric:
+        """Curves of the tokens of all heads."""
+        return "curve"
+
+    def curve(self, worth: Tensor, layer_idx: int) -> Tensor:
+        """What a further token per head is worth, [B, N]: the middle one of the next tokens of all heads together."""
+        heads = worth.shape[1]
+        ranked = worth.flatten(1).sort(dim=-1, descending=True).values
+        return ranked[:, (heads - 1) // 2 :: heads]
+
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
+        assert metrics is not None, "global requests the curve of every layer"
+        return cut_curves(metrics, total, floor, ceiling)
