@@ -71,12 +71,21 @@ class PageGeometry:
         tensors.length = pending.lengths(seen_before)
         first = seen_before == 0  # such a row has no pages, whether it got a token now or not
         idle = None if pending.idle is None else (pending.idle & ~first).cpu()
-        rows, last = self._budget_pages(budget, idle)
         device = tensors.positions.device
-        size = rows.size.to(device)
-        body = rows.body.to(device)
-        each = body // self._all_heads
-        tensors.paged().average = each * size
+        if budget.added is None:
+            rows, last = self._budget_pages(budget, idle)
+            size = rows.size.to(device)
+            body = rows.body.to(device)
+            each = body // self._all_heads
+            tensors.paged().average = each * size
+            keep = tensors.paged().average
+            heads = HeadBudgets(self._allocator, body, size, torch.maximum(-(-last.to(device) // size), each))
+        else:
+            more = (budget.keep + budget.extra).cpu() - tensors.budget.cpu()
+            rows = self._rows._replace(tail=self._rows.tail - (-more // self._rows.size))
+            tensors.paged().average = tensors.paged().average + more.to(device)
+            keep = self.tokens_by_head().amax(-1) + budget.added.to(device)
+            heads = None
         positions, state = self.held_slots()
         past = self.past() if pending.reads_past else None
         selected = select_tokens(
@@ -87,16 +96,19 @@ class PageGeometry:
             past,
             seen_before=seen_before,
             length=tensors.length,
-            keep=tensors.paged().average,
+            keep=keep,
             layer_idx=self._spec.layer_idx,
             ranks=layer.ranks,
             projection=self._spec.projection,
-            heads=HeadBudgets(self._allocator, body, size, torch.maximum(-(-last.to(device) // size), each)),
+            heads=heads,
         )
-        assert selected.head_pages is not None
-        pages = selected.head_pages + rows.tail.to(device)[:, None]
-        if idle is not None:  # a row without a new token keeps the pages that it has, whatever was divided
-            pages = torch.where(idle.to(device)[:, None], self._pages_by_head() // self._pieces(), pages)
+        held = self._pages_by_head() // self._pieces()
+        if selected.head_pages is None:
+            pages = held + (rows.tail - self._rows.tail).to(device)[:, None]
+        else:
+            pages = selected.head_pages + rows.tail.to(device)[:, None]
+            if idle is not None:  # a row without a new token keeps the pages that it has, whatever was divided
+                pages = torch.where(idle.to(device)[:, None], held, pages)
         layer.row_pages = rows
         layer.expect(budget.expected_len.tolist(), idle)
         most = (budget.keep + budget.extra).to(device)

@@ -20,12 +20,14 @@ class RowBudget(NamedTuple):
         expected_len: The most tokens that the row will hold, as far as is known: what is allocated.
         last: The most tokens that the row will ever have without `extra`, kept or not, as far as is known; needed if
             heads have budgets of their own.
+        added: Tokens of each row's prompt if all of them are kept beside all that is held; None if tokens compete.
     """
 
     keep: Tensor
     extra: Tensor
     expected_len: Tensor
     last: Tensor | None = None
+    added: Tensor | None = None
 
 
 class RowLimits(NamedTuple):

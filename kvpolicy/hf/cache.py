@@ -29,6 +29,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.reporting import rich_repr
 from kvpolicy.reporting.report import Report, make_report
 from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.errors import KVPolicyStateError
 from kvpolicy.spec.validation import expected, longest
 
 
@@ -206,6 +207,8 @@ class PolicyCache(CacheForward):
             [[[2, 3], [2, 3]]]
         """
         self.history.refuse_marked("save()")
+        if self.holds_next:
+            raise KVPolicyStateError("save() must not follow hold_next(), which no file keeps; try to save before it.")
         content = describe_cache(self, tokens)
         write(rank_path(path, *self.attachment.place), content, compress)
 
@@ -332,6 +335,39 @@ class PolicyCache(CacheForward):
             if layer.is_initialized and layer.store.spec.grows:
                 self._make_room(layer, new)
 
+    def hold_next(self) -> None:
+        """Add the next forward whole: all its tokens are kept, beyond the budget, until the prompt after it.
+
+        A question about a text that was compressed before is part of no budget then, and nothing of the text is evicted
+        for it. The budget of each layer is larger by as many tokens, also for the tokens that are generated behind it.
+        The next prompt without `hold_next` brings everything under the budget again. What kvpress calls a compressed
+        context works so.
+
+        Raises:
+            KVPolicyStateError: If a row has no prompt yet, or one that waits for the rest of it, or under a mark.
+
+        Examples:
+            >>> import torch, kvpolicy
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=9)
+            >>> model = LlamaForCausalLM(config).eval()
+            >>> with torch.no_grad(), kvpolicy.attach(model, "window@0.5"):
+            ...     cache = kvpolicy.PolicyCache(model)
+            ...     _ = model(torch.tensor([[1, 2, 3, 4]]), past_key_values=cache)
+            ...     cache.hold_next()
+            ...     _ = model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+            >>> cache.layers[0].positions[0, 0].sort().values.tolist()
+            [2, 3, 4, 5, 6]
+        """
+        self.history.refuse_marked("hold_next()")
+        self.guard.check_idle("hold_next()")
+        if not self.is_initialized or not self.has_prompt or not bool((self.policy_layers[0].length > 0).all()):
+            raise KVPolicyStateError(
+                "Every row of the cache must hold a whole prompt before hold_next(), got one that does not; try to run "
+                "the prompt first."
+            )
+        self.holds_next = True
+
     def _prompt_follows(self, prompt: Tensor | None) -> bool:
         """Whether the cache has seen a part of a prompt, and several tokens follow.
 
@@ -394,6 +430,7 @@ class PolicyCache(CacheForward):
         self._end = None
         self._cosines = None
         self._metrics = {}
+        self.holds_next = False
         self.forget_forward()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class CacheForward(Cache):
         self.tile: Tile | None = None  # the one that a layer takes at the moment
         self._metrics: dict[int, CosineSum] = {}  # the running forward's, by layer
         self._forward = RunningForward()
+        self.holds_next = False  # whether the next forward is added whole
 
     def _make_layer(self, index: int) -> Any:
         shape = self.attachment.model_shape
@@ -114,7 +116,8 @@ class CacheForward(Cache):
         self._check_attached()
         first = self.policy_layers[0]
         new = tokens.shape[1]
-        one_token = new == 1 and first.is_initialized and first.pending is None and not self._begins_held(mask)
+        one_token = new == 1 and first.is_initialized and first.pending is None and not self.holds_next
+        one_token = one_token and not self._begins_held(mask)
         fits = not one_token and mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # others are refused
         valid = mask[:, -new:].bool() if mask is not None and fits else None
         seen = first.length if first.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
@@ -136,7 +139,10 @@ class CacheForward(Cache):
             transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
         note_forward(self, new, one_token, seen, valid)
         self.guard.begin((layer.layer_idx for layer in self.policy_layers), new)
-        self._forward = RunningForward(one_token=one_token, holds=replays or holds, rope_offset=offset)
+        self._forward = RunningForward(
+            one_token=one_token, holds=replays or holds, adds_whole=self.holds_next, rope_offset=offset
+        )
+        self.holds_next = False
         for layer in self.policy_layers:
             if layer.is_initialized and layer.store.contents.is_inference and not torch.is_inference_mode_enabled():
                 layer.leave_inference_mode()
@@ -165,6 +171,11 @@ class CacheForward(Cache):
         # Asked once after each prompt: the steps of a generation do not wait for the device.
         self._awaits = self.is_chunk(self.policy_layers[0].length, 1, valid)
         return self._awaits
+
+    @property
+    def _keeps_prompt(self) -> bool:
+        """Whether a single token of the running forward is one of a prompt."""
+        return self._forward.holds or self._forward.adds_whole
 
     @property
     def is_step(self) -> bool:
@@ -227,7 +238,7 @@ class CacheForward(Cache):
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         if tile is not None:
             out = self._attend_tile(layer, tile, (q, k, v), transform, forward, ranks)
-        elif held.is_initialized and q.shape[2] == 1 and layer.pending is None and not self._forward.holds:
+        elif held.is_initialized and q.shape[2] == 1 and layer.pending is None and not self._keeps_prompt:
             out = store.append(q, k, v, valid, transform)
         else:
             if not store.is_initialized:
@@ -279,7 +290,7 @@ class CacheForward(Cache):
             facts = self._prompt_facts(layer)
             layer.hold(pending, facts["massive"], facts["rope_offset"])
             return
-        if self.wants_cosines or self.policy.layer_metric == CURVE:
+        if self.wants_cosines or (self.policy.layer_metric == CURVE and not self._forward.adds_whole):
             layer.keep(pending)
             self._forward.waiting.append(layer)
             return
@@ -297,6 +308,8 @@ class CacheForward(Cache):
             self._replay(decoder)
             forward.waiting = self.policy_layers
         self.compress_waiting()
+        if forward.adds_whole and self.policy.heads is not None and self.plan is not None:
+            self.plan = self._counted(self.plan)
         if not waits:  # else the next chunk is measured as well
             if self._metrics:
                 self._cosines = self.cosines().tolist()
@@ -361,7 +374,8 @@ class CacheForward(Cache):
         number = self.policy_layers.index(layer)
         assert self._forward.tokens is not None, "the first layer divides the budget"
         tokens = self._forward.tokens
-        return RowBudget(tokens.keep[:, number], tokens.extra, tokens.expected_len[:, number], tokens.last)
+        expected = tokens.expected_len[:, number]
+        return RowBudget(tokens.keep[:, number], tokens.extra, expected, tokens.last, self._forward.added)
 
     def _prompt_facts(self, layer: PolicyLayer) -> dict[str, Tensor | None]:
         """Keyword arguments of `compress`: facts of a layer's prompt besides its keys, from the running forward."""
@@ -456,14 +470,39 @@ class CacheForward(Cache):
         longest = max(curve.shape[-1] for curve in curves)
         return torch.stack([F.pad(each, (0, longest - each.shape[-1]), value=-torch.inf) for each in curves], 1)
 
+    def _whole_budgets(self, pending: PendingPrompt) -> Tensor:
+        """Tokens of each row and layer if all that is held is kept, and all of a prompt, [B, L] int64."""
+        new = pending.lengths(torch.zeros_like(self.policy_layers[0].store.tensors.length)).cpu()
+        self._forward.added = new
+        budgets: list[Tensor] = []
+        for layer in self.policy_layers:
+            tensors = layer.store.tensors
+            # A cache that grows has a budget for tokens to come, which these take first.
+            grows = layer.store.spec.grows
+            held = layer.store.geometry.tokens_by_head().amax(-1) if grows else tensors.budget
+            budgets.append(held.cpu() + new)
+        return torch.stack(budgets, 1)
+
+    def _counted(self, plan: CachePlan) -> CachePlan:
+        """A plan with the pages that layers have: how many a head needed to keep all follows from no budget."""
+        layers = [
+            replace(own, nbytes=layer.held(), layout=layer.store.layout, moved=layer.store.moved)
+            for own, layer in zip(plan.layers, self.policy_layers, strict=True)
+        ]
+        return replace(plan, layers=tuple(layers))
+
     def _divide(self, first: PolicyLayer, pending: PendingPrompt, curves: Tensor | None = None) -> None:
         """Divide the budget among layers, from the rows' lengths after the pending prompt of the first layer."""
-        metrics = self.cosines() if self.policy.layer_metric == "cosine" else curves
+        keep = metrics = None
+        if self._forward.adds_whole:
+            keep = self._whole_budgets(pending)
+        else:
+            metrics = self.cosines() if self.policy.layer_metric == "cosine" else curves
         end = None if self._end is None else torch.tensor(self._end)
         told = Expected(self.prompt, self.new, end)
         model = self.attachment.model_shape
         columns = first.get_seq_length()
         self._forward.tokens, self.plan, end = divide_budget(
-            self.policy, model, first.store, pending, told, metrics, columns
+            self.policy, model, first.store, pending, told, metrics, columns, keep
         )
         self._end = None if end is None else end.tolist()

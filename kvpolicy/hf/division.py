@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,11 +14,14 @@ from kvpolicy.hf.build_plan import Prefilling, build_plan
 from kvpolicy.hf.model_spec import ModelShape
 from kvpolicy.planning.planner import divide
 from kvpolicy.planning.result import CachePlan
-from kvpolicy.planning.tokens import Tokens
+from kvpolicy.planning.tokens import Tokens, expect_tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.errors import KVPolicyStateError
 from kvpolicy.spec.validation import MAX_SIZE, at_least
+
+BEYOND_BUDGET = "the last prompt was added whole, beyond the budget"
+"""The note of a plan after `PolicyCache.hold_next`."""
 
 
 class Expected(NamedTuple):
@@ -56,6 +60,7 @@ def divide_budget(
     told: Expected,
     metrics: Tensor | None,
     columns: int,
+    keep: Tensor | None = None,
 ) -> Division:
     """Divide a budget among layers, from the rows' lengths after the pending prompt of the first layer.
 
@@ -67,6 +72,7 @@ def divide_budget(
         told: The announced lengths.
         metrics: The allocator's metric, [B, L]; None if it measures nothing.
         columns: Columns that the cache has seen, those of the pending prompt included.
+        keep: Tokens that each layer keeps of each row, [B, L] int64, where they do not follow from the budget.
     """
     batch, heads, _, dim = pending.keys.shape
     indices = model.evictable
@@ -84,7 +90,10 @@ def divide_budget(
     alone = model.unmanaged_bytes(batch, columns + (told.new or 0))
     most = model.unmanaged_bytes(batch, columns + (MAX_SIZE if told.new is None else told.new))  # full windows
     whole = model.whole._replace(dtype=dtype)
-    tokens = divide(policy, metrics, length, end, [fullest] * len(indices), sum(most.values()), indices, whole)
+    if keep is None:
+        tokens = divide(policy, metrics, length, end, [fullest] * len(indices), sum(most.values()), indices, whole)
+    else:
+        tokens = expect_tokens(policy, keep, length, end)
     if metrics is not None and not store.ranks.agree(tokens.keep.to(store.tensors.positions.device)):
         raise KVPolicyStateError(
             "All ranks must measure the same layer budgets, got different ones, so their hidden states differ; try "
@@ -103,4 +112,6 @@ def divide_budget(
         measured=True,
         held=store.ranks.held,
     )
+    if keep is not None:
+        plan = replace(plan, note="; ".join(filter(None, (plan.note, BEYOND_BUDGET))))
     return Division(tokens, plan, end)

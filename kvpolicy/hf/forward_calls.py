@@ -76,6 +76,11 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "A step must not be compiled before the announced prompt is complete, got one that every layer still holds "
             "for its replay; try to announce as many tokens as are passed."
         )
+    if isinstance(cache, PolicyCache) and cache.holds_next:
+        raise KVPolicyError(
+            "The forward after hold_next() must not be compiled, since it makes slots, got a compiled one; try it "
+            "through the model itself, and compile the steps behind it."
+        )
     if isinstance(cache, PolicyCache) and tokens.shape[1] > 1:
         raise KVPolicyError(
             "A compiled step must have one token under a policy, which settles the budgets of prompts on the host, got "

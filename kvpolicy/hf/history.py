@@ -105,6 +105,10 @@ def set_mark(cache: Any, most: int) -> None:
         raise KVPolicyError(f"most must be an integer from 1 to 2^40 - 1, got {most!r}; try cache.mark(most=8).")
     cache.guard.check_idle("mark()")
     first = cache.policy_layers[0]
+    if cache.holds_next:
+        raise KVPolicyStateError(
+            "mark() must not follow hold_next(), whose forward is no step, got both; try the forward first."
+        )
     if not cache.has_prompt:
         raise KVPolicyStateError(
             "A cache must hold a whole prompt before a mark, got one that does not; try to run the prompt first."

@@ -17,8 +17,10 @@ from kvpolicy.hf.weights import weights_per_rank
 from kvpolicy.planning.notes import beyond_trained_length
 from kvpolicy.planning.planner import divide
 from kvpolicy.planning.result import CachePlan
+from kvpolicy.planning.tokens import expect_tokens
 from kvpolicy.policy import Policy
 from kvpolicy.spec.arguments import named_arguments
+from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import check_size, each_row
 
 
@@ -37,6 +39,7 @@ def plan(
     tile: int | None = None,
     chunks: Chunks = SELECT,
     hold: Hold = PLAIN,
+    held_next: int = 0,
 ) -> CachePlan:
     """Plan a policy's cache from a config alone, without weights.
 
@@ -53,6 +56,7 @@ def plan(
         tile: Tokens of a prompt that a layer takes at a time, as `tile` of `attach`; all by default.
         chunks: Treatment of a chunk, as `chunks` of `attach`: it is compressed, or held until the last one.
         hold: How a prompt is held that waits, as `hold` of `attach`: as keys and values, or in the codec's codes.
+        held_next: Tokens behind the prompt that are added whole, beyond the budget: see `PolicyCache.hold_next`.
 
     Returns:
         The plan: `.nbytes` is what the cache will hold, `.weights` what the model holds besides, `.prefill_nbytes` what
@@ -81,6 +85,7 @@ def plan(
     config = as_config(config)
     batch = check_size("batch", batch, 1)
     new = check_size("new", new, 0)
+    held_next = check_size("held_next", held_next, 0)
     tp = check_size("tp", tp, 1)
     chunk = None if chunk is None else check_size("chunk", chunk, 1)
     tile = None if tile is None else check_size("tile", tile, 1)
@@ -91,6 +96,11 @@ def plan(
     info = describe(config, dtype).info()  # calibrations are of all heads
     policy = resolve_for(policy, model, info)
     policy.check(info)
+    if held_next and policy.heads is not None:
+        raise KVPolicyError(
+            f"held_next must be 0 for a policy with budgets by head, whose pages depend on the text, got {held_next}; "
+            "try the plan of a cache after its question."
+        )
     check_held_codes(check_hold(hold), policy)
     prompt_len = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)
@@ -101,20 +111,24 @@ def plan(
     tokens = divide(
         policy, metrics, prompt_len, prompt_len + new, shapes, sum(unmanaged.values()), model.evictable, model.whole
     )
+    if held_next:
+        behind = prompt_len + held_next
+        unmanaged = model.unmanaged_bytes(batch, max(lengths) + held_next + new)
+        tokens = expect_tokens(policy, tokens.keep + held_next, behind, behind + new)
     prefilling = Prefilling(max(lengths), chunk, tile, holds, hold == CODES)
     planned = build_plan(
         policy,
         model,
         model.shape,
         tokens,
-        prompt_len,
+        prompt_len + held_next,
         prefilling,
-        full_tokens=sum(lengths) + batch * new,
+        full_tokens=sum(lengths) + batch * (held_next + new),
         unmanaged=unmanaged,
         measured=not measures,
         held=slice(0, model.shape.heads),
     )
-    beyond = beyond_trained_length(prompt_len, new, trained_positions(config))
+    beyond = beyond_trained_length(prompt_len + held_next, new, trained_positions(config))
     return replace(
         planned,
         note="; ".join(filter(None, (planned.note, beyond))),

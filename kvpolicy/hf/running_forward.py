@@ -17,6 +17,8 @@ class RunningForward:
     Attributes:
         one_token: Whether it is a decode step.
         holds: Whether its tokens are held until the prompt is complete, or replayed.
+        adds_whole: Whether its tokens are all kept, beyond the budget.
+        added: How many these are, [B] int64; None before they are known, and if tokens compete.
         rope_offset: Offset of the rotary positions from the rows' positions, [B]; None unless keys are coded unrotated.
         first: Rows without a token before it, [B] bool; None if there are none.
         unbegun: Rows in their first prompt, earlier chunks included, [B] bool; None unless layers are measured.
@@ -27,6 +29,8 @@ class RunningForward:
 
     one_token: bool = False
     holds: bool = False
+    adds_whole: bool = False
+    added: Tensor | None = None
     rope_offset: Tensor | None = None
     first: Tensor | None = None
     unbegun: Tensor | None = None

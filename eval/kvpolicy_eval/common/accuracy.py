@@ -88,8 +88,9 @@ class TaskEvaluator:
                     continue
                 hits = 0
                 for batch, fed in self._batches([place(prompt, mode) for prompt in prompts]):
+                    back = held_back(name, by_step, mode)
                     batch_hits, batch_held, batch_full = self._answer(
-                        batch, fed, held_back(name, by_step, mode), policy, byte_share, saved
+                        batch, fed, back, policy, byte_share, saved, mode == "held"
                     )
                     hits += batch_hits
                     held_bytes += batch_held
@@ -107,7 +108,14 @@ class TaskEvaluator:
                 yield rows[start : start + BATCH], fed
 
     def _answer(
-        self, prompts: list[Placed], fed: int, held_back: int, policy: str, byte_share: float | None, saved: bool
+        self,
+        prompts: list[Placed],
+        fed: int,
+        held_back: int,
+        policy: str,
+        byte_share: float | None,
+        saved: bool,
+        beyond: bool,
     ) -> tuple[int, int, int]:
         """Answer one batch.
 
@@ -118,6 +126,7 @@ class TaskEvaluator:
             policy: Spec of the policy, which is attached.
             byte_share: Budget as a share of the full cache's bytes.
             saved: Whether the cache passes through a file once it is compressed.
+            beyond: Whether what is fed to the compressed cache is added whole, beyond the budget.
 
         Returns:
             Right answers, bytes held at the end, and bytes that the full cache holds of the same batch.
@@ -153,6 +162,8 @@ class TaskEvaluator:
                 mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             if saved and not start:
                 cache = _through_a_file(self.model, cache)
+            if beyond:
+                cache.hold_next()
         out = self.model.generate(
             input_ids=ids,
             attention_mask=mask,
