@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED, add_scores, chunks, received
 from kvpolicy.engine.row_limits import RowBudget
 from tests.conformance.access import coded_positions, kept_positions
-from tests.conformance.replay import Replayed, Turn, Twin, Verdict, replay
+from tests.conformance.replay import Replayed, Turn, Twin, Verdict, reference_codec, replay
 
 DIM = 8
+HIDDEN = 16
 
 
 class Bench:
@@ -28,6 +30,7 @@ class Bench:
     Attributes:
         turns: What was given and done, for the reference.
         budgets: Tokens that each row may keep; change it before a continuation.
+        projection: The output projection [M, Hq * D], by default a random one from the first forward on.
     """
 
     def __init__(
@@ -40,11 +43,16 @@ class Bench:
         rope: Any = None,
         twin: Twin | None = None,
         softcap: float | None = None,
+        projection: Tensor | None = None,
     ) -> None:
         self.policy = Policy.parse(policy) if isinstance(policy, str) else policy
         policy = self.policy
+        self.projection = projection
+        more: dict[str, Any] = {"rope": rope}
+        if any(field.name == "projection" for field in dataclasses.fields(LayerSpec)):
+            more["projection"] = lambda: self.projection
         self.layer = LayerStore(
-            LayerSpec(layer_idx, policy.selector, policy.codec, policy.decode, policy.merger, rope=rope)
+            LayerSpec(layer_idx, policy.selector, policy.codec, policy.decode, policy.merger, **more)
         )
         self.budgets = budgets
         self.turns: list[Turn] = []
@@ -59,6 +67,9 @@ class Bench:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         """Attend and take in q [B, Hq, n, D], k and v [B, H, n, D]."""
+        if self.projection is None:
+            chance = torch.Generator().manual_seed(self.layer.layer_idx)
+            self.projection = torch.randn(HIDDEN, q.shape[1] * q.shape[-1], generator=chance)
         kernel = ScoreTransform(q.shape[-1] ** -0.5, self._softcap)
         single = self.layer.is_initialized and q.shape[2] == 1
         hidden, replays = None, []
@@ -83,7 +94,9 @@ class Bench:
 
     def check(self) -> Verdict:
         """Hold everything so far against the reference."""
-        return replay(self.policy, {self.layer.layer_idx: self.turns}, twin=self._twin)
+        twin = self._twin or Twin(reference_codec(self.policy.codec))
+        twin = twin._replace(projection=lambda layer: self.projection)
+        return replay(self.policy, {self.layer.layer_idx: self.turns}, twin=twin)
 
     def _replay(self, pending: PendingPrompt, group: int) -> tuple[list[Replayed], Tensor | None]:
         """Random replays of rows that had no token before, and the scores that they give."""

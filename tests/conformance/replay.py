@@ -207,6 +207,7 @@ class Twin(NamedTuple):
     Attributes:
         codec: The reference codec.
         turns: The rotary embedding of a layer's keys: how to undo it, and how to apply it.
+        projection: The output projection of a layer, [M, Hq * D], for selectors that ask for it.
     """
 
     codec: codecs.Codec | None
@@ -214,6 +215,7 @@ class Twin(NamedTuple):
         coding.as_it_is,
         coding.as_it_is,
     )
+    projection: Callable[[int], Tensor | None] = lambda layer: None
 
 
 def replay(
@@ -285,5 +287,5 @@ def _reference(policy: Policy, turn: Turn, layer_idx: int, twin: Twin) -> Refere
     return ReferenceLayer(
         reference_selector(policy.selector), 1, num_heads=turn.q.shape[1], num_kv_heads=turn.k.shape[1],
         decode=policy.decode, codec=twin.codec, layer_idx=layer_idx, capacity=1, undo=undo, apply=apply,
-        merger=reference_merger(policy.merger),
+        merger=reference_merger(policy.merger), projection=twin.projection(layer_idx),
     )  # fmt: skip

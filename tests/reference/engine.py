@@ -41,11 +41,12 @@ class ReferenceLayer:
         undo: Rotation = as_it_is,
         apply: Rotation = as_it_is,
         merger: Config | None = None,
+        projection: Tensor | None = None,
     ) -> None:
         """Start empty.
 
         Args:
-            selector: A name, or a dict with `name` and hyper-parameters (kvcrush: `base` is one of these too).
+            selector: A name, or a dict with `name` and hyper-parameters (`base`, if any, is one of these too).
             budget: Most tokens a query may attend to.
             num_heads: Query heads.
             num_kv_heads: KV heads.
@@ -57,9 +58,10 @@ class ReferenceLayer:
             undo: Takes a key's rotary embedding away, for codecs that ask for it.
             apply: Puts it back.
             merger: None, or a dict with `name` and hyper-parameters.
+            projection: What the layer does with the outputs of all query heads, [M, Hq * D], for selectors that ask.
         """
         self.selector = selectors.complete(selector)
-        self.base = self.selector.get("base", self.selector)
+        self.base = self.selector["base"] if self.selector["name"] == "kvcrush" else self.selector
         self.budget = budget
         self.capacity = capacity
         self.head_allocator = heads
@@ -80,6 +82,7 @@ class ReferenceLayer:
         self._held: list[Tensor] | None = None
         self._held_massive = set[int]()
         self.merger = merger
+        self.projection = None if projection is None else projection.chunk(num_heads, dim=1)
         self.memories: list[dict[str, Any]] = [{} for _ in self.heads]
 
     @property
@@ -181,11 +184,14 @@ class ReferenceLayer:
         """Score all tokens by the replays, if there are any."""
         if not texts:
             return
+        config = self.base
+        while "base" in config:
+            config = config["base"]
         for h, head in enumerate(self.heads):
             keys = torch.stack([token.key for token in head.tokens])
             values = torch.stack([token.value for token in head.tokens])
             group = self._query_heads(h)
-            scores = kvzip.scores_after_replay(self.base, keys, values, texts, h, group, scale, softcap, sinks)
+            scores = kvzip.scores_after_replay(config, keys, values, texts, h, group, scale, softcap, sinks)
             for token, score in zip(head.tokens, scores, strict=True):
                 token.score = score
 
@@ -230,15 +236,20 @@ class ReferenceLayer:
             floor += 1
         return min(max(self.mover.precise(head, tokens), floor), tokens)
 
-    def _priorities(self, head: list[Token], budget: int | None = None) -> list[float]:
-        share = self._base_budget(budget)
-        return [selectors.priority(self.base, t.position, t.score, self.length, share) for t in head]
+    def _priorities(self, h: int, budget: int | None = None) -> list[float]:
+        """What the tokens of a KV head are worth, with a budget, by default the row's."""
+        budget = self.budget if budget is None else budget
+        return selectors.priorities(self.base, self._look(h, budget=budget, vectors=False))
+
+    def _report(self, gap: float) -> None:
+        """Note how near a choice was to another one."""
+        self.margin = min(self.margin, gap)
 
     def _make_room(self) -> None:
         """Evict one token from every head that is full; the new token is counted but not yet there."""
-        for head, memory, room in zip(self.heads, self.memories, self.room, strict=True):
+        for h, (head, memory, room) in enumerate(zip(self.heads, self.memories, self.room, strict=True)):
             if len(head.tokens) >= room:
-                worth = self._priorities(head.tokens)
+                worth = self._priorities(h)
                 self.margin = min(self.margin, selectors.margin(worth))
                 gone = selectors.evicted(_never_standing(head.tokens, worth))
                 victim = head.tokens[gone]
@@ -276,49 +287,73 @@ class ReferenceLayer:
             new = selectors.scores_after_prefill(self.base, old, attention, self._query_heads(h), self._base_budget())
             for token, score in zip(head.tokens, new, strict=True):
                 token.score = score
-        self._rank(q)
+        self._rank(q, attention)
         apart = self._distances(attention)
         self.room = [self.budget] * len(self.heads)
         if given is not None and self.head_allocator is not None:
-            worths = [self._priorities(head.tokens) for head in self.heads]
+            worths = [self._priorities(h) for h in range(len(self.heads))]
             pages = head_allocators.divide(*self.head_allocator, worths, given)
             self.room = [count * given.size for count in pages]
         for h, head in enumerate(self.heads):
-            kept, standing = self._kept(head.tokens, apart, self.room[h])
+            kept, standing = self._kept(h, apart, self.room[h])
             self.room[h] += tail
             for token in head.tokens:
                 token.stays = token.position in standing
             targets = [token for token in head.exact() if token.position in kept]
             own = [attention[hq] for hq in self._query_heads(h)]
-            self.memories[h]["worth"] = _worth_by_position(head.tokens, self._priorities(head.tokens))
+            self.memories[h]["worth"] = _worth_by_position(head.tokens, self._priorities(h))
             near = mergers.merge_prompt(self.merger, self.memories[h], head.tokens, kept, targets, own)
             self.margin = min(self.margin, near)
             head.drop({token.position for token in head.tokens} - kept)
 
-    def _look(self, h: int, q: Tensor | None) -> selectors.Look:
-        """What a selector of vectors sees of a KV head, with the queries of new tokens [Hq, n, D]."""
-        tokens = self.heads[h].tokens
-        keys, values = seen(tokens)
-        new = [] if q is None else [[*enumerate(q[hq], self.length - q.shape[1])] for hq in self._query_heads(h)]
+    def _look(
+        self,
+        h: int,
+        q: Tensor | None = None,
+        attention: list[Tensor] | None = None,
+        budget: int | None = None,
+        vectors: bool = True,
+    ) -> selectors.Look:
+        """What a selector sees of a KV head.
+
+        Args:
+            h: Which one.
+            q: The queries of new tokens, [Hq, n, D].
+            attention: The matrix of every query head of the layer in a prompt that was just read.
+            budget: Of the row, by default what it may hold now.
+            vectors: Whether the selector may look at keys and values.
+        """
+        tokens, group = self.heads[h].tokens, self._query_heads(h)
+        keys, values = seen(tokens) if vectors and tokens else (torch.empty(0), torch.empty(0))
+        new = [] if q is None else [[*enumerate(q[hq], self.length - q.shape[1])] for hq in group]
         return selectors.Look(
             positions=[t.position for t in tokens],
             keys=keys.tolist(),
             values=values.tolist(),
-            queries=new or [[] for _ in self._query_heads(h)],
+            queries=new or [[] for _ in group],
             scale=self.scale,
             undo=self.undo,
             apply=self.apply,
             length=self.length,
             memory=self.memory[h],
+            scores=[t.score for t in tokens],
+            budget=self._base_budget(self._now() if budget is None else budget),
+            attention=None if attention is None else [attention[hq] for hq in group],
+            projection=None if self.projection is None else [self.projection[hq] for hq in group],
+            report=self._report,
         )
 
-    def _rank(self, q: Tensor | None = None) -> None:
-        """Score all tokens by what they are, if the selector does so."""
+    def _now(self) -> int:
+        """Tokens that the row may hold between prompts."""
+        return self.budget if self.decode == "evict" or self.capacity is None else self.capacity
+
+    def _rank(self, q: Tensor | None = None, attention: list[Tensor] | None = None) -> None:
+        """Score all tokens by what they are, if the selector does so; after a prompt if there is `attention`."""
         self.ranked = self.length
-        for h, head in enumerate(self.heads):
-            for token, score in zip(
-                head.tokens, selectors.scores_of_tokens(self.base, self._look(h, q)) or [], strict=False
-            ):
+        budget = None if attention is None else self.budget
+        looks = [self._look(h, q, attention, budget) for h in range(len(self.heads))]
+        for head, scores in zip(self.heads, selectors.scores_of_layer(self.base, looks), strict=True):
+            for token, score in zip(head.tokens, scores or [], strict=False):
                 token.score = score
 
     def _distances(self, attention: list[Tensor]) -> dict[int, int]:
@@ -333,9 +368,9 @@ class ReferenceLayer:
         held = [[token.position for token in self.heads[hq // self.group].tokens] for hq in range(len(bits))]
         return kvcrush.distances([dict(zip(*pair, strict=True)) for pair in zip(held, bits, strict=True)], anchor)
 
-    def _kept(self, head: list[Token], apart: dict[int, int], count: int) -> tuple[set[int], set[int]]:
+    def _kept(self, h: int, apart: dict[int, int], count: int) -> tuple[set[int], set[int]]:
         """Positions that stay, and those of them that stand in for others."""
-        positions, worth = [token.position for token in head], self._priorities(head)
+        positions, worth = [token.position for token in self.heads[h].tokens], self._priorities(h)
         self.margin = min(self.margin, selectors.margin(worth))
         if self.selector["name"] != "kvcrush":
             return {positions[j] for j in selectors.top(worth, count)}, set()
@@ -348,7 +383,8 @@ class ReferenceLayer:
         codec, pins = self.mover.codec, self.mover.pins
         if codec.demote_by == "age":
             return sorted(head.tokens, key=lambda t: (t.position in pins, t.position))
-        worth = _never_standing(head.tokens, self._priorities(head.tokens, self._precise(head)))
+        h = next(h for h, other in enumerate(self.heads) if other is head)
+        worth = _never_standing(head.tokens, self._priorities(h, self._precise(head)))
         self.order_margin = min(self.order_margin, selectors.margin(worth))
         pairs = sorted(zip(worth, head.tokens, strict=True), key=lambda pair: (pair[0], -pair[1].position))
         newest = self.length - codec.residual

@@ -11,6 +11,9 @@ from itertools import pairwise
 
 from torch import Tensor
 
+SMALLEST = 2.0**-126
+"""The smallest normal number of fp32."""
+
 
 def kept_if_newest(worth: float, position: int, length: int, newest: int) -> float:
     """What a token is worth where the newest ones of `length` tokens are always kept."""
@@ -50,7 +53,22 @@ def evicted(priorities: list[float]) -> int:
     return min(range(len(priorities)), key=lambda j: (priorities[j], -j))
 
 
-def margin(worth: list[float]) -> float:
-    """The smallest relative gap between two numbers that differ: below fp32's noise, a choice is anyone's guess."""
-    distinct = sorted({x for x in worth if math.isfinite(x)})
-    return min([(b - a) / max(abs(a), abs(b)) for a, b in pairwise(distinct)], default=math.inf)
+def margin(worth: list[float], doubt: list[float] | None = None) -> float:
+    """The smallest relative gap between two numbers that differ: below fp32's noise, a choice is anyone's guess.
+
+    Whole numbers, such as positions, are as exact in fp32.
+
+    Args:
+        worth: The numbers; infinite ones do not count.
+        doubt: How many times more uncertain than usual each is, because numbers that are nearly equal were subtracted.
+            One in infinite doubt is near every other.
+    """
+    doubts = [1.0] * len(worth) if doubt is None else doubt
+    ranked = sorted((x, d) for x, d in zip(worth, doubts, strict=True) if math.isfinite(x))
+    gaps = [math.inf]
+    for (a, c), (b, d) in pairwise(ranked):
+        if math.isinf(max(c, d)):
+            gaps.append(0.0)
+        elif a < b and not (float(a).is_integer() and float(b).is_integer()):
+            gaps.append((b - a) / max(abs(a), abs(b)) / max(c, d))
+    return min(gaps)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..coding import Config
-from ._common import kept_if_newest
+from ._common import SMALLEST, kept_if_newest
 
 DEFAULTS: Config = {
     "chunk": 2048,
@@ -20,8 +20,6 @@ DEFAULTS: Config = {
     "plus": False,
 }
 SMALL = "kvzip:chunk=9:sinks=2"
-SMALLEST = 2.0**-126
-"""The smallest normal number of fp32: lower scores are one."""
 
 
 class Text(NamedTuple):
@@ -43,7 +41,10 @@ class Text(NamedTuple):
 
 
 def priority(config: Config, position: int, score: complex, length: int, budget: int) -> float:
-    """Replayed tokens, whose score has an imaginary part, by their score; all others above them, the newest highest."""
+    """Replayed tokens, whose score has an imaginary part, by their score; all others above them, the newest highest.
+
+    Scores that fp32 cannot hold are its smallest number.
+    """
     if position < min(config["sinks"], budget // 2):
         return math.inf
     rank = -1 / max(score.real, SMALLEST) if score.imag else float(position)
