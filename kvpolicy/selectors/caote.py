@@ -11,11 +11,13 @@ from torch import Tensor
 from kvpolicy.protocols import HeadShape, Needs, Reranks, Seen, Selector, State, View, alloc_state, scoped
 from kvpolicy.selectors._base import Wrapper, attention_of, check_attention_base
 from kvpolicy.selectors._common import keep_always, shares
-from kvpolicy.selectors.dropkv import LEAST_REST
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
+
+LEAST_REST = 1e-6
+"""The least attention that the other tokens are taken to have, where one has almost all of it."""
 
 
 @scoped(output="head")

@@ -14,8 +14,11 @@ from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
 
-LEAST_REST = 1e-6
-"""The least attention that the other tokens are taken to have, where one has almost all of it."""
+LEAST_REST = 1e-5
+"""Where the other tokens have less of a query's attention together, the whole output counts as lost."""
+
+EQUAL = 1e-10
+"""The square of a difference, over the squares of what is compared, below which it is rounding."""
 
 
 @named_options
@@ -41,8 +44,9 @@ class DropKV(Scored):
 
     Source:
         DropKV, from its author's description in a discussion of kvpress (no paper was read); the closed form is exact.
-        Differences: how the query heads of a KV head are joined is not stated: their squares are summed; 1 - p is at
-        least 1e-6; the window shrinks to half the budget; outputs are those before the output projection.
+        Differences: how the query heads of a KV head are joined is not stated: their squares are summed; where the
+        other tokens have less than 1e-5 of the attention together, the loss is the whole output; the window shrinks to
+        half the budget; outputs are those before the output projection.
     """
 
     window: int = 32
@@ -63,13 +67,13 @@ class DropKV(Scored):
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
         """Score every candidate by the squared change of the window's outputs without it."""
         assert seen.window_attn is not None and seen.values is not None
-        values = seen.values.float().masked_fill(~view.valid[..., None], 0)  # invalid ones may be inf
+        values = seen.values.masked_fill(~view.valid[..., None], 0).double()  # invalid ones may be inf
         age = torch.arange(seen.window_attn.shape[2] - 1, -1, -1, device=values.device)
         counts = (age < self._width(view)[:, None])[:, None, None, :, None]
         weights = seen.window_attn.unflatten(1, (values.shape[1], -1)).masked_fill(~counts, 0)
-        loss = values.new_zeros(weights.shape[:2] + weights.shape[-1:], dtype=torch.float64)
-        for g in range(weights.shape[2]):
-            loss += squared_losses(weights[:, :, g], values).sum(2, dtype=torch.float64)
+        loss = values.new_zeros(weights.shape[:2] + weights.shape[-1:])
+        for g in range(weights.shape[2]):  # in fp64 besides, which takes much memory
+            loss += squared_losses(weights[:, :, g].double(), values).sum(2)
         # Ranks that hold the same KV head have different query heads of it: their mean, as often as they are, is a sum.
         return Scores((view.ranks.group_mean(loss[:, :, None]) * view.ranks.replicas).float())
 
@@ -86,13 +90,27 @@ class DropKV(Scored):
 
 
 def squared_losses(weights: Tensor, values: Tensor) -> Tensor:
-    """The square by which each output would change without each token, [B, H, W, N] fp32.
+    """The square by which each output would change without each token, [B, H, W, N] fp64.
+
+    What is left of an output without a token is a difference of two large numbers if the token has most of the
+    attention, so this needs fp64.
 
     Args:
-        weights: Attention of W queries, [B, H, W, N] fp32.
-        values: [B, H, N, D] fp32.
+        weights: Attention of W queries, [B, H, W, N] fp64; with learned sinks their sum is below 1.
+        values: [B, H, N, D] fp64.
     """
+    total = weights.sum(-1, keepdim=True)
+    is_whole = (total - 1).abs() < LEAST_REST
+    weights = torch.where(is_whole, weights / total, weights)  # rounding of fp32 weights is no sink
+    rest = torch.where(is_whole, 1.0, total) - weights + torch.where(is_whole, 0.0, 1 - total)
     outputs = weights @ values
-    lengths = outputs.square().sum(-1)[..., None] + values.square().sum(-1)[:, :, None]
-    distance = (lengths - 2 * (outputs @ values.mT)).clamp_min(0)
-    return (weights / (1 - weights).clamp_min(LEAST_REST)).square() * distance
+    length = values.square().sum(-1)[:, :, None]
+    along = outputs @ values.mT
+    size = outputs.square().sum(-1)[..., None]
+    # The rest of the output is r = (o - p v) / (1 - p), and the change is p |v - r|.
+    some = rest.clamp_min(LEAST_REST)
+    left = ((size - 2 * weights * along + weights.square() * length) / some.square()).clamp_min(0)
+    apart = length + left - 2 * (along - weights * length) / some
+    apart = apart.masked_fill(apart < EQUAL * (length + left), 0)
+    loss = torch.where(rest < LEAST_REST, length, weights.square() * apart)
+    return loss.masked_fill(total == 0, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -48,17 +47,17 @@ class Bench:
         self.policy = Policy.parse(policy) if isinstance(policy, str) else policy
         policy = self.policy
         self.projection = projection
-        more: dict[str, Any] = {"rope": rope}
-        if any(field.name == "projection" for field in dataclasses.fields(LayerSpec)):
-            more["projection"] = lambda: self.projection
-        self.layer = LayerStore(
-            LayerSpec(layer_idx, policy.selector, policy.codec, policy.decode, policy.merger, **more)
-        )
+        parts = (policy.selector, policy.codec, policy.decode, policy.merger)
+        self.layer = LayerStore(LayerSpec(layer_idx, *parts, rope=rope, projection=self._read_projection))
         self.budgets = budgets
         self.turns: list[Turn] = []
         self._new = new
         self._twin = twin
         self._softcap = softcap
+
+    def _read_projection(self) -> Tensor:
+        assert self.projection is not None, "it is drawn with the first forward"
+        return self.projection
 
     def _budget(self) -> RowBudget:
         keep = torch.tensor(self.budgets)

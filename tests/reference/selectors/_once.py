@@ -11,7 +11,7 @@ from ..coding import Config
 from ._common import kept_if_newest
 from ._look import Look
 
-UNSCORED = 1e6
+UNSCORED = 1.0
 """Above every score."""
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from ..coding import Config
-from ._common import SMALLEST, kept_if_newest, margin
+from ._common import kept_if_newest, margin
 from ._look import Look
-from ._outputs import apart, mixed, odds, rest
+from ._outputs import mixed
 
 DEFAULTS: Config = {"window": 32}
 SMALL = "dropkv:window=6"
@@ -26,22 +24,26 @@ def priority(config: Config, position: int, score: complex, length: int, budget:
 def scores_of_tokens(config: Config, look: Look) -> list[float]:
     """The squared changes of the outputs of the last queries, summed over these and the query heads."""
     assert look.attention is not None
-    losses, doubts = [0.0] * len(look.positions), [0.0] * len(look.positions)
+    losses = [0.0] * len(look.positions)
     for matrix in look.attention:
         for row in matrix.tolist()[-observation_window(config, look.budget) :]:
             output = mixed(row, look.values)
-            for j, (share, value) in enumerate(zip(row, look.values, strict=True)):
-                distance, size = apart(value, output)
-                losses[j] += (odds(share) * distance) ** 2
-                doubts[j] += odds(share) ** 2 * distance * (distance / rest(share) + size)
-                if not distance and share * size:
-                    doubts[j] += SMALLEST
-    look.report(margin(losses, [_relative(*pair) for pair in zip(losses, doubts, strict=True)]))
+            for j in range(len(row)):
+                losses[j] += change(row, look.values, j, output)
+    # Squares of differences, in which fp32 weights are off by a few times their precision.
+    look.report(margin(losses, [10.0] * len(losses)))
     return losses
 
 
-def _relative(loss: float, doubt: float) -> float:
-    """How many times more uncertain than usual a loss is; one that fp32 cannot hold is of no meaning."""
-    if loss < SMALLEST:
-        return math.inf if doubt else 1.0
-    return 1 + doubt / loss
+def change(row: list[float], values: list[list[float]], j: int, output: list[float]) -> float:
+    """The square by which an output changes if all but one token are attended to, as much as before in proportion."""
+    rest = sum(share for i, share in enumerate(row) if i != j) + max(1 - sum(row), 0.0)  # with what learned sinks take
+    if rest < 1e-5:  # nothing to speak of is left: the whole output
+        return sum(x * x for x in values[j])
+    others = [0.0 if i == j else share / rest for i, share in enumerate(row)]
+    without = mixed(others, values)
+    size = sum(x * x for x in values[j]) + sum(x * x for x in without)
+    apart = sum((x - y) ** 2 for x, y in zip(values[j], without, strict=True))
+    if apart < 1e-10 * size:  # equal but for rounding
+        return 0.0
+    return sum((x - y) ** 2 for x, y in zip(output, without, strict=True))
