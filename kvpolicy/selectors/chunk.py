@@ -116,10 +116,10 @@ class ChunkKV(Wrapper):
         return state._replace(base=self.base.rerank(state.base, seen, view))
 
     def priority(self, state: ChunkState, view: View) -> Tensor:
-        """What the base always keeps is kept, then generated tokens by age, then the others by chunk: [B, H, N]."""
+        """The newest token is kept, and what the base always keeps, then generated tokens by age, then the others by chunk: [B, H, N]."""
         generated = view.positions >= state.ranked[:, None, None]
         priority = torch.where(generated, view.positions.float(), state.rank)
-        return keep_always(priority, self.base.priority(state.base, view) == torch.inf)
+        return keep_always(priority, (self.base.priority(state.base, view) == torch.inf) | view.newest(1))
 
     def _ranks(self, priority: Tensor, counts: Tensor, view: View) -> Tensor:
         """The rank of the chunk of each token, [B, H, N] fp32.

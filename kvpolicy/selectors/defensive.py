@@ -83,7 +83,7 @@ class DefensiveKV(Scored):
             ~past[:, :, None, None], 0
         )  # [B, H, G, W, N]
         count = past.sum(-1, keepdim=True).clamp_min(1)
-        largest = view.ranks.largest(_pooled(rows, self.kernel).amax((2, 3)))
+        largest = view.ranks.largest(_pooled(rows, past, self.kernel).amax((2, 3)))
         # A query may come that attends to any token as to most others.
         largest = largest.maximum(largest.sum(-1, keepdim=True) / count)
         norm = mean_output_norm(seen, view)
@@ -122,8 +122,9 @@ def _newest_rows(window_attn: Tensor, width: Tensor) -> Tensor:
     return window_attn.masked_fill((age >= width[:, None])[:, None, :, None], 0)
 
 
-def _pooled(rows: Tensor, kernel: int) -> Tensor:
-    """Rows [..., W, N] pooled along the tokens, each with the mass that it had."""
+def _pooled(rows: Tensor, past: Tensor, kernel: int) -> Tensor:
+    """Rows [B, H, G, W, N] pooled along the tokens of the past [B, H, N], each with the mass that it had."""
     pooled = F.avg_pool1d(rows.flatten(0, -3), kernel, 1, kernel // 2).view_as(rows)
+    pooled = pooled.masked_fill(~past[:, :, None, None], 0)  # what reached beyond the ends
     mass = pooled.sum(-1, keepdim=True)
     return pooled * (rows.sum(-1, keepdim=True) / mass.clamp_min(torch.finfo(torch.float32).tiny))

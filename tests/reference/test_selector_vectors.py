@@ -101,7 +101,7 @@ def test_lagkv_stretches_channels_by_the_next_part() -> None:
 def test_lagkv_scores_all_but_the_last_part_and_the_rest() -> None:
     look = _scored(LAG, _look([*range(5)], 8, keys=LAG_KEYS, values=LAG_VALUES))
     assert look.scores == [1j, 0.5 + 1j, 0, 0, 0]
-    assert _worth(LAG, look) == [0, 0.5, 1e6 + 2, 1e6 + 3, math.inf]
+    assert _worth(LAG, look) == [0, 0.5, 1 + 2, 1 + 3, math.inf]
 
 
 def test_lagkv_goes_on_where_it_stopped() -> None:
@@ -160,7 +160,7 @@ def test_cur_compares_with_the_mean_of_a_window() -> None:
     look = _scored(config, look._replace(scores=[0, 0, 0, 0.5 + 1j, 0, 0]))
     assert look.scores == [0, 0.4 / 16 + 1j, 1.6 / 16 + 1j, 0.5 + 1j, 1 / 16 + 1j, 1j]
     assert _worth(config, look) == [math.inf, 0.4 / 16, 1.6 / 16, 0.5, 1 / 16, math.inf]
-    assert _worth(config, look._replace(scores=[0] * 6))[1:-1] == [1e6 + 1, 1e6 + 3, 1e6 + 5, 1e6 + 6]
+    assert _worth(config, look._replace(scores=[0] * 6))[1:-1] == [1 + 1, 1 + 3, 1 + 5, 1 + 6]
 
 
 # ---- DefensiveKV
@@ -283,7 +283,7 @@ def test_critical_marks_nothing_where_all_stays() -> None:
     assert _worth(CRITICAL, _scored(CRITICAL, look)) == pytest.approx([0.7501, math.inf])
 
 
-@pytest.mark.parametrize("base", ["h2o", "snapkv", "tova"])
+@pytest.mark.parametrize("base", ["h2o", "snapkv"])
 def test_critical_without_marks_and_with_equal_values_is_its_base(base: str) -> None:
     layers = [_layer(selector, 12) for selector in (base, {"name": "critical", "base": base, "split": 0.0})]
     plain, wrapped = (_run(layer, [30, 1, 1, 9, 1, 1], alike=True) for layer in layers)
@@ -320,7 +320,7 @@ def test_chunks_of_one_token_are_the_sum_of_the_base_over_heads() -> None:
 
 
 @pytest.mark.parametrize("name", ["critical", "caote", "chunk"])
-@pytest.mark.parametrize("base", ["h2o", "snapkv", "tova"])
+@pytest.mark.parametrize("base", ["h2o", "snapkv"])
 def test_scores_stay_those_of_the_base(name: str, base: str) -> None:
     """All tokens stay, so that both see the same."""
     plain, wrapped = (_run(_layer(s, 50), [30, 1, 1, 9, 1]) for s in (base, {"name": name, "base": base}))
@@ -352,7 +352,11 @@ def test_doubtful_numbers_are_nearer() -> None:
     assert selectors.margin([1.0, math.inf], [math.inf, math.inf]) == math.inf
 
 
-@pytest.mark.parametrize("selector", ["dropkv", {"name": "caote", "base": "h2o"}])
-def test_differences_of_equal_values_are_noise(selector: str | dict[str, Any]) -> None:
-    assert _run(_layer(selector, 12), [30], alike=True).margin < 1e-6
-    assert _run(_layer(selector, 12), [30]).margin > 1e-6
+def test_differences_of_equal_values_are_noise() -> None:
+    caote_of_h2o = {"name": "caote", "base": "h2o"}
+    assert _run(_layer(caote_of_h2o, 12), [30], alike=True).margin < 1e-6
+    assert _run(_layer(caote_of_h2o, 12), [30]).margin > 1e-6
+
+
+def test_dropkv_takes_equal_values_as_equal() -> None:
+    assert {score for head in _run(_layer("dropkv", 12), [30], alike=True).scores for score in head} == {0}

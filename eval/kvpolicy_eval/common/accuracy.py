@@ -90,7 +90,7 @@ class TaskEvaluator:
                 for batch, fed in self._batches([place(prompt, mode) for prompt in prompts]):
                     back = held_back(name, by_step, mode)
                     batch_hits, batch_held, batch_full = self._answer(
-                        batch, fed, back, policy, byte_share, saved, mode == "held"
+                        batch, fed, back, policy, byte_share, saved, mode == "beyond"
                     )
                     hits += batch_hits
                     held_bytes += batch_held

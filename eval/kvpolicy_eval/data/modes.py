@@ -4,7 +4,7 @@ r"""The place of the question: what of a prompt is compressed, and what is fed t
 |---|---|---|---|
 | `inside` | document and question | nothing | the answer |
 | `after` | document | question | the answer |
-| `held` | document | question, added whole beyond the budget | the answer |
+| `beyond` | document | question, added whole beyond the budget | the answer |
 | `second` | document and question | answer, and a second question | the second answer |
 
 >>> prompt = ("tiger=4821\nlime=1207\n?tiger=", "4821")
@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 from kvpolicy_eval.data.prompts import Prompt, split
 from kvpolicy_eval.data.words import CATEGORIES, WORDS
 
-Mode = Literal["inside", "after", "held", "second"]
-MODES: tuple[Mode, ...] = ("inside", "after", "held", "second")
+Mode = Literal["inside", "after", "beyond", "second"]
+MODES: tuple[Mode, ...] = ("inside", "after", "beyond", "second")
 
 _RECORD = re.compile(r"^#?([a-z]+) ?= ?(\d+)$", re.MULTILINE)
 _LABELED = re.compile(r"^([a-z]+):([A-Z])$", re.MULTILINE)
@@ -49,7 +49,7 @@ def place(prompt: Prompt, mode: str) -> Placed:
 
     Args:
         prompt: A prompt with its answer.
-        mode: `inside`, `after`, `held` or `second`.
+        mode: `inside`, `after`, `beyond` or `second`.
 
     Raises:
         ValueError: If there is no such mode, or the prompt has no second question.
@@ -57,7 +57,7 @@ def place(prompt: Prompt, mode: str) -> Placed:
     text, answer = prompt
     if mode == "inside":
         return Placed(text, "", answer)
-    if mode in ("after", "held"):
+    if mode in ("after", "beyond"):
         return Placed(*split(text), answer)
     if mode != "second":
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}; try after.")

@@ -10,7 +10,7 @@ import torch
 from ..coding import Config
 from ._look import Look
 
-BASES = ("h2o", "snapkv", "tova")
+BASES = ("h2o", "snapkv", "probe")
 """Selectors whose score of a token is attention."""
 
 
@@ -28,7 +28,7 @@ def projected_lengths(look: Look) -> list[float]:
 def shares(config: Config, look: Look) -> list[float]:
     """Each token's share of the attention that the base of a selector knows of."""
     assert config["base"]["name"] in BASES, f"the base must be one of {BASES}"
-    held = [score.real for score in look.scores]
+    held = [score.real / max(score.imag, 1) for score in look.scores]  # a probe's score has a count beside it
     return [x / sum(held) if sum(held) else 0.0 for x in held]
 
 

@@ -41,11 +41,11 @@ def scores_of_layer(config: Config, looks: list[Look]) -> list[Sequence[complex]
 
 
 def priorities(config: Config, look: Look) -> list[float]:
-    """What the base keeps stays, then generated tokens, later ones first, then the others by their chunk."""
+    """What the base keeps stays, and the newest token, then generated tokens, later ones first, then the others by their chunk."""
     chunks = look.memory["chunks"]
     highest = max((chunks[position] for position in look.positions if position in chunks), default=0.0)
     found: list[float] = []
     for position, base in zip(look.positions, priorities_of(config["base"], look), strict=True):
         worth = chunks.get(position, highest + 1 + position)
-        found.append(math.inf if math.isinf(base) else worth)
+        found.append(math.inf if math.isinf(base) or position == look.length - 1 else worth)
     return found

@@ -1,0 +1,70 @@
+"""ChunkKV: chunks of neighbors, the same in all heads."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpolicy import KVPolicyError, Policy
+from kvpolicy.selectors.chunk import ChunkKV, ChunkState
+from kvpolicy.selectors.h2o import H2O
+from kvpolicy.selectors.window import SlidingWindow
+from kvpolicy.testing import check
+from tests.conformance.bench import Bench, draw, padding
+from tests.selectors.walks import walks
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "chunk:size=4/snapkv:window=6:kernel=3",
+        "chunk:size=3/h2o",
+        "chunk:size=5/keydiff:every=4",
+        "chunk:size=1/window",
+        "chunk:size=100/h2o",
+        "chunk:size=2/h2o:decode=grow",
+        "chunk/lagkv:lag=3",
+        "kvcrush/chunk:size=3/h2o",
+        "chunk:size=3/caote/h2o",
+    ],
+)
+def test_as_the_slow_version(spec: str) -> None:
+    assert walks(spec) > 0.8
+
+
+@pytest.mark.parametrize("selector", [ChunkKV(), ChunkKV(base=H2O(), size=7), ChunkKV(base=SlidingWindow())], ids=str)
+def test_keeps_the_rules(selector: ChunkKV) -> None:
+    check(selector)
+
+
+def test_heads_keep_the_same_tokens_and_whole_chunks() -> None:
+    bench = Bench("chunk:size=5/h2o:recent=0.0", [16, 16])
+    bench.forward(*draw(60, 0, batch=2), padding(60, 60, 41))
+    for first, second in bench.turns[-1].kept:
+        assert first == second
+        older = first[:-1]  # the newest token is always kept
+        whole = [
+            chunk for chunk in {position // 5 for position in older} if len([p for p in older if p // 5 == chunk]) == 5
+        ]
+        assert len(whole) >= 2
+    bench.check()
+
+
+def test_the_last_chunk_goes_token_by_token() -> None:
+    """While decoding: generated tokens rank above all chunks, and of the lowest chunk the last token goes first."""
+    bench = Bench("chunk:size=4/h2o:recent=0.0", [13])
+    bench.forward(*draw(40, 1))
+    before = bench.turns[-1].kept[0][0]
+    state = bench.layer.tensors.state
+    assert isinstance(state, ChunkState)
+    for number in range(6):
+        bench.forward(*draw(1, 50 + number))
+    after = bench.turns[-1].kept[0][0]
+    assert [p for p in after if p >= 40] == [*range(40, 46)] and len([p for p in after if p < 40]) == 7
+    assert set(after) - set(range(40, 46)) < set(before)
+    bench.check()
+
+
+def test_heads_are_not_compared() -> None:
+    with pytest.raises(KVPolicyError, match="compares_heads is not True"):
+        Policy.parse("uniform/adakv+chunk/h2o@0.5")
+    assert str(Policy.parse("uniform/even+chunk/h2o@0.5")) == "uniform/even+chunk/h2o@0.5"
