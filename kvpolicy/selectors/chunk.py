@@ -116,7 +116,7 @@ class ChunkKV(Wrapper):
         return state._replace(base=self.base.rerank(state.base, seen, view))
 
     def priority(self, state: ChunkState, view: View) -> Tensor:
-        """The newest token is kept, and what the base always keeps, then generated tokens by age, then the others by chunk: [B, H, N]."""
+        """The newest token, what the base always keeps, generated tokens by age, then the others by chunk: [B, H, N]."""
         generated = view.positions >= state.ranked[:, None, None]
         priority = torch.where(generated, view.positions.float(), state.rank)
         return keep_always(priority, (self.base.priority(state.base, view) == torch.inf) | view.newest(1))

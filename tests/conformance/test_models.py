@@ -38,7 +38,7 @@ def sample() -> list[Row]:
     each selector meets both kinds of rows and both dtypes.
     """
     looking, others = (
-        [name for name in ALLOCATORS if bool(lookup(name)[1]().layer_metric) is wanted] for wanted in (True, False)
+        [name for name in ALLOCATORS if lookup(name)[1]().layer_metric == wanted] for wanted in ("cosine", "")
     )
     rows: list[Row] = []
     for number, family in enumerate(AXES[FAMILY]):
@@ -73,7 +73,7 @@ def compare(allocator: str, selector: str, codec: str, family: str, rows: str, d
 
 def check_budgets(policy: Policy, cache: PolicyCache, tape: Tape, lengths: list[int]) -> None:
     """Layers weights the budget as the reference's allocator says, after the prompt and after the continuation."""
-    metrics: Any = cache.cosines() if policy.allocator.layer_metric else None
+    metrics: Any = cache.cosines() if policy.allocator.layer_metric == "cosine" else None
     coming, seen = cache.new or 0, [0] * len(lengths)
     for number, turn in enumerate(next(iter(tape.values()))):
         for b, length in enumerate(lengths):

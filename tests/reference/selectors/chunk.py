@@ -41,7 +41,7 @@ def scores_of_layer(config: Config, looks: list[Look]) -> list[Sequence[complex]
 
 
 def priorities(config: Config, look: Look) -> list[float]:
-    """What the base keeps stays, and the newest token, then generated tokens, later ones first, then the others by their chunk."""
+    """What the base keeps stays, and the newest token; then generated tokens by age, then the others by chunk."""
     chunks = look.memory["chunks"]
     highest = max((chunks[position] for position in look.positions if position in chunks), default=0.0)
     found: list[float] = []

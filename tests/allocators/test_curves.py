@@ -1,0 +1,147 @@
+"""kvcompose and global: layers are compared by what their tokens are worth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import kvpolicy
+from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy.allocators.kvcompose import KVCompose
+from kvpolicy.allocators.threshold import GlobalThreshold
+from kvpolicy.protocols import LayerMetric
+from kvpolicy.registry import name_of
+from kvpolicy.testing import check
+from tests.conformance.models import build
+from tests.conformance.play import TURNS, make_batch, play
+from tests.conformance.replay import Turn, reference_selector
+from tests.reference import allocators
+from tests.reference.engine import PLENTY, ReferenceLayer
+
+BOTH = [KVCompose(), GlobalThreshold()]
+KVZIP = "kvzip:chunk=9:sinks=2"
+
+
+@pytest.mark.parametrize("allocator", BOTH)
+def test_keeps_the_rules(allocator: Any) -> None:
+    check(allocator)
+
+
+def slow_budgets(allocator: Any, worth: list[Any], total: int, floor: int, ceiling: int) -> list[int]:
+    name = name_of(type(allocator))
+    return allocators.budgets(name, dataclasses.asdict(allocator), worth, total, len(worth), floor, ceiling)
+
+
+@pytest.mark.parametrize("allocator", BOTH)
+@pytest.mark.parametrize("kind", ["random", "equal", "one head", "one layer", "one token"])
+def test_as_the_slow_version(allocator: Any, kind: str) -> None:
+    """With all worth in one head, one layer or one token too, and at the least budget."""
+    worth = torch.rand(5, 3, 20, generator=torch.Generator().manual_seed(0))
+    worth = {
+        "random": worth,
+        "equal": torch.ones_like(worth),
+        "one head": worth * torch.tensor([1.0, 0.0, 0.0])[:, None],
+        "one layer": worth * (torch.arange(5) == 2)[:, None, None],
+        "one token": worth * (torch.arange(20) == 7),
+    }[kind]
+    worth[:, :, -1] = torch.inf  # the newest token
+    curves = torch.stack([allocator.curve(worth[None, layer], layer)[0] for layer in range(5)])[None]
+    for total in (10, 23, 50, 99, 100):
+        got = allocator.budgets(curves, torch.tensor([total]), 2, torch.tensor([20]), 5)[0].tolist()
+        assert got == slow_budgets(allocator, worth.tolist(), total, 2, 20), (kind, total)
+
+
+@pytest.mark.parametrize("allocator", BOTH)
+def test_before_a_prompt_and_without_tokens(allocator: Any) -> None:
+    total, ceiling = torch.tensor([10, 10]), torch.tensor([30, 30])
+    assert allocator.budgets(torch.ones(2, 4), total, 1, ceiling, 4).tolist() == [[3, 3, 2, 2]] * 2
+    empty = torch.full((2, 4, 6), -torch.inf)
+    assert allocator.budgets(empty, total, 1, ceiling, 4).tolist() == [[3, 3, 2, 2]] * 2
+
+
+def worths(policy: Policy, turns: Sequence[Turn], b: int) -> list[list[list[float]]]:
+    """What the tokens of each head of each layer are worth to kvzip after a prompt, of one row."""
+    found: list[list[list[float]]] = []
+    for turn in turns:
+        q, k, v, _ = turn.row(b)
+        slow = ReferenceLayer(
+            reference_selector(policy.selector), PLENTY, num_heads=q.shape[0], num_kv_heads=k.shape[0], capacity=PLENTY
+        )
+        texts = [text for text in (replayed.row(b) for replayed in turn.replays) if text is not None]
+        slow.forward(q.float(), k.float(), v.float(), turn.kernel.scale, texts=texts)
+        found.append([[score.real for score in head] for head in slow.scores])
+        for head in found[-1]:
+            for position in (0, 1, len(head) - 1):  # the sinks and the newest token
+                head[position] = torch.inf
+    return found
+
+
+@pytest.mark.parametrize("name", ["kvcompose", "global"])
+def test_in_a_model(name: str) -> None:
+    """Rows are alone in their budgets, whatever the padding."""
+    policy = Policy.parse(f"{name}+{KVZIP}@0.4")
+    lengths = [47, 30]
+    tape, cache, _ = play(build("llama", layers=3), policy, lengths)
+    for b, length in enumerate(lengths):
+        turns = [own[0] for own in tape.values()]
+        total = allocators.base_budget(0.4, length) * 3
+        expected = slow_budgets(policy.allocator, worths(policy, turns, b), total, 1, length + (cache.new or 0))
+        assert [turn.keep[b] for turn in turns] == expected
+        assert len(set(expected)) > 1
+
+
+def test_head_budgets_get_what_the_layer_has() -> None:
+    """With `adakv` behind it, the tokens of all layers and heads are those above one threshold, but for whole pages."""
+    tape, cache, _ = play(build("llama", layers=3), f"global/adakv:safeguard=0.0+{KVZIP}@0.4", [47])
+    kept = [[len(head) for head in own[0].kept[0]] for own in tape.values()]
+    budgets = [own[0].keep[0] for own in tape.values()]
+    assert len({count for heads in kept for count in heads}) > 1
+    for heads, budget in zip(kept, budgets, strict=True):
+        assert sum(heads) <= budget * len(heads)
+    assert cache.plan is not None and cache.plan.measured
+
+
+def test_tiles_and_held_chunks_have_the_budgets_of_one_piece() -> None:
+    model = build("llama", layers=3)
+    ids, _ = make_batch([60], TURNS[:1], 0)
+
+    def budgets(pieces: int, **how: Any) -> list[list[int]]:
+        with torch.no_grad(), kvpolicy.attach(model, f"kvcompose+{KVZIP}@0.3", **how):
+            cache = PolicyCache(model, prompt=ids.shape[1], new=0)
+            for part in ids.chunk(pieces, 1):
+                model(part, past_key_values=cache)
+            return [layer.budget.tolist() for layer in cache.policy_layers]
+
+    whole = budgets(1)
+    assert budgets(1, tile=16) == whole
+    assert budgets(3, chunks="hold") == whole
+
+
+def test_a_later_prompt_is_compared_again() -> None:
+    tape, _, _ = play(build("llama", layers=3), "global+h2o@0.4", [40])
+    first, last = ([own[turn].keep[0] for own in tape.values()] for turn in (0, -1))
+    prompts = [turn for turn in next(iter(tape.values())) if turn.q.shape[2] > 1]
+    assert len(prompts) == 2 and first != last
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(KVPolicyError, match=r"must rank tokens by attention .* across layers, got Sl.* try kvzip or"):
+        Policy.parse("kvcompose+window@0.5")
+
+
+class Plain:
+    """An allocator that asks for curves and cannot draw them."""
+
+    layer_metric: LayerMetric = "curve"
+
+    def budgets(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_an_allocator_without_curves_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"must have a method curve\(worth, layer_idx\)"):
+        Policy(allocator=Plain(), budget=0.5)
