@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from kvpolicy.allocators.adakv import AdaKV as AdaKV
     from kvpolicy.allocators.duo import DuoAttention as DuoAttention
     from kvpolicy.allocators.even import Even as Even
+    from kvpolicy.allocators.kvcompose import KVCompose as KVCompose
     from kvpolicy.allocators.pyramid import Pyramid as Pyramid
     from kvpolicy.allocators.squeeze import SqueezeAttention as SqueezeAttention
+    from kvpolicy.allocators.threshold import GlobalThreshold as GlobalThreshold
     from kvpolicy.allocators.uniform import Uniform as Uniform
     from kvpolicy.calibration.layer_profile import profile as profile
     from kvpolicy.codecs.bfp import BFP as BFP
@@ -57,12 +59,20 @@ if TYPE_CHECKING:
     from kvpolicy.readers.labels import DoubleSparsity as DoubleSparsity
     from kvpolicy.readers.quest import Quest as Quest
     from kvpolicy.readers.reuse import Reuse as Reuse
+    from kvpolicy.selectors.caote import CAOTE as CAOTE
+    from kvpolicy.selectors.chunk import ChunkKV as ChunkKV
+    from kvpolicy.selectors.critical import CriticalKV as CriticalKV
+    from kvpolicy.selectors.cur import CUR as CUR
+    from kvpolicy.selectors.defensive import DefensiveKV as DefensiveKV
+    from kvpolicy.selectors.dropkv import DropKV as DropKV
     from kvpolicy.selectors.expected import ExpectedAttention as ExpectedAttention
     from kvpolicy.selectors.full import KeepAll as KeepAll
     from kvpolicy.selectors.h2o import H2O as H2O
     from kvpolicy.selectors.keydiff import KeyDiff as KeyDiff
+    from kvpolicy.selectors.knorm import KeyNorm as KeyNorm
     from kvpolicy.selectors.kvcrush import KVCrush as KVCrush
     from kvpolicy.selectors.kvzip import KVzip as KVzip
+    from kvpolicy.selectors.lagkv import LagKV as LagKV
     from kvpolicy.selectors.probe import ProbeSalience as ProbeSalience
     from kvpolicy.selectors.scissorhands import Scissorhands as Scissorhands
     from kvpolicy.selectors.snapkv import SnapKV as SnapKV

@@ -112,6 +112,8 @@ SUMMARIES = {
     "uniform": "Give every layer the same budget.",
     "pyramid": "Give early layers more budget than late ones, decreasing linearly.",
     "squeeze": "Move budget away from layers whose attention barely changes its input.",
+    "kvcompose": "Give more budget to layers whose heads have more tokens that are worth keeping.",
+    "global": "Give each layer as much as it has of the best tokens of all layers and heads.",
     "even": "Give every head of a layer the same budget, in whole pages.",
     "adakv": "Give more budget to heads whose attention is spread over many tokens.",
     "duo": "Give streaming heads the room of sinks and recent tokens, and the other heads the rest.",
@@ -126,6 +128,14 @@ SUMMARIES = {
     "expected": "Keep the tokens that queries to come are expected to attend to.",
     "keydiff": "Keep the tokens whose keys differ most from the mean direction of all keys.",
     "kvzip": "Keep the tokens that the model attends to when it repeats the context.",
+    "knorm": "Keep the tokens whose keys are short.",
+    "lagkv": "Keep the tokens whose channels vary most within the range of the tokens that follow.",
+    "cur": "Keep the tokens with the largest share of the squares of their window's keys and values.",
+    "defensive": "Keep the tokens that any query of a window attends to, weighted by what their values add to the output.",  # noqa: E501
+    "dropkv": "Keep the tokens without which the attention outputs of the last queries would change most.",
+    "critical": "Keep the best tokens of another selector, and then those of large attention times what their values add.",  # noqa: E501
+    "caote": "Rank the tokens of another selector by how much the attention output would change without them.",
+    "chunk": "Keep the chunks of neighboring tokens that another selector ranks highest in the mean, the same in all heads.",  # noqa: E501
     "kvcrush": "Use part of the budget for representatives of the tokens that the base selector would evict.",
     "drop": "Drop every token that is not kept, and leave the others as they are.",
     "merge": "Merge an evicted token into the kept token of the most similar key, and count both.",

@@ -361,7 +361,7 @@ class Selector(Protocol):
 
     A class that inherits from it needs one method, `priority`; the other members have defaults for a selector without
     state and without statistics. An object that has all members is accepted whatever its class. Optional abilities are
-    `ComparesHeads`, `DecodesJointly` and `Reranks`.
+    `ComparesHeads`, `DecodesJointly`, `Reranks` and `HoldsAttention`.
 
     Attributes:
         decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).

@@ -91,11 +91,11 @@ def test_rows_say_what_the_entries_say() -> None:
         "here",
         "[`h2o`](methods/h2o.md)",
     ]
-    assert rows["KnormPress"][4:] == ["adapter", "[`KVPressScorer(KnormPress())`](extend/kvpress.md)"]
+    assert rows["CapPress"][4:] == ["adapter", "[`KVPressScorer(CapPress())`](extend/kvpress.md)"]
     assert rows["vAttention"][4] == "not here: driver"
     assert rows["Keyformer"][5].endswith(". Nearest: [`h2o`](methods/h2o.md)")
     assert rows["KVgradPress"][1] == "" and rows["CAMPress"][1] == "2024"
-    text = field.table_of([entry for entry in ENTRIES if entry.name in ("H2O", "Keyformer", "KnormPress")])
+    text = field.table_of([entry for entry in ENTRIES if entry.name in ("H2O", "Keyformer", "CapPress")])
     assert text.endswith("\n\n3 entries: 1 here, 1 adapter, 1 not here.")
 
 
