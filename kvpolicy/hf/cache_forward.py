@@ -151,7 +151,7 @@ class CacheForward(Cache):
         if transcript is not None:
             first.transcript = transcript
         self._forward.first = seen == 0 if starts else None
-        if not one_token and self.policy.layer_metric == "cosine":
+        if not one_token and self.policy.layer_metric:
             self._forward.unbegun = (first.store.tensors.length if first.is_initialized else seen) == 0
         self._forward.valid = valid if self.wants_cosines or self.wants_massive else None
 
@@ -290,7 +290,7 @@ class CacheForward(Cache):
             facts = self._prompt_facts(layer)
             layer.hold(pending, facts["massive"], facts["rope_offset"])
             return
-        if self.wants_cosines or (self.policy.layer_metric == CURVE and not self._forward.adds_whole):
+        if self.wants_cosines or self._wants_curves:
             layer.keep(pending)
             self._forward.waiting.append(layer)
             return
@@ -333,12 +333,13 @@ class CacheForward(Cache):
         """Divide the budget, and compress every layer with a pending prompt."""
         waiting = self._forward.waiting
         self._forward.waiting = []
-        curves = self._curves(waiting) if waiting and self.policy.layer_metric == CURVE else None
+        if waiting and self._wants_curves:
+            self._measure_curves(waiting)
         for number, layer in enumerate(waiting):
             # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
             pending, massive = layer.release()
             if number == 0:
-                self._divide(layer, pending, curves)
+                self._divide(layer, pending)
             facts = self._prompt_facts(layer)
             if massive is not None:
                 facts["massive"] = massive
@@ -397,6 +398,12 @@ class CacheForward(Cache):
         return (self._forward.first is not None or bool(self._metrics)) and self.policy.layer_metric == "cosine"
 
     @property
+    def _wants_curves(self) -> bool:
+        """Whether the tokens of all layers are to be compared before the budget is divided."""
+        unbegun = self._forward.unbegun
+        return self.policy.layer_metric == CURVE and unbegun is not None and bool(unbegun.any())
+
+    @property
     def wants_massive(self) -> bool:
         """Whether a codec needs the largest activations of a prompt that are not known yet."""
         return self._forward.first is not None and any(
@@ -438,7 +445,7 @@ class CacheForward(Cache):
             self.guard.massive[layer_idx] = found & first.to(found.device)[:, None]
 
     def cosines(self) -> Tensor:
-        """The measured cosines, [B, L]."""
+        """What was measured of each layer, [B, L]: cosines, or with the metric `curve` shares of the budget."""
         held = None if self._cosines is None else torch.tensor(self._cosines)
         if not self._metrics:
             assert held is not None, "no prompt was measured"
@@ -451,24 +458,36 @@ class CacheForward(Cache):
 
     # budgets
 
-    def _curves(self, layers: list[PolicyLayer]) -> Tensor:
-        """What each further token of a layer is worth, [B, L, N]; see `kvpolicy.protocols.DrawsCurves`."""
+    def _measure_curves(self, layers: list[PolicyLayer]) -> None:
+        """Compare what the tokens of all layers are worth, and note the share of each layer; see `DrawsCurves`.
+
+        A row keeps the shares of its first prompt: slots that were made for a layer are not given to another.
+        """
         allocator = self.policy.allocator
         assert isinstance(allocator, DrawsCurves)  # see `policy.combination.check_curves`
-        first = layers[0].pending
-        assert first is not None
+        pending = layers[0].pending
+        unbegun = self._forward.unbegun
+        assert pending is not None and unbegun is not None
         # The budgets are not known yet: selectors reckon with equal ones.
-        even = torch.ones(layers[0].length.shape[0], len(layers), device="cpu")
-        self._divide(layers[0], first.decoded(), even)
+        even = torch.ones(pending.flags.shape[0], len(layers), device="cpu")
+        self._divide(layers[0], pending.decoded(), even)
+        assert self._forward.tokens is not None
         curves: list[Tensor] = []
         for layer in layers:
-            assert layer.pending is not None and self._forward.tokens is not None
+            assert layer.pending is not None
             pending = layer.pending.decoded()
             with outside_autocast(pending.keys.device):
                 worth = layer.store.worth(pending, self._row_budget(layer).keep)
                 curves.append(allocator.curve(worth, layer.layer_idx).float().cpu())
         longest = max(curve.shape[-1] for curve in curves)
-        return torch.stack([F.pad(each, (0, longest - each.shape[-1]), value=-torch.inf) for each in curves], 1)
+        drawn = torch.stack([F.pad(each, (0, longest - each.shape[-1]), value=-torch.inf) for each in curves], 1)
+        total = self._forward.tokens.keep.sum(-1)
+        most = self._forward.tokens.last
+        budgets = allocator.budgets(drawn, total, self.policy.min_tokens, most, len(layers))
+        shares = (budgets.double() / total[:, None]).float()
+        if self._cosines is not None:
+            shares = torch.where(unbegun.cpu()[:, None], shares, torch.tensor(self._cosines))
+        self._cosines = shares.tolist()
 
     def _whole_budgets(self, pending: PendingPrompt) -> Tensor:
         """Tokens of each row and layer if all that is held is kept, and all of a prompt, [B, L] int64."""
@@ -491,13 +510,19 @@ class CacheForward(Cache):
         ]
         return replace(plan, layers=tuple(layers))
 
-    def _divide(self, first: PolicyLayer, pending: PendingPrompt, curves: Tensor | None = None) -> None:
-        """Divide the budget among layers, from the rows' lengths after the pending prompt of the first layer."""
-        keep = metrics = None
+    def _divide(self, first: PolicyLayer, pending: PendingPrompt, metrics: Tensor | None = None) -> None:
+        """Divide the budget among layers, from the rows' lengths after the pending prompt of the first layer.
+
+        Args:
+            first: The first layer.
+            pending: Its prompt.
+            metrics: The metric of each layer, [B, L], in place of what was measured.
+        """
+        keep = None
         if self._forward.adds_whole:
             keep = self._whole_budgets(pending)
-        else:
-            metrics = self.cosines() if self.policy.layer_metric == "cosine" else curves
+        elif metrics is None and self.policy.layer_metric:
+            metrics = self.cosines()
         end = None if self._end is None else torch.tensor(self._end)
         told = Expected(self.prompt, self.new, end)
         model = self.attachment.model_shape

@@ -12,7 +12,8 @@ from kvpolicy.protocols.selector import View
 LayerMetric = Literal["", "cosine", "curve"]
 """What is measured in every layer: nothing, how little attention changes the residual stream, or what tokens are worth.
 
-Cosines are measured in a row's first prompt, and curves in every prompt: see `DrawsCurves`.
+It is measured in a row's first prompt, or in the first chunk of it. Of curves, which `DrawsCurves` draws, the share of
+the budget that each layer got by them is kept for later prompts.
 """
 
 
@@ -35,8 +36,8 @@ class Allocator(Protocol):
         """Divide a row's tokens among the layers.
 
         Args:
-            metrics: The values of `layer_metric`, [B, L] fp32, or None. For curves [B, L, N], filled with -inf where a
-                layer has fewer tokens; before a prompt, equal numbers [B, L].
+            metrics: The values of `layer_metric`, [B, L] fp32, or None. With the metric `curve`, curves [B, L, N] of
+                rows in their first prompt, filled with -inf where a layer has fewer tokens, or shares [B, L].
             total: Tokens of all layers together, [B] int64. The rows of the result sum to it.
             floor: The fewest tokens that any layer may get.
             ceiling: The most tokens that any layer of a row can use, [B] int64.

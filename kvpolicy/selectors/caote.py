@@ -77,7 +77,7 @@ class CAOTE(Wrapper):
 
     @property
     def compares_heads(self) -> bool:
-        """No: a change of one head's output means as much as one of another only behind the output projection."""
+        """No: budgets by head leave no room for what it computes of each head while decoding."""
         return False
 
     @property

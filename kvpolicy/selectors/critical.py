@@ -109,12 +109,12 @@ class CriticalKV(Wrapper):
     def observe(self, state: CriticalState, seen: Seen, view: View) -> State:
         """Update the base, and choose the tokens of the first part anew."""
         base = self.base.observe(state.base, seen, view)
-        norm = mean_output_norm(seen, view)
+        norm = mean_output_norm(seen, view).clamp_min(torch.finfo(torch.float32).tiny)  # 0 is that of a generated token
         priority = self.base.priority(base, view).masked_fill(~view.valid, -torch.inf)
         count = (view.budget.double() * self.split + 1e-9).floor().long()[:, None]
         total = view.valid.sum(-1)
         count = torch.where(total > view.budget[:, None], torch.minimum(count, total), 0)
-        mean = norm.sum(-1, dtype=torch.float64) / total.clamp_min(1)
+        mean = norm.masked_fill(~view.valid, 0).sum(-1, dtype=torch.float64) / total.clamp_min(1)
         return CriticalState(norm, top_mask(priority, count) & view.valid, mean.float(), base)
 
     def step(self, state: CriticalState, row: Tensor, view: View) -> None:
