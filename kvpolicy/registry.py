@@ -51,6 +51,7 @@ SELECTORS = {
     "scissorhands": "kvpolicy.selectors.scissorhands:Scissorhands",
     "expected": "kvpolicy.selectors.expected:ExpectedAttention",
     "keydiff": "kvpolicy.selectors.keydiff:KeyDiff",
+    "qfilters": "kvpolicy.selectors.qfilters:QFilters",
     "kvzip": "kvpolicy.selectors.kvzip:KVzip",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
 }
@@ -115,6 +116,7 @@ SUMMARIES = {
     "scissorhands": "Evict the tokens that most of the recent queries have ignored.",
     "expected": "Keep the tokens that queries to come are expected to attend to.",
     "keydiff": "Keep the tokens whose keys differ most from the mean direction of all keys.",
+    "qfilters": "Keep the tokens whose keys have the largest product with the main direction of a head's queries.",
     "kvzip": "Keep the tokens that the model attends to when it repeats the context.",
     "kvcrush": "Use part of the budget for representatives of the tokens that the base selector would evict.",
     "drop": "Drop every token that is not kept, and leave the others as they are.",

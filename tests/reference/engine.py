@@ -310,6 +310,8 @@ class ReferenceLayer:
             apply=self.apply,
             length=self.length,
             memory=self.memory[h],
+            layer=self.layer_idx,
+            head=h,
         )
 
     def _rank(self, q: Tensor | None = None) -> None:

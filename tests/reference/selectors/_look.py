@@ -22,6 +22,8 @@ class Look(NamedTuple):
         apply: Puts it back.
         length: Tokens that the row has seen.
         memory: What the selector remembers of the head.
+        layer: Index of the layer.
+        head: Which KV head of it.
     """
 
     positions: list[int]
@@ -33,3 +35,5 @@ class Look(NamedTuple):
     apply: Rotation
     length: int
     memory: dict[Any, Any]
+    layer: int
+    head: int
