@@ -1,4 +1,4 @@
-"""Calibration: what codecs, readers and allocators need to know of a model, learned from its keys, values, queries."""
+"""Calibration: what parts of a policy need to know of a model, learned from its keys, values and queries."""
 
 from kvpolicy.calibration.channels import calibrate_channels as calibrate_channels
 from kvpolicy.calibration.collect import Samples as Samples
@@ -13,5 +13,7 @@ from kvpolicy.calibration.heads import calibrate_heads as calibrate_heads
 from kvpolicy.calibration.heads import head_scores as head_scores
 from kvpolicy.calibration.kvquant import fit_kvquant as fit_kvquant
 from kvpolicy.calibration.levels import calibrate_kvquant as calibrate_kvquant
+from kvpolicy.calibration.qfilters import calibrate_qfilters as calibrate_qfilters
+from kvpolicy.calibration.qfilters import query_filters as query_filters
 from kvpolicy.hf.identity import identity as identity
 from kvpolicy.hf.identity import model_info as model_info

@@ -14,7 +14,18 @@ from kvpolicy.policy.combination import check_together
 from kvpolicy.policy.html import by_layer_html, policy_html
 from kvpolicy.policy.layers import check_layers
 from kvpolicy.policy.parts import PROTOCOLS, check_part, kinds_of
-from kvpolicy.protocols import Allocator, Codec, DecodeMode, HeadAllocator, Merger, ModelInfo, Reader, Replay, Selector
+from kvpolicy.protocols import (
+    Allocator,
+    ChecksModel,
+    Codec,
+    DecodeMode,
+    HeadAllocator,
+    Merger,
+    ModelInfo,
+    Reader,
+    Replay,
+    Selector,
+)
 from kvpolicy.protocols.allocator import heads_of
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.registry import Kind, whole_policy
@@ -291,6 +302,8 @@ class Policy:
         """Raise KVPolicyError if a part cannot be used with a model, such as a codec without a calibration for it."""
         if self.heads is not None:
             self.heads.check(model)
+        if isinstance(self.selector, ChecksModel):
+            self.selector.check(model)
         self.codec.check(model)
         self.reader.check(model)
 

@@ -39,6 +39,7 @@ from kvpolicy.protocols.reader import LoadsSalience as LoadsSalience
 from kvpolicy.protocols.reader import Reader as Reader
 from kvpolicy.protocols.reader import ReaderTraits as ReaderTraits
 from kvpolicy.protocols.selector import BELOW_MEAN as BELOW_MEAN
+from kvpolicy.protocols.selector import ChecksModel as ChecksModel
 from kvpolicy.protocols.selector import ComparesHeads as ComparesHeads
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import DecodesJointly as DecodesJointly

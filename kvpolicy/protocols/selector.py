@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 import torch
 from torch import Tensor, nn
 
+from kvpolicy.protocols.codec import ModelInfo
 from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
 from kvpolicy.protocols.shapes import HeadShape
 
@@ -342,6 +343,18 @@ class HoldsAttention(Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksModel(Protocol):
+    """An optional ability of a selector: it may refuse a model, such as one that its file was not made for.
+
+    It is asked before a policy is attached or planned, and by a selector that wraps it.
+    """
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise KVPolicyError if the selector cannot be used with a model."""
+        ...
+
+
 def compares_heads(selector: object) -> bool:
     """Whether the priorities of different heads can be compared; without `ComparesHeads` they cannot."""
     return isinstance(selector, ComparesHeads) and bool(selector.compares_heads)
@@ -361,7 +374,7 @@ class Selector(Protocol):
 
     A class that inherits from it needs one method, `priority`; the other members have defaults for a selector without
     state and without statistics. An object that has all members is accepted whatever its class. Optional abilities are
-    `ComparesHeads`, `DecodesJointly`, `Reranks` and `HoldsAttention`.
+    `ComparesHeads`, `DecodesJointly`, `Reranks`, `HoldsAttention` and `ChecksModel`.
 
     Attributes:
         decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from kvpolicy.protocols import (
     SMALLEST_HEAD,
+    ChecksModel,
     DecodeMode,
     HeadShape,
+    ModelInfo,
     Needs,
     Reranks,
     Seen,
@@ -144,6 +146,11 @@ class KVCrush(Selector):
     def joint_decode(self) -> bool:
         """As the base."""
         return joint_decode(self.base)
+
+    def check(self, model: ModelInfo) -> None:
+        """As the base."""
+        if isinstance(self.base, ChecksModel):
+            self.base.check(model)
 
     @property
     def needs(self) -> Needs:

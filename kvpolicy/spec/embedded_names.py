@@ -8,18 +8,21 @@ from typing import Any, Literal, get_args
 EmbeddedName = Literal["tiny", "tiny-4k"]
 EMBEDDED: tuple[EmbeddedName, ...] = get_args(EmbeddedName)
 
+_OF_TINY = {"heads.json": "heads/tiny.json", "qfilters.safetensors": "qfilters/tiny.safetensors"}
+"""Files of `tiny` that lie in folders of their own."""
+
 
 def embedded_file(name: str, what: str) -> Any:
     """A calibration of an embedded model, a file or folder as `importlib.resources` returns it.
 
     Args:
         name: Name of the model.
-        what: `csr` or `kvquant`, which are folders, or `heads.json`.
+        what: `csr` or `kvquant`, which are folders, `heads.json` or `qfilters.safetensors`.
 
     >>> embedded_file("tiny", "csr").is_dir(), embedded_file("tiny", "heads.json").is_file()
     (True, True)
     """
     assets = files("kvpolicy") / "assets"
     if name == "tiny":
-        return assets / "heads" / "tiny.json" if what == "heads.json" else assets / what
+        return assets / _OF_TINY.get(what, what)
     return assets / name / what

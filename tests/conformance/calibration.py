@@ -1,4 +1,4 @@
-"""Calibrations that fit tiny models of a head dimension of 8, random but fixed."""
+"""Calibrations that fit tiny models of a head dimension of 8, random but fixed, whatever their number of heads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from torch import Tensor
 
 from kvpolicy.codecs._files import save
 from kvpolicy.codecs._rotation import mix
+from kvpolicy.selectors.filter_files import FilterFile, save_filters
 from tests.reference.codecs import Calibration
 
 DIM, LAYERS = 8, 6
+DEEPEST = 8
+"""Layers of the deepest model that meets every selector."""
 
 
 def _random(*shape: int, seed: int) -> Tensor:
@@ -51,6 +54,11 @@ def _kvquant() -> tuple[dict[str, Any], dict[str, Tensor]]:
 _MADE = {"csr": _csr, "kvquant": _kvquant}
 
 
+def filters(heads: int = 1) -> FilterFile:
+    """A filter for each head, or one that all heads share."""
+    return FilterFile({layer: _random(heads, DIM, seed=layer + 20) for layer in range(DEEPEST)})
+
+
 FOLDER = Path(tempfile.gettempdir()) / f"kvpolicy-tests-{getpass.getuser()}"
 """Where calibrations are; it has the same name in every run and every process, since names of tests have it."""
 
@@ -59,6 +67,9 @@ FOLDER = Path(tempfile.gettempdir()) / f"kvpolicy-tests-{getpass.getuser()}"
 def write(method: str) -> Path:
     """Write the calibration of a method into its folder, once."""
     path = FOLDER / method
+    if method == "qfilters":
+        save_filters(path / "filters.safetensors", filters())
+        return path
     meta, tensors = _MADE[method]()
     save(path, method, {"model": None, "head_dim": DIM, **meta}, tensors)
     return path

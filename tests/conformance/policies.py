@@ -37,6 +37,11 @@ def spec_of(name: str) -> str:
     return spec.replace("FOLDER", str(FOLDER))
 
 
+def by_name(name: str) -> str:
+    """The name of a registered method, with the file that it cannot do without."""
+    return spec_of(name) if "FOLDER" in small(_KINDS[name], name) else name
+
+
 def parameters(name: str) -> list[str]:
     """The parameters of a registered method."""
     return [field.name for field in dataclasses.fields(lookup(name)[1])]

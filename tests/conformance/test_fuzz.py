@@ -12,7 +12,7 @@ from kvpolicy import Policy
 from kvpolicy.registry import lookup
 from tests.conformance.bench import Bench, draw
 from tests.conformance.calibration import write
-from tests.conformance.policies import CODECS, SELECTORS, parameters
+from tests.conformance.policies import CODECS, SELECTORS, by_name, parameters
 from tests.sampling import product
 
 BASES = [name for name in SELECTORS if name != "kvcrush"]
@@ -35,6 +35,7 @@ def draw_selector(dice: Random, *, wrap: bool = True) -> str:
             f"buckets={dice.choice(['rank', 'distance'])}", f"pick={dice.choice(['first', 'random', 'best'])}",
             f"quantile={dice.choice(['0.1', '0.5', '0.8'])}", f"page={dice.choice([0, 0, 2, 5])}",
         ],
+        "qfilters": [by_name("qfilters").partition(":")[2]],
     }.get(name, [])  # fmt: skip
     if name == "kvcrush":
         return ":".join([name, *options]) + "/" + draw_selector(dice, wrap=False)

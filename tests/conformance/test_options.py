@@ -7,10 +7,10 @@ import torch
 
 from kvpolicy import Policy
 from tests.conformance.bench import Bench, draw, padding
-from tests.conformance.policies import CODECS, SELECTORS, words
+from tests.conformance.policies import CODECS, SELECTORS, by_name, words
 from tests.sampling import each_once, pairwise, product
 
-BASES = [name for name in SELECTORS if name != "kvcrush"]
+BASES = [by_name(name) for name in SELECTORS if name != "kvcrush"]
 ANCHORS = ["random", "mean", "alternate", "zeros", "ones"]
 BUCKETS, PICKS, PAGES = ["rank", "distance"], ["first", "random", "best"], ["0", "1", "3", "8"]
 SPLITS, QUANTILES = ["0.0", "0.25", "0.5", "0.9"], ["0.0", "0.5", "0.7", "1.0"]

@@ -27,6 +27,7 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.kernels import slot_writes
 from kvpolicy.registry import lookup, names
+from kvpolicy.selectors.filter_files import FilterFile, save_filters
 from kvpolicy_eval.common.codecs import short_windows
 from kvpolicy_eval.common.synthetic import with_random_calibration
 from tests.engine.generated_code import Generated, Write, generated
@@ -50,6 +51,9 @@ EXCEPTIONS: dict[tuple[str, str, str], str] = {}
 
 def make_store(selector: str, codec: str, folder: Path) -> LayerStore:
     """A layer whose budget is full, after a prompt."""
+    if selector == "qfilters":
+        save_filters(folder / "filters", FilterFile({0: torch.randn(HEADS, DIM)}))
+        selector = f"qfilters:file={folder / 'filters'}"
     policy = Policy.parse(f"{selector}+{short_windows(codec)}" + ("" if selector == "full" else f"@{SLOTS}"))
     stored = with_random_calibration(policy.codec, folder, HEADS, DIM, atoms=40)
     rope = None

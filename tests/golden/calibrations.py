@@ -18,9 +18,10 @@ DIM, LAYERS = 8, 6
 
 
 def write_files(folder: Path) -> None:
-    """Write `csr`, `kvquant` and `profile.json` into a folder."""
+    """Write `csr`, `kvquant`, `qfilters` and `profile.json` into a folder."""
     _write_calibration(folder / "csr", "csr", *_csr())
     _write_calibration(folder / "kvquant", "kvquant", *_kvquant())
+    _write_filters(folder / "qfilters" / "filters.safetensors")
     profile = {"format": 1, "kvpolicy": "0", "model": "golden", "layers": 3, "cosine": [0.2, 0.9, 0.5]}
     (folder / "profile.json").write_text(json.dumps(profile), encoding="utf-8")
 
@@ -39,6 +40,18 @@ def _write_calibration(folder: Path, method: str, meta: dict[str, Any], tensors:
     facts["sha256"] = hashlib.sha256(text.encode()).hexdigest()
     (folder / "tensors.safetensors").write_bytes(blob)
     (folder / "calibration.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _write_filters(path: Path) -> None:
+    """A filter in each layer that all heads share."""
+    path.parent.mkdir(exist_ok=True)
+    tensors = {f"filters.{layer}": _random(1, DIM, seed=layer + 20) for layer in range(LAYERS)}
+    facts: dict[str, Any] = {"format": 1, "kvpolicy": "0", "model": None, "made": None}
+    found = hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} torch.float32 {list(tensor.shape)}".encode() + tensor.numpy().tobytes())
+    metadata = {"kvpolicy_filters": json.dumps(facts | {"sha256": found.hexdigest()})}
+    path.write_bytes(save(tensors, metadata=metadata))
 
 
 def _random(*shape: int, seed: int) -> Tensor:

@@ -78,6 +78,13 @@ MUTATIONS = (
         tests=("tests/calibration/test_channels.py",),
     ),
     Mutation(
+        name="the sum of products decides the sign of a filter",
+        file="kvpolicy/calibration/qfilters.py",
+        old="torch.where(majority == 0, products.sum(-1), majority)",
+        new="products.sum(-1)",
+        tests=("tests/calibration/test_qfilters.py",),
+    ),
+    Mutation(
         name="products of heads are not capped",
         file="kvpolicy/calibration/heads.py",
         old="    if softcap is not None:\n",

@@ -115,6 +115,13 @@ MUTATIONS = (
         tests=("tests/selectors/test_crush_parts.py",),
     ),
     Mutation(
+        name="every rank has the filters of the first heads",
+        file="kvpolicy/selectors/qfilters.py",
+        old="filters = filters[view.ranks.held]",
+        new="filters = filters[: keys.shape[1]]",
+        tests=("tests/selectors/test_qfilters.py",),
+    ),
+    Mutation(
         name="replayed tokens without attention rank as if they were not replayed",
         file="kvpolicy/selectors/kvzip.py",
         old="torch.where(largest < 0, state.score, score)",

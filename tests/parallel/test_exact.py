@@ -52,6 +52,8 @@ POOLED = [
     "tuned:file=FOLDER/layers.json@0.6",
     "tuned:file=FOLDER/coded.json@12",
     "squeeze/duo:file=FOLDER/heads.json:sparsity=0.4+snapkv:window=6:kernel=3@0.5",
+    "qfilters:file=FOLDER/filters.safetensors@0.5",
+    "kvcrush/qfilters:file=FOLDER/filters.safetensors@0.5",
 ]
 """What looks at all heads, or at all query heads of a KV head."""
 

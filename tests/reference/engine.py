@@ -341,6 +341,8 @@ class ReferenceLayer:
             attention=None if attention is None else [attention[hq] for hq in group],
             projection=None if self.projection is None else [self.projection[hq] for hq in group],
             report=self._report,
+            layer=self.layer_idx,
+            head=h,
         )
 
     def _now(self) -> int:

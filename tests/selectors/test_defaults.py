@@ -16,9 +16,11 @@ import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.protocols import (
     Allocator,
+    ChecksModel,
     Codec,
     ComparesHeads,
     Merger,
+    ModelInfo,
     Needs,
     Reader,
     ReaderTraits,
@@ -104,6 +106,28 @@ def test_optional_abilities_are_asked_of_the_part() -> None:
     assert compares_heads(KVCrush(base=SnapKV())) and not compares_heads(KVCrush(base=SlidingWindow()))
     assert joint_decode(TOVA()) and not joint_decode(SnapKV())
     assert heads_of(object()) is None
+
+
+@dataclass(frozen=True)
+class FewLayers(Newest):
+    def check(self, model: ModelInfo) -> None:
+        if model.layers > 2:
+            raise kvpolicy.KVPolicyError(f"The model must have at most 2 layers, got {model.layers}.")
+
+
+@pytest.mark.parametrize("selector", [FewLayers(), KVCrush(base=FewLayers()), KVCrush(base=KVCrush(base=FewLayers()))])
+def test_a_selector_may_refuse_a_model_before_anything_is_attached(selector: Selector) -> None:
+    assert isinstance(selector, ChecksModel) and not isinstance(SnapKV(), ChecksModel)
+    model, _ = kvpolicy.tiny()
+    policies = [Policy(selector=selector, budget=0.5)]
+    policies.append(Policy.by_layer([*["snapkv@0.5"] * 7, policies[0]], budget=0.5))
+    for policy in policies:
+        with pytest.raises(kvpolicy.KVPolicyError, match="must have at most 2 layers, got 8"):
+            kvpolicy.attach(model, policy)
+        with pytest.raises(kvpolicy.KVPolicyError, match="must have at most 2 layers, got 8"):
+            kvpolicy.plan("tiny", policy)
+    kvpolicy.attach(model, "snapkv@0.5").detach()  # nothing is attached
+    KVCrush(base=SnapKV()).check(ModelInfo(8, 4, 32))
 
 
 def test_a_part_is_refused_with_the_name_of_what_it_lacks() -> None:

@@ -25,6 +25,9 @@ CODECS = {
 }
 """Codecs with options; others have their defaults. `{model}` names the calibration of the model."""
 
+SELECTORS = {"qfilters": "qfilters:file={model}"}
+"""Selectors with options."""
+
 VARIANTS = ("expected:decode=grow:moments=prompt",)
 """Selectors once more, with options that change what they hold."""
 
@@ -97,7 +100,7 @@ def entries(model: str = "tiny") -> list[Entry]:
     ['full', 'window', 'streaming']
     """
     found = [Entry("full", "all tokens")]
-    found += [Entry(name, "selector") for name in registry.SELECTORS if name != "full"]
+    found += [Entry(SELECTORS.get(name, name), "selector") for name in registry.SELECTORS if name != "full"]
     found += [Entry(spec, "selector") for spec in VARIANTS]
     found += [Entry(f"{name}+{SELECTOR}", "allocator") for name in registry.ALLOCATORS if name != "uniform"]
     found += [

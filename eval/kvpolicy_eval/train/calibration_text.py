@@ -6,6 +6,8 @@ kvpolicy calibrate csr --model tiny-4k --text TEXTS --out kvpolicy/assets/tiny-4
 kvpolicy calibrate kvquant --model tiny --text TEXTS --out kvpolicy/assets/kvquant --windows 128
 kvpolicy calibrate heads --model tiny --text TEXTS --out kvpolicy/assets/heads/tiny.json --windows 128 \
     --sinks 4 --recent 28
+kvpolicy calibrate qfilters --model tiny --text TEXTS --out kvpolicy/assets/qfilters/tiny.safetensors --length 1024 \
+    --windows 128
 
 Those of CSR for `tiny` are older: they were trained with Adam for 20 epochs, by an earlier version of the command.
 """

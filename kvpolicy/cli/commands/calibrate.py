@@ -1,4 +1,4 @@
-"""`kvpolicy calibrate`: compute what a codec, a reader or a head allocator takes, from a model and text."""
+"""`kvpolicy calibrate`: compute what a codec, a reader, a selector or a head allocator takes, from a model and text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpolicy.cli.formatting import duration
 from kvpolicy.cli.model_loading import load
 from kvpolicy.spec.embedded_names import EMBEDDED
 
-app = typer.Typer(help="Calibrate a codec, a reader or a head allocator for a model.", rich_markup_mode=None)
+app = typer.Typer(help="Calibrate a codec, a reader, a selector or a head allocator.", rich_markup_mode=None)
 
 Model = Annotated[
     str,
@@ -231,6 +231,36 @@ def heads(
     for layer, row in enumerate(written.heads):
         print(f"layer {layer}: {' '.join(f'{score:.3f}' for score in row) or 'not managed by policies'}")
     print(f"Wrote {out}. Use it with uniform/duo:file={out}+streaming:sinks={sinks}@0.5")
+
+
+@app.command()
+def qfilters(
+    model: Model,
+    text: Text,
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="File to write the filters to.")],
+    more: More = None,
+    length: Length = 2048,
+    windows: Windows = 20,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, metavar="INT", help="Approximate number of tokens whose queries are used.")
+    ] = 3000,
+    seed: Seed = 0,
+    device: Device = "",
+    dtype: Dtype = "auto",
+    quiet: Quiet = False,
+    force: Force = False,
+) -> None:
+    """Find the main direction of the queries of every KV head, for the selector qfilters.
+
+    It takes one forward pass of each window, without gradients.
+    """
+    from kvpolicy.calibration import calibrate_qfilters
+
+    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    calibrate_qfilters(
+        loaded, sampled, out, tokens=tokens, seed=seed, name=_name(model), progress=not quiet, force=force
+    )
+    print(f"Wrote {out}. Use it with qfilters:file={out}@0.2")
 
 
 def _prepare(

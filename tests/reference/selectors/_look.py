@@ -29,6 +29,8 @@ class Look(NamedTuple):
             step, when tokens are ranked again, and where only priorities are asked.
         projection: What each query head of the KV head has of the output projection, [M, D]; None if there is none.
         report: Takes how near a choice was to another one that the engine does not see in the scores.
+        layer: Index of the layer.
+        head: Which KV head of it.
     """
 
     positions: list[int]
@@ -45,3 +47,5 @@ class Look(NamedTuple):
     attention: list[Tensor] | None
     projection: list[Tensor] | None
     report: Callable[[float], None]
+    layer: int
+    head: int
