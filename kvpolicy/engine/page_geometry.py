@@ -6,7 +6,7 @@ See `kvpolicy.engine.pages`. The tensors have the shape [B, NB, P, ...] where th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,26 @@ from kvpolicy.engine.selection import HeadBudgets, select_tokens
 from kvpolicy.engine.token_batch import BEYOND, SlotData
 from kvpolicy.engine.undo_log import Targets
 from kvpolicy.protocols import LayerShape, Layout, State, View
+
+
+class Room(NamedTuple):
+    """Pages for a prompt and for what is held, of each row.
+
+    Attributes:
+        rows: The pages.
+        average: Slots of an average head, [B] int64.
+        keep: The tokens that the selector is to reckon with, [B] int64.
+        most: The new budget, [B] int64.
+        expected: The most tokens that the row will hold, as far as is known, [B] int64.
+        heads: Divides the pages among the heads; None if every token is kept.
+    """
+
+    rows: RowPages
+    average: Tensor
+    keep: Tensor
+    most: Tensor
+    expected: Tensor
+    heads: HeadBudgets | None = None
 
 
 class PageGeometry:
@@ -72,20 +92,8 @@ class PageGeometry:
         first = seen_before == 0  # such a row has no pages, whether it got a token now or not
         idle = None if pending.idle is None else (pending.idle & ~first).cpu()
         device = tensors.positions.device
-        if budget.added is None:
-            rows, last = self._budget_pages(budget, idle)
-            size = rows.size.to(device)
-            body = rows.body.to(device)
-            each = body // self._all_heads
-            tensors.paged().average = each * size
-            keep = tensors.paged().average
-            heads = HeadBudgets(self._allocator, body, size, torch.maximum(-(-last.to(device) // size), each))
-        else:
-            more = (budget.keep + budget.extra).cpu() - tensors.budget.cpu()
-            rows = self._rows._replace(tail=self._rows.tail - (-more // self._rows.size))
-            tensors.paged().average = tensors.paged().average + more.to(device)
-            keep = self.tokens_by_head().amax(-1) + budget.added.to(device)
-            heads = None
+        room = self._divided(budget, idle) if budget.added is None else self._added(budget, budget.added)
+        tensors.paged().average = room.average
         positions, state = self.held_slots()
         past = self.past() if pending.reads_past else None
         selected = select_tokens(
@@ -96,30 +104,51 @@ class PageGeometry:
             past,
             seen_before=seen_before,
             length=tensors.length,
-            keep=keep,
+            keep=room.keep,
             layer_idx=self._spec.layer_idx,
             ranks=layer.ranks,
             projection=self._spec.projection,
-            heads=heads,
+            heads=room.heads,
         )
         held = self._pages_by_head() // self._pieces()
         if selected.head_pages is None:
-            pages = held + (rows.tail - self._rows.tail).to(device)[:, None]
+            pages = held + (room.rows.tail - self._rows.tail).to(device)[:, None]
         else:
-            pages = selected.head_pages + rows.tail.to(device)[:, None]
+            pages = selected.head_pages + room.rows.tail.to(device)[:, None]
             if idle is not None:  # a row without a new token keeps the pages that it has, whatever was divided
                 pages = torch.where(idle.to(device)[:, None], held, pages)
-        layer.row_pages = rows
-        layer.expect(budget.expected_len.tolist(), idle)
-        most = (budget.keep + budget.extra).to(device)
-        layer.set_budget(most if idle is None else torch.where(idle.to(device), tensors.budget, most))
+        layer.row_pages = room.rows
+        layer.expect(room.expected.tolist(), idle)
+        layer.set_budget(room.most if idle is None else torch.where(idle.to(device), tensors.budget, room.most))
         tensors.paged().complete = self._find_complete()
         # A page of a row is cut to the smallest page of the batch, which is a divisor, as all are powers of two.
-        smallest = int(rows.size.min())
-        counts = pages * (rows.size // smallest).to(device)[:, None]
+        smallest = int(room.rows.size.min())
+        counts = pages * (room.rows.size // smallest).to(device)[:, None]
         self._body.place(pending, selected, past, counts, smallest)
         layer.layout = self.find_layout()
         self.fix_addresses()
+
+    def _divided(self, budget: RowBudget, idle: Tensor | None) -> Room:
+        """Room for what fits into a budget, which the head allocator divides."""
+        device = self._layer.tensors.positions.device
+        rows, last = self._budget_pages(budget, idle)
+        size = rows.size.to(device)
+        body = rows.body.to(device)
+        each = body // self._all_heads
+        heads = HeadBudgets(self._allocator, body, size, torch.maximum(-(-last.to(device) // size), each))
+        most = (budget.keep + budget.extra).to(device)
+        return Room(rows, each * size, each * size, most, budget.expected_len, heads)
+
+    def _added(self, budget: RowBudget, added: Tensor) -> Room:
+        """Room for all that is held and `added` [B] tokens more: whole pages for every head, in the size that it has."""
+        tensors = self._layer.tensors
+        lacking = ((budget.keep + budget.extra).cpu() - tensors.budget.cpu()).clamp_min(0)
+        pages = -(-lacking // self._rows.size.clamp_min(1))
+        rows = self._rows._replace(tail=self._rows.tail + pages)
+        more = (pages * rows.size).to(tensors.positions.device)  # all slots of a page may be used
+        most = tensors.budget + more
+        keep = self.tokens_by_head().amax(-1) + added.to(most.device)
+        return Room(rows, tensors.paged().average + more, keep, most, torch.maximum(budget.expected_len, most.cpu()))
 
     def _budget_pages(self, budget: RowBudget, idle: Tensor | None) -> tuple[RowPages, Tensor]:
         """The pages of each row, and `budget.last`; a row without a new token keeps those that it has."""

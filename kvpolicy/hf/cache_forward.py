@@ -505,7 +505,13 @@ class CacheForward(Cache):
     def _counted(self, plan: CachePlan) -> CachePlan:
         """A plan with the pages that layers have: how many a head needed to keep all follows from no budget."""
         layers = [
-            replace(own, nbytes=layer.held(), layout=layer.store.layout, moved=layer.store.moved)
+            replace(
+                own,
+                tokens=int(layer.budget.max()),
+                nbytes=layer.held(),
+                layout=layer.store.layout,
+                moved=layer.store.moved,
+            )
             for own, layer in zip(plan.layers, self.policy_layers, strict=True)
         ]
         return replace(plan, layers=tuple(layers))

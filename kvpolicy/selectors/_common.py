@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import Seen, View
+from kvpolicy.spec.errors import KVPolicyError
+
+WIDEST_KERNEL = 2**15 - 1
+"""The widest pooling, which PyTorch has for half of it on each side."""
 
 
 def group_mean(statistic: Tensor, view: View) -> Tensor:
@@ -16,6 +20,18 @@ def group_mean(statistic: Tensor, view: View) -> Tensor:
 def keep_always(priority: Tensor, protected: Tensor) -> Tensor:
     """`priority` [B, H, N], replaced by inf for the tokens in `protected`."""
     return priority.masked_fill(protected, torch.inf)
+
+
+def check_kernel(owner: object, kernel: int) -> None:
+    """Refuse a width of a pooling that has no middle.
+
+    Raises:
+        KVPolicyError: Naming the class of the owner.
+    """
+    if not 1 <= kernel <= WIDEST_KERNEL or kernel % 2 == 0:
+        raise KVPolicyError(
+            f"{type(owner).__name__}.kernel must be an odd number between 1 and {WIDEST_KERNEL}, got {kernel}; try 7."
+        )
 
 
 def by_position(positions: Tensor) -> Tensor:

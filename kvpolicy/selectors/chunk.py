@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpolicy.protocols import (
     SMALLEST_HEAD,
     HeadShape,
+    HoldsAttention,
     Needs,
     Reranks,
     Seen,
@@ -52,7 +53,8 @@ class ChunkKV(Wrapper):
     with their neighbors.
 
     Args:
-        base: The selector whose priorities are averaged; any selector.
+        base: The selector that ranks the tokens; any selector. The attention that it holds of them is averaged, or
+            their priorities if it holds none.
         size: Positions of a chunk.
 
     Raises:
@@ -66,10 +68,10 @@ class ChunkKV(Wrapper):
     Source:
         ChunkKV (arXiv:2502.00299), Section 3, and kvpress (ChunkKVPress). Differences: each row has its own chunks
         (kvpress takes those of the first row for the batch); the budget is used to the last token, so that the first
-        tokens of one more chunk are kept; what the base always keeps, such as a window, is kept beside the chunks and
-        does not count in them; chunks of equal mean are kept from the first on. Generated tokens rank above all chunks;
-        while decoding, tokens of the lowest chunk are evicted, the last one first. Indices are not reused between
-        layers. The `decode` mode is that of the base.
+        tokens of one more chunk are kept; a position counts by its mean over the heads that hold it; what the base
+        always keeps, such as a window, is kept beside the chunks and does not count in them; chunks of equal mean are
+        kept from the first on. Generated tokens rank above all chunks; while decoding, tokens of the lowest chunk are
+        evicted, the last one first. Indices are not reused between layers. The `decode` mode is that of the base.
     """
 
     base: Selector = field(default_factory=SnapKV)
@@ -104,7 +106,9 @@ class ChunkKV(Wrapper):
         base = self.base.observe(state.base, seen, view)
         priority = self.base.priority(base, view)
         counts = view.valid & priority.isfinite()
-        return ChunkState(self._ranks(priority, counts, view), view.length.clone(), base)
+        # A mean of attention: priorities may be its logarithm or minus its reciprocal, of which one token decides.
+        worth = self.base.attention(base) if isinstance(self.base, HoldsAttention) else priority
+        return ChunkState(self._ranks(worth, counts, view), view.length.clone(), base)
 
     def step(self, state: ChunkState, row: Tensor, view: View) -> None:
         """Update the base."""
@@ -116,24 +120,25 @@ class ChunkKV(Wrapper):
         return state._replace(base=self.base.rerank(state.base, seen, view))
 
     def priority(self, state: ChunkState, view: View) -> Tensor:
-        """The newest token, what the base always keeps, generated tokens by age, then the others by chunk: [B, H, N]."""
+        """The newest token and what the base keeps, generated tokens by age, then others by chunk: [B, H, N]."""
         generated = view.positions >= state.ranked[:, None, None]
         priority = torch.where(generated, view.positions.float(), state.rank)
         return keep_always(priority, (self.base.priority(state.base, view) == torch.inf) | view.newest(1))
 
-    def _ranks(self, priority: Tensor, counts: Tensor, view: View) -> Tensor:
+    def _ranks(self, worth: Tensor, counts: Tensor, view: View) -> Tensor:
         """The rank of the chunk of each token, [B, H, N] fp32.
 
         Args:
-            priority: Of the base, [B, H, N] fp32.
+            worth: Of each token, [B, H, N] fp32.
             counts: Which tokens count in their chunks, [B, H, N] bool.
             view: The tokens.
         """
         heads = view.positions.shape[1]
         at = view.positions.long().clamp_min(0)
         size = int(view.length.max()) if view.length.numel() else 0
-        sums = _by_position(priority.double().masked_fill(~counts, 0), at, size, view)
-        held = _by_position(counts.double(), at, size, view) > 0
+        heads_with = _by_position(counts.double(), at, size, view)
+        sums = _by_position(worth.double().masked_fill(~counts, 0), at, size, view) / heads_with.clamp_min(1)
+        held = heads_with > 0
         chunk = torch.arange(size, device=at.device).div(self.size, rounding_mode="floor").expand_as(sums)
         chunks = -(-size // self.size)
         total = sums.new_zeros(sums.shape[0], chunks).scatter_add_(1, chunk, sums)

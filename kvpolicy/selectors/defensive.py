@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
-from kvpolicy.selectors._common import head_sum, keep_always, mean_output_norm
+from kvpolicy.selectors._common import check_kernel, head_sum, keep_always, mean_output_norm
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min, check_range
 from kvpolicy.spec.validation import check_fields
 
@@ -62,10 +61,7 @@ class DefensiveKV(Scored):
         check_fields(self)
         check_min(self, window=1)
         check_range(self, mass=(0, 1))
-        if not 1 <= self.kernel < 2**15 or self.kernel % 2 == 0:
-            raise KVPolicyError(
-                f"DefensiveKV.kernel must be an odd number between 1 and 32767, got {self.kernel}; try 5."
-            )
+        check_kernel(self, self.kernel)
 
     @property
     def needs(self) -> Needs:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
-from kvpolicy.selectors._common import keep_always
+from kvpolicy.selectors._common import check_kernel, keep_always
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
@@ -31,11 +32,12 @@ class DropKV(Scored):
 
     Args:
         window: The number of queries in the observation window; at most half the budget is used.
+        kernel: Width of the pooling of losses along the tokens, odd; 1 for no pooling.
         decode: `evict`: the window slides, and tokens that leave it, which have no score, are evicted first. `grow`:
             generated tokens are kept in addition to the budget.
 
     Raises:
-        KVPolicyError: If `window` is below 1.
+        KVPolicyError: If `window` or `kernel` is below 1, or `kernel` is even or above 32767.
 
     Examples:
         >>> from kvpolicy import Policy
@@ -46,10 +48,11 @@ class DropKV(Scored):
         DropKV, from its author's description in a discussion of kvpress (no paper was read); the closed form is exact.
         Differences: how the query heads of a KV head are joined is not stated: their squares are summed; where the
         other tokens have less than 1e-5 of the attention together, the loss is the whole output; the window shrinks to
-        half the budget; outputs are those before the output projection.
+        half the budget; outputs are those before the output projection; `kernel` is ours.
     """
 
     window: int = 32
+    kernel: int = 1
     decode: DecodeMode = "evict"
 
     compares_heads: ClassVar[bool] = True
@@ -58,6 +61,7 @@ class DropKV(Scored):
         """Check the hyperparameters."""
         check_fields(self)
         check_min(self, window=1)
+        check_kernel(self, self.kernel)
 
     @property
     def needs(self) -> Needs:
@@ -75,7 +79,8 @@ class DropKV(Scored):
         for g in range(weights.shape[2]):  # in fp64 besides, which takes much memory
             loss += squared_losses(weights[:, :, g].double(), values).sum(2)
         # Ranks that hold the same KV head have different query heads of it: their mean, as often as they are, is a sum.
-        return Scores((view.ranks.group_mean(loss[:, :, None]) * view.ranks.replicas).float())
+        whole = view.ranks.group_mean(loss[:, :, None]) * view.ranks.replicas
+        return Scores(F.avg_pool1d(whole, self.kernel, 1, self.kernel // 2).float())
 
     def priority(self, state: Scores, view: View) -> Tensor:
         """The window is always kept, other tokens by the change without them: [B, H, N]."""

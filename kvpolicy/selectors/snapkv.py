@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
-from kvpolicy.selectors._common import group_mean, keep_always
+from kvpolicy.selectors._common import check_kernel, group_mean, keep_always
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import check_fields
 
@@ -60,8 +59,7 @@ class SnapKV(Scored):
         check_fields(self)
         check_min(self, window=1)
         check_choice(self, pool=("avg", "max"))
-        if not 1 <= self.kernel < 2**15 or self.kernel % 2 == 0:
-            raise KVPolicyError(f"SnapKV.kernel must be an odd number between 1 and 32767, got {self.kernel}; try 7.")
+        check_kernel(self, self.kernel)
 
     @property
     def needs(self) -> Needs:

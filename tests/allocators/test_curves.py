@@ -15,15 +15,18 @@ from kvpolicy.allocators.kvcompose import KVCompose
 from kvpolicy.allocators.threshold import GlobalThreshold
 from kvpolicy.protocols import LayerMetric
 from kvpolicy.registry import name_of
+from kvpolicy.selectors.h2o import H2O
 from kvpolicy.testing import check
 from tests.conformance.models import build
-from tests.conformance.play import TURNS, make_batch, play
+from tests.conformance.play import make_batch, play
 from tests.conformance.replay import Turn, reference_selector
 from tests.reference import allocators
 from tests.reference.engine import PLENTY, ReferenceLayer
 
 BOTH = [KVCompose(), GlobalThreshold()]
 KVZIP = "kvzip:chunk=9:sinks=2"
+TURNS = [47, 1, 1, 9, 1]
+"""A prompt, steps, and a later prompt."""
 
 
 @pytest.mark.parametrize("allocator", BOTH)
@@ -85,7 +88,7 @@ def test_in_a_model(name: str) -> None:
     """Rows are alone in their budgets, whatever the padding."""
     policy = Policy.parse(f"{name}+{KVZIP}@0.4")
     lengths = [47, 30]
-    tape, cache, _ = play(build("llama", layers=3), policy, lengths)
+    tape, cache, _ = play(build("llama", layers=3), policy, lengths, TURNS)
     for b, length in enumerate(lengths):
         turns = [own[0] for own in tape.values()]
         total = allocators.base_budget(0.4, length) * 3
@@ -96,7 +99,7 @@ def test_in_a_model(name: str) -> None:
 
 def test_head_budgets_get_what_the_layer_has() -> None:
     """With `adakv` behind it, the tokens of all layers and heads are those above one threshold, but for whole pages."""
-    tape, cache, _ = play(build("llama", layers=3), f"global/adakv:safeguard=0.0+{KVZIP}@0.4", [47])
+    tape, cache, _ = play(build("llama", layers=3), f"global/adakv:safeguard=0.0+{KVZIP}@0.4", [47], TURNS)
     kept = [[len(head) for head in own[0].kept[0]] for own in tape.values()]
     budgets = [own[0].keep[0] for own in tape.values()]
     assert len({count for heads in kept for count in heads}) > 1
@@ -107,7 +110,7 @@ def test_head_budgets_get_what_the_layer_has() -> None:
 
 def test_tiles_and_held_chunks_have_the_budgets_of_one_piece() -> None:
     model = build("llama", layers=3)
-    ids, _ = make_batch([60], TURNS[:1], 0)
+    ids, _ = make_batch([60], [60], 0)
 
     def budgets(pieces: int, **how: Any) -> list[list[int]]:
         with torch.no_grad(), kvpolicy.attach(model, f"kvcompose+{KVZIP}@0.3", **how):
@@ -121,11 +124,27 @@ def test_tiles_and_held_chunks_have_the_budgets_of_one_piece() -> None:
     assert budgets(3, chunks="hold") == whole
 
 
-def test_a_later_prompt_is_compared_again() -> None:
-    tape, _, _ = play(build("llama", layers=3), "global+h2o@0.4", [40])
-    first, last = ([own[turn].keep[0] for own in tape.values()] for turn in (0, -1))
-    prompts = [turn for turn in next(iter(tape.values())) if turn.q.shape[2] > 1]
-    assert len(prompts) == 2 and first != last
+def test_a_later_prompt_has_the_shares_of_the_first() -> None:
+    """A row that begins beside it is measured, and held bytes stay within those that are planned."""
+    tape, cache, _ = play(build("llama", layers=3), f"global+{KVZIP}@0.4", [40], TURNS)
+    first, last = ([own[turn].keep[0] for own in tape.values()] for turn in (0, 3))
+    assert len(set(first)) > 1 and sum(last) > sum(first)
+    for before, after in zip(first, last, strict=True):
+        assert abs(before / sum(first) - after / sum(last)) < 0.02
+    assert cache.plan is not None and cache.plan.nbytes == cache.nbytes
+
+
+@pytest.mark.parametrize("policy", ["kvcompose+snapkv:window=4@0.2", "global+h2o@30KB"])
+def test_chunks_stay_within_the_budget(policy: str) -> None:
+    model = build("llama", layers=3)
+    ids, _ = make_batch([200], [200], 0)
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, prompt=200, new=0)
+        for part in ids.chunk(5, 1):
+            model(part, past_key_values=cache)
+    assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
+    if isinstance(cache.policy.budget, str):
+        assert cache.nbytes <= 30 * 1000
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
@@ -138,10 +157,10 @@ class Plain:
 
     layer_metric: LayerMetric = "curve"
 
-    def budgets(self, *args: Any) -> Any:
+    def budgets(self, metrics: Any, total: Any, floor: int, ceiling: Any, layers: int) -> Any:
         raise NotImplementedError
 
 
 def test_an_allocator_without_curves_is_refused() -> None:
     with pytest.raises(TypeError, match=r"must have a method curve\(worth, layer_idx\)"):
-        Policy(allocator=Plain(), budget=0.5)
+        Policy(allocator=Plain(), selector=H2O(), budget=0.5)

@@ -37,6 +37,8 @@ def _look(positions: list[int], budget: int, *, keys: Rows = (), values: Rows = 
         attention=None if attention is None else [torch.tensor(m, dtype=torch.float64) for m in attention],
         projection=None if projection is None else [torch.tensor(m) for m in projection],
         report=lambda gap: None,
+        layer=0,
+        head=0,
     )
     return look._replace(**more)
 
@@ -296,16 +298,16 @@ CHUNK = {"name": "chunk", "base": {"name": "h2o", "recent": 0.0}, "size": 2}
 
 
 def test_chunk() -> None:
-    """Sums 5 2 8 6 of positions 0 to 3: means of 3.5 and 7; position 5, in a chunk of its own, is kept by the base."""
+    """Means 2.5 2 4 6 of positions 0 to 3: 2.25 and 5 in the mean; position 5, in a chunk of its own, is kept."""
     here = _look([0, 1, 2, 5], 3, scores=[1, 2, 3, 9], attention=[[[0.0] * 4]])
     there = _look([0, 2, 3, 5], 3, scores=[4, 5, 6, 9], attention=[[[0.0] * 4]])
     assert selectors.scores_of_layer(selectors.complete(CHUNK), [here, there]) == [None, None]
-    assert _worth(CHUNK, here) == [3.5, 3.5, 7, math.inf]
-    assert _worth(CHUNK, there) == [3.5, 7, 7, math.inf]
+    assert _worth(CHUNK, here) == [2.25, 2.25, 5, math.inf]
+    assert _worth(CHUNK, there) == [2.25, 5, 5, math.inf]
     later = here._replace(positions=[0, 2, 5, 6, 7, 8], scores=[1, 3, 9, 0, 0, 0], length=9)
     worth = _worth(CHUNK, later)
-    assert worth[:3] == [3.5, 7, 0]
-    assert 7 < worth[3] < worth[4] < worth[5] == math.inf
+    assert worth[:3] == [2.25, 5, 0]
+    assert 5 < worth[3] < worth[4] < worth[5] == math.inf
 
 
 def test_chunks_of_one_token_are_the_sum_of_the_base_over_heads() -> None:

@@ -23,6 +23,7 @@ from tests.selectors.walks import walks
         "chunk:size=100/h2o",
         "chunk:size=2/h2o:decode=grow",
         "chunk/lagkv:lag=3",
+        "chunk:size=4/kvzip:chunk=9:sinks=2",
         "kvcrush/chunk:size=3/h2o",
         "chunk:size=3/caote/h2o",
     ],

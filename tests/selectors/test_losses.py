@@ -33,6 +33,7 @@ from tests.selectors.walks import walks
         "defensive:window=4:mass=1.0",
         "dropkv:window=6",
         "dropkv:window=1",
+        "dropkv:window=5:kernel=3",
         "critical/snapkv:window=6:kernel=3",
         "critical:split=0.3/h2o",
         "critical:split=0.0:epsilon=0.01/h2o",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..coding import Config
-from ._common import kept_if_newest, margin
+from ._common import kept_if_newest, margin, pool
 from ._look import Look
 from ._outputs import mixed
 
-DEFAULTS: Config = {"window": 32}
+DEFAULTS: Config = {"window": 32, "kernel": 1}
 SMALL = "dropkv:window=6"
 
 
@@ -31,6 +31,7 @@ def scores_of_tokens(config: Config, look: Look) -> list[float]:
             for j in range(len(row)):
                 losses[j] += change(row, look.values, j, output)
     # Squares of differences, in which fp32 weights are off by a few times their precision.
+    losses = pool(losses, config["kernel"], "avg")
     look.report(margin(losses, [10.0] * len(losses)))
     return losses
 

@@ -1,0 +1,174 @@
+"""`PolicyCache.hold_next`: a forward that is added whole, beyond the budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy.engine.invariants import check_invariants
+from kvpolicy.hf.division import BEYOND_BUDGET
+from kvpolicy.spec.errors import KVPolicyStateError
+from tests.conformance.access import kept_positions
+from tests.conformance.models import build
+from tests.conformance.play import forward, make_batch
+
+TURNS = [40, 7, 1, 1, 1, 6, 9]
+"""A prompt, a question, an answer, another question, and a prompt that competes."""
+
+HOLDS = {1, 5}
+"""The turns that are added whole."""
+
+PLANNED = ["snapkv:window=4@0.3", "snapkv:window=4:decode=grow@0.3", "full+kivi:bits=4:group_size=4:residual_length=4"]
+
+POLICIES = [
+    "window@0.3",
+    "snapkv:window=4@0.3",
+    "snapkv:window=4:decode=grow@0.3",
+    "keydiff:every=2@0.3",
+    "kvzip:chunk=9@0.3",
+    "tova@0.3",
+    "full",
+    "squeeze+h2o@0.3",
+    "kvcompose+kvzip:chunk=9@0.3",
+    "uniform/adakv+snapkv:window=4@0.4",
+    "uniform/adakv+snapkv:window=4:decode=grow@0.4",
+    "uniform/adakv+h2o+tokenwise@0.4",
+    "snapkv:window=4+kivi:bits=4:group_size=4:residual_length=4@0.4",
+    "h2o+mikv@0.4",
+    "snapkv:window=4+merge@0.3",
+    "caote/h2o@0.3",
+    "chunk:size=4/h2o@12",
+    "h2o@4096",
+    "full+quest:page=4:read=8",
+]
+
+
+def held(cache: PolicyCache, layer: int, row: int) -> list[set[int]]:
+    return [set(head) for head in kept_positions(cache.policy_layers[layer])[row]]
+
+
+def talk(model: Any, cache: PolicyCache, lengths: list[int]) -> list[Tensor]:
+    """Logits of each turn."""
+    ids, mask = make_batch(lengths, TURNS)
+    logits: list[Tensor] = []
+    start = 0
+    for number, size in enumerate(TURNS):
+        before = [[held(cache, layer, row) for row in range(len(lengths))] for layer in range(2)] if number else []
+        if number in HOLDS:
+            cache.hold_next()
+        logits.append(forward(model, ids, mask, start, start + size, cache))
+        start += size
+        for layer in cache.policy_layers:
+            check_invariants(layer.store)
+        if number not in HOLDS:
+            continue
+        assert cache.plan is not None and cache.plan.nbytes == cache.nbytes
+        assert BEYOND_BUDGET in cache.plan.note
+        for layer, rows in enumerate(before):
+            for row, heads in enumerate(rows):
+                last = int(cache.policy_layers[layer].length[row])
+                for was, now in zip(heads, held(cache, layer, row), strict=True):
+                    assert now == was | set(range(last - size, last))
+    return logits
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_everything_is_kept_until_the_next_prompt(policy: str) -> None:
+    """Of padded rows, with one token and several, and answers in between; a row is as alone."""
+    model = build("llama", layers=2)
+    lengths = [40, 23]
+    with kvpolicy.attach(model, policy):
+        both = PolicyCache(model, new=sum(TURNS[1:]))
+        logits = talk(model, both, lengths)
+        assert both.plan is not None and BEYOND_BUDGET not in both.plan.note
+        for row, length in enumerate(lengths):
+            check_alone(model, lengths, row, 40 - length, logits)
+
+
+def check_alone(model: Any, lengths: list[int], row: int, pads: int, logits: list[Tensor]) -> None:
+    """Hold the logits of a row [B, n, V] of each turn against those of the row without the other, and its padding."""
+    ids, mask = (t[row : row + 1, pads:] for t in make_batch(lengths, TURNS))
+    cache = PolicyCache(model, new=sum(TURNS[1:]))
+    stop = -pads
+    for number, size in enumerate(TURNS):
+        start, stop = max(stop, 0), stop + size
+        if number in HOLDS:
+            cache.hold_next()
+        own = forward(model, ids, mask, start, stop, cache)[0]
+        torch.testing.assert_close(logits[number][row, -len(own) :], own, atol=2e-4, rtol=1e-3)
+
+
+def test_a_question_of_one_token() -> None:
+    model = build("llama", layers=2)
+    ids, mask = make_batch([40], [40, 1, 1])
+    with kvpolicy.attach(model, "window@10"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 40, cache)
+        cache.hold_next()
+        forward(model, ids, mask, 40, 41, cache)
+        assert held(cache, 0, 0)[0] == set(range(30, 41))
+        forward(model, ids, mask, 41, 42, cache)
+        assert held(cache, 0, 0)[0] == set(range(31, 42))
+
+
+def test_a_plan_counts_it() -> None:
+    model = build("llama", layers=2)
+    ids, mask = make_batch([40], [40, 7, 1])
+    for policy in (
+        "snapkv:window=4@0.3",
+        "snapkv:window=4:decode=grow@0.3",
+        "full+kivi:bits=4:group_size=4:residual_length=4",
+    ):
+        planned = kvpolicy.plan(model, policy, prompt=40, held_next=7, new=1)
+        with kvpolicy.attach(model, policy):
+            cache = PolicyCache(model, new=8)
+            forward(model, ids, mask, 0, 40, cache)
+            cache.hold_next()
+            forward(model, ids, mask, 40, 47, cache)
+        assert (
+            planned.nbytes == cache.nbytes and planned.full_nbytes > kvpolicy.plan(model, policy, prompt=40).full_nbytes
+        )
+    with pytest.raises(KVPolicyError, match="held_next must be 0 for a policy with budgets by head"):
+        kvpolicy.plan(model, "uniform/adakv+h2o@0.3", prompt=40, held_next=7)
+
+
+def test_it_must_follow_a_prompt() -> None:
+    model = build("llama", layers=2)
+    ids, mask = make_batch([40], [40, 7])
+    with kvpolicy.attach(model, "kvzip:chunk=9@0.3"):
+        cache = PolicyCache(model, prompt=47)
+        with pytest.raises(KVPolicyStateError, match=r"must hold a whole prompt before hold_next\(\)"):
+            cache.hold_next()
+        forward(model, ids, mask, 0, 40, cache)  # a chunk of the announced prompt
+        with pytest.raises(KVPolicyStateError, match=r"must hold a whole prompt before hold_next\(\)"):
+            cache.hold_next()
+        forward(model, ids, mask, 40, 47, cache)
+        cache.hold_next()
+        with pytest.raises(KVPolicyStateError, match=r"save\(\) must not follow hold_next"):
+            cache.save("nowhere.safetensors")
+        with pytest.raises(KVPolicyStateError, match=r"mark\(\) must not follow hold_next"):
+            cache.mark(2)
+        cache.reset()
+        assert not cache.holds_next
+
+
+def test_copies_and_marks() -> None:
+    """A copy holds its next forward too, and a mark refuses to."""
+    model = build("llama", layers=2)
+    ids, mask = make_batch([40], [40, 7])
+    with kvpolicy.attach(model, "window@10"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 40, cache)
+        cache.hold_next()
+        other = cache.fork()
+        for one in (cache, other):
+            forward(model, ids, mask, 40, 47, one)
+            assert len(held(one, 1, 0)[0]) == 17
+        cache.mark(2)
+        with pytest.raises(KVPolicyStateError, match=r"hold_next\(\) must be called without a mark"):
+            cache.hold_next()
