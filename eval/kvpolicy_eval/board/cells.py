@@ -18,7 +18,7 @@ from kvpolicy_eval.board.peers import PeerEvaluator
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.board.times import Times
 from kvpolicy_eval.common.accuracy import TaskEvaluator
-from kvpolicy_eval.data.modes import MODES
+from kvpolicy_eval.data.modes import BEYOND, MODES
 from kvpolicy_eval.peers.process import Failed, Process
 
 DOCS = {512: 8, 1024: 8, 4096: 4}
@@ -192,6 +192,20 @@ def cells(listed: list[Entry], shares: list[float], lengths: list[int]) -> Itera
             for mode in MODES:
                 for entry in listed:
                     yield Cell(entry, share, mode, length)
+            for entry in listed:
+                if has_beyond(entry):
+                    yield Cell(entry, share, BEYOND, length)
+
+
+def has_beyond(entry: Entry) -> bool:
+    """Whether a question may be added whole where it would compete otherwise.
+
+    Presses of other libraries always do so, and the full cache and readers evict nothing.
+
+    >>> has_beyond(Entry("h2o", "selector")), has_beyond(Entry("full", "all tokens"))
+    (True, False)
+    """
+    return entry.by_bytes and not entry.is_peer
 
 
 def accuracy(results: list[Result]) -> Interval | None:

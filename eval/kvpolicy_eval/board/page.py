@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvpolicy_eval.board.cells import Board, Cell, Result, accuracy
+from kvpolicy_eval.board.cells import Board, Cell, Result, accuracy, has_beyond
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.common.markdown import table
-from kvpolicy_eval.data.modes import MODES
+from kvpolicy_eval.data.modes import BEYOND, MODES
 
-COLUMNS = ["policy", "kind", *MODES, "all", "held", "moved", "step"]
+COLUMNS = ["policy", "kind", *MODES, "all", BEYOND, "held", "moved", "step"]
 SORTABLE = '<div class="sortable numbers" markdown>\n\n{}\n\n</div>'
 """A table that a click on a column sorts. A cell without a number is empty, so that it is last in every order."""
 
@@ -48,11 +48,13 @@ def row(board: Board, entry: Entry, share: float, length: int) -> list[str]:
     """The row of a policy: answers by the place of the question, bytes held and moved, and the time of a step."""
     found = [board.known_cell(Cell(entry, share, mode, length)) for mode in MODES]
     measured = [result for result in found if result is not None]
+    beyond = board.known_cell(Cell(entry, share, BEYOND if has_beyond(entry) else "after", length))
     return [
         f"`{entry.at(share)}`" + entry.name.removeprefix(entry.spec),
         entry.kind,
         *(_answers([result] if result else []) for result in found),
         _answers(measured if len(measured) == len(MODES) else []),
+        _answers([beyond] if beyond else []),
         *(_worst(measured, name) for name in ("held", "moved")),
         _time(board.known_time(entry, share)),
     ]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpolicy import registry
-from kvpolicy_eval.board.cells import Board, Cell, accuracy, interval
+from kvpolicy_eval.board.cells import Board, Cell, accuracy, has_beyond, interval
 from kvpolicy_eval.board.policies import SELECTOR, Entry
 from kvpolicy_eval.common.markdown import fill, has_place, table
-from kvpolicy_eval.data.modes import MODES
+from kvpolicy_eval.data.modes import BEYOND, MODES
 
 PLACE = "places"
 """Name of the place for the table in a page."""
@@ -74,12 +74,13 @@ def length_table(board: Board, found: Sequence[Entry], shares: Sequence[float], 
     rows: list[list[str]] = []
     for entry in found:
         for share in shares[:1] if entry.kind == "all tokens" else shares:
-            answers = [_answers(board, Cell(entry, share, mode, length)) for mode in MODES]
+            modes = [*MODES, BEYOND if has_beyond(entry) else "after"]
+            answers = [_answers(board, Cell(entry, share, mode, length)) for mode in modes]
             if any(answers):
                 spec = entry.spec.replace(":read={read}", "")
                 budget = "100%" if entry.kind == "all tokens" else f"{share:.0%}"
                 rows.append([f"`{spec}`", budget, *answers])
-    return table([f"{length:,} tokens", "budget", *MODES], rows) if rows else ""
+    return table([f"{length:,} tokens", "budget", *MODES, BEYOND], rows) if rows else ""
 
 
 def _answers(board: Board, cell: Cell) -> str:

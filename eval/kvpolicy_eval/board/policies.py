@@ -25,8 +25,15 @@ CODECS = {
 }
 """Codecs with options; others have their defaults. `{model}` names the calibration of the model."""
 
-SELECTORS = {"qfilters": "qfilters:file={model}"}
-"""Selectors with options."""
+SELECTORS = {
+    "qfilters": "qfilters:file={model}",
+    "defensive": "defensive:kernel=7",
+    "dropkv": "dropkv:kernel=7",
+    "critical": "critical/snapkv",
+    "caote": "caote/h2o",
+    "chunk": "chunk/snapkv",
+}
+"""Selectors with options, and what wraps another; values of the tasks have four tokens, which a narrow pooling loses."""
 
 VARIANTS = ("expected:decode=grow:moments=prompt",)
 """Selectors once more, with options that change what they hold."""
@@ -40,6 +47,10 @@ READERS = {"quest": "quest:dense=0", "labels": "labels:dense=0", "reuse": "reuse
 COMBINATIONS = (
     "squeeze+kvcrush/snapkv",
     "uniform/adakv+kvzip",
+    "kvcompose+kvzip",
+    "global/adakv+kvzip",
+    "uniform/adakv+defensive:kernel=7",
+    "uniform/adakv+critical/snapkv:decode=grow",
     "uniform/adakv+h2o",
     "uniform/adakv+expected:decode=grow:moments=prompt",
     "uniform/adakv+snapkv+tokenwise:bits=4",

@@ -18,7 +18,7 @@ import torch
 import kvpolicy
 from kvpolicy.hf.attachment import Hold
 from kvpolicy.spec.embedded_names import EmbeddedName
-from kvpolicy_eval.data.modes import Placed, place, second_question
+from kvpolicy_eval.data.modes import BEYOND, Placed, place, second_question
 from kvpolicy_eval.data.tasks import draw_prompts
 
 BATCH = 16
@@ -90,7 +90,7 @@ class TaskEvaluator:
                 for batch, fed in self._batches([place(prompt, mode) for prompt in prompts]):
                     back = held_back(name, by_step, mode)
                     batch_hits, batch_held, batch_full = self._answer(
-                        batch, fed, back, policy, byte_share, saved, mode == "beyond"
+                        batch, fed, back, policy, byte_share, saved, mode == BEYOND
                     )
                     hits += batch_hits
                     held_bytes += batch_held

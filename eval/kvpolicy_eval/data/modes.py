@@ -24,7 +24,10 @@ from kvpolicy_eval.data.prompts import Prompt, split
 from kvpolicy_eval.data.words import CATEGORIES, WORDS
 
 Mode = Literal["inside", "after", "beyond", "second"]
-MODES: tuple[Mode, ...] = ("inside", "after", "beyond", "second")
+MODES: tuple[Mode, ...] = ("inside", "after", "second")
+"""The places of the question."""
+BEYOND: Mode = "beyond"
+"""The place `after` once more, for caches that keep the question beside what is compressed."""
 
 _RECORD = re.compile(r"^#?([a-z]+) ?= ?(\d+)$", re.MULTILINE)
 _LABELED = re.compile(r"^([a-z]+):([A-Z])$", re.MULTILINE)
@@ -57,10 +60,10 @@ def place(prompt: Prompt, mode: str) -> Placed:
     text, answer = prompt
     if mode == "inside":
         return Placed(text, "", answer)
-    if mode in ("after", "beyond"):
+    if mode in ("after", BEYOND):
         return Placed(*split(text), answer)
     if mode != "second":
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}; try after.")
+        raise ValueError(f"mode must be one of {', '.join([*MODES, BEYOND])}, got {mode!r}; try after.")
     following = second_question(prompt)
     if following is None:
         raise ValueError(

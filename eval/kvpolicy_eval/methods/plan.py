@@ -9,6 +9,8 @@ BUDGETS = [0.3, 0.2, 0.1]
 BASELINE = "window"
 ALLOCATOR_SELECTORS = ["window", "h2o", "snapkv"]
 """Selectors with which allocators are measured."""
+CURVE_SELECTORS = ["h2o", "snapkv", "kvzip"]
+"""Selectors with which allocators are measured that compare tokens of different layers."""
 HEAD_SELECTORS = ["snapkv", "h2o", "kvzip"]
 """Selectors with which head allocators are measured."""
 MERGER_SELECTORS = ["streaming", "h2o", "snapkv"]
@@ -22,6 +24,11 @@ SELECTORS = {
     "window": ["window", "full"],
     "snapkv": ["snapkv:kernel=5", "snapkv"],
     "kvcrush": ["kvcrush/snapkv", "snapkv", "kvcrush/h2o", "h2o"],
+    "defensive": ["defensive", "defensive:kernel=7", "snapkv"],
+    "dropkv": ["dropkv", "dropkv:kernel=7", "snapkv"],
+    "critical": ["critical/snapkv", "snapkv", "critical/h2o", "h2o"],
+    "caote": ["caote/snapkv", "snapkv", "caote/h2o", "h2o"],
+    "chunk": ["chunk/snapkv", "snapkv", "chunk/h2o", "h2o"],
 }
 """Policies of a selector's page, without budgets and without the baseline; others have their defaults only."""
 
@@ -93,7 +100,9 @@ def selection_policies(name: str) -> list[str]:
         return list(dict.fromkeys([*SELECTORS.get(name, [name]), BASELINE]))
     if name == "uniform":  # it is the default, so that there is nothing to compare it with
         return list(ALLOCATOR_SELECTORS)
-    return [policy for selector in ALLOCATOR_SELECTORS for policy in (selector, f"{name}+{selector}")]
+    compares = registry.lookup(name)[1]().layer_metric == "curve"
+    selectors = CURVE_SELECTORS if compares else ALLOCATOR_SELECTORS
+    return [policy for selector in selectors for policy in (selector, f"{name}+{selector}")]
 
 
 def codec_policies(name: str) -> list[str]:
