@@ -204,7 +204,9 @@ def _statistics(needs: Needs) -> str:
         used.append(f"which tokens the last {needs.below_mean_queries:,} queries attend to less than the mean")
     if needs.query_moments is not None:
         used.append("the mean and covariance of the queries")
-    if needs.vectors:
+    if needs.block_queries:
+        used.append(f"the attention inside blocks of {needs.block_queries:,} tokens of the prompt")
+    if needs.vectors or needs.unrotated_keys:
         used.append("the keys and values of the tokens")
     if needs.decode_attn:
         used.append("the attention weights of each generated token")
