@@ -17,7 +17,7 @@ class RunningForward:
     Attributes:
         one_token: Whether it is a decode step.
         holds: Whether its tokens are held until the prompt is complete, or replayed.
-        rope_offset: Offset of the rotary positions from the rows' positions, [B]; None unless keys are coded unrotated.
+        rope_offset: Offset of the rotary positions from the rows' positions, [B]; None unless keys are ever unrotated.
         first: Rows without a token before it, [B] bool; None if there are none.
         unbegun: Rows in their first prompt, earlier chunks included, [B] bool; None unless layers are measured.
         valid: Which of its tokens are not padding, [B, P] bool; None if all are, or nothing asks.
