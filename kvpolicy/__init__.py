@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from kvpolicy.readers.labels import DoubleSparsity as DoubleSparsity
     from kvpolicy.readers.quest import Quest as Quest
     from kvpolicy.readers.reuse import Reuse as Reuse
+    from kvpolicy.selectors.compactor import Compactor as Compactor
     from kvpolicy.selectors.expected import ExpectedAttention as ExpectedAttention
     from kvpolicy.selectors.full import KeepAll as KeepAll
     from kvpolicy.selectors.h2o import H2O as H2O

@@ -52,6 +52,7 @@ SELECTORS = {
     "expected": "kvpolicy.selectors.expected:ExpectedAttention",
     "keydiff": "kvpolicy.selectors.keydiff:KeyDiff",
     "kvzip": "kvpolicy.selectors.kvzip:KVzip",
+    "compactor": "kvpolicy.selectors.compactor:Compactor",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
 }
 MERGERS = {
@@ -116,6 +117,7 @@ SUMMARIES = {
     "expected": "Keep the tokens that queries to come are expected to attend to.",
     "keydiff": "Keep the tokens whose keys differ most from the mean direction of all keys.",
     "kvzip": "Keep the tokens that the model attends to when it repeats the context.",
+    "compactor": "Keep the tokens whose keys are unlike the others, and those that the tokens around them attend to.",
     "kvcrush": "Use part of the budget for representatives of the tokens that the base selector would evict.",
     "drop": "Drop every token that is not kept, and leave the others as they are.",
     "merge": "Merge an evicted token into the kept token of the most similar key, and count both.",

@@ -78,6 +78,7 @@ class ReferenceLayer:
         self.margin = self.order_margin = math.inf
         self.heads = [Head() for _ in range(num_kv_heads)]
         self._held: list[Tensor] | None = None
+        self._held_queries: Tensor | None = None
         self._held_massive = set[int]()
         self.merger = merger
         self.memories: list[dict[str, Any]] = [{} for _ in self.heads]
@@ -157,7 +158,8 @@ class ReferenceLayer:
         else:
             attention = self._with_held(attention)
             self._note(q, hidden, first)
-            self._held = attention if held else None
+            q = q if self._held_queries is None else torch.cat([self._held_queries, q], 1)
+            self._held, self._held_queries = (attention, q) if held else (None, None)
             if not held:
                 self._replay(texts, scale, softcap, sinks)
                 self._choose(attention, q, self._pages(last), tail)
@@ -310,6 +312,8 @@ class ReferenceLayer:
             apply=self.apply,
             length=self.length,
             memory=self.memory[h],
+            budget=self._base_budget(),
+            layer_idx=self.layer_idx,
         )
 
     def _rank(self, q: Tensor | None = None) -> None:

@@ -22,6 +22,8 @@ class Look(NamedTuple):
         apply: Puts it back.
         length: Tokens that the row has seen.
         memory: What the selector remembers of the head.
+        budget: Tokens that the selector may keep.
+        layer_idx: Which layer.
     """
 
     positions: list[int]
@@ -33,3 +35,5 @@ class Look(NamedTuple):
     apply: Rotation
     length: int
     memory: dict[Any, Any]
+    budget: int = 0
+    layer_idx: int = 0
