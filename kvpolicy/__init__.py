@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from kvpolicy.readers.reuse import Reuse as Reuse
     from kvpolicy.selectors.caote import CAOTE as CAOTE
     from kvpolicy.selectors.chunk import ChunkKV as ChunkKV
+    from kvpolicy.selectors.compactor import Compactor as Compactor
     from kvpolicy.selectors.critical import CriticalKV as CriticalKV
     from kvpolicy.selectors.cur import CUR as CUR
     from kvpolicy.selectors.defensive import DefensiveKV as DefensiveKV

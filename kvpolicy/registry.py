@@ -63,6 +63,7 @@ SELECTORS = {
     "critical": "kvpolicy.selectors.critical:CriticalKV",
     "caote": "kvpolicy.selectors.caote:CAOTE",
     "chunk": "kvpolicy.selectors.chunk:ChunkKV",
+    "compactor": "kvpolicy.selectors.compactor:Compactor",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
 }
 MERGERS = {
@@ -138,6 +139,7 @@ SUMMARIES = {
     "critical": "Keep the best tokens of another selector, and then those of large attention times what their values add.",  # noqa: E501
     "caote": "Rank the tokens of another selector by how much the attention output would change without them.",
     "chunk": "Keep the chunks of neighboring tokens that another selector ranks highest in the mean, the same in all heads.",  # noqa: E501
+    "compactor": "Keep the tokens whose keys are unlike the others, and those that the tokens around them attend to.",
     "kvcrush": "Use part of the budget for representatives of the tokens that the base selector would evict.",
     "drop": "Drop every token that is not kept, and leave the others as they are.",
     "merge": "Merge an evicted token into the kept token of the most similar key, and count both.",

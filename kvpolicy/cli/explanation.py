@@ -209,11 +209,13 @@ def _statistics(needs: Needs) -> str:
         used.append(f"which tokens the last {needs.below_mean_queries:,} queries attend to less than the mean")
     if needs.query_moments is not None:
         used.append("the mean and covariance of the queries")
+    if needs.block_queries:
+        used.append(f"the attention inside blocks of {needs.block_queries:,} tokens of the prompt")
     if needs.output_norms:
         used.append("how much the value of each token adds to the residual stream")
     elif needs.prompt_vectors:
         used.append("the keys and values of the prompt")
-    if needs.vectors:
+    if needs.vectors or needs.unrotated_keys:
         used.append("the keys and values of the tokens")
     if needs.decode_attn:
         used.append("the attention weights of each generated token")

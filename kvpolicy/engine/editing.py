@@ -27,7 +27,8 @@ def check_movable(store: LayerStore) -> None:
             f"The codec must store unrotated keys for tokens to be moved, got {codec}, whose codes are of keys "
             "at their positions; try csr, kvquant or no codec."
         )
-    if selector.needs.vectors or selector.needs.query_moments is not None:
+    needs = selector.needs
+    if needs.vectors or needs.unrotated_keys or needs.query_moments is not None:
         raise KVPolicyError(
             f"The selector must rank tokens by attention or position for them to be moved, got {selector}, which "
             "keeps statistics of their keys; try snapkv or h2o."

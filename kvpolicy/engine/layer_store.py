@@ -22,6 +22,7 @@ from kvpolicy.engine.prompt_statistics import PromptStatistics, see_prompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.query_moments import mean_rotation, new_token
 from kvpolicy.engine.rollback import copied_tensors, note_counters, undoable
+from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import rank_candidates, worth_of
 from kvpolicy.engine.slot_geometry import SlotGeometry
@@ -155,10 +156,12 @@ class LayerStore:
             pending: The prompt, from `attend_prompt`.
             budget: Tokens of each row.
             massive: The prompt's tokens with the largest activations, [B, P] bool, if the codec pins them.
-            rope_offset: Offset of the rotary positions from the rows' positions, [B], if keys are coded unrotated.
+            rope_offset: Offset of the rotary positions from the rows' positions, [B], if keys are ever unrotated.
         """
         self.contents.note_sizes(pending.keys.shape[2])
         self.record(pending, rope_offset)
+        if self.spec.needs.unrotated_keys:
+            pending = pending._replace(rotation=KeyRotation(self.spec.rope, rope_offset))
         self.geometry.compress(pending, budget, massive=massive)
         # No buffer is full here, since a geometry demotes what it must: this call counts the free steps.
         self.demote()
@@ -196,7 +199,7 @@ class LayerStore:
         limits = self.tensors.limits
         if limits is None:
             return
-        if rope_offset is not None:
+        if rope_offset is not None and self.spec.key_rope is not None:
             limits.rope_offset.copy_(rope_offset)
         queries = pending.statistic(LargestQueries)
         if queries is not None and queries.absmax is not None:

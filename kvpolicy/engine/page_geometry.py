@@ -140,7 +140,7 @@ class PageGeometry:
         return Room(rows, each * size, each * size, most, budget.expected_len, heads)
 
     def _added(self, budget: RowBudget, added: Tensor) -> Room:
-        """Room for all that is held and `added` [B] tokens more: whole pages for every head, of the size that it has."""
+        """Room for all that is held and `added` [B] tokens more: whole pages for every head, of its page size."""
         tensors = self._layer.tensors
         lacking = ((budget.keep + budget.extra).cpu() - tensors.budget.cpu()).clamp_min(0)
         pages = -(-lacking // self._rows.size.clamp_min(1))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.prompt_codes import PromptCodes
+from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.statistic import Candidates, Statistic
 from kvpolicy.protocols import Calibration, Codec, Forward
 
@@ -31,6 +32,7 @@ class PendingPrompt(NamedTuple):
             no replay.
         wants_vectors: Whether the selector needs keys and values.
         codes: Its keys and values as codes, if it waits as such.
+        rotation: How its keys are rotated, once its budget is known, if the selector needs them without it.
     """
 
     keys: Tensor
@@ -42,6 +44,7 @@ class PendingPrompt(NamedTuple):
     wants_vectors: bool = False
     replay: Tensor | None = None
     codes: PromptCodes | None = None
+    rotation: KeyRotation | None = None
 
     @property
     def columns(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.attention_sum import AttentionSum
 from kvpolicy.engine.below_mean import BelowMean
+from kvpolicy.engine.block_attention import BlockAttention
 from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.prefill import PendingPrompt
@@ -28,6 +29,7 @@ def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
         ProbeQueries(needs.probes) if needs.probes else None,
         BelowMean(needs.below_mean_queries) if needs.below_mean_queries else None,
         None if needs.query_moments is None else Moments(needs.query_moments),
+        BlockAttention(needs.block_queries, needs.block_first) if needs.block_queries else None,
         LargestQueries() if layer.tensors.limits is not None and layer.spec.codec_traits.query_absmax else None,
         ChannelSums() if layer.measures_salience else None,
     ]

@@ -7,7 +7,7 @@ content does not depend on the position.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from kvpolicy.kernels.compiled import call, is_compiled
 from kvpolicy.kernels.rotation import rotate_halves
 from kvpolicy.protocols import At
 from kvpolicy.spec.errors import KVPolicyError
+
+_TILE = 512
+"""Tokens whose rotation is undone at a time, where it is that of all."""
 
 
 class Rope:
@@ -124,6 +127,30 @@ class Rope:
         at = positions.clamp_min(0).expand(batch, heads, count).reshape(batch, heads * count)
         flat = keys.reshape(batch, 1, heads * count, dim)
         return self._apply(flat, self._angles_at(flat, at, undo=undo)).view(batch, heads, count, dim)
+
+
+class KeyRotation(NamedTuple):
+    """How the keys of a prompt and of the slots before it are rotated.
+
+    Attributes:
+        rope: The layer's embedding, or None.
+        offset: Offset of the embedding's positions from a row's positions, [B]; None if they are the same.
+    """
+
+    rope: Rope | None
+    offset: Tensor | None
+
+    def undone(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys [B, H, n, D] at the rows' positions [B, H, n] (-1 for none) without their rotation, fp32."""
+        if self.rope is None:
+            return keys.float()
+        at = positions if self.offset is None else positions + self.offset[:, None, None].to(positions.device)
+        plain = torch.empty_like(keys, dtype=torch.float32)
+        # In tiles: angles of all heads' tokens, and what is made of them, would take several times as much.
+        for start in range(0, keys.shape[2], _TILE):
+            tile = slice(start, start + _TILE)
+            plain[:, :, tile] = self.rope.unrotate(keys[:, :, tile], at[:, :, tile])
+        return plain
 
 
 class SlotRotary:

@@ -106,7 +106,7 @@ def rank_candidates(
     """Rank the slots of a layer and the tokens of a prompt; see `select_tokens`."""
     slots = positions.shape[-1]
     positions, state = _candidates(positions, state, prompt, seen_before)
-    seen = _statistics(prompt, past, slots)
+    seen = _statistics(prompt, past, positions, slots)
     if selector.needs.output_norms:
         assert seen.values is not None and projection is not None
         seen = seen._replace(output_norms=absolute_norms(seen.values, projection()))
@@ -210,13 +210,16 @@ def _candidates(positions: Tensor, state: State, prompt: PendingPrompt, seen_bef
     return torch.cat([positions, new_positions], -1), join_states(state, empty_slots(state, new))
 
 
-def _statistics(prompt: PendingPrompt, past: Past | None, slots: int) -> Seen:
-    """The attention statistics of the prompt over the slots and the new tokens."""
+def _statistics(prompt: PendingPrompt, past: Past | None, positions: Tensor, slots: int) -> Seen:
+    """The attention statistics of the prompt over the slots and the new tokens, at `positions` [B, H, S + P]."""
     seen = Seen(None, None)._replace(**prompt.seen(past))
     if prompt.forward is not None or prompt.wants_vectors:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)
-        seen = seen._replace(forward=prompt.forward, keys=keys, values=values)
+        unrotated = None if prompt.rotation is None else prompt.rotation.undone(keys, positions)
+        seen = seen._replace(forward=prompt.forward, keys=keys, values=values, unrotated=unrotated)
+    if seen.block_attn is not None:
+        seen = seen._replace(block_attn=F.pad(seen.block_attn, (slots, 0)))
     if prompt.replay is not None:
         seen = seen._replace(replay=F.pad(prompt.replay, (slots, 0), value=NOT_REPLAYED))
     return seen
@@ -244,6 +247,8 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
         values=vectors(seen.values),
         output_norms=by_query_head(seen.output_norms),
         replay=None if seen.replay is None else seen.replay.gather(-1, order),
+        block_attn=by_query_head(seen.block_attn),
+        unrotated=vectors(seen.unrotated),
     )
     return positions.gather(-1, order), map_slots(lambda t: t.gather(-1, order), state), moved
 

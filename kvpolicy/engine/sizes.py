@@ -75,6 +75,7 @@ def crop_obstacle(spec: LayerSpec) -> str:
         return f"the merger {spec.merger!r}"
     if not isinstance(spec.reader, ReadAll):
         return f"the reader {spec.reader!r}"
-    if needs.decode_attn or needs.vectors or needs.rerank_every or needs.replay is not None:
+    looks = needs.decode_attn or needs.vectors or needs.unrotated_keys
+    if looks or needs.rerank_every or needs.replay is not None:
         return f"the selector {spec.selector!r}, whose statistics every token changes"
     return ""

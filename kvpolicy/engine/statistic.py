@@ -1,7 +1,7 @@
 """Protocol of the statistics of a prompt: gathered tile by tile, joined over chunks, and reduced for the selector.
 
 Each statistic is one file: `attention_sum.py`, `recent_queries.py`, `probing.py`, `below_mean.py`, `query_moments.py`,
-and `channel_sums.py`. `prompt_statistics.py` says which parts of a policy ask for which.
+`block_attention.py` and `channel_sums.py`. `prompt_statistics.py` says which parts of a policy ask for which.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Coming(NamedTuple):
         valid: Which of the tokens are not padding, [B, P] bool; None if all are.
         columns: P.
         seen: Tokens that each row has seen before, [B] int64.
-        rope: The rotary embedding of the layer, if the selector needs queries without it.
+        rope: The rotary embedding of the layer, if the selector needs queries or keys without it.
     """
 
     valid: Tensor | None

@@ -166,7 +166,7 @@ class Attachment:
                 f"The attached policy must store unrotated keys, as the cache's {policy} does, got {self.policy}; try "
                 "to attach a policy with the same codec."
                 if policy.undoes_rotation == "codec"
-                else f"The attached policy must undo the rotation of queries, as the cache's {policy} does, got "
+                else f"The attached policy must undo the same rotations, as the cache's {policy} does, got "
                 f"{self.policy}; try to attach a policy with the same selector."
             )
         pinning = [_pins_massive(policy, index) > _pins_massive(self.policy, index) for index in self.info.indices]

@@ -128,9 +128,6 @@ class CacheForward(Cache):
             coded = self.policy.undoes_rotation == "codec"
             known = self._known_offset() if coded else None
             offset = rope_offset(position_ids, valid, first.get_seq_length(), seen, new, known)
-            # Queries may be unrotated without the offset, since rotating them to later positions makes up for it: then
-            # it is computed only to refuse positions that do not go on by one.
-            offset = offset if coded else None
         starts = not one_token and bool((seen == 0).any())
         holds = self._holds_chunk(first, seen, new, valid, one_token=one_token)
         # Of a held chunk too, since another row may begin in a later one; rows that have begun are not replayed.
@@ -337,12 +334,10 @@ class CacheForward(Cache):
             self._measure_curves(waiting)
         for number, layer in enumerate(waiting):
             # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
-            pending, massive = layer.release()
+            pending, known = layer.release()
             if number == 0:
                 self._divide(layer, pending)
-            facts = self._prompt_facts(layer)
-            if massive is not None:
-                facts["massive"] = massive
+            facts = self._prompt_facts(layer) | {name: fact for name, fact in known.items() if fact is not None}
             with outside_autocast(pending.keys.device):
                 layer.store.compress(pending, self._row_budget(layer), **facts)
 
@@ -380,9 +375,8 @@ class CacheForward(Cache):
 
     def _prompt_facts(self, layer: PolicyLayer) -> dict[str, Tensor | None]:
         """Keyword arguments of `compress`: facts of a layer's prompt besides its keys, from the running forward."""
-        unrotated = self.policy.at(layer.layer_idx).undoes_rotation == "codec"
-        offset = self._forward.rope_offset if unrotated else None
-        return {"massive": self.guard.massive.pop(layer.layer_idx, None), "rope_offset": offset}
+        # Selectors undo the rotation of queries without the offset: rotating them to later positions makes up for it.
+        return {"massive": self.guard.massive.pop(layer.layer_idx, None), "rope_offset": self._forward.rope_offset}
 
     def _known_offset(self) -> Tensor | None:
         """Offset of the rotary positions from the rows' positions, [B], from an earlier forward, or None."""

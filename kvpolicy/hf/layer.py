@@ -40,6 +40,8 @@ class PolicyLayer(CacheLayerMixin):
         pending: The prompt that awaits its budget or its replay, or None.
         tiles: The prompt that the layer takes in tiles at the moment, or None.
         massive: Its tokens with the largest activations, [B, P] bool, if it awaits a replay and the codec pins them.
+        rope_offset: Offset of the rotary positions from the rows' positions, [B], if it awaits a later chunk or a
+            replay, and the selector needs keys without their rotation.
         transcript: Its transcript, in the first layer of a cache, if it awaits a replay; else None.
         mask_digest: Digest of the columns seen by each row, [B] int64, in the first layer of a cache; else None.
     """
@@ -75,6 +77,7 @@ class PolicyLayer(CacheLayerMixin):
         self.pending: PendingPrompt | None = None
         self.tiles: PromptTiles | None = None
         self.massive: Tensor | None = None
+        self.rope_offset: Tensor | None = None
         self.transcript: Transcript | None = None
         self.mask_digest: Tensor | None = None
 
@@ -130,7 +133,8 @@ class PolicyLayer(CacheLayerMixin):
         kinds = self.store.nbytes_by_kind()
         if self.mask_digest is not None:
             kinds["counters"] += self.mask_digest.nbytes
-        waiting = [part for part in (self.pending, self.massive, self.transcript) if part is not None]
+        parts = (self.pending, self.massive, self.rope_offset, self.transcript)
+        waiting = [part for part in parts if part is not None]
         return kinds | ({"waiting prompt": sum(part.nbytes for part in waiting)} if waiting else {})
 
     def hold(self, pending: PendingPrompt, massive: Tensor | None, rope_offset: Tensor | None) -> None:
@@ -150,6 +154,14 @@ class PolicyLayer(CacheLayerMixin):
                     first = start * part.shape[1]
                     flags[:, first : first + part.shape[1] or None] |= part
             self.massive = flags
+        if rope_offset is not None and self.store.spec.needs.unrotated_keys:
+            offset = rope_offset.to(pending.flags.device)
+            if self.pending is not None and self.rope_offset is not None:
+                # A row without a token in the newest chunk has no position there, and keeps the offset that it has.
+                none = torch.zeros_like(offset)
+                came = pending.lengths(none) > self.pending.lengths(none)
+                offset = torch.where(came, offset, self.rope_offset)
+            self.rope_offset = offset
         self.keep(pending)
 
     def keep(self, pending: PendingPrompt) -> None:
@@ -158,13 +170,12 @@ class PolicyLayer(CacheLayerMixin):
             pending = pending.encoded(self.store.spec.codec, self.store.contents.calibrations[0])
         self.pending = pending.owned()
 
-    def release(self) -> tuple[PendingPrompt, Tensor | None]:
-        """The prompt that waits and its massive tokens, which the layer lets go of."""
-        pending = self.pending
-        massive = self.massive
+    def release(self) -> tuple[PendingPrompt, dict[str, Tensor | None]]:
+        """The prompt that waits and the facts about it that `hold` noted, all of which the layer lets go of."""
+        pending, facts = self.pending, {"massive": self.massive, "rope_offset": self.rope_offset}
         assert pending is not None
-        self.pending = self.massive = None
-        return pending.decoded(), massive
+        self.pending = self.massive = self.rope_offset = None
+        return pending.decoded(), facts
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make a layer without slots, on the device of its first keys."""
@@ -207,6 +218,7 @@ class PolicyLayer(CacheLayerMixin):
         self.store.map_rows(fn)
         self.pending = None if self.pending is None else self.pending.map_rows(fn)
         self.massive = None if self.massive is None else fn(self.massive)
+        self.rope_offset = None if self.rope_offset is None else fn(self.rope_offset)
         self.transcript = None if self.transcript is None else self.transcript.map_rows(fn)
         if self.mask_digest is not None:
             self.hold_digest(fn(self.mask_digest))

@@ -19,7 +19,7 @@ class RunningForward:
         holds: Whether its tokens are held until the prompt is complete, or replayed.
         adds_whole: Whether its tokens are all kept, beyond the budget.
         added: How many these are, [B] int64; None before they are known, and if tokens compete.
-        rope_offset: Offset of the rotary positions from the rows' positions, [B]; None unless keys are coded unrotated.
+        rope_offset: Offset of the rotary positions from the rows' positions, [B]; None unless keys are ever unrotated.
         first: Rows without a token before it, [B] bool; None if there are none.
         unbegun: Rows in their first prompt, earlier chunks included, [B] bool; None unless layers are measured.
         valid: Which of its tokens are not padding, [B, P] bool; None if all are, or nothing asks.

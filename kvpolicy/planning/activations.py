@@ -264,6 +264,13 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
         chosen += vectors * (1 + bool(piece.past)) + candidates * shape.head_dim * 12
     if needs.output_norms:  # of every query head, by a slice of the projection and a tile of hidden vectors
         chosen += FP32 * (scores + TILE_ELEMENTS + prefill.widths.hidden * shape.head_dim)
+    if needs.unrotated_keys:
+        chosen += FP32 * candidates * shape.head_dim
+    if needs.block_queries:
+        held, summed = _block_bytes(prefill, needs.block_queries, piece, tile)
+        attended += held
+        scored = max(scored, held + summed)
+        chosen += held + 2 * FP32 * scores
     if needs.query_moments is not None:
         chosen += 5 * FP32 * min(TILE_ELEMENTS // 4, tile.tokens * prefill.widths.queries)
     if policy.merger.traits.when != "never":
@@ -281,6 +288,25 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
     converted = at_once * shape.heads * shape.head_dim * 40
     placed = joined + vectors + candidates * 64 + ordered + converted
     return max(attended, scored, chosen, placed)
+
+
+def _block_bytes(prefill: Prefill, block: int, piece: Piece, tile: Piece) -> tuple[int, int]:
+    """Bytes of the sums of attention inside blocks of tokens, and of the tokens of blocks that are not complete.
+
+    Returns:
+        Those that are held while the piece comes, and those that a tile of it adds.
+    """
+    size = prefill.shape.dtype.itemsize
+    block = min(block, piece.columns)
+    # Queries and keys of a token: those of the first and of the last block are held, and put before those of a tile.
+    width = prefill.widths.queries + prefill.shape.heads * prefill.shape.head_dim
+    sums = FP32 * _heads(prefill) * piece.keys
+    held = 2 * piece.batch * block * width * size + sums
+    joined = tile.tokens * width * size * (tile.columns < piece.columns)
+    of_block = piece.batch * block * width * (FP32 + size)
+    scores = piece.batch * _heads(prefill) * block
+    rows = min(max(TILE_ELEMENTS // max(scores, 1), SHORTEST_TILE), block)
+    return held, sums + joined + of_block + SCORE_NBYTES * scores * rows
 
 
 def _encoded(prefill: Prefill, policy: Policy, piece: Piece) -> int:

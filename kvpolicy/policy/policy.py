@@ -284,14 +284,14 @@ class Policy:
 
     @property
     def undoes_rotation(self) -> Literal["", "codec", "selector"]:
-        """Which part undoes the model's rotary embedding: the codec for keys, the selector for queries, or none.
+        """Which part undoes the model's rotary embedding: the codec for keys, the selector for either, or none.
 
         The codec, if layers have both kinds.
         """
         if any(own.codec.traits.key_space == "unrotated" for own in self.distinct):
             return "codec"
-        moments = [own.selector.needs.query_moments for own in self.distinct]
-        return "" if moments == [None] * len(moments) else "selector"
+        every = [own.selector.needs for own in self.distinct]
+        return "selector" if any(each.unrotated_keys or each.query_moments is not None for each in every) else ""
 
     @property
     def heads(self) -> HeadAllocator | None:

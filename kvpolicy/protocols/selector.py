@@ -118,6 +118,10 @@ class Needs(NamedTuple):
             until the last has run.
         newest_row: Whether tokens are ranked by the attention of the newest token alone, which must then cover every
             slot: a reader that leaves slots unread is refused.
+        block_queries: Positions of the blocks inside which all queries attend for `Seen.block_attn`; 0 for none.
+        block_first: The first position that is in a block.
+        unrotated_keys: Whether to pass on the keys and values of the candidates, and as `Seen.unrotated` the keys
+            without their rotation; nothing in decode.
     """
 
     attn_sum: bool = False
@@ -134,6 +138,9 @@ class Needs(NamedTuple):
     newest_row: bool = False
     prompt_vectors: bool = False
     output_norms: bool = False
+    block_queries: int = 0
+    block_first: int = 0
+    unrotated_keys: bool = False
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a selector that wraps another."""
@@ -152,12 +159,15 @@ class Needs(NamedTuple):
             newest_row=self.newest_row or other.newest_row,
             prompt_vectors=self.prompt_vectors or other.prompt_vectors,
             output_norms=self.output_norms or other.output_norms,
+            block_queries=self.block_queries or other.block_queries,
+            block_first=self.block_first if self.block_queries else other.block_first,
+            unrotated_keys=self.unrotated_keys or other.unrotated_keys,
         )
 
     @property
     def candidates(self) -> bool:
         """Whether keys and values of the candidates are needed after a prompt."""
-        return self.vectors or self.prompt_vectors or self.output_norms
+        return self.vectors or self.prompt_vectors or self.output_norms or self.unrotated_keys
 
 
 class Forward(NamedTuple):
@@ -219,7 +229,8 @@ class Seen(NamedTuple):
         mean_rotation: `mean_rotation(vectors, first, count)` rotates vectors [B, n, m, D] to `count` positions from
             `first` [B] on, and returns the mean, fp32; None unless `Needs.query_moments`.
         scale: The factor that products of queries and keys are multiplied by.
-        added: [B] int64, how many tokens this forward adds to each row; None unless `Needs.below_mean_queries`.
+        added: [B] int64, how many tokens this forward adds to each row; None unless `Needs.below_mean_queries` or
+            `Needs.block_queries`.
         forward: The arguments of the attention module; None unless `Needs.forward`.
         keys: [B, H, N, D], as attention takes them, those of coded slots decoded; None unless `Needs.forward` or
             `Needs.candidates`. Numbers at invalid tokens are to be ignored.
@@ -228,6 +239,11 @@ class Seen(NamedTuple):
             tokens of later prompts, and those kept before. None unless `Needs.replay`, and for later prompts.
         output_norms: [B, Hq, N], the sum of the absolute numbers that the value of a token becomes behind the query
             head's slice of the output projection; None unless `Needs.output_norms`, and in `rerank`.
+        block_attn: [B, Hq, N], attention summed over all queries of this forward in the token's block of positions,
+            earlier and later ones, by a softmax over this block of products without a scale; 0 for tokens from before,
+            and for those in no block. None unless `Needs.block_queries`.
+        unrotated: The keys without their rotation, [B, H, N, D] fp32; None unless `Needs.unrotated_keys`, and in
+            `rerank`. Numbers at invalid tokens are to be ignored.
     """
 
     attn_sum: Tensor | None
@@ -244,6 +260,8 @@ class Seen(NamedTuple):
     values: Tensor | None = None
     replay: Tensor | None = None
     output_norms: Tensor | None = None
+    block_attn: Tensor | None = None
+    unrotated: Tensor | None = None
 
     def recent(self, window: Tensor) -> Tensor:
         """Attention summed over each row's newest `window` [B] queries, [B, Hq, N]."""

@@ -30,6 +30,9 @@ MAX_BYTES = 2**60
 AutoInt = int | Literal["auto"]
 """A number of tokens, or `auto` for a number that depends on the budget."""
 
+AutoFloat = float | Literal["auto"]
+"""A number, or `auto` for one that depends on the budget."""
+
 
 class _Kind(NamedTuple):
     """Values of a field with one annotation: the accepted type, the conversion to it, and its name in messages."""
@@ -94,8 +97,9 @@ def check_fields(strategy: Any) -> None:
     for field in fields(strategy):
         annotation = str(field.type)
         value = getattr(strategy, field.name)
-        if annotation == "AutoInt":
-            value = value if value == "auto" else _normalized("int", value, f"{type(strategy).__name__}.{field.name}")
+        if annotation in ("AutoInt", "AutoFloat"):
+            kind = annotation.removeprefix("Auto").lower()
+            value = value if value == "auto" else _normalized(kind, value, f"{type(strategy).__name__}.{field.name}")
         elif annotation in _KINDS:
             value = _normalized(annotation, value, f"{type(strategy).__name__}.{field.name}")
         elif annotation == "DecodeMode" and value not in DECODE_MODES:

@@ -29,6 +29,10 @@ def draw_selector(dice: Random, *, wrap: bool = True) -> str:
             f"pool={dice.choice(['avg', 'max'])}",
         ],
         "kvzip": [f"chunk={dice.choice([1, 3, 8, 64])}", f"sinks={dice.randint(0, 4)}"],
+        "compactor": [
+            f"sinks={dice.randint(0, 4)}", f"recent={dice.randint(1, 4)}", f"block={dice.choice([1, 3, 8, 64])}",
+            f"sketch={dice.choice([2, 5])}", f"blend={dice.choice(['auto', '0.0', '0.7'])}",
+        ],
         "kvcrush": [
             f"split={dice.choice(['0.0', '0.2', '0.5', '0.75'])}", f"seed={dice.randint(0, 9)}",
             f"anchor={dice.choice(['random', 'mean', 'alternate', 'zeros', 'ones'])}",

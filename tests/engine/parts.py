@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpolicy.engine.attention_sum import AttentionSum
 from kvpolicy.engine.below_mean import BelowMean
+from kvpolicy.engine.block_attention import BlockAttention, OpenTokens
 from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
 from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_store import LayerStore
@@ -31,10 +32,16 @@ def gathered(**found: Any) -> tuple[Statistic, ...]:
         "probes": lambda window: ProbeQueries(Probes(0.1, 0.1, 0), window),
         "below_mean": lambda window: BelowMean(window.at.shape[1], window),
         "moments": lambda moments: Moments(0, moments),
+        "blocks": lambda sums: BlockAttention(1, sums=sums, open=_no_tokens(sums)),
         "query_absmax": LargestQueries,
         "sums": ChannelSums,
     }
     return tuple(kinds[name](value) for name, value in found.items())
+
+
+def _no_tokens(sums: Tensor) -> OpenTokens:
+    none = sums.new_zeros(sums.shape[0], 0, dtype=torch.int64)
+    return OpenTokens(sums.new_zeros(*sums.shape[:2], 0, 1), sums.new_zeros(*sums.shape[:2], 0, 1), none, none)
 
 
 def slots_of(store: LayerStore) -> SlotGeometry:

@@ -127,6 +127,7 @@ def test_codes_outlast_the_tokens_that_they_refer_to(start: int, by: int) -> Non
 REFUSED = {
     "snapkv+kivi@0.5": "codec must store unrotated keys",
     "keydiff@0.5": "selector must rank tokens by attention or position",
+    "compactor@0.5": "selector must rank tokens by attention or position",
     "h2o+merge@0.5": "must not be merged",
     "h2o@0.5": "from_position must be between 0 and 17",
 }

@@ -49,6 +49,7 @@ def outcome(model: Any, policy: str, lengths: list[int], pieces: list[int], **ho
         "expected@0.5",
         "scissorhands@0.5",
         "keydiff@0.5",
+        "compactor:sinks=2:recent=2:block=8@0.5",
         "squeeze+h2o@0.5",
         f"uniform/adakv+snapkv:window=4:kernel=3+{CODES}@0.6",
         "snapkv:window=4:kernel=3+merge@0.5",

@@ -71,3 +71,5 @@ def test_a_prompt_has_the_statistics_that_its_parts_ask_for() -> None:
     assert kinds("snapkv+mikv@0.5") == ["RecentQueries", "LargestQueries"]
     assert kinds("kvcrush/probe@0.5") == ["RecentQueries", "ProbeQueries"]
     assert kinds("scissorhands@0.5") == ["BelowMean"]
+    assert kinds("compactor@0.5") == ["BlockAttention"]
+    assert kinds("kvcrush/compactor@0.5") == ["RecentQueries", "BlockAttention"]

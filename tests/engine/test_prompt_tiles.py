@@ -42,7 +42,13 @@ class Everything(SlidingWindow):
         """All statistics."""
         probes = Probes(0.2, 0.2, seed=1)
         return Needs(
-            attn_sum=self.sums, window_queries=5, probes=probes, below_mean_queries=3, query_moments=2, forward=True
+            attn_sum=self.sums,
+            window_queries=5,
+            probes=probes,
+            below_mean_queries=3,
+            query_moments=2,
+            forward=True,
+            block_queries=6,
         )
 
 

@@ -13,8 +13,10 @@ from kvpolicy.engine.attention import Past, ScoreTransform, newest_queries
 from kvpolicy.engine.below_mean import below_mean_counts
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED
+from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.selection import Selection, finite_priority, select_tokens
 from kvpolicy.protocols import SINGLE_RANK, Forward, Needs, Seen, View
+from tests.conformance.fakes import Roll, undo
 from tests.engine.parts import Ranking, Worth, gathered, generator, shuffled
 
 ROWS, HEADS, GROUP, NEW, DIM = 3, 2, 2, 6, 4
@@ -136,10 +138,15 @@ def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots
     past = Past(past_keys, 2 * past_keys, positions >= 0) if slots else None
     wide = every.repeat_interleave(GROUP, 1)
     newest = newest_queries(q, pending.valid, 3)
+    # Of the new tokens alone: no slot is in a block of this prompt.
+    blocks = wide[..., slots:].float() * 7
     pending = pending._replace(
-        statistics=gathered(attn_sum=wide.float() * 3, window=newest_queries(q, pending.valid, 2), below_mean=newest),
+        statistics=gathered(
+            attn_sum=wide.float() * 3, window=newest_queries(q, pending.valid, 2), below_mean=newest, blocks=blocks
+        ),
         replay=every[..., slots:].float() * 5,
         forward=Forward(nn.Identity(), torch.zeros(ROWS, NEW, 8), {}),
+        rotation=KeyRotation(Roll(), torch.tensor([0, 3, 1])),  # pyright: ignore[reportArgumentType]
     )
     ignored = below_mean_counts(newest, pending.keys, pending.transform, past, pending.valid)
     selector = Ranking(needs=Needs(attn_sum=True, window_queries=2, forward=True))
@@ -148,6 +155,7 @@ def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots
     assert seen.attn_sum is not None and seen.window_attn is not None
     assert seen.keys is not None and seen.values is not None
     assert seen.below_mean is not None and seen.replay is not None
+    assert seen.block_attn is not None and seen.unrotated is not None
     assert torch.equal(seen.attn_sum, view.positions.repeat_interleave(GROUP, 1).float() * 3)
     for b in range(ROWS):
         for h in range(HEADS):
@@ -160,6 +168,9 @@ def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots
                 assert float(seen.replay[b, h, place]) == (NOT_REPLAYED if source < slots else position * 5)
                 key = past_keys[b, h, source] if source < slots else pending.keys[b, h, source - slots]
                 assert torch.equal(seen.keys[b, h, place], key)
+                assert torch.equal(seen.unrotated[b, h, place], undo(key, position + (0, 3, 1)[b]))
+                inside = 0 if source < slots else position * 7
+                assert seen.block_attn[b, queries, place].tolist() == [inside] * GROUP
                 value = 2 * key if source < slots else pending.values[b, h, source - slots]
                 assert torch.equal(seen.values[b, h, place], value)
         # The newest query sees every token there is, and nothing else.

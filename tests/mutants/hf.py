@@ -240,8 +240,8 @@ MUTATIONS = (
     Mutation(
         name="the transcript of a held prompt is not counted",
         file="kvpolicy/hf/layer.py",
-        old="in (self.pending, self.massive, self.transcript) if",
-        new="in (self.pending, self.massive) if",
+        old="parts = (self.pending, self.massive, self.rope_offset, self.transcript)",
+        new="parts = (self.pending, self.massive, self.rope_offset)",
         tests=("tests/engine/test_replay.py::test_a_prompt_is_held_until_it_is_complete",),
     ),
     Mutation(

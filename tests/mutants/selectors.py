@@ -27,6 +27,27 @@ MUTATIONS = (
         tests=("tests/selectors/test_crush_parts.py",),
     ),
     Mutation(
+        name="a score of zero is that of a token that was not scored",
+        file="kvpolicy/selectors/compactor.py",
+        old="torch.where(score == 0, torch.finfo(torch.float32).tiny, score)",
+        new="score",
+        tests=("tests/selectors/test_compactor.py",),
+    ),
+    Mutation(
+        name="tokens of an earlier prompt are scored again",
+        file="kvpolicy/selectors/compactor.py",
+        old="first = (view.length - seen.added).clamp_min(self.sinks)",
+        new="first = (view.length * 0).clamp_min(self.sinks)",
+        tests=("tests/selectors/test_compactor.py",),
+    ),
+    Mutation(
+        name="the mean of keys that are projected is that of all keys",
+        file="kvpolicy/selectors/_leverage.py",
+        old="mean = total / counts.sum(-1).clamp_min(1)[..., None, None]",
+        new="mean = total / counts.shape[-1]",
+        tests=("tests/selectors/test_compactor.py",),
+    ),
+    Mutation(
         name="buckets begin one rank early",
         file="kvpolicy/selectors/_crush.py",
         old="return ((rank + 1) * count[..., None] - 1).div(",

@@ -55,8 +55,18 @@ def alive(model: Any, policy: str | None, prompt: int, chunk: int | None, batch:
     return watch.peak
 
 
-WHOLE = ["window", "h2o", "snapkv", "scissorhands", "expected", "kvzip", "squeeze+snapkv", "snapkv+regress"]
-CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip"]
+WHOLE = [
+    "window",
+    "h2o",
+    "snapkv",
+    "scissorhands",
+    "expected",
+    "kvzip",
+    "compactor",
+    "squeeze+snapkv",
+    "snapkv+regress",
+]
+CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip", "compactor"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +108,9 @@ def test_long_prompts_are_encoded_in_ranges(policy: str) -> None:
 
 
 @pytest.mark.parametrize("tile", [None, 100])
-@pytest.mark.parametrize("policy", ["window", "h2o", "snapkv", "squeeze+snapkv", "h2o+kivi", "uniform/adakv+snapkv"])
+@pytest.mark.parametrize(
+    "policy", ["window", "h2o", "snapkv", "compactor", "squeeze+snapkv", "h2o+kivi", "uniform/adakv+snapkv"]
+)
 def test_a_plan_is_what_held_chunks_need(policy: str, tile: int | None) -> None:
     model = llama()
     measured = alive(model, f"{policy}@0.2", 768, 192, tile=tile, chunks="hold")

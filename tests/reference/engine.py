@@ -80,6 +80,7 @@ class ReferenceLayer:
         self.margin = self.order_margin = math.inf
         self.heads = [Head() for _ in range(num_kv_heads)]
         self._held: list[Tensor] | None = None
+        self._held_queries: Tensor | None = None
         self._held_massive = set[int]()
         self.merger = merger
         self.projection = None if projection is None else projection.chunk(num_heads, dim=1)
@@ -160,7 +161,8 @@ class ReferenceLayer:
         else:
             attention = self._with_held(attention)
             self._note(q, hidden, first)
-            self._held = attention if held else None
+            q = q if self._held_queries is None else torch.cat([self._held_queries, q], 1)
+            self._held, self._held_queries = (attention, q) if held else (None, None)
             if not held:
                 self._replay(texts, scale, softcap, sinks)
                 self._choose(attention, q, self._pages(last), tail)

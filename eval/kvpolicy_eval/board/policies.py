@@ -33,7 +33,7 @@ SELECTORS = {
     "caote": "caote/h2o",
     "chunk": "chunk/snapkv",
 }
-"""Selectors with options, and what wraps another. Values of the tasks have four tokens, which a narrow pooling loses."""
+"""Selectors with options, and wrappers. Values of the tasks have four tokens, which a narrow pooling loses."""
 
 VARIANTS = ("expected:decode=grow:moments=prompt",)
 """Selectors once more, with options that change what they hold."""

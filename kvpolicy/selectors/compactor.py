@@ -1,0 +1,145 @@
+"""Compactor: keep the tokens whose keys are unlike the others, and those that their neighborhood attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
+from kvpolicy.selectors._common import group_mean, keep_always
+from kvpolicy.selectors._leverage import key_leverage
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.parameters import check_min, check_range
+from kvpolicy.spec.validation import AutoFloat, check_fields
+
+
+class Blend(NamedTuple):
+    """The score of each slot, [B, H, S] fp32; 0 for a token that was not scored."""
+
+    score: Tensor
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compactor(Selector):
+    """Keep the tokens whose keys are unlike the others, and those that the tokens around them attend to.
+
+    Two scores are added, each as a distance from its mean in standard deviations: the statistical leverage of the key
+    without its rotation, and the attention inside blocks of the prompt, to later tokens too. The selection depends on
+    no particular question. Tokens are scored once, with the prompt or chunk that brings them; generated tokens are not
+    scored, and rank above what is.
+
+    Args:
+        sinks: How many of the first tokens are always kept, at most half the budget; they take no part in the scores.
+        recent: How many of the newest tokens are always kept.
+        block: Positions of a block in which tokens attend to each other.
+        sketch: To how many numbers a key is projected at random before its leverage is computed.
+        blend: The weight of the leverage beside the attention; `auto` for the share of the tokens that is evicted.
+        regular: Added to the diagonal of the matrix that is inverted for the leverage.
+        decode: `evict`: generated tokens replace the tokens of lowest score, and then the oldest generated ones.
+            `grow`: they are kept in addition to the budget.
+
+    Raises:
+        KVPolicyError: If `sinks` is below 0, `recent`, `block` or `sketch` below 1, `blend` not between 0 and 100, or
+            `regular` not between 1e-6 and 1e6.
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("compactor:blend=0.5@0.2"))
+        'compactor:blend=0.5@0.2'
+
+    Source:
+        Compactor (arXiv:2507.08143) and kvpress (CompactorPress, LeverageScorePress, NonCausalAttnPress). Differences:
+        means and deviations are those of each row and KV head (kvpress: of the batch, all heads and all tokens at
+        once); padding takes no part, and a last block of fewer tokens has no more than these (kvpress fills it with
+        zeros, which take part in the softmax); the random projection is the same for all heads of a layer and in every
+        run (kvpress draws it anew each time); the leverage is computed in fp64 and the attention in fp32; `recent`
+        tokens are scored, because later tokens take their place (kvpress leaves them out of all scores); deviations
+        that are only rounding count as 0; blocks are counted from position `sinks` of the row in every prompt, and a
+        later prompt is scored by its own tokens alone (kvpress scores first prompts only); always-kept tokens stay
+        apart from the scores (kvpress gives them the largest score, with which others may tie).
+    """
+
+    sinks: int = 8
+    recent: int = 4
+    block: int = 256
+    sketch: int = 48
+    blend: AutoFloat = "auto"
+    regular: float = 0.01
+    decode: DecodeMode = "evict"
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters."""
+        check_fields(self)
+        check_min(self, sinks=0, recent=1, block=1, sketch=1)
+        check_range(self, regular=(1e-6, 1e6), **({} if self.blend == "auto" else {"blend": (0, 100)}))
+
+    @property
+    def needs(self) -> Needs:
+        """The attention inside blocks, and keys, without their rotation, and values."""
+        return Needs(unrotated_keys=True, block_queries=self.block, block_first=self.sinks)
+
+    @property
+    def min_tokens(self) -> int:
+        """The smallest budget of which the sinks, at most half of it, leave room for the recent tokens."""
+        return min(self.sinks + self.recent, 2 * self.recent - 1)
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+        """No token is scored."""
+        return Blend(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
+
+    def observe(self, state: Blend, seen: Seen, view: View) -> State:
+        """Score the tokens of the prompt; others keep their score."""
+        assert seen.unrotated is not None and seen.added is not None
+        first = (view.length - seen.added).clamp_min(self.sinks)
+        scored = view.positions >= first[:, None, None]
+        leverage = key_leverage(seen.unrotated, scored, self.sketch, self.regular, view.layer_idx)
+        attention = _attention(seen, scored, view)
+        score = self._weight(view) * _standard(leverage, scored) + _standard(attention, scored)
+        score = score.float().clamp(-_MOST, _MOST)
+        # 0 says that a token was not scored.
+        score = torch.where(score == 0, torch.finfo(torch.float32).tiny, score)
+        return Blend(torch.where(scored, score, state.score))
+
+    def priority(self, state: Blend, view: View) -> Tensor:
+        """Sinks and recent tokens are always kept, then tokens that were not scored, by position, then by score."""
+        sinks = (view.budget // 2).clamp_max(self.sinks)[:, None, None]
+        protected = view.newest(self.recent) | (view.valid & (view.positions < sinks))
+        unscored = view.positions.float() + _MOST
+        return keep_always(torch.where(state.score == 0, unscored, state.score), protected)
+
+    def _weight(self, view: View) -> Tensor | float:
+        """The weight of the leverage, of each head where it is the evicted share: [B, H, 1]."""
+        if self.blend != "auto":
+            return self.blend
+        candidates = view.valid.sum(-1, keepdim=True).clamp_min(1)
+        return (1 - view.budget[:, None, None] / candidates).clamp_min(0)
+
+
+_MOST = 2.0**20
+"""No score is larger: above stand the tokens that were not scored, whose positions fp32 still tells apart."""
+
+_FLAT = 1e-6
+"""A deviation is 0 below this part of the mean, or of 1 if that is larger: then it is rounding."""
+
+
+def _attention(seen: Seen, scored: Tensor, view: View) -> Tensor:
+    """The attention inside blocks times the length of the value, averaged with both neighbors: [B, H, N]."""
+    assert seen.block_attn is not None and seen.values is not None
+    length = torch.linalg.vector_norm(seen.values, dim=-1, dtype=torch.float32)
+    # A neighbor that is not scored counts as 0, as in kvpress.
+    return F.avg_pool1d((group_mean(seen.block_attn, view) * length).masked_fill(~scored, 0), 3, 1, 1)
+
+
+def _standard(score: Tensor, scored: Tensor) -> Tensor:
+    """Distances from the mean in standard deviations, of the scored tokens of each head; 0 if all are equal."""
+    score = score.double().masked_fill(~scored, 0)
+    count = scored.sum(-1, keepdim=True).clamp_min(1)
+    mean = score.sum(-1, keepdim=True) / count
+    away = (score - mean).masked_fill(~scored, 0)
+    deviation = (away.square().sum(-1, keepdim=True) / count).sqrt()
+    return torch.where(deviation <= _FLAT * mean.abs().clamp_min(1), 0, away / deviation)
