@@ -11,6 +11,7 @@ from kvpolicy.engine.attention_sum import AttentionSum
 from kvpolicy.engine.below_mean import BelowMean
 from kvpolicy.engine.block_attention import BlockAttention
 from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
+from kvpolicy.engine.decayed_sum import DecayedSum
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import ProbeQueries
@@ -28,6 +29,7 @@ def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
         RecentQueries(needs.window_queries) if needs.window_queries else None,
         ProbeQueries(needs.probes) if needs.probes else None,
         BelowMean(needs.below_mean_queries) if needs.below_mean_queries else None,
+        None if needs.decay is None else DecayedSum(needs.decay),
         None if needs.query_moments is None else Moments(needs.query_moments),
         BlockAttention(needs.block_queries, needs.block_first) if needs.block_queries else None,
         LargestQueries() if layer.tensors.limits is not None and layer.spec.codec_traits.query_absmax else None,

@@ -243,6 +243,7 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
         probe_sum=by_query_head(seen.probe_sum),
         probe_count=by_query_head(seen.probe_count),
         below_mean=by_query_head(seen.below_mean),
+        decayed_sum=by_query_head(seen.decayed_sum),
         keys=vectors(seen.keys),
         values=vectors(seen.values),
         output_norms=by_query_head(seen.output_norms),

@@ -254,7 +254,7 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
         attended = (1 + size) * rows * piece.columns
     window = min(needs.window_queries, piece.columns)
     scored = joined + scores * (9 * window + 16) if window else 0
-    if needs.probes or needs.below_mean_queries:
+    if needs.probes or needs.below_mean_queries or needs.decay:
         rows = min(max(TILE_ELEMENTS // max(scores, 1), SHORTEST_TILE), piece.columns)
         scored = max(scored, joined + scores * (rows * SCORE_NBYTES + 16))
     # Priorities, positions and sorted orders of all candidates of each head; with slots, in another order besides.

@@ -41,6 +41,7 @@ from kvpolicy.protocols.reader import ReaderTraits as ReaderTraits
 from kvpolicy.protocols.selector import BELOW_MEAN as BELOW_MEAN
 from kvpolicy.protocols.selector import ChecksModel as ChecksModel
 from kvpolicy.protocols.selector import ComparesHeads as ComparesHeads
+from kvpolicy.protocols.selector import Decay as Decay
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import DecodesJointly as DecodesJointly
 from kvpolicy.protocols.selector import Forward as Forward

@@ -67,6 +67,18 @@ class Probes(NamedTuple):
     seed: int
 
 
+class Decay(NamedTuple):
+    """A sum of attention in which newer queries count more.
+
+    Attributes:
+        queries: How many of the newest queries are summed over.
+        factor: What each of them counts over the next one, in (0, 1).
+    """
+
+    queries: int
+    factor: float
+
+
 class Replay(NamedTuple):
     """How a context is run through the model once more after its prefill, so that its tokens can be scored.
 
@@ -104,6 +116,7 @@ class Needs(NamedTuple):
         forward: Whether to pass on the arguments of the attention module as `Seen.forward`, and the keys and values
             of the candidates.
         below_mean_queries: How many of the newest queries to count in `Seen.below_mean`.
+        decay: Which queries' attention to sum for `Seen.decayed_sum`, and how, or None.
         query_moments: From which position on to sum the moments of the queries for `Seen.moments`, and whether to pass
             those of the newest token in decode; None for neither.
         vectors: Whether to pass on the keys and values of the candidates, and in decode those of the newest token as
@@ -130,6 +143,7 @@ class Needs(NamedTuple):
     probes: Probes | None = None
     forward: bool = False
     below_mean_queries: int = 0
+    decay: Decay | None = None
     query_moments: int | None = None
     vectors: bool = False
     rerank_every: int = 0
@@ -151,6 +165,7 @@ class Needs(NamedTuple):
             probes=self.probes or other.probes,
             forward=self.forward or other.forward,
             below_mean_queries=max(self.below_mean_queries, other.below_mean_queries),
+            decay=self.decay or other.decay,
             query_moments=other.query_moments if self.query_moments is None else self.query_moments,
             vectors=self.vectors or other.vectors,
             rerank_every=self.rerank_every or other.rerank_every,
@@ -225,12 +240,14 @@ class Seen(NamedTuple):
         probe_count: [B, Hq, N], how many probes could attend to the token; None unless `Needs.probes`.
         below_mean: [B, Hq, N], how many of the newest queries of this forward attend to the token less than to the mean
             of the tokens that they see; None unless `Needs.below_mean_queries`.
+        decayed_sum: [B, Hq, N], attention summed over the newest queries of this forward, each times a factor for every
+            query behind it; None unless `Needs.decay`.
         moments: The moments of this forward's queries; None unless `Needs.query_moments`, and in `rerank`.
         mean_rotation: `mean_rotation(vectors, first, count)` rotates vectors [B, n, m, D] to `count` positions from
             `first` [B] on, and returns the mean, fp32; None unless `Needs.query_moments`.
         scale: The factor that products of queries and keys are multiplied by.
-        added: [B] int64, how many tokens this forward adds to each row; None unless `Needs.below_mean_queries` or
-            `Needs.block_queries`.
+        added: [B] int64, how many tokens this forward adds to each row; None unless `Needs.below_mean_queries`,
+            `Needs.decay` or `Needs.block_queries`.
         forward: The arguments of the attention module; None unless `Needs.forward`.
         keys: [B, H, N, D], as attention takes them, those of coded slots decoded; None unless `Needs.forward` or
             `Needs.candidates`. Numbers at invalid tokens are to be ignored.
@@ -251,6 +268,7 @@ class Seen(NamedTuple):
     probe_sum: Tensor | None = None
     probe_count: Tensor | None = None
     below_mean: Tensor | None = None
+    decayed_sum: Tensor | None = None
     moments: QueryMoments | None = None
     mean_rotation: MeanRotation | None = None
     scale: float | None = None

@@ -158,7 +158,7 @@ class KVCrush(Selector):
         needs = self.base.needs
         return (
             needs
-            if needs.attn_sum or needs.window_queries or needs.below_mean_queries
+            if needs.attn_sum or needs.window_queries or needs.below_mean_queries or needs.decay
             else needs | Needs(window_queries=SIGNATURE_QUERIES)
         )
 

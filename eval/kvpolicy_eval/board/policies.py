@@ -35,7 +35,7 @@ SELECTORS = {
 }
 """Selectors with options, and wrappers. Values of the tasks have four tokens, which a narrow pooling loses."""
 
-VARIANTS = ("expected:decode=grow:moments=prompt",)
+VARIANTS = ("expected:decode=grow:moments=prompt", "keydiff:decode=grow")
 """Selectors once more, with options that change what they hold."""
 
 HEAD_ALLOCATORS = {"duo": "duo:file={model}"}

@@ -10,7 +10,7 @@ import torch
 from ..coding import Config
 from ._look import Look
 
-BASES = ("h2o", "snapkv", "probe")
+BASES = ("a2sf", "h2o", "snapkv", "probe")
 """Selectors whose score of a token is attention."""
 
 
