@@ -142,4 +142,4 @@ def rerank_every(config: Config) -> int:
 def statistic(config: Config, matrix: Tensor, budget: int) -> list[float]:
     """One query head's own score of each token, before any pooling, for a refiner."""
     own = _function(config, "statistic")
-    return own(config, matrix) if own else column_sums(matrix, observation_window(config, budget))
+    return own(matrix) if own else column_sums(matrix, observation_window(config, budget))
