@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
@@ -18,7 +16,9 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.hf.added_whole import counted, whole_budgets
 from kvpolicy.hf.attachment import CODES, HOLD, Attachment
+from kvpolicy.hf.curves import shares_by_worth
 from kvpolicy.hf.division import Expected, divide_budget
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.history import History, note_forward
@@ -29,7 +29,7 @@ from kvpolicy.hf.tiles import Tile
 from kvpolicy.hf.transcript import extended
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import DrawsCurves, Forward, LayerMetric, Ranks
+from kvpolicy.protocols import Forward, LayerMetric, Ranks
 from kvpolicy.reporting.logging import log_extended
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import at_least
@@ -306,7 +306,7 @@ class CacheForward(Cache):
             forward.waiting = self.policy_layers
         self.compress_waiting()
         if forward.adds_whole and self.policy.heads is not None and self.plan is not None:
-            self.plan = self._counted(self.plan)
+            self.plan = counted(self.plan, self.policy_layers)
         if not waits:  # else the next chunk is measured as well
             if self._metrics:
                 self._cosines = self.cosines().tolist()
@@ -453,62 +453,20 @@ class CacheForward(Cache):
     # budgets
 
     def _measure_curves(self, layers: list[PolicyLayer]) -> None:
-        """Compare what the tokens of all layers are worth, and note the share of each layer; see `DrawsCurves`.
+        """Compare what the tokens of all layers are worth, and note the share of each layer.
 
         A row keeps the shares of its first prompt: slots that were made for a layer are not given to another.
         """
-        allocator = self.policy.allocator
-        assert isinstance(allocator, DrawsCurves)  # see `policy.combination.check_curves`
         pending = layers[0].pending
         unbegun = self._forward.unbegun
         assert pending is not None and unbegun is not None
         # The budgets are not known yet: selectors reckon with equal ones.
-        even = torch.ones(pending.flags.shape[0], len(layers), device="cpu")
-        self._divide(layers[0], pending.decoded(), even)
+        self._divide(layers[0], pending.decoded(), torch.ones(len(unbegun), len(layers), device="cpu"))
         assert self._forward.tokens is not None
-        curves: list[Tensor] = []
-        for layer in layers:
-            assert layer.pending is not None
-            pending = layer.pending.decoded()
-            with outside_autocast(pending.keys.device):
-                worth = layer.store.worth(pending, self._row_budget(layer).keep)
-                curves.append(allocator.curve(worth, layer.layer_idx).float().cpu())
-        longest = max(curve.shape[-1] for curve in curves)
-        drawn = torch.stack([F.pad(each, (0, longest - each.shape[-1]), value=-torch.inf) for each in curves], 1)
-        total = self._forward.tokens.keep.sum(-1)
-        most = self._forward.tokens.last
-        budgets = allocator.budgets(drawn, total, self.policy.min_tokens, most, len(layers))
-        shares = (budgets.double() / total[:, None]).float()
+        shares = shares_by_worth(self.policy, layers, self._forward.tokens)
         if self._cosines is not None:
             shares = torch.where(unbegun.cpu()[:, None], shares, torch.tensor(self._cosines))
         self._cosines = shares.tolist()
-
-    def _whole_budgets(self, pending: PendingPrompt) -> Tensor:
-        """Tokens of each row and layer if all that is held is kept, and all of a prompt, [B, L] int64."""
-        new = pending.lengths(torch.zeros_like(self.policy_layers[0].store.tensors.length)).cpu()
-        self._forward.added = new
-        budgets: list[Tensor] = []
-        for layer in self.policy_layers:
-            tensors = layer.store.tensors
-            # A cache that grows has a budget for tokens to come, which these take first.
-            grows = layer.store.spec.grows
-            held = layer.store.geometry.tokens_by_head().amax(-1) if grows else tensors.budget
-            budgets.append(held.cpu() + new)
-        return torch.stack(budgets, 1)
-
-    def _counted(self, plan: CachePlan) -> CachePlan:
-        """A plan with the pages that layers have: how many a head needed to keep all follows from no budget."""
-        layers = [
-            replace(
-                own,
-                tokens=int(layer.budget.max()),
-                nbytes=layer.held(),
-                layout=layer.store.layout,
-                moved=layer.store.moved,
-            )
-            for own, layer in zip(plan.layers, self.policy_layers, strict=True)
-        ]
-        return replace(plan, layers=tuple(layers))
 
     def _divide(self, first: PolicyLayer, pending: PendingPrompt, metrics: Tensor | None = None) -> None:
         """Divide the budget among layers, from the rows' lengths after the pending prompt of the first layer.
@@ -520,7 +478,9 @@ class CacheForward(Cache):
         """
         keep = None
         if self._forward.adds_whole:
-            keep = self._whole_budgets(pending)
+            new = pending.lengths(torch.zeros_like(first.store.tensors.length)).cpu()
+            self._forward.added = new
+            keep = whole_budgets(self.policy_layers, new)
         elif metrics is None and self.policy.layer_metric:
             metrics = self.cosines()
         end = None if self._end is None else torch.tensor(self._end)

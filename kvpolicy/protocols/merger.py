@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
-from kvpolicy.protocols.selector import Needs, State
+from kvpolicy.protocols.selector import State
+from kvpolicy.protocols.statistics import Needs
 
 
 class MergerTraits(NamedTuple):
