@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -261,7 +262,7 @@ def test_a_long_text_is_not_repeated(text: str) -> None:
     long = "x" * 10_000
     with pytest.raises(ValueError) as caught:
         Policy.parse(text.format(long=long) if "{" in text else text)
-    assert "..." in str(caught.value) and len(str(caught.value)) < 600
+    assert "..." in str(caught.value) and len(str(caught.value)) < 700
 
 
 words = st.sampled_from(
@@ -309,7 +310,11 @@ def selectors() -> st.SearchStrategy[Any]:
     plain = [registry.lookup(name)[1] for name in registry.names("selector")]
     wrappers = [cls for cls in plain if "base" in cls.__dataclass_fields__]
     bases = [cls for cls in plain if cls not in wrappers and cls is not KeepAll]
-    built = [cls() for cls in plain] + [cls(base=base()) for cls in wrappers for base in bases]
+    built = [cls() for cls in plain]
+    for cls in wrappers:
+        for base in bases:
+            with suppress(KVPolicyError):  # some wrap only what holds attention
+                built.append(cls(base=base()))
     return st.sampled_from([each for each in built if not isinstance(each, KeepAll)])
 
 

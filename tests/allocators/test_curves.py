@@ -13,6 +13,7 @@ import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.allocators.kvcompose import KVCompose
 from kvpolicy.allocators.threshold import GlobalThreshold
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.protocols import LayerMetric
 from kvpolicy.registry import name_of
 from kvpolicy.selectors.h2o import H2O
@@ -124,9 +125,13 @@ def test_tiles_and_held_chunks_have_the_budgets_of_one_piece() -> None:
     assert budgets(3, chunks="hold") == whole
 
 
-def test_a_later_prompt_has_the_shares_of_the_first() -> None:
-    """A row that begins beside it is measured, and held bytes stay within those that are planned."""
+def test_a_later_prompt_has_the_shares_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured again, and held bytes stay within those that are planned."""
+    measured: list[int] = []
+    real = LayerStore.worth
+    monkeypatch.setattr(LayerStore, "worth", lambda *given: (measured.append(1), real(*given))[1])
     tape, cache, _ = play(build("llama", layers=3), f"global+{KVZIP}@0.4", [40], TURNS)
+    assert len(measured) == 3
     first, last = ([own[turn].keep[0] for own in tape.values()] for turn in (0, 3))
     assert len(set(first)) > 1 and sum(last) > sum(first)
     for before, after in zip(first, last, strict=True):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvpolicy import Policy
 from kvpolicy.allocators.profile import save_profile
+from kvpolicy.protocols import compares_heads
 from kvpolicy.registry import lookup, names
 from tests.conformance.calibration import FOLDER, write
 from tests.reference.versions import small
@@ -22,6 +23,8 @@ RANKED = [name for name in CODECS if lookup(name)[1]().traits.demote_by == "prio
 """Codecs whose precision follows a ranking, which `full` has none of."""
 _KINDS = {name: lookup(name)[0] for name in names()}
 _UNRANKED = {("full", codec) for codec in RANKED}
+COMPARING = [name for name in ALLOCATORS if lookup(name)[1]().layer_metric == "curve"]
+"""Allocators that compare what tokens of different layers are worth."""
 
 
 def words(*methods: str, budget: str = "0.5") -> str:
@@ -49,7 +52,12 @@ def parameters(name: str) -> list[str]:
 
 def every_pair() -> list[str]:
     """Policies in which every allocator, selector and codec meets every other; `full` keeps all that there is."""
-    rows = pairwise(ALLOCATORS, [*SELECTORS, "full"], CODECS, allowed=lambda row: row[1:] not in _UNRANKED)
+    compared = {name for name in SELECTORS if compares_heads(lookup(name)[1]())}
+
+    def allowed(row: tuple[str, ...]) -> bool:
+        return row[1:] not in _UNRANKED and (row[0] not in COMPARING or row[1] in compared)
+
+    rows = pairwise(ALLOCATORS, [*SELECTORS, "full"], CODECS, allowed=allowed)
     return [words(*row, budget="1.0" if row[1] == "full" else "0.5") for row in rows]
 
 

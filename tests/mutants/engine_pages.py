@@ -37,15 +37,15 @@ MUTATIONS = (
     Mutation(
         name="a page of a row is not cut where an idle row keeps its own",
         file="kvpolicy/engine/page_geometry.py",
-        old="self._pages_by_head() // self._pieces(), pages)",
-        new="self._pages_by_head(), pages)",
+        old="held = self._pages_by_head() // self._pieces()",
+        new="held = self._pages_by_head()",
         tests=("tests/engine/test_paged_rows.py::test_rows_that_evict",),
     ),
     Mutation(
         name="an idle row takes the budget of the others' prompt",
         file="kvpolicy/engine/page_geometry.py",
-        old="set_budget(most if idle is None else torch.where(idle.to(device), tensors.budget, most))",
-        new="set_budget(most)",
+        old="set_budget(room.most if idle is None else torch.where(idle.to(device), tensors.budget, room.most))",
+        new="set_budget(room.most)",
         tests=("tests/engine/test_paged_rows.py::test_a_row_without_a_token_keeps_its_budget_and_its_pages",),
     ),
     Mutation(

@@ -91,6 +91,13 @@ def test_the_only_token_that_is_attended_to_is_the_last_to_go() -> None:
     assert int(got.argmax()) == 1
 
 
+def test_nearly_all_attention_is_the_whole_output() -> None:
+    """What is left without the token is too little to be told from rounding."""
+    weights = torch.tensor([[[[1e-6, 1 - 2e-6, 1e-6]]]]).double()
+    values = torch.randn(1, 1, 3, 4, generator=torch.Generator().manual_seed(0)).double()
+    assert float(squared_losses(weights, values)[0, 0, 0, 1]) == float(values[0, 0, 1].square().sum())
+
+
 def test_equal_values_are_no_loss() -> None:
     weights = torch.softmax(torch.randn(1, 1, 5, 7, generator=torch.Generator().manual_seed(0)), -1).double()
     assert not squared_losses(weights, torch.full((1, 1, 7, 4), 0.3).double()).any()
