@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from kvpolicy.readers.labels import DoubleSparsity as DoubleSparsity
     from kvpolicy.readers.quest import Quest as Quest
     from kvpolicy.readers.reuse import Reuse as Reuse
+    from kvpolicy.selectors.a2sf import A2SF as A2SF
     from kvpolicy.selectors.caote import CAOTE as CAOTE
     from kvpolicy.selectors.chunk import ChunkKV as ChunkKV
     from kvpolicy.selectors.compactor import Compactor as Compactor

@@ -52,6 +52,11 @@ STEP_CASES = {
         Case("uniform/adakv+h2o", "h2o", 1.4, (4096, 8192)),
         Case("uniform/adakv+snapkv", "snapkv", 1.4, (8192,)),
     ],
+    "selectors": [
+        *(Case(name, "snapkv", 1.15) for name in ("knorm", "lagkv", "cur", "defensive", "dropkv", "compactor")),
+        *(Case(f"{name}/snapkv", "snapkv", 1.15) for name in ("critical", "caote", "chunk")),
+        *(Case(name, "h2o", 1.15) for name in ("a2sf", "critical/h2o", "caote/h2o")),
+    ],
     "mergers": [Case("h2o+merge", "h2o", 1.3), Case("h2o+d2o", "h2o"), Case("h2o+compensate", "h2o")],
     "readers": [_reading("quest", 0.25), _reading("labels", 0.35), _reading("exact")],
 }
@@ -62,9 +67,15 @@ PROMPT_CASES = [
     Case("expected", "window", 1.03),
     Case("keydiff", "window", 1.03),
     Case("scissorhands", "h2o"),
+    *(Case(name, "window", 1.05) for name in ("knorm", "lagkv", "cur", "defensive", "dropkv")),
+    Case("compactor", "window", 1.35),
+    Case("a2sf", "window", 1.35),
+    *(Case(f"{name}/snapkv", "snapkv", 1.05) for name in ("critical", "caote", "chunk")),
     Case("snapkv+merge", "snapkv", 1.15),
     Case("snapkv+regress", "snapkv"),
     Case("kvzip", "", 3.0),
+    Case("kvcompose+kvzip", "", 3.0),
+    Case("global/adakv+kvzip", "", 3.0),
 ]
 """Prompts."""
 

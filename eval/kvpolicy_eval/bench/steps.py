@@ -18,15 +18,10 @@ from transformers.cache_utils import DynamicCache
 
 import kvpolicy
 from kvpolicy import Policy
-from kvpolicy.engine.attention import ScoreTransform, newest_queries
-from kvpolicy.engine.attention_sum import AttentionSum
-from kvpolicy.engine.channel_sums import ChannelSums
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.reading import absolute_sums
-from kvpolicy.engine.recent_queries import RecentQueries
+from kvpolicy.engine.prompt_statistics import PromptStatistics
 from kvpolicy.engine.row_limits import RowBudget
-from kvpolicy.engine.statistic import Statistic
 from kvpolicy.hf.layer import make_store
 from kvpolicy.spec.tables import format_bytes
 from kvpolicy_eval.bench.decode import filled
@@ -139,30 +134,20 @@ def full_store(policy: str, slots: int, prompt: int | None = None) -> LayerStore
     """
     count = prompt or slots
     parts = Policy.parse(f"{policy}@{slots}")
-    store = make_store(parts, 0)
+    projection = torch.randn(HEADS * DIM, HEADS * DIM, generator=torch.Generator().manual_seed(1))
+    store = make_store(parts, 0, projection=lambda: projection)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, count, DIM, generator=generator) for _ in range(3))
     needs = parts.selector.needs | parts.merger.needs
     # The larger the power, the fewer tokens have much of a head's attention: heads differ.
     powers = torch.arange(1, HEADS + 1).view(1, HEADS, 1)
-    statistics: list[Statistic] = []
-    if needs.attn_sum:
-        statistics.append(AttentionSum(torch.rand(1, HEADS, count, generator=generator) ** powers))
-    if needs.window_queries:
-        width = needs.window_queries
-        statistics.append(RecentQueries(width, newest_queries(q, None, width)))
-    if parts.reader.traits.salience:
-        statistics.append(ChannelSums(absolute_sums(q, k, None)))
-    pending = PendingPrompt(
-        keys=k,
-        values=v,
-        valid=None,
-        transform=ScoreTransform(DIM**-0.5),
-        statistics=tuple(statistics),
-    )
+    attn_sum = torch.rand(1, HEADS, count, generator=generator) ** powers if needs.attn_sum else None
     budget = torch.tensor([slots])
     with torch.inference_mode(False), torch.no_grad():
         store.initialize(k)
+        seen = PromptStatistics(store.contents, None, count)
+        seen.add(q, k, 0)
+        pending = seen.prompt(k, v, ScoreTransform(DIM**-0.5), None, attn_sum)
         store.tensors.columns.add_(count)
         store.compress(pending, RowBudget(budget, torch.zeros_like(budget), budget, torch.tensor([2 * count])))
     return store
