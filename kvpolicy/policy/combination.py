@@ -17,6 +17,7 @@ from kvpolicy.protocols import (
     Selector,
     compares_heads,
     joint_decode,
+    whole_heads,
 )
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.selectors.full import KeepAll
@@ -36,6 +37,11 @@ def check_together(policy: Any) -> None:
     if policy.heads is not None:
         check_heads(policy.heads, policy.selector, policy.merger, policy.codec, policy.reader)
     check_reader(policy.reader, policy.selector, policy.codec, policy.decode)
+    if policy.codec.traits.demote_by == "priority" and whole_heads(policy.selector):
+        raise KVPolicyError(
+            f"The selector must rank a token by itself to be combined with {policy.codec}, which ranks a part of the "
+            f"tokens of a head at a time, got {policy.selector}; try snapkv or h2o, or the codec tokenwise."
+        )
     if policy.allocator.layer_metric == "curve":
         check_curves(policy.allocator, policy.selector)
 
@@ -94,7 +100,7 @@ def check_heads(heads: Any, selector: Selector, merger: Merger, codec: Codec, re
     needs = selector.needs
     # After a prompt, keys and values are handed over by head; the pages of a decode step are not, and need no ranks
     # where nothing is evicted. What cannot compare heads writes scores by head in every step.
-    looks = needs.vectors or needs.rerank_every or needs.head_shape
+    looks = needs.vectors or needs.rerank_every or needs.head_shape or whole_heads(selector)
     if looks and not (compares_heads(selector) and selector.decode == "grow"):
         raise KVPolicyError(
             f"The selector must not look at keys, or all slots of a head, while decoding to be combined with {heads}, "

@@ -44,6 +44,7 @@ from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import DecodesJointly as DecodesJointly
 from kvpolicy.protocols.selector import HoldsAttention as HoldsAttention
 from kvpolicy.protocols.selector import NewToken as NewToken
+from kvpolicy.protocols.selector import RanksWholeHeads as RanksWholeHeads
 from kvpolicy.protocols.selector import Reranks as Reranks
 from kvpolicy.protocols.selector import Scored as Scored
 from kvpolicy.protocols.selector import ScoredByKeys as ScoredByKeys
@@ -55,6 +56,7 @@ from kvpolicy.protocols.selector import alloc_state as alloc_state
 from kvpolicy.protocols.selector import compares_heads as compares_heads
 from kvpolicy.protocols.selector import joint_decode as joint_decode
 from kvpolicy.protocols.selector import scoped as scoped
+from kvpolicy.protocols.selector import whole_heads as whole_heads
 from kvpolicy.protocols.shapes import SMALLEST_HEAD as SMALLEST_HEAD
 from kvpolicy.protocols.shapes import HeadShape as HeadShape
 from kvpolicy.protocols.shapes import LayerShape as LayerShape

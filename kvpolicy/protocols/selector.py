@@ -131,6 +131,20 @@ class Reranks(Protocol):
 
 
 @runtime_checkable
+class RanksWholeHeads(Protocol):
+    """An optional ability of a selector: it may rank a token by all that its head holds, such as by a share of it.
+
+    It is then asked with all tokens of a head at once, and refused where only a part of them is ranked: by a head
+    allocator, which has pages, and by a codec that demotes by priority.
+    """
+
+    @property
+    def whole_heads(self) -> bool:
+        """Whether the priority of a token depends on the others of its head."""
+        ...
+
+
+@runtime_checkable
 class HoldsAttention(Protocol):
     """An optional ability of a selector: its state says how much attention each token has received."""
 
@@ -156,6 +170,11 @@ def compares_heads(selector: object) -> bool:
     return isinstance(selector, ComparesHeads) and bool(selector.compares_heads)
 
 
+def whole_heads(selector: object) -> bool:
+    """Whether the priority of a token depends on the others of its head; without `RanksWholeHeads` it does not."""
+    return isinstance(selector, RanksWholeHeads) and bool(selector.whole_heads)
+
+
 def joint_decode(selector: object) -> bool:
     """Whether a decode step ranks a slot by all heads of the layer; without `DecodesJointly` it does not."""
     return isinstance(selector, DecodesJointly) and bool(selector.joint_decode)
@@ -170,7 +189,7 @@ class Selector(Protocol):
 
     A class that inherits from it needs one method, `priority`; the other members have defaults for a selector without
     state and without statistics. An object that has all members is accepted whatever its class. Optional abilities are
-    `ComparesHeads`, `DecodesJointly`, `Reranks`, `HoldsAttention` and `ChecksModel`.
+    `ComparesHeads`, `DecodesJointly`, `Reranks`, `RanksWholeHeads`, `HoldsAttention` and `ChecksModel`.
 
     Attributes:
         decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).

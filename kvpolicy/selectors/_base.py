@@ -14,6 +14,7 @@ from kvpolicy.protocols import (
     View,
     compares_heads,
     joint_decode,
+    whole_heads,
 )
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
@@ -38,6 +39,11 @@ class Wrapper(Selector, Protocol):
     def compares_heads(self) -> bool:
         """As the base."""
         return compares_heads(self.base)
+
+    @property
+    def whole_heads(self) -> bool:
+        """As the base."""
+        return whole_heads(self.base)
 
     @property
     def min_tokens(self) -> int:

@@ -81,6 +81,11 @@ class CAOTE(Wrapper):
         return False
 
     @property
+    def whole_heads(self) -> bool:
+        """Yes: weights are fractions of the attention of a head."""
+        return True
+
+    @property
     def needs(self) -> Needs:
         """The needs of the base, and the values of the tokens, after a prompt, now and then, and when generated."""
         own = Needs(vectors=True, rerank_every=self.every, head_shape=True)

@@ -91,10 +91,14 @@ class CriticalKV(Wrapper):
             raise KVPolicyError(f"CriticalKV.epsilon must be at least 0 and finite, got {self.epsilon}; try 0.0001.")
 
     @property
+    def whole_heads(self) -> bool:
+        """Yes: weights are fractions of the attention of a head."""
+        return True
+
+    @property
     def needs(self) -> Needs:
         """The needs of the base, and the norms of values behind the output projection."""
-        # A fraction of a head's attention is a sum over its slots in every step, as a state per head is.
-        return self.base.needs | Needs(output_norms=True, head_shape=True)
+        return self.base.needs | Needs(output_norms=True)
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str, *head: HeadShape) -> State:
         """No norms, and the empty state of the base."""

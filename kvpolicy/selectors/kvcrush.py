@@ -24,6 +24,7 @@ from kvpolicy.protocols import (
     alloc_state,
     compares_heads,
     joint_decode,
+    whole_heads,
 )
 from kvpolicy.selectors._crush import (
     Anchor,
@@ -141,6 +142,11 @@ class KVCrush(Selector):
     def compares_heads(self) -> bool:
         """As the base."""
         return compares_heads(self.base)
+
+    @property
+    def whole_heads(self) -> bool:
+        """As the base."""
+        return whole_heads(self.base)
 
     @property
     def joint_decode(self) -> bool:

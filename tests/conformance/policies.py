@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvpolicy import Policy
 from kvpolicy.allocators.profile import save_profile
-from kvpolicy.protocols import compares_heads
+from kvpolicy.protocols import compares_heads, whole_heads
 from kvpolicy.registry import lookup, names
 from tests.conformance.calibration import FOLDER, write
 from tests.reference.versions import small
@@ -17,10 +17,15 @@ from tests.sampling import pairwise, star
 
 ALLOCATORS = [*names("allocator")]
 SELECTORS = [name for name in names("selector") if name != "full"]
+WRAPPERS = [name for name in SELECTORS if "base" in lookup(name)[1].__dataclass_fields__]
+"""Selectors that wrap another one."""
+BASES = [name for name in SELECTORS if name not in WRAPPERS]
 MERGERS = [*names("merger")]
 CODECS = [*names("codec")]
 RANKED = [name for name in CODECS if lookup(name)[1]().traits.demote_by == "priority"]
 """Codecs whose precision follows a ranking, which `full` has none of."""
+WHOLE_HEADS = [name for name in SELECTORS if whole_heads(lookup(name)[1]())]
+"""Selectors that rank a token by all of its head, which these codecs do not ask for."""
 _KINDS = {name: lookup(name)[0] for name in names()}
 _UNRANKED = {("full", codec) for codec in RANKED}
 COMPARING = [name for name in ALLOCATORS if lookup(name)[1]().layer_metric == "curve"]
@@ -45,6 +50,11 @@ def by_name(name: str) -> str:
     return spec_of(name) if "FOLDER" in small(_KINDS[name], name) else name
 
 
+def is_refused(selector: str, codec: str) -> bool:
+    """Whether a codec ranks parts of what a selector ranks by the whole of."""
+    return codec in RANKED and selector in WHOLE_HEADS
+
+
 def parameters(name: str) -> list[str]:
     """The parameters of a registered method."""
     return [field.name for field in dataclasses.fields(lookup(name)[1])]
@@ -55,7 +65,7 @@ def every_pair() -> list[str]:
     compared = {name for name in SELECTORS if compares_heads(lookup(name)[1]())}
 
     def allowed(row: tuple[str, ...]) -> bool:
-        return row[1:] not in _UNRANKED and (row[0] not in COMPARING or row[1] in compared)
+        return row[1:] not in _UNRANKED and not is_refused(*row[1:]) and (row[0] not in COMPARING or row[1] in compared)
 
     rows = pairwise(ALLOCATORS, [*SELECTORS, "full"], CODECS, allowed=allowed)
     return [words(*row, budget="1.0" if row[1] == "full" else "0.5") for row in rows]

@@ -60,6 +60,7 @@ class Turn:
         hidden: The layer's input, [B, P, M], where the codec looks at it.
         held: Whether the prompt waits for another chunk.
         replays: The replays of the prompt that it ends.
+        projection: The output projection of the layer, [M, Hq * D], where the selector looks at it.
     """
 
     q: Tensor
@@ -75,6 +76,7 @@ class Turn:
     hidden: Tensor | None = None
     held: bool = False
     replays: list[Replayed] = field(default_factory=list)
+    projection: Tensor | None = None
 
     def own(self, b: int, t: Tensor) -> Tensor:
         """A row's own tokens of `t` [B, P, ...], without padding."""
@@ -135,6 +137,8 @@ def recording() -> Generator[Recorder]:
             out = real(cache, layer_idx, q, k, v, valid, kernel, *rest)
             flags = None if valid is None else valid.bool()
             turn = Turn(q=given[0], k=given[1], v=given[2], valid=flags, kernel=kernel, out=out.clone())
+            if cache.policy.at(layer_idx).selector.needs.output_norms:
+                turn.projection = cache.attachment.projections[layer_idx]()
             layer: Any = cache.layers[layer_idx]
             recorder.note(layer, turn)
             return out
@@ -284,8 +288,9 @@ def _differ(mine: list[Slots], its: list[Slots]) -> bool:
 
 def _reference(policy: Policy, turn: Turn, layer_idx: int, twin: Twin) -> ReferenceLayer:
     undo, apply = twin.turns(layer_idx)
+    projection = twin.projection(layer_idx) if turn.projection is None else turn.projection
     return ReferenceLayer(
         reference_selector(policy.selector), 1, num_heads=turn.q.shape[1], num_kv_heads=turn.k.shape[1],
         decode=policy.decode, codec=twin.codec, layer_idx=layer_idx, capacity=1, undo=undo, apply=apply,
-        merger=reference_merger(policy.merger), projection=twin.projection(layer_idx),
+        merger=reference_merger(policy.merger), projection=projection,
     )  # fmt: skip

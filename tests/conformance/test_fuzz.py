@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -12,15 +13,16 @@ from kvpolicy import Policy
 from kvpolicy.registry import lookup
 from tests.conformance.bench import Bench, draw
 from tests.conformance.calibration import write
-from tests.conformance.policies import CODECS, SELECTORS, by_name, parameters
+from tests.conformance.policies import BASES, CODECS, SELECTORS, WRAPPERS, by_name, is_refused, parameters
 from tests.sampling import product
 
-BASES = [name for name in SELECTORS if name != "kvcrush"]
+ATTENTIVE = ["h2o", "snapkv", "probe", "a2sf"]
+"""Selectors that hold attention, which some wrappers ask for."""
 
 
-def draw_selector(dice: Random, *, wrap: bool = True) -> str:
-    """The words of a selector with options drawn at random."""
-    name = dice.choice(SELECTORS if wrap else BASES)
+def draw_selector(dice: Random, *, wrap: bool = True, of: Sequence[str] = BASES) -> str:
+    """The words of a selector with options drawn at random; without `wrap`, of one `of` these."""
+    name = dice.choice(SELECTORS if wrap else of)
     options = {
         "streaming": [f"sinks={dice.randint(0, 4)}"],
         "h2o": [f"recent={dice.choice(['0.0', '0.3', '0.5', '1.0'])}"],
@@ -40,9 +42,24 @@ def draw_selector(dice: Random, *, wrap: bool = True) -> str:
             f"quantile={dice.choice(['0.1', '0.5', '0.8'])}", f"page={dice.choice([0, 0, 2, 5])}",
         ],
         "qfilters": [by_name("qfilters").partition(":")[2]],
+        "lagkv": [f"sinks={dice.randint(0, 4)}", f"lag={dice.choice([1, 3, 8])}"],
+        "cur": [
+            f"sinks={dice.randint(0, 4)}", f"window={dice.choice([1, 4, 16])}", f"every={dice.choice([1, 5, 64])}",
+            f"of={dice.choice(['product', 'keys', 'values', 'mean'])}",
+        ],
+        "a2sf": [f"factor={dice.choice(['0.1', '0.9', '1.0'])}", f"recent={dice.randint(1, 5)}"],
+        "defensive": [
+            f"window={dice.randint(1, 9)}", f"kernel={dice.choice([1, 3, 5])}",
+            f"mass={dice.choice(['0.0', '0.5', '1.0'])}",
+        ],
+        "dropkv": [f"window={dice.randint(1, 9)}", f"kernel={dice.choice([1, 3])}"],
+        "critical": [f"split={dice.choice(['0.0', '0.4', '1.0'])}", f"epsilon={dice.choice(['0.0', '0.01'])}"],
+        "caote": [f"fast={dice.choice(['true', 'false'])}", f"every={dice.choice([1, 4, 64])}"],
+        "chunk": [f"size={dice.choice([1, 3, 8])}"],
     }.get(name, [])  # fmt: skip
-    if name == "kvcrush":
-        return ":".join([name, *options]) + "/" + draw_selector(dice, wrap=False)
+    if name in WRAPPERS:
+        bases = BASES if name in ("kvcrush", "chunk") else ATTENTIVE
+        return ":".join([name, *options]) + "/" + draw_selector(dice, wrap=False, of=bases)
     return ":".join([name, *options, f"decode={dice.choice(['evict', 'evict', 'grow'])}"])
 
 
@@ -104,7 +121,10 @@ def converse(seed: int, *, idle: bool = False) -> None:
         idle: Whether continuations may bring some rows nothing but padding.
     """
     dice = Random(seed)
-    policy = Policy.parse(f"{draw_selector(dice)}+{draw_codec(dice)}@0.5")
+    selector, codec = draw_selector(dice), draw_codec(dice)
+    if any(is_refused(name, codec.partition(":")[0]) for name in selector.replace(":", "/").split("/")):
+        codec = "plain"
+    policy = Policy.parse(f"{selector}+{codec}@0.5")
     batch, floor = dice.randint(1, 3), policy.selector.min_tokens
     heads, group = dice.choice([(1, 1), (2, 2), (1, 3), (3, 1)])
     sizes = [dice.randint(2, 40), *(dice.choice([1, 1, 1, 1, dice.randint(2, 12)]) for _ in range(dice.randint(3, 25)))]

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpolicy import Policy
 from kvpolicy.registry import name_of
 from tests.conformance.bench import Bench, draw, padding
-from tests.conformance.policies import CODECS, RANKED, SELECTORS, parameters, spec_of, words
+from tests.conformance.policies import CODECS, RANKED, SELECTORS, is_refused, parameters, spec_of, words
 from tests.sampling import Row, pairwise, product
 
 GROWING = [f"{spec_of(name)}:decode=grow" for name in SELECTORS if "decode" in parameters(name)]
@@ -43,7 +43,7 @@ SCENARIOS: list[tuple[str, Any]] = [
 def used(row: Row) -> bool:
     """Whether a test runs a method: those that grow differ in what they drop, which most codecs have no part in."""
     (title, _), selector, codec = row
-    if selector not in SELECTORS and title == "budget holds":
+    if is_refused(selector, codec) or (selector not in SELECTORS and title == "budget holds"):
         return False
     return selector not in GROWING or codec == "kivi" or (selector == "h2o:decode=grow" and codec != "plain")
 

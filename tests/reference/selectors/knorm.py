@@ -17,8 +17,8 @@ def priority(config: Config, position: int, score: complex, length: int, budget:
 
 
 def scores_of_tokens(config: Config, look: Look) -> list[complex]:
-    """Measure the keys of new tokens; a score's imaginary part says that it is one."""
-    return [old if old.imag else measured(key) for old, key in zip(look.scores, look.keys, strict=True)]
+    """Measure all keys, as attention reads them."""
+    return [measured(key) for key in look.keys]
 
 
 def score_of_newest(config: Config, look: Look) -> complex:
