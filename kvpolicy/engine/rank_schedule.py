@@ -76,5 +76,6 @@ class RankSchedule:
     def _left(self, length: Tensor, budget: Tensor) -> list[int]:
         """Tokens that each row may still get before it is due."""
         triples = zip(length.tolist(), self.ranked_len, budget.tolist(), strict=True)
-        # Tokens that were not ranked never fill more than half a budget.
-        return [last + max(min(self.every, most // 2), 1) - new for new, last, most in triples]
+        # Tokens that were not ranked never fill more than half a budget. A row that begins in a step of others has its
+        # first token ranked as alone, where that is a prompt.
+        return [max(last, 1) + max(min(self.every, most // 2), 1) - new for new, last, most in triples]

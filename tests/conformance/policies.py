@@ -9,13 +9,15 @@ from pathlib import Path
 
 from kvpolicy import Policy
 from kvpolicy.allocators.profile import save_profile
-from kvpolicy.protocols import compares_heads, whole_heads
+from kvpolicy.protocols import whole_heads
 from kvpolicy.registry import lookup, names
 from tests.conformance.calibration import FOLDER, write
 from tests.reference.versions import small
 from tests.sampling import pairwise, star
 
-ALLOCATORS = [*names("allocator")]
+COMPARING = [name for name in names("allocator") if lookup(name)[1]().layer_metric == "curve"]
+"""Allocators that compare what tokens of different layers are worth, which not every selector says."""
+ALLOCATORS = [name for name in names("allocator") if name not in COMPARING]
 SELECTORS = [name for name in names("selector") if name != "full"]
 WRAPPERS = [name for name in SELECTORS if "base" in lookup(name)[1].__dataclass_fields__]
 """Selectors that wrap another one."""
@@ -28,8 +30,6 @@ WHOLE_HEADS = [name for name in SELECTORS if whole_heads(lookup(name)[1]())]
 """Selectors that rank a token by all of its head, which these codecs do not ask for."""
 _KINDS = {name: lookup(name)[0] for name in names()}
 _UNRANKED = {("full", codec) for codec in RANKED}
-COMPARING = [name for name in ALLOCATORS if lookup(name)[1]().layer_metric == "curve"]
-"""Allocators that compare what tokens of different layers are worth."""
 
 
 def words(*methods: str, budget: str = "0.5") -> str:
@@ -62,12 +62,12 @@ def parameters(name: str) -> list[str]:
 
 def every_pair() -> list[str]:
     """Policies in which every allocator, selector and codec meets every other; `full` keeps all that there is."""
-    compared = {name for name in SELECTORS if compares_heads(lookup(name)[1]())}
-
-    def allowed(row: tuple[str, ...]) -> bool:
-        return row[1:] not in _UNRANKED and not is_refused(*row[1:]) and (row[0] not in COMPARING or row[1] in compared)
-
-    rows = pairwise(ALLOCATORS, [*SELECTORS, "full"], CODECS, allowed=allowed)
+    rows = pairwise(
+        ALLOCATORS,
+        [*SELECTORS, "full"],
+        CODECS,
+        allowed=lambda row: row[1:] not in _UNRANKED and not is_refused(*row[1:]),
+    )
     return [words(*row, budget="1.0" if row[1] == "full" else "0.5") for row in rows]
 
 
@@ -76,7 +76,7 @@ def star_of_three(
 ) -> list[tuple[str, str, str]]:
     """Each allocator with `snapkv`, each selector with `plain`, and each codec with `h2o`."""
     centers = [("", "snapkv", "plain"), ("uniform", "", "plain"), ("uniform", "h2o", "")]
-    return star(allocators, selectors, codecs, centers=centers)
+    return [*star(allocators, selectors, codecs, centers=centers), *((name, "snapkv", "plain") for name in COMPARING)]
 
 
 def with_profile(policy: str, folder: Path, cosines: Sequence[float]) -> Policy:

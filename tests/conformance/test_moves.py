@@ -13,7 +13,7 @@ from kvpolicy import Policy
 from kvpolicy.allocators.uniform import Uniform
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.fakes import Fake, Roll, apply, undo
-from tests.conformance.policies import SELECTORS, words
+from tests.conformance.policies import SELECTORS, WHOLE_HEADS, words
 from tests.conformance.replay import Twin, Verdict
 from tests.sampling import pairwise, product
 
@@ -44,6 +44,8 @@ def fake(caps: str, group_size: str, order: str, pins: str, residual: str, recod
 
 def bench_of(codec: Fake, selector: str, decode: str, budgets: list[int], new: int, layer_idx: int = 0) -> Bench:
     """A bench of a codec; where generated tokens are to be kept, so is all that does not compete."""
+    if codec.demote_by == "priority" and selector in WHOLE_HEADS:
+        selector = "h2o"
     chosen = Policy.parse(words(selector)).selector
     base = getattr(chosen, "base", None)
     if base is None:
