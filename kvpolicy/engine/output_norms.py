@@ -40,15 +40,19 @@ def absolute_norms(values: Tensor, projection: Tensor) -> Tensor:
     """
     batch, heads, columns, dim = values.shape
     slices = _slices(projection, dim)
+    if not slices.shape[0]:  # a rank without heads, which takes part with one that no sum counts
+        return values.new_zeros(batch, heads, columns, dtype=torch.float32)
     group = slices.shape[0] // heads
     norms = values.new_empty(batch, slices.shape[0], columns, dtype=torch.float32)
     # Of a hidden vector for each token, only a tile of tokens is alive.
     rows = max(TILE_ELEMENTS // (batch * slices.shape[2]), 16)
     for number, part in enumerate(slices):
-        own = part.to(device=values.device, dtype=torch.float32)
+        # Contiguous, as the values are: the sums must have the same bits on ranks, which hold a part of the weights.
+        own = part.to(device=values.device, dtype=torch.float32).contiguous()
         for start in range(0, columns, rows):
             at = slice(start, start + rows)
-            norms[:, number, at] = (values[:, number // group, at].float() @ own).abs_().sum(-1)
+            tile = values[:, number // group, at].float().contiguous()
+            norms[:, number, at] = (tile @ own).abs_().sum(-1)
     return norms
 
 

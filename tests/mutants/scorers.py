@@ -155,8 +155,8 @@ MUTATIONS = (
     Mutation(
         name="norms are of the first query head of each group",
         file="kvpolicy/engine/output_norms.py",
-        old="(values[:, number // group, at].float() @ own)",
-        new="(values[:, number // group, at].float() @ slices[number // group * group].float())",
+        old="(tile @ own)",
+        new="(tile @ slices[number // group * group].float())",
         tests=("tests/engine/test_output_norms.py",),
     ),
 )

@@ -9,6 +9,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from kvpolicy import Policy, PolicyCache
 from kvpolicy.allocators.head_files import HeadFile, save_heads
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.codecs._files import save
+from kvpolicy.engine import selection
+from kvpolicy.engine.output_norms import absolute_norms
 from kvpolicy.parallel.runtime import share
 from kvpolicy.planning.curves import save_layers
 from kvpolicy.selectors.filter_files import save_filters
@@ -87,7 +90,11 @@ def divided(heads: Heads, rank: int, world: int) -> Generator[None]:
 
         return attend
 
-    with attending(around, replays=True):
+    def sliced(values: Tensor, projection: Tensor) -> Tensor:
+        """The norms by this rank's columns of the projection of the whole model."""
+        return absolute_norms(values, projection.unflatten(1, (heads.queries, -1))[:, queries].flatten(1))
+
+    with attending(around, replays=True), mock.patch.object(selection, "absolute_norms", sliced):
         yield
 
 

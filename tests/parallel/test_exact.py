@@ -53,6 +53,14 @@ POOLED = [
     "tuned:file=FOLDER/coded.json@12",
     "squeeze/duo:file=FOLDER/heads.json:sparsity=0.4+snapkv:window=6:kernel=3@0.5",
     "qfilters:file=FOLDER/filters.safetensors@0.5",
+    "defensive:window=6:kernel=3@0.5",
+    "dropkv:window=6@0.5",
+    "chunk:size=3/h2o@0.5",
+    "critical/h2o@0.5",
+    "caote:every=5/h2o@0.5",
+    "kvcompose+kvzip:chunk=7:sinks=2@0.5",
+    "global/adakv+defensive:window=6:kernel=3@0.5",
+    "a2sf:factor=0.8:recent=4@0.5",
     "kvcrush/qfilters:file=FOLDER/filters.safetensors@0.5",
 ]
 """What looks at all heads, or at all query heads of a KV head."""
