@@ -105,7 +105,9 @@ def rank_candidates(
 ) -> Ranking:
     """Rank the slots of a layer and the tokens of a prompt; see `select_tokens`."""
     slots = positions.shape[-1]
-    positions, state = _candidates(positions, state, prompt, seen_before)
+    new_positions = prompt.positions(seen_before)[:, None].expand(-1, positions.shape[1], -1)
+    positions = torch.cat([positions, new_positions], -1)
+    state = join_states(state, empty_slots(state, new_positions.shape[-1]))
     seen = _statistics(prompt, past, positions, slots)
     if selector.needs.output_norms:
         assert seen.values is not None and projection is not None
@@ -201,13 +203,6 @@ def _in_dtypes_of(before: State, state: State) -> State:
     """A state in the dtypes that were allocated: a statistic may be computed in half precision."""
     dtypes = (t.dtype for t in tensors(before))
     return map_state(lambda t: t.to(next(dtypes)), state)
-
-
-def _candidates(positions: Tensor, state: State, prompt: PendingPrompt, seen_before: Tensor) -> tuple[Tensor, State]:
-    """Positions [B, H, S + P] and state of the slots and the new tokens."""
-    heads, new = prompt.keys.shape[1:3]
-    new_positions = prompt.positions(seen_before)[:, None].expand(-1, heads, -1)
-    return torch.cat([positions, new_positions], -1), join_states(state, empty_slots(state, new))
 
 
 def _statistics(prompt: PendingPrompt, past: Past | None, positions: Tensor, slots: int) -> Seen:
