@@ -44,7 +44,7 @@ class KVCompose(Allocator):
         return "curve"
 
     def curve(self, worth: Tensor, layer_idx: int) -> Tensor:
-        """What composite tokens are worth, [B, N]: the mean over the heads, in the first layer the largest."""
+        """The worth of composite tokens, [B, N]: the mean over the heads, in the first layer the largest."""
         ranked = worth.sort(dim=-1, descending=True).values
         return ranked.amax(1) if layer_idx == 0 else ranked.double().mean(1).float()
 

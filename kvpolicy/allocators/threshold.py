@@ -42,7 +42,7 @@ class GlobalThreshold(Allocator):
         return "curve"
 
     def curve(self, worth: Tensor, layer_idx: int) -> Tensor:
-        """What a further token per head is worth, [B, N]: the middle one of the next tokens of all heads together."""
+        """The worth of a further token per head, [B, N]: the middle one of the next tokens of all heads together."""
         heads = worth.shape[1]
         ranked = worth.flatten(1).sort(dim=-1, descending=True).values
         return ranked[:, (heads - 1) // 2 :: heads]

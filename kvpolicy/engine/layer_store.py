@@ -168,7 +168,7 @@ class LayerStore:
 
     @on_host
     def worth(self, pending: PendingPrompt, keep: Tensor) -> Tensor:
-        """What each slot and each token of a prompt is worth, in all heads of the model, [B, H, N] fp32.
+        """The worth of each slot and each token of a prompt, in all heads of the model, [B, H, N] fp32.
 
         Nothing is changed; see `kvpolicy.protocols.DrawsCurves`.
 

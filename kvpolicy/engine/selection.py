@@ -187,7 +187,7 @@ def select_tokens(
 
 
 def worth_of(selector: Selector, ranking: Ranking) -> Tensor:
-    """What each candidate is worth beside those of other layers, [B, H, N] fp32; see `DrawsCurves`."""
+    """The worth of each candidate beside those of other layers, [B, H, N] fp32; see `DrawsCurves`."""
     priority = ranking.priority
     worth = selector.attention(ranking.state) if isinstance(selector, HoldsAttention) else priority
     return worth.masked_fill(priority == torch.inf, torch.inf).masked_fill(~ranking.view.valid, -torch.inf)

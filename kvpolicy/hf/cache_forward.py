@@ -439,7 +439,7 @@ class CacheForward(Cache):
             self.guard.massive[layer_idx] = found & first.to(found.device)[:, None]
 
     def cosines(self) -> Tensor:
-        """What was measured of each layer, [B, L]: cosines, or with the metric `curve` shares of the budget."""
+        """The measured metric of each layer, [B, L]: cosines, or with the metric `curve` shares of the budget."""
         held = None if self._cosines is None else torch.tensor(self._cosines)
         if not self._metrics:
             assert held is not None, "no prompt was measured"

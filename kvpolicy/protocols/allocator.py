@@ -10,7 +10,7 @@ from kvpolicy.protocols.codec import ModelInfo
 from kvpolicy.protocols.selector import View
 
 LayerMetric = Literal["", "cosine", "curve"]
-"""What is measured in every layer: nothing, how little attention changes the residual stream, or what tokens are worth.
+"""The metric of layers: none, how little attention changes the residual stream, or the worth of their tokens.
 
 It is measured in a row's first prompt, or in the first chunk of it. Of curves, which `DrawsCurves` draws, the share of
 the budget that each layer got by them is kept for later prompts.
@@ -29,7 +29,7 @@ class Allocator(Protocol):
 
     @property
     def layer_metric(self) -> LayerMetric:
-        """What must be measured in every layer before budgets are known; by default nothing."""
+        """The metric that must be measured in every layer before budgets are known; by default none."""
         return ""
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
@@ -113,7 +113,7 @@ class DrawsCurves(Protocol):
     """
 
     def curve(self, worth: Tensor, layer_idx: int) -> Tensor:
-        """What each further token per head is worth in a layer, [B, N] in falling order.
+        """The worth of each further token per head in a layer, [B, N] in falling order.
 
         Args:
             worth: Of each candidate of all heads of the model, [B, H, N] fp32; -inf for invalid tokens.

@@ -71,6 +71,6 @@ def shares(attention: Tensor, valid: Tensor) -> Tensor:
 
 
 def mean_output_norm(seen: Seen, view: View) -> Tensor:
-    """What the value of each token adds to the residual stream, as a mean over the group, [B, H, N]; 0 if invalid."""
+    """Norm of each value behind the output projection, as a mean over the group, [B, H, N]; 0 if invalid."""
     assert seen.output_norms is not None, "the selector did not request output_norms"
     return group_mean(seen.output_norms, view).masked_fill(~view.valid, 0)

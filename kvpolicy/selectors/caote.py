@@ -129,7 +129,7 @@ class CAOTE(Wrapper):
         state.distance.copy_(torch.where(view.newest(1), distance, state.distance))
 
     def priority(self, state: CaoteState, view: View) -> Tensor:
-        """What the base always keeps is kept, other tokens by the change without them: [B, H, N]."""
+        """Tokens that the base always keeps are kept, others by the change without them: [B, H, N]."""
         share = shares(attention_of(self.base, state.base), view.valid)
         loss = share / (1 - share).clamp_min(LEAST_REST) * state.distance
         return keep_always(loss, self.base.priority(state.base, view) == torch.inf)

@@ -32,7 +32,7 @@ from kvpolicy.spec.validation import check_fields
 
 @scoped(typical="head")
 class CriticalState(NamedTuple):
-    """What the tokens of each slot add, and the state of the base.
+    """Norms of the values in each slot, and the state of the base.
 
     Attributes:
         norm: Norm of the value behind the output projection, [B, H, S] fp32; 0 for a generated token.
