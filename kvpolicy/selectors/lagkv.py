@@ -78,7 +78,8 @@ class LagKV(Selector):
         whole = number < count.div(size, rounding_mode="floor")  # of a lag that is full
         number = number.masked_fill(~whole, order.shape[-1])
         scored = whole & (number + 1 < count.div(size, rounding_mode="floor"))
-        weight = sum(_deviation_shares(t, order, number, scored) for t in (seen.keys, seen.values))
+        sizes = size.flatten().tolist()
+        weight = sum(_deviation_shares(t, order, whole, sizes) for t in (seen.keys, seen.values))
         assert isinstance(weight, Tensor)
         above = _place_in_lag(weight, number)  # tokens of the lag that rank higher
         ranked = (size - 1 - above).float() / size
@@ -94,31 +95,29 @@ class LagKV(Selector):
         return priority_of(state, view, self.sinks)
 
 
-def _deviation_shares(vectors: Tensor, order: Tensor, number: Tensor, scored: Tensor) -> Tensor:
+def _deviation_shares(vectors: Tensor, order: Tensor, whole: Tensor, sizes: list[int]) -> Tensor:
     """Softmax over each lag of the deviation over channels, in the range of the next lag, [B, H, N] fp64.
 
     Args:
         vectors: [B, H, N, D].
         order: Tokens in the order of lags, [B, H, N] int64.
-        number: The lag at each place of that order, N where there is none, [B, H, N] int64.
-        scored: Which places are scored, [B, H, N] bool.
+        whole: Which places of that order are in a full lag, [B, H, N] bool.
+        sizes: Tokens of a lag of each row.
     """
     dim = vectors.shape[-1]
     x = vectors.gather(2, order[..., None].expand(-1, -1, -1, dim)).float()
-    x = x.masked_fill((number == number.shape[-1])[..., None], 0)  # numbers of invalid tokens mean nothing
-    lags = number[..., None].expand_as(x)
-    shape = (*x.shape[:2], x.shape[2] + 2, dim)
-    least = x.new_full(shape, torch.inf).scatter_reduce_(2, lags, x, "amin")
-    most = x.new_full(shape, -torch.inf).scatter_reduce_(2, lags, x, "amax")
-    low = least.gather(2, lags + 1)
-    width = most.gather(2, lags + 1) - low
-    scaled = torch.where(scored[..., None] & (width > 0), (x - low) / width, 0)
-    spread = scaled.double().std(-1, correction=1) if dim > 1 else torch.zeros_like(x[..., 0], dtype=torch.float64)
-    # The largest is taken off first: deviations are unbounded where a lag leaves the range of the next one.
-    top = spread.new_zeros(shape[:3]).scatter_reduce_(-1, number, spread, "amax")
-    share = (spread - top.gather(-1, number)).exp()
-    total = torch.zeros_like(top).scatter_add_(-1, number, share)
-    return share / total.gather(-1, number)
+    x = x.masked_fill(~whole[..., None], 0)  # numbers of invalid tokens mean nothing
+    shares = x.new_zeros(order.shape, dtype=torch.float64)
+    for row, size in enumerate(sizes):  # each has lags of its own size
+        lags = x[row, :, : x.shape[2] // size * size].unflatten(1, (-1, size))  # [H, lags, size, D]
+        if lags.shape[1] < 2:
+            continue
+        low = lags.amin(2)[:, 1:, None]
+        width = lags.amax(2)[:, 1:, None] - low
+        scaled = torch.where(width > 0, (lags[:, :-1] - low) / width, 0)
+        spread = scaled.double().std(-1, correction=1) if dim > 1 else torch.zeros_like(scaled[..., 0]).double()
+        shares[row, :, : (lags.shape[1] - 1) * size] = spread.softmax(-1).flatten(1)
+    return shares
 
 
 def _place_in_lag(weight: Tensor, number: Tensor) -> Tensor:
