@@ -193,7 +193,7 @@ def names(kind: Kind | None = None) -> tuple[str, ...]:
 
     Examples:
         >>> names("allocator")
-        ('pyramid', 'squeeze', 'uniform')
+        ('global', 'kvcompose', 'pyramid', 'squeeze', 'uniform')
     """
     return tuple(sorted(name for name, (its, _) in _table().items() if kind in (None, its)))
 

@@ -62,8 +62,8 @@ class ChunkKV(Wrapper):
 
     Examples:
         >>> from kvpolicy import Policy
-        >>> str(Policy.parse("chunk:size=10/snapkv@0.2"))
-        'chunk:size=10/snapkv@0.2'
+        >>> str(Policy.parse("chunk:size=5/h2o@0.2"))
+        'chunk:size=5/h2o@0.2'
 
     Source:
         ChunkKV (arXiv:2502.00299), Section 3, and kvpress (ChunkKVPress). Differences: each row has its own chunks

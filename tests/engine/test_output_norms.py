@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_a_model_gives_its_own_projection(family: str, how: dict[str, Any], monk
 
 
 def test_a_model_without_a_projection_is_left_as_it_was() -> None:
-    model = build("llama", layers=2)
+    model = copy.deepcopy(build("llama", layers=2))  # built models are shared between tests
     before = set(model.model.layers[1].self_attn._modules)
     model.model.layers[1].self_attn.o_proj = nn.Identity()
     with pytest.raises(KVPolicyError, match=r"must have a weight in floating point .* try kvzip"):
@@ -84,8 +85,7 @@ def test_a_model_without_a_projection_is_left_as_it_was() -> None:
 
 
 def test_offloaded_weights_are_refused() -> None:
-    model = build("llama", layers=1)
-    module = model.model.layers[0].self_attn
+    module = copy.deepcopy(build("llama", layers=1).model.layers[0].self_attn)
     module.o_proj.to("meta")
     with pytest.raises(KVPolicyError, match=r"must be in memory while its layer runs, .* try another selector"):
         output_projection(module)

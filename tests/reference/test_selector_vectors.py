@@ -79,8 +79,8 @@ def test_knorm_keeps_short_keys_and_the_newest() -> None:
     assert _worth("knorm", look) == [-5, -1, -2, math.inf]
 
 
-def test_knorm_measures_a_key_once() -> None:
-    look = _look([0, 1], 2, keys=[(9, 9), (0, 2)], scores=[-5 + 1j, 0])
+def test_knorm_measures_all_keys_at_a_prompt_and_the_newest_in_decode() -> None:
+    look = _look([0, 1], 2, keys=[(3, 4), (0, 2)], scores=[-9 + 1j, 0])
     assert _reals(_scored("knorm", look).scores) == [-5, -2]
     assert selectors.score_of_newest(selectors.complete("knorm"), look) == -2 + 1j
 

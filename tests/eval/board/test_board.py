@@ -106,6 +106,7 @@ def test_a_row_has_all_modes_and_the_largest_cost(board: Board) -> None:
         "0.50 (.25-.75)",
         "0.50 (.22-.78)",
         "0.50 (.34-.66)",
+        "",
         "0.10",
         "0.05",
         "0.50",
@@ -177,9 +178,9 @@ def test_the_command_fills_a_page(board: Board, tmp_path: Path, capsys: pytest.C
     assert "| `snapkv` | selector | 0.50" in page.read_text()
     assert (tmp_path / "board-512.svg").read_text().startswith("<?xml")
     measured = [json.loads(line)["key"] for line in board.results.read_text().splitlines()]
-    assert len(measured) == len(set(measured)) == 6
+    assert len(measured) == len(set(measured)) == 7
     main([*arguments, "--page-only"])
-    assert len(board.results.read_text().splitlines()) == 6
+    assert len(board.results.read_text().splitlines()) == 7
 
 
 def test_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,11 +49,11 @@ def test_a_method_is_compared_with_the_full_cache_and_its_base(name: str) -> Non
 def test_a_table_has_what_is_known_and_nothing_else(board: Board) -> None:
     listed = entries("tiny-4k")
     text = page_table("kivi", board, listed, [0.2, 0.1])
-    assert "| 512 tokens | budget | inside | after | second |" in text and "4,096" not in text
+    assert "| 512 tokens | budget | inside | after | second | beyond |" in text and "4,096" not in text
     assert rows(text) == [
-        ["`full`", "100%", "", "0.50", ""],
-        ["`snapkv`", "10%", "", "0.50", ""],
-        ["`snapkv+kivi:bits=2`", "10%", "", "0.50", ""],
+        ["`full`", "100%", "", "0.50", "", "0.50"],
+        ["`snapkv`", "10%", "", "0.50", "", ""],
+        ["`snapkv+kivi:bits=2`", "10%", "", "0.50", "", ""],
     ]
     assert "4 of about 512 tokens (±0.20)" in text and f"<!-- {len(listed)} results -->" in text
     kivi = next(entry for entry in listed if "kivi" in entry.spec)
@@ -62,7 +62,7 @@ def test_a_table_has_what_is_known_and_nothing_else(board: Board) -> None:
     wrong = Cell(kivi, 0.1, "second", 4096)
     board._keep(wrong.key(2, board.model), {"right": {"recall": 0}, "docs": 2, "held": 0.1, "moved": 0.1})
     more = page_table("kivi", board, listed, [0.2, 0.1])
-    assert rows(more) == [*rows(text), ["`snapkv+kivi:bits=2`", "10%", "", "", "0.00"]]
+    assert rows(more) == [*rows(text), ["`snapkv+kivi:bits=2`", "10%", "", "", "0.00", ""]]
 
 
 def test_readers_have_fractions_that_are_read(board: Board) -> None:
@@ -82,7 +82,8 @@ def test_the_command_fills_every_page_of_a_tree(board: Board, tmp_path: Path) ->
         ["--results", str(board.results), "--page-only", "--lengths", "512", "--n", "4", "--fill-places", str(tmp_path)]
     )
     assert [row[0].strip("`") for row in rows(filled[0].read_text())] == list(OVERVIEW)
-    assert [row[0].strip("`") for row in rows(filled[1].read_text())] == ["full", "window", "snapkv", "h2o"]
+    of_h2o = [row[0].strip("`") for row in rows(filled[1].read_text())]
+    assert of_h2o == ["full", "window", "snapkv", "h2o", "caote/h2o"]
     assert (tmp_path / "docs" / "other.md").read_text() == "# Other\n"
 
 

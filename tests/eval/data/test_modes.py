@@ -54,5 +54,5 @@ def test_the_second_word_is_new_and_of_another_category() -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="mode must be one of inside, after, second, got 'before'; try after"):
+    with pytest.raises(ValueError, match="mode must be one of inside, after, second, beyond, got 'before'; try after"):
         place(("a=1\n?a=", "1"), "before")
