@@ -7,8 +7,10 @@ from typing import Protocol
 from torch import Tensor
 
 from kvpolicy.protocols import (
+    ChecksModel,
     DecodeMode,
     HoldsAttention,
+    ModelInfo,
     Seen,
     Selector,
     View,
@@ -53,6 +55,11 @@ class Wrapper(Selector, Protocol):
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """The statistic of the base."""
         return self.base.statistic(seen, view)
+
+    def check(self, model: ModelInfo) -> None:
+        """As the base."""
+        if isinstance(self.base, ChecksModel):
+            self.base.check(model)
 
 
 def check_base(owner: object, base: object) -> None:

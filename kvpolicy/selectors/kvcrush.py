@@ -11,10 +11,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import (
     SMALLEST_HEAD,
-    ChecksModel,
-    DecodeMode,
     HeadShape,
-    ModelInfo,
     Needs,
     Reranks,
     Seen,
@@ -22,10 +19,9 @@ from kvpolicy.protocols import (
     State,
     View,
     alloc_state,
-    compares_heads,
     joint_decode,
-    whole_heads,
 )
+from kvpolicy.selectors._base import Wrapper, check_base
 from kvpolicy.selectors._crush import (
     Anchor,
     Buckets,
@@ -40,7 +36,7 @@ from kvpolicy.selectors._crush import (
 from kvpolicy.selectors._pages import best_pages, mark_tokens, min_page_tokens, paginate
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import check_fields
 
@@ -70,7 +66,7 @@ class CrushState(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KVCrush(Selector):
+class KVCrush(Wrapper):
     """Use part of the budget for representatives of the tokens that the base selector would evict.
 
     Each token has a signature with one bit per query head: whether the head scores it among its highest tokens. Tokens
@@ -121,8 +117,7 @@ class KVCrush(Selector):
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
-        if not isinstance(self.base, Selector):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise KVPolicyTypeError(f"KVCrush.base must be a selector, got {self.base!r}; try SnapKV().")
+        check_base(self, self.base)
         # A split just below 1 may round to a whole million, and `min_tokens` would then divide by 0.
         if not 0 <= self.split < 1 or self._millionths == MILLION:
             raise KVPolicyError(
@@ -134,29 +129,9 @@ class KVCrush(Selector):
         check_choice(self, anchor=get_args(Anchor), pick=get_args(Pick), buckets=get_args(Buckets))
 
     @property
-    def decode(self) -> DecodeMode:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The mode of the base."""
-        return self.base.decode
-
-    @property
-    def compares_heads(self) -> bool:
-        """As the base."""
-        return compares_heads(self.base)
-
-    @property
-    def whole_heads(self) -> bool:
-        """As the base."""
-        return whole_heads(self.base)
-
-    @property
     def joint_decode(self) -> bool:
         """As the base."""
         return joint_decode(self.base)
-
-    def check(self, model: ModelInfo) -> None:
-        """As the base."""
-        if isinstance(self.base, ChecksModel):
-            self.base.check(model)
 
     @property
     def needs(self) -> Needs:

@@ -120,7 +120,7 @@ def test_other_models(content: FilterFile, info: ModelInfo, message: str) -> Non
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("spec", ["qfilters:file={}@0.5", "kvcrush/qfilters:file={}@0.5"])
+@pytest.mark.parametrize("spec", ["qfilters:file={}@0.5", "kvcrush/qfilters:file={}@0.5", "chunk/qfilters:file={}@0.5"])
 def test_files_are_refused_when_a_policy_is_planned_or_attached(spec: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "filters.safetensors"
