@@ -6,6 +6,7 @@ reducers (a sum over all queries, the rows of the newest ones) are applied to it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -335,6 +336,15 @@ def newest_queries(q: Tensor, valid: Tensor | None, width: int) -> QueryWindow:
     """The newest `width` valid queries of q [B, Hq, P, D], the newest last."""
     at = newest_columns(valid, (q.shape[0], q.shape[2]), width, q.device)
     return QueryWindow(take_queries(q, at), at)
+
+
+def window_tiles(window: QueryWindow, columns: int) -> Iterator[tuple[slice, QueryWindow]]:
+    """The queries of a window in tiles, and which of them each tile has, for attention over `columns` tokens."""
+    batch, heads, width, _ = window.queries.shape
+    rows = max(TILE_ELEMENTS // max(batch * heads * columns, 1), 16)
+    for start in range(0, width, rows):
+        part = slice(start, start + rows)
+        yield part, QueryWindow(window.queries[:, :, part], window.at[:, part])
 
 
 def window_attention(

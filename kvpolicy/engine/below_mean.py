@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import (
-    TILE_ELEMENTS,
     Past,
     QueryWindow,
     ScoreTransform,
     newest_columns,
     window_attention,
+    window_tiles,
 )
 from kvpolicy.engine.statistic import Candidates, Coming, WindowStatistic, newest_of
 from kvpolicy.protocols import BELOW_MEAN
@@ -63,12 +63,10 @@ def below_mean_counts(
     Returns:
         [B, Hq, S + P] fp32, over past slots and new tokens.
     """
-    batch, heads, width, _ = window.queries.shape
+    batch, heads = window.queries.shape[:2]
     held = 0 if past is None else past.keys.shape[2]
     total = k.new_zeros(batch, heads, held + k.shape[2], dtype=torch.float32)
-    rows = max(TILE_ELEMENTS // total.numel(), 16)
-    for start in range(0, width, rows):
-        tile = QueryWindow(window.queries[:, :, start : start + rows], window.at[:, start : start + rows])
+    for _, tile in window_tiles(window, total.shape[2]):
         seen = _visible(tile, k, past, valid).repeat_interleave(heads // k.shape[1], 1)  # [B, Hq, W, S + P]
         weights = window_attention(tile, k, transform, past, valid)
         total += (weights.mul_(seen.sum(-1, keepdim=True)).lt(BELOW_MEAN) & seen).sum(2)

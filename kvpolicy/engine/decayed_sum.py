@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import (
-    TILE_ELEMENTS,
     Past,
     QueryWindow,
     ScoreTransform,
     newest_columns,
     window_attention,
+    window_tiles,
 )
 from kvpolicy.engine.statistic import Candidates, Coming, WindowStatistic, newest_of
 from kvpolicy.protocols import Decay
@@ -70,9 +70,7 @@ def decayed_sums(
     total = k.new_zeros(batch, heads, held + k.shape[2], dtype=torch.float32)
     share = torch.full((width,), factor, dtype=torch.float64, device=k.device)
     share = share.pow(torch.arange(width - 1, -1, -1, device=k.device)).float()
-    rows = max(TILE_ELEMENTS // max(total.numel(), 1), 16)
-    for start in range(0, width, rows):
-        tile = QueryWindow(window.queries[:, :, start : start + rows], window.at[:, start : start + rows])
+    for part, tile in window_tiles(window, total.shape[2]):
         weights = window_attention(tile, k, transform, past, valid)
-        total += (share[start : start + rows] @ weights).to(total.dtype)
+        total += (share[part] @ weights).to(total.dtype)
     return total

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import (
-    TILE_ELEMENTS,
     Past,
     QueryWindow,
     ScoreTransform,
     window_attention,
+    window_tiles,
 )
 from kvpolicy.engine.statistic import Candidates, Coming, WindowStatistic
 from kvpolicy.protocols import Probes
@@ -78,12 +78,10 @@ def probe_sums(
     Returns:
         Sums and counts, each [B, Hq, S + P] fp32.
     """
-    batch, heads, width, _ = window.queries.shape
+    batch, heads = window.queries.shape[:2]
     held = 0 if past is None else past.keys.shape[2]
     total = k.new_zeros(batch, heads, held + k.shape[2], dtype=torch.float32)
-    rows = max(TILE_ELEMENTS // total.numel(), 16)
-    for start in range(0, width, rows):
-        tile = QueryWindow(window.queries[:, :, start : start + rows], window.at[:, start : start + rows])
+    for _, tile in window_tiles(window, total.shape[2]):
         total += window_attention(tile, k, transform, past, valid).sum(2)
     column = torch.arange(k.shape[2], device=k.device)
     seen = ((window.at[..., None] >= column) & (window.at >= 0)[..., None]).sum(1)  # [B, P]

@@ -32,7 +32,7 @@ def counted(weights: Tensor, at: list[int], past: Tensor | None, valid: Tensor |
 @pytest.mark.parametrize("width", [1, 4, 40])
 def test_counts(held: int, mask: list[int] | None, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over padding, empty slots and rows with fewer queries than the window has, in tiles of sixteen queries."""
-    monkeypatch.setattr("kvpolicy.engine.below_mean.TILE_ELEMENTS", 1)
+    monkeypatch.setattr("kvpolicy.engine.attention.TILE_ELEMENTS", 1)
     q, k, _ = draw(11, 3, heads=2, group=2, sharp=1.0)
     valid = None if mask is None else torch.tensor([mask]).bool()
     past = None

@@ -16,7 +16,7 @@ from tests.conformance.bench import draw
 @pytest.mark.parametrize("factor", [0.01, 0.7])
 def test_sums(held: int, mask: list[int] | None, width: int, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over padding, empty slots and rows with fewer queries than the window has, in tiles of sixteen queries."""
-    monkeypatch.setattr("kvpolicy.engine.decayed_sum.TILE_ELEMENTS", 1)
+    monkeypatch.setattr("kvpolicy.engine.attention.TILE_ELEMENTS", 1)
     q, k, _ = draw(11, 3, heads=2, group=2, sharp=1.0)
     valid = None if mask is None else torch.tensor([mask]).bool()
     past = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine import probing
+from kvpolicy.engine import attention, probing
 from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform
 from kvpolicy.engine.probing import ProbeQueries, draw_probes, probe_sums
 from kvpolicy.engine.statistic import Coming, Tile
@@ -91,7 +91,7 @@ def slow_sums(
 def test_sums_are_those_of_the_whole_matrix(
     padded: bool, with_past: bool, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probing, "TILE_ELEMENTS", tile)
+    monkeypatch.setattr(attention, "TILE_ELEMENTS", tile)
     q = torch.randn(ROWS, HEADS * GROUP, NEW, DIM, generator=generator(0))
     k = torch.randn(ROWS, HEADS, NEW, DIM, generator=generator(1))
     valid = PADDED if padded else None
@@ -122,7 +122,7 @@ def test_many_probes_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     q, k = (torch.randn(1, 1, 40, DIM, generator=generator(seed)) for seed in (0, 1))
     window = probe_queries(q, None, Probes(1.0, 0.0, seed=0))
     whole, _ = probe_sums(window, k, ScoreTransform(0.5), None, None)
-    monkeypatch.setattr(probing, "TILE_ELEMENTS", 1)
+    monkeypatch.setattr(attention, "TILE_ELEMENTS", 1)
     monkeypatch.setattr(probing, "window_attention", counting)
     tiled, _ = probe_sums(window, k, ScoreTransform(0.5), None, None)
     assert tiles == [16, 16, 8]

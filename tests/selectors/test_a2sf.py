@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpolicy import KVPolicyError, Policy
-from kvpolicy.engine import decayed_sum
+from kvpolicy.engine import attention
 from kvpolicy.selectors.a2sf import A2SF
 from kvpolicy.testing import check
 from tests.conformance.bench import Bench, draw, padding
@@ -49,7 +49,7 @@ def test_a_factor_near_one_is_near() -> None:
 @pytest.mark.parametrize("tile", [1, 1 << 20])
 def test_chunks_are_as_one_prompt(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of a chunk follows from the tokens of the next one, of each row."""
-    monkeypatch.setattr(decayed_sum, "TILE_ELEMENTS", tile)
+    monkeypatch.setattr(attention, "TILE_ELEMENTS", tile)
     q, k, v = draw(40, 0, batch=2)
     mask = padding(40, 40, 22)
     found: list[Any] = []
