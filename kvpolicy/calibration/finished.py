@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from kvpolicy.codecs import _files
 from kvpolicy.spec.errors import KVPolicyError
+
+Content = TypeVar("Content")
 
 
 def refuse_other(out: str | Path, what: str) -> NoReturn:
@@ -24,6 +27,35 @@ def refuse_other(out: str | Path, what: str) -> NoReturn:
         f"The file {str(out)!r} must not hold anything but a {what} of the same model, text and options, got something "
         "else; try another file, or --force (from Python, force=True) to replace it."
     )
+
+
+def check_free_file(
+    out: str | Path, load: Callable[[str], Content], facts: Content, compared: Callable[[Content], object]
+) -> None:
+    """Refuse a file unless it does not exist, or holds a calibration of the same model and text with the same options.
+
+    Args:
+        out: The file.
+        load: Reads such a file.
+        facts: The content to be written, as far as it is known before calibrating.
+        compared: What of the content must be equal.
+
+    Raises:
+        KVPolicyError: If the file holds something else.
+    """
+    if not Path(out).exists():
+        return
+    try:
+        is_same = compared(load(str(out))) == compared(facts)
+    except KVPolicyError:
+        is_same = False
+    if not is_same:
+        refuse_other(out, "calibration")
+
+
+def without_name(model: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The description of a model without its name, which may differ for the same weights."""
+    return {key: value for key, value in (model or {}).items() if key != "name"}
 
 
 def check_free(out: str | Path, method: str, facts: dict[str, Any]) -> None:
@@ -59,7 +91,7 @@ def _flat(facts: dict[str, Any]) -> dict[str, Any]:
     """Metadata by the names of the command's options; the name of the model is not compared."""
     flat = {key: value for key, value in facts.items() if key not in ("options", "head_dim")} | facts.get("options", {})
     model = flat.get("model")
-    flat["model"] = None if model is None else {key: value for key, value in model.items() if key != "name"}
+    flat["model"] = None if model is None else without_name(model)
     flat["text"] = flat.pop("text_sha256", None)
     return flat
 

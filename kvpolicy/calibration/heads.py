@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from kvpolicy.allocators.duo import RECENT, SINKS
 from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.eval_mode import eval_mode
-from kvpolicy.calibration.finished import refuse_other
+from kvpolicy.calibration.finished import check_free_file, without_name
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.discovery import Sites, find_sites
@@ -77,7 +76,7 @@ def calibrate_heads(
         made=made,
     )
     if not force:
-        _check_free(Path(out), facts)
+        check_free_file(out, load_heads, facts, _compared)
     scores = head_scores(model, windows, positions=positions, progress=progress)
     layers = range(len(find_sites(model).layers))
     rows = (scores[layer].tolist() if layer in scores else [] for layer in layers)
@@ -222,19 +221,6 @@ def _no_rope(model: nn.Module, layer_idx: int, what: str) -> KVPolicyError:
     )
 
 
-def _check_free(out: Path, facts: HeadFile) -> None:
-    """Refuse a file unless it holds the scores of the same model and text with the same options."""
-    if not out.exists():
-        return
-    try:
-        existing = load_heads(str(out))
-    except KVPolicyError:
-        existing = None
-    if existing is None or _compared(existing) != _compared(facts):
-        refuse_other(out, "calibration")
-
-
-def _compared(content: HeadFile) -> Any:
+def _compared(content: HeadFile) -> object:
     """The content that must be equal; the name of the model is not compared."""
-    model = {key: value for key, value in (content.model or {}).items() if key != "name"}
-    return model, content.made, content.sinks, content.recent
+    return without_name(content.model), content.made, content.sinks, content.recent

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from kvpolicy.calibration.collect import tokens_per_window
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.eval_mode import eval_mode
-from kvpolicy.calibration.finished import refuse_other
+from kvpolicy.calibration.finished import check_free_file, without_name
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.identity import identity
@@ -80,7 +80,7 @@ def calibrate_qfilters(
     made = {"text_sha256": text_sha256(windows), "windows": len(windows), "tokens": count, "seed": seed}
     facts = FilterFile({}, identity(model, name), made)
     if not force:
-        _check_free(Path(out), facts)
+        check_free_file(out, load_filters, facts, _compared)
     queries = sample_queries(model, windows, tokens=tokens, seed=seed, progress=progress)
     heads = describe(model.config).whole.heads  # pyright: ignore[reportArgumentType]
     layers = tqdm(queries.items(), desc="filters", disable=not progress)
@@ -199,18 +199,6 @@ class _Tap(Selector):
         return view.positions.float()
 
 
-def _check_free(out: Path, facts: FilterFile) -> None:
-    """Refuse a file unless it holds the filters of the same model and text with the same options."""
-    if not out.exists():
-        return
-    try:
-        existing = load_filters(str(out))
-    except KVPolicyError:
-        existing = None
-    if existing is None or _compared(existing) != _compared(facts):
-        refuse_other(out, "calibration")
-
-
 def _compared(content: FilterFile) -> object:
     """The content that must be equal; the name of the model is not compared."""
-    return {key: value for key, value in (content.model or {}).items() if key != "name"}, content.made
+    return without_name(content.model), content.made

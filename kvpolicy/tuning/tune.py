@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.calibration.finished import refuse_other
+from kvpolicy.calibration.finished import refuse_other, without_name
 from kvpolicy.hf.identity import identity, model_info
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.planning.curves import MEASURES, Curves, Measure, load_tuned, save_curves
@@ -88,7 +88,7 @@ def tune(
     text = windows_sha256(windows)
     facts = {
         "kvpolicy": __version__,
-        "model": {key: value for key, value in own.items() if key != "name"},
+        "model": without_name(own),
         "text": text,
         "measure": measure,
         "candidates": [policy.to_dict() for policy in policies],
@@ -140,7 +140,7 @@ def _finished(out: Path, facts: dict[str, Any]) -> Curves | None:
         found = None
     if isinstance(found, Curves):
         theirs = {
-            "model": {key: value for key, value in found.model.items() if key != "name"},
+            "model": without_name(found.model),
             "text": found.text.get("sha256"),
             "measure": found.measure,
             "candidates": [policy.to_dict() for policy in found.candidates],
