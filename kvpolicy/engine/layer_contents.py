@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import capacity
+from kvpolicy.engine.attention import Past
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.pages import RowPages
+from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.row_limits import with_tokens
+from kvpolicy.engine.selection import Ranking, rank_candidates
 from kvpolicy.engine.sizes import SizeHistory, Sizes, crop_obstacle
 from kvpolicy.engine.undo_log import UNDO_LOG, UndoLog
-from kvpolicy.protocols import SINGLE_RANK, Calibration, LayerShape, Layout, Ranks, View, traits_for
+from kvpolicy.protocols import SINGLE_RANK, Calibration, LayerShape, Layout, Ranks, State, View, traits_for
 from kvpolicy.spec.errors import KVPolicyError
 
 NUMBERS = ("capacity", "expected_len", "reserved", "largest_block", "scale", "may_exceed_plan")
@@ -123,6 +126,22 @@ class LayerContents:
         tensors = self.tensors
         budget = tensors.budget if budget is None else budget
         return View(tensors.positions, tensors.length, budget, self.spec.layer_idx, self.ranks)
+
+    def rank(
+        self, held: tuple[Tensor, State], prompt: PendingPrompt, past: Past | None, seen_before: Tensor, keep: Tensor
+    ) -> Ranking:
+        """Rank the slots `held`, which have positions and states, and the tokens of a prompt; see `rank_candidates`."""
+        return rank_candidates(
+            self.spec.selector,
+            *held,
+            prompt,
+            past,
+            seen_before=seen_before,
+            keep=keep,
+            layer_idx=self.spec.layer_idx,
+            ranks=self.ranks,
+            projection=self.spec.projection,
+        )
 
     def set_budget(self, budget: Tensor) -> None:
         """Let each row hold `budget` [B] tokens."""

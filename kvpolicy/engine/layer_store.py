@@ -24,7 +24,7 @@ from kvpolicy.engine.query_moments import mean_rotation, new_token
 from kvpolicy.engine.rollback import copied_tensors, note_counters, undoable
 from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.row_limits import RowBudget
-from kvpolicy.engine.selection import rank_candidates, worth_of
+from kvpolicy.engine.selection import worth_of
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_slots, map_state
 from kvpolicy.engine.token_batch import SlotData
@@ -176,23 +176,11 @@ class LayerStore:
             pending: The prompt.
             keep: The tokens that the selector is to reckon with, [B] int64.
         """
-        layer = self.contents
-        positions, state = self.geometry.held_slots()
         seen_before = self.tensors.length
-        ranking = rank_candidates(
-            self.spec.selector,
-            positions,
-            state,
-            pending,
-            self.past() if pending.reads_past else None,
-            seen_before=seen_before,
-            length=pending.lengths(seen_before),
-            keep=keep.to(positions.device),
-            layer_idx=self.spec.layer_idx,
-            ranks=layer.ranks,
-            projection=self.spec.projection,
-        )
-        return layer.ranks.all_heads(worth_of(self.spec.selector, ranking))
+        past = self.past() if pending.reads_past else None
+        keep = keep.to(seen_before.device)
+        ranking = self.contents.rank(self.geometry.held_slots(), pending, past, seen_before, keep)
+        return self.contents.ranks.all_heads(worth_of(self.spec.selector, ranking))
 
     def record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
         """Update the limits that a prompt determines; a prompt in several chunks is recorded after each."""

@@ -94,21 +94,10 @@ class PageGeometry:
         device = tensors.positions.device
         room = self._divided(budget, idle) if budget.added is None else self._added(budget, budget.added)
         tensors.paged().average = room.average
-        positions, state = self.held_slots()
         past = self.past() if pending.reads_past else None
+        # The ranking has no name here, so that its statistics are freed before the tokens are placed.
         selected = select_tokens(
-            self._spec.selector,
-            positions,
-            state,
-            pending,
-            past,
-            seen_before=seen_before,
-            length=tensors.length,
-            keep=room.keep,
-            layer_idx=self._spec.layer_idx,
-            ranks=layer.ranks,
-            projection=self._spec.projection,
-            heads=room.heads,
+            layer.rank(self.held_slots(), pending, past, seen_before, room.keep), pending.idle, room.heads
         )
         held = self._pages_by_head() // self._pieces()
         if selected.head_pages is None:

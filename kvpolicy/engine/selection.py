@@ -97,13 +97,25 @@ def rank_candidates(
     past: Past | None,
     *,
     seen_before: Tensor,
-    length: Tensor,
     keep: Tensor,
     layer_idx: int,
     ranks: Ranks,
     projection: Projection | None = None,
 ) -> Ranking:
-    """Rank the slots of a layer and the tokens of a prompt; see `select_tokens`."""
+    """Rank the slots of a layer and the tokens of a prompt.
+
+    Args:
+        selector: The selector.
+        positions: Positions of the slots, [B, H, S] int32.
+        state: The selector's state of the slots.
+        prompt: The new tokens.
+        past: Every slot, decoded, if `PendingPrompt.reads_past`; None without slots.
+        seen_before: Tokens that each row had seen before the prompt, [B] int64.
+        keep: The most tokens to keep of each row, [B] int64.
+        layer_idx: Index of the layer.
+        ranks: The ranks that hold the layer's other heads.
+        projection: Reads the output projection, if the selector needs the norms of values behind it.
+    """
     slots = positions.shape[-1]
     new_positions = prompt.positions(seen_before)[:, None].expand(-1, positions.shape[1], -1)
     positions = torch.cat([positions, new_positions], -1)
@@ -120,62 +132,27 @@ def rank_candidates(
         # A first prompt without padding, or with padding at the front (at -1), is in order already.
         order = positions.argsort(dim=-1, stable=True)
         positions, state, seen = _reordered(positions, state, seen, order)
-    view = View(positions, length, keep, layer_idx, ranks, alike=not slots)
+    view = View(positions, prompt.lengths(seen_before), keep, layer_idx, ranks, alike=not slots)
     after = _in_dtypes_of(state, selector.observe(state, seen, view))
     return Ranking(view, state, after, finite_priority(selector.priority(after, view)), order, window_attn)
 
 
-def select_tokens(
-    selector: Selector,
-    positions: Tensor,
-    state: State,
-    prompt: PendingPrompt,
-    past: Past | None,
-    *,
-    seen_before: Tensor,
-    length: Tensor,
-    keep: Tensor,
-    layer_idx: int,
-    ranks: Ranks,
-    heads: HeadBudgets | None = None,
-    projection: Projection | None = None,
-) -> Selection:
+def select_tokens(ranking: Ranking, idle: Tensor | None = None, heads: HeadBudgets | None = None) -> Selection:
     """Select among the slots of a layer and the tokens of a prompt.
 
     Args:
-        selector: The selector.
-        positions: Positions of the slots, [B, H, S] int32.
-        state: The selector's state of the slots.
-        prompt: The new tokens.
-        past: Every slot, decoded, if `PendingPrompt.reads_past`; None without slots.
-        seen_before: Tokens that each row had seen before the prompt, [B] int64.
-        length: Tokens that each row has seen with it, [B] int64.
-        keep: The most tokens to keep of each row, [B] int64.
-        layer_idx: Index of the layer.
-        ranks: The ranks that hold the layer's other heads.
-        heads: How many tokens each head keeps; all keep `keep` without it.
-        projection: Reads the output projection, if the selector needs the norms of values behind it.
+        ranking: How its selector ranks them.
+        idle: Rows without a token in the prompt, [B] bool, which keep what they hold; None if there are none.
+        heads: How many tokens each head keeps; without it, all keep the budget of the ranking's view.
     """
-    view, before, state, priority, order, window_attn = rank_candidates(
-        selector,
-        positions,
-        state,
-        prompt,
-        past,
-        seen_before=seen_before,
-        length=length,
-        keep=keep,
-        layer_idx=layer_idx,
-        ranks=ranks,
-        projection=projection,
-    )
+    view, before, state, priority, order, window_attn = ranking
     positions = view.positions
     head_pages = None if heads is None else heads.divide(priority, view)
-    count = keep[:, None] if heads is None or head_pages is None else head_pages * heads.size[:, None]
+    count = view.budget[:, None] if heads is None or head_pages is None else head_pages * heads.size[:, None]
     chosen = _highest(priority, view, count)
-    if prompt.idle is not None:  # alone, such a row would not have been selected from
-        chosen = torch.where(prompt.idle[:, None, None], view.valid, chosen)
-        state = select_rows(prompt.idle, before, state)
+    if idle is not None:  # alone, such a row would not have been selected from
+        chosen = torch.where(idle[:, None, None], view.valid, chosen)
+        state = select_rows(idle, before, state)
     if order is not None:
         # The inverse permutation: slots are not moved, so results return to their order.
         back = order.argsort(dim=-1)

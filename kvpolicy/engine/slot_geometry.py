@@ -89,18 +89,9 @@ class SlotGeometry:
         tensors.length = pending.lengths(seen_before)
         merges = self._spec.merger_traits.when != "never"
         past = self.codes.past() if pending.reads_past or merges else None
-        selected = select_tokens(
-            self._spec.selector,
-            *self.held_slots(),
-            pending,
-            past,
-            seen_before=seen_before,
-            length=tensors.length,
-            keep=budget.keep.to(tensors.positions.device),
-            layer_idx=self._spec.layer_idx,
-            ranks=layer.ranks,
-            projection=self._spec.projection,
-        )
+        keep = budget.keep.to(tensors.positions.device)
+        # The ranking has no name here, so that its statistics are freed before the tokens are placed.
+        selected = select_tokens(layer.rank(self.held_slots(), pending, past, seen_before, keep), pending.idle)
         keys, values = pending.keys, pending.values
         if layer.layout.exact:  # a first prompt is not copied whole
             keys = torch.cat([tensors.keys, keys], 2)

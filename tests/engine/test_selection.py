@@ -14,7 +14,7 @@ from kvpolicy.engine.below_mean import below_mean_counts
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.rotary import KeyRotation
-from kvpolicy.engine.selection import Selection, finite_priority, select_tokens
+from kvpolicy.engine.selection import Selection, finite_priority, rank_candidates, select_tokens
 from kvpolicy.protocols import SINGLE_RANK, Forward, Needs, Seen, View
 from tests.conformance.fakes import Roll, undo
 from tests.engine.parts import Ranking, Worth, gathered, generator, shuffled
@@ -43,18 +43,18 @@ def select(
     selector: Ranking, positions: Tensor, pending: PendingPrompt, keep: list[int], past: Past | None = None
 ) -> Selection:
     state = Worth(positions.float(), positions.long())
-    return select_tokens(
+    ranking = rank_candidates(
         selector,  # pyright: ignore[reportArgumentType]
         positions,
         state,
         pending,
         past,
         seen_before=SEEN_BEFORE,
-        length=pending.lengths(SEEN_BEFORE),
         keep=torch.tensor(keep),
         layer_idx=0,
         ranks=SINGLE_RANK,
     )
+    return select_tokens(ranking, pending.idle)
 
 
 def candidates(positions: Tensor, pending: PendingPrompt) -> Tensor:
@@ -99,10 +99,18 @@ def test_one_head_and_one_token() -> None:
     keys = torch.zeros(1, 1, 1, DIM)
     pending = PendingPrompt(keys, keys, None, ScoreTransform(1.0))
     empty = torch.empty(1, 1, 0, dtype=torch.int32)
-    got = select_tokens(
-        Ranking(), empty, Worth(torch.empty(1, 1, 0), torch.empty(1, 1, 0, dtype=torch.int64)), pending, None,
-        seen_before=torch.tensor([0]), length=torch.tensor([1]), keep=torch.tensor([1]), layer_idx=0, ranks=SINGLE_RANK,
-    )  # pyright: ignore[reportArgumentType]  # fmt: skip
+    ranking = rank_candidates(
+        Ranking(),  # pyright: ignore[reportArgumentType]
+        empty,
+        Worth(torch.empty(1, 1, 0), torch.empty(1, 1, 0, dtype=torch.int64)),
+        pending,
+        None,
+        seen_before=torch.tensor([0]),
+        keep=torch.tensor([1]),
+        layer_idx=0,
+        ranks=SINGLE_RANK,
+    )
+    got = select_tokens(ranking)
     assert got.chosen.tolist() == [[[True]]] and got.positions.tolist() == [[[0]]]
 
 

@@ -198,14 +198,14 @@ MUTATIONS = (
     Mutation(
         name="an idle row is selected from",
         file="kvpolicy/engine/selection.py",
-        old="chosen = torch.where(prompt.idle[:, None, None], view.valid, chosen)",
+        old="chosen = torch.where(idle[:, None, None], view.valid, chosen)",
         new="pass",
         tests=("tests/engine/test_selection.py",),
     ),
     Mutation(
         name="the state of an idle row changes",
         file="kvpolicy/engine/selection.py",
-        old="state = select_rows(prompt.idle, before, state)",
+        old="state = select_rows(idle, before, state)",
         new="pass",
         tests=("tests/engine/test_selection.py",),
     ),
