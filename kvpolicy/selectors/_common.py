@@ -53,9 +53,27 @@ def head_sum(x: Tensor, view: View) -> Tensor:
     at = view.positions.long()
     size = int(view.length.max()) + 1
     at = at.where(at >= 0, size - 1)
+    sums = position_sums(x, at, size, view)
+    return sums[:, None].expand(-1, x.shape[1], -1).gather(2, at).masked_fill(~view.valid, 0)
+
+
+def position_sums(x: Tensor, at: Tensor, size: int, view: View) -> Tensor:
+    """The sum over all KV heads of the numbers at each of `size` positions, [B, size] in the dtype of `x`.
+
+    Args:
+        x: A number of each token, [B, H, N].
+        at: The position of each token, [B, H, N] int64.
+        size: How many positions there are.
+        view: The tokens; its ranks have the other heads.
+    """
     table = x.new_zeros(x.shape[0], size).scatter_add_(1, at.flatten(1), x.flatten(1))
-    table = view.ranks.total(table) / view.ranks.replicas
-    return table[:, None].expand(-1, x.shape[1], -1).gather(2, at).masked_fill(~view.valid, 0)
+    return view.ranks.total(table) / view.ranks.replicas
+
+
+def first_tokens(view: View, most: int) -> Tensor:
+    """Which tokens are the first `most` ones of a row, at most half the budget, [B, H, N] bool."""
+    count = (view.budget // 2).clamp_max(most)[:, None, None]
+    return view.valid & (view.positions < count)
 
 
 def shares(attention: Tensor, valid: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import State, View
-from kvpolicy.selectors._common import keep_always
+from kvpolicy.selectors._common import first_tokens, keep_always
 
 
 class OnceScored(NamedTuple):
@@ -29,15 +29,9 @@ def none_scored(batch: int, heads: int, slots: int, device: torch.device | str) 
     return OnceScored(score, torch.zeros_like(score, dtype=torch.bool))
 
 
-def sinks(view: View, most: int) -> Tensor:
-    """Which tokens are the first ones, at most half the budget, [B, H, N] bool."""
-    count = (view.budget // 2).clamp_max(most)[:, None, None]
-    return view.valid & (view.positions < count)
-
-
 def unscored(state: OnceScored, view: View, most_sinks: int) -> Tensor:
     """Which tokens are to be scored, [B, H, N] bool."""
-    return view.valid & ~state.scored & ~sinks(view, most_sinks)
+    return view.valid & ~state.scored & ~first_tokens(view, most_sinks)
 
 
 def priority_of(state: OnceScored, view: View, most_sinks: int) -> Tensor:
@@ -46,7 +40,7 @@ def priority_of(state: OnceScored, view: View, most_sinks: int) -> Tensor:
     Scores must be below 1.
     """
     priority = torch.where(state.scored, state.score, 1 + view.positions.float())
-    return keep_always(priority, view.newest(1) | sinks(view, most_sinks))
+    return keep_always(priority, view.newest(1) | first_tokens(view, most_sinks))
 
 
 def with_scores(state: OnceScored, score: Tensor, which: Tensor) -> State:

@@ -22,7 +22,7 @@ from kvpolicy.protocols import (
     scoped,
 )
 from kvpolicy.selectors._base import Wrapper, check_base
-from kvpolicy.selectors._common import keep_always
+from kvpolicy.selectors._common import keep_always, position_sums
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min
@@ -136,8 +136,8 @@ class ChunkKV(Wrapper):
         heads = view.positions.shape[1]
         at = view.positions.long().clamp_min(0)
         size = int(view.length.max()) if view.length.numel() else 0
-        heads_with = _by_position(counts.double(), at, size, view)
-        sums = _by_position(worth.double().masked_fill(~counts, 0), at, size, view) / heads_with.clamp_min(1)
+        heads_with = position_sums(counts.double(), at, size, view)
+        sums = position_sums(worth.double().masked_fill(~counts, 0), at, size, view) / heads_with.clamp_min(1)
         held = heads_with > 0
         chunk = torch.arange(size, device=at.device).div(self.size, rounding_mode="floor").expand_as(sums)
         chunks = -(-size // self.size)
@@ -149,9 +149,3 @@ class ChunkKV(Wrapper):
         higher = chunks - torch.searchsorted(ordered, mean, right=True)
         of_token = higher.gather(1, at.flatten(1).div(self.size, rounding_mode="floor")).unflatten(1, (heads, -1))
         return -1.0 - of_token
-
-
-def _by_position(x: Tensor, at: Tensor, size: int, view: View) -> Tensor:
-    """The sum over all KV heads of a number of each token, by position, [B, size] fp64."""
-    table = x.new_zeros(x.shape[0], size).scatter_add_(1, at.flatten(1), x.flatten(1))
-    return view.ranks.total(table) / view.ranks.replicas

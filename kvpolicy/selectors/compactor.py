@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
-from kvpolicy.selectors._common import group_mean, keep_always
+from kvpolicy.selectors._common import first_tokens, group_mean, keep_always
 from kvpolicy.selectors._leverage import key_leverage
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min, check_range
@@ -107,8 +107,7 @@ class Compactor(Selector):
 
     def priority(self, state: Blend, view: View) -> Tensor:
         """Sinks and recent tokens are always kept, then tokens that were not scored, by position, then by score."""
-        sinks = (view.budget // 2).clamp_max(self.sinks)[:, None, None]
-        protected = view.newest(self.recent) | (view.valid & (view.positions < sinks))
+        protected = view.newest(self.recent) | first_tokens(view, self.sinks)
         unscored = view.positions.float() + _MOST
         return keep_always(torch.where(state.score == 0, unscored, state.score), protected)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Replay, Seen, Selector, State, View
-from kvpolicy.selectors._common import by_position, keep_always
+from kvpolicy.selectors._common import by_position, first_tokens, keep_always
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.parameters import check_min
@@ -117,8 +117,7 @@ class KVzip(Selector):
 
     def priority(self, state: Replayed, view: View) -> Tensor:
         """Replayed tokens by score, above them others by position; sinks and the newest token are always kept."""
-        sinks = (view.budget // 2).clamp_max(self.sinks)[:, None, None]
-        protected = view.newest(1) | (view.valid & (view.positions < sinks))
+        protected = view.newest(1) | first_tokens(view, self.sinks)
         return keep_always(torch.where(state.score < 0, state.score, by_position(view.positions)), protected)
 
     def attention(self, state: Replayed) -> Tensor:

@@ -113,8 +113,8 @@ MUTATIONS = (
     Mutation(
         name="a token that has a score gets another one",
         file="kvpolicy/selectors/_once.py",
-        old="return view.valid & ~state.scored & ~sinks(view, most_sinks)",
-        new="return view.valid & ~sinks(view, most_sinks)",
+        old="return view.valid & ~state.scored & ~first_tokens(view, most_sinks)",
+        new="return view.valid & ~first_tokens(view, most_sinks)",
         tests=("tests/selectors/test_scored_once.py",),
     ),
     Mutation(

@@ -151,9 +151,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="sinks may take the whole budget",
-        file="kvpolicy/selectors/kvzip.py",
-        old="sinks = (view.budget // 2).clamp_max(self.sinks)",
-        new="sinks = view.budget.clamp_max(self.sinks)",
+        file="kvpolicy/selectors/_common.py",
+        old="count = (view.budget // 2).clamp_max(most)",
+        new="count = view.budget.clamp_max(most)",
         tests=("tests/engine/test_replay.py",),
     ),
     Mutation(
