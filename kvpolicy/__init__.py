@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from kvpolicy.selectors.full import KeepAll as KeepAll
     from kvpolicy.selectors.h2o import H2O as H2O
     from kvpolicy.selectors.keydiff import KeyDiff as KeyDiff
+    from kvpolicy.selectors.keyformer import Keyformer as Keyformer
     from kvpolicy.selectors.knorm import KeyNorm as KeyNorm
     from kvpolicy.selectors.kvcrush import KVCrush as KVCrush
     from kvpolicy.selectors.kvzip import KVzip as KVzip

@@ -209,6 +209,8 @@ def _statistics(needs: Needs) -> str:
         used.append(f"which tokens the last {needs.below_mean_queries:,} queries attend to less than the mean")
     if needs.decay:
         used.append(f"the attention weights of the last {needs.decay.queries:,} queries of the prompt, newer ones more")
+    if needs.reducer:
+        used.append("the attention weights of all queries, which the selector reduces by itself")
     if needs.query_moments is not None:
         used.append("the mean and covariance of the queries")
     if needs.block_queries:

@@ -44,7 +44,7 @@ class BelowMean(WindowStatistic):
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """Counts of the queries, and how many tokens the prompt adds."""
         assert self.window is not None
-        keys, valid, transform, past, added = candidates
+        keys, valid, transform, past, added = candidates[:5]
         return {"below_mean": below_mean_counts(self.window, keys, transform, past, valid), "added": added}
 
 

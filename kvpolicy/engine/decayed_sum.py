@@ -44,7 +44,7 @@ class DecayedSum(WindowStatistic):
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """The sums, and how many tokens the prompt adds."""
         assert self.window is not None
-        keys, valid, transform, past, added = candidates
+        keys, valid, transform, past, added = candidates[:5]
         sums = decayed_sums(self.window, self.decay.factor, keys, transform, past, valid)
         return {"decayed_sum": sums, "added": added}
 

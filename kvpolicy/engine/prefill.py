@@ -13,7 +13,7 @@ from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.prompt_codes import PromptCodes
 from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.statistic import Candidates, Statistic
-from kvpolicy.protocols import Calibration, Codec, Forward
+from kvpolicy.protocols import Calibration, Codec, Forward, Ranks
 
 Kind = TypeVar("Kind")
 
@@ -91,10 +91,19 @@ class PendingPrompt(NamedTuple):
         """The statistic of a kind; None if it was not gathered."""
         return next((each for each in self.statistics if isinstance(each, kind)), None)
 
-    def seen(self, past: Past | None) -> dict[str, Any]:
-        """Its statistics over past slots and its tokens, as fields of `Seen`; `past` is needed if they read it."""
+    def seen(self, past: Past | None, positions: Tensor, layer_idx: int, ranks: Ranks) -> dict[str, Any]:
+        """Its statistics over past slots and its tokens, as fields of `Seen`.
+
+        Args:
+            past: The slots, if `reads_past`.
+            positions: Positions of slots and tokens, [B, H, S + P] int32.
+            layer_idx: Index of the layer.
+            ranks: The ranks that hold the layer's other heads.
+        """
         none = torch.zeros(self.keys.shape[0], dtype=torch.int64, device=self.keys.device)
-        candidates = Candidates(self.keys, self.valid, self.transform, past, self.lengths(none))
+        candidates = Candidates(
+            self.keys, self.valid, self.transform, past, self.lengths(none), positions, layer_idx, ranks
+        )
         return {name: value for each in self.statistics for name, value in each.reduced(candidates).items()}
 
     @property

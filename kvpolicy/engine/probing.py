@@ -40,7 +40,7 @@ class ProbeQueries(WindowStatistic):
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """Sums of the probes' attention, and how many probes could see each token."""
         assert self.window is not None
-        keys, valid, transform, past, _ = candidates
+        keys, valid, transform, past = candidates[:4]
         total, count = probe_sums(self.window, keys, transform, past, valid)
         return {"probe_sum": total, "probe_count": count}
 

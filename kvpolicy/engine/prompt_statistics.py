@@ -17,6 +17,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import ProbeQueries
 from kvpolicy.engine.query_moments import Moments
 from kvpolicy.engine.recent_queries import RecentQueries
+from kvpolicy.engine.reduced_rows import ReducedRows
 from kvpolicy.engine.statistic import Coming, Statistic, Tile
 from kvpolicy.protocols import Forward
 
@@ -30,6 +31,7 @@ def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
         ProbeQueries(needs.probes) if needs.probes else None,
         BelowMean(needs.below_mean_queries) if needs.below_mean_queries else None,
         None if needs.decay is None else DecayedSum(needs.decay),
+        None if needs.reducer is None else ReducedRows(needs.reducer),
         None if needs.query_moments is None else Moments(needs.query_moments),
         BlockAttention(needs.block_queries, needs.block_first) if needs.block_queries else None,
         LargestQueries() if layer.tensors.limits is not None and layer.spec.codec_traits.query_absmax else None,

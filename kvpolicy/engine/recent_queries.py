@@ -35,5 +35,5 @@ class RecentQueries(WindowStatistic):
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """Attention rows of the queries."""
         assert self.window is not None
-        keys, valid, transform, past, _ = candidates
+        keys, valid, transform, past = candidates[:4]
         return {"window_attn": window_attention(self.window, keys, transform, past, valid)}

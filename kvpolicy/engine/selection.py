@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -120,7 +121,8 @@ def rank_candidates(
     new_positions = prompt.positions(seen_before)[:, None].expand(-1, positions.shape[1], -1)
     positions = torch.cat([positions, new_positions], -1)
     state = join_states(state, empty_slots(state, new_positions.shape[-1]))
-    seen = _statistics(prompt, past, positions, slots)
+    found = prompt.seen(past, positions, layer_idx, ranks)
+    seen = _statistics(found, prompt, past, positions, slots)
     if selector.needs.output_norms:
         assert seen.values is not None and projection is not None
         seen = seen._replace(output_norms=absolute_norms(seen.values, projection()))
@@ -182,9 +184,11 @@ def _in_dtypes_of(before: State, state: State) -> State:
     return map_state(lambda t: t.to(next(dtypes)), state)
 
 
-def _statistics(prompt: PendingPrompt, past: Past | None, positions: Tensor, slots: int) -> Seen:
-    """The attention statistics of the prompt over the slots and the new tokens, at `positions` [B, H, S + P]."""
-    seen = Seen(None, None)._replace(**prompt.seen(past))
+def _statistics(
+    found: Mapping[str, Any], prompt: PendingPrompt, past: Past | None, positions: Tensor, slots: int
+) -> Seen:
+    """What is `found` of the prompt and the vectors of slots and new tokens, at `positions` [B, H, S + P]."""
+    seen = Seen(None, None)._replace(**found)
     if prompt.forward is not None or prompt.wants_vectors:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)
@@ -216,6 +220,7 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
         probe_count=by_query_head(seen.probe_count),
         below_mean=by_query_head(seen.below_mean),
         decayed_sum=by_query_head(seen.decayed_sum),
+        reduced=by_query_head(seen.reduced),
         keys=vectors(seen.keys),
         values=vectors(seen.values),
         output_norms=by_query_head(seen.output_norms),

@@ -1,8 +1,8 @@
 """Protocol of the statistics of a prompt: gathered tile by tile, joined over chunks, and reduced for the selector.
 
 Each statistic is one file: `attention_sum.py`, `recent_queries.py`, `probing.py`, `below_mean.py`, `decayed_sum.py`,
-`query_moments.py`, `block_attention.py` and `channel_sums.py`. `prompt_statistics.py` says which parts of a policy ask
-for which.
+`reduced_rows.py`, `query_moments.py`, `block_attention.py` and `channel_sums.py`. `prompt_statistics.py` says which
+parts of a policy ask for which.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform, take_queries
 from kvpolicy.engine.rotary import Rope
+from kvpolicy.protocols import SINGLE_RANK, Ranks
 
 Self = TypeVar("Self")
 
@@ -68,6 +69,9 @@ class Candidates(NamedTuple):
         transform: From products to attention weights.
         past: Every slot, decoded; None if there are none or no statistic reads them.
         added: New tokens of each row, [B] int64.
+        positions: Positions of slots and new tokens, [B, H, S + P] int32, -1 for none.
+        layer_idx: Index of the layer.
+        ranks: The ranks that hold the model's other heads.
     """
 
     keys: Tensor
@@ -75,6 +79,9 @@ class Candidates(NamedTuple):
     transform: ScoreTransform
     past: Past | None
     added: Tensor
+    positions: Tensor
+    layer_idx: int = 0
+    ranks: Ranks = SINGLE_RANK
 
 
 class Statistic(Protocol):

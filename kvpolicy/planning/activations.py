@@ -257,6 +257,11 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
     if needs.probes or needs.below_mean_queries or needs.decay:
         rows = min(max(TILE_ELEMENTS // max(scores, 1), SHORTEST_TILE), piece.columns)
         scored = max(scored, joined + scores * (rows * SCORE_NBYTES + 16))
+    if needs.reducer:  # all queries, and a tile of their weights with 64-bit integers of each
+        held = piece.tokens * prefill.widths.queries * size
+        rows = min(max(TILE_ELEMENTS // max(scores, 1), SHORTEST_TILE), piece.columns)
+        attended += held
+        scored = max(scored, held + joined + scores * (rows * (SCORE_NBYTES + 4 * FP32) + 16))
     # Priorities, positions and sorted orders of all candidates of each head; with slots, in another order besides.
     candidates = shape.heads * piece.keys
     chosen = joined + candidates * 64 + scores * 4 * window * (1 + bool(piece.past))

@@ -61,6 +61,7 @@ from kvpolicy.protocols.shapes import SMALLEST_HEAD as SMALLEST_HEAD
 from kvpolicy.protocols.shapes import HeadShape as HeadShape
 from kvpolicy.protocols.shapes import LayerShape as LayerShape
 from kvpolicy.protocols.statistics import BELOW_MEAN as BELOW_MEAN
+from kvpolicy.protocols.statistics import AttentionRows as AttentionRows
 from kvpolicy.protocols.statistics import Decay as Decay
 from kvpolicy.protocols.statistics import Forward as Forward
 from kvpolicy.protocols.statistics import MeanRotation as MeanRotation
@@ -68,4 +69,5 @@ from kvpolicy.protocols.statistics import Needs as Needs
 from kvpolicy.protocols.statistics import Probes as Probes
 from kvpolicy.protocols.statistics import QueryMoments as QueryMoments
 from kvpolicy.protocols.statistics import Replay as Replay
+from kvpolicy.protocols.statistics import RowReducer as RowReducer
 from kvpolicy.protocols.statistics import Seen as Seen

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
 
 BELOW_MEAN = 1 - 1e-4
 """The multiple of the mean attention below which a weight counts as less: equal weights differ by rounding only."""
@@ -36,6 +38,32 @@ class Decay(NamedTuple):
 
     queries: int
     factor: float
+
+
+class AttentionRows(NamedTuple):
+    """The attention of a few queries of a prompt, in tiles of which a selector reduces it.
+
+    Attributes:
+        weights: Over slots and new tokens, [B, Hq, W, N] fp32; rows of zeros where a batch row has fewer queries.
+        queries: Position of each query in its row, [B, W] int64, -1 for none.
+        positions: Position of each token, [B, H, N] int32, -1 for none; in any order.
+        layer_idx: Index of the layer.
+        ranks: The ranks that hold the model's other heads.
+    """
+
+    weights: Tensor
+    queries: Tensor
+    positions: Tensor
+    layer_idx: int = 0
+    ranks: Ranks = SINGLE_RANK
+
+
+class RowReducer(Protocol):
+    """What a selector makes of the attention of all queries of a prompt, which it sees a few at a time."""
+
+    def reduce(self, rows: AttentionRows) -> Tensor:
+        """A number of each token, [B, Hq, N] fp32; those of all queries are added."""
+        ...
 
 
 class Replay(NamedTuple):
@@ -76,6 +104,7 @@ class Needs(NamedTuple):
             of the candidates.
         below_mean_queries: How many of the newest queries to count in `Seen.below_mean`.
         decay: Which queries' attention to sum for `Seen.decayed_sum`, and how, or None.
+        reducer: Reduces the attention of every query of a prompt to `Seen.reduced`, or None.
         query_moments: From which position on to sum the moments of the queries for `Seen.moments`, and whether to pass
             those of the newest token in decode; None for neither.
         vectors: Whether to pass on the keys and values of the candidates, and in decode those of the newest token as
@@ -103,6 +132,7 @@ class Needs(NamedTuple):
     forward: bool = False
     below_mean_queries: int = 0
     decay: Decay | None = None
+    reducer: RowReducer | None = None
     query_moments: int | None = None
     vectors: bool = False
     rerank_every: int = 0
@@ -125,6 +155,7 @@ class Needs(NamedTuple):
             forward=self.forward or other.forward,
             below_mean_queries=max(self.below_mean_queries, other.below_mean_queries),
             decay=self.decay or other.decay,
+            reducer=self.reducer or other.reducer,
             query_moments=other.query_moments if self.query_moments is None else self.query_moments,
             vectors=self.vectors or other.vectors,
             rerank_every=self.rerank_every or other.rerank_every,
@@ -201,6 +232,7 @@ class Seen(NamedTuple):
             of the tokens that they see; None unless `Needs.below_mean_queries`.
         decayed_sum: [B, Hq, N], attention summed over the newest queries of this forward, each times a factor for every
             query behind it; None unless `Needs.decay`.
+        reduced: [B, Hq, N], what `Needs.reducer` made of the attention of every query of this forward; None without it.
         moments: The moments of this forward's queries; None unless `Needs.query_moments`, and in `rerank`.
         mean_rotation: `mean_rotation(vectors, first, count)` rotates vectors [B, n, m, D] to `count` positions from
             `first` [B] on, and returns the mean, fp32; None unless `Needs.query_moments`.
@@ -228,6 +260,7 @@ class Seen(NamedTuple):
     probe_count: Tensor | None = None
     below_mean: Tensor | None = None
     decayed_sum: Tensor | None = None
+    reduced: Tensor | None = None
     moments: QueryMoments | None = None
     mean_rotation: MeanRotation | None = None
     scale: float | None = None

@@ -137,11 +137,8 @@ class KVCrush(Wrapper):
     def needs(self) -> Needs:
         """The needs of the base, and attention for the signatures."""
         needs = self.base.needs
-        return (
-            needs
-            if needs.attn_sum or needs.window_queries or needs.below_mean_queries or needs.decay
-            else needs | Needs(window_queries=SIGNATURE_QUERIES)
-        )
+        known = needs.attn_sum or needs.window_queries or needs.below_mean_queries or needs.decay or needs.reducer
+        return needs if known else needs | Needs(window_queries=SIGNATURE_QUERIES)
 
     @property
     def min_tokens(self) -> int:

@@ -16,7 +16,7 @@ from tests.conformance.calibration import write
 from tests.conformance.policies import BASES, CODECS, SELECTORS, WRAPPERS, by_name, is_refused, parameters
 from tests.sampling import product
 
-ATTENTIVE = ["h2o", "snapkv", "probe", "a2sf"]
+ATTENTIVE = ["h2o", "snapkv", "probe", "a2sf", "keyformer"]
 """Selectors that hold attention, which some wrappers ask for."""
 
 
@@ -48,6 +48,10 @@ def draw_selector(dice: Random, *, wrap: bool = True, of: Sequence[str] = BASES)
             f"of={dice.choice(['product', 'keys', 'values', 'mean'])}",
         ],
         "a2sf": [f"factor={dice.choice(['0.1', '0.9', '1.0'])}", f"recent={dice.randint(1, 5)}"],
+        "keyformer": [
+            f"recent={dice.choice(['0.0', '0.3', '1.0'])}", f"tau_init={dice.choice(['0.3', '1.0'])}",
+            f"steps={dice.choice([1, 7, 100])}",
+        ],
         "defensive": [
             f"window={dice.randint(1, 9)}", f"kernel={dice.choice([1, 3, 5])}",
             f"mass={dice.choice(['0.0', '0.5', '1.0'])}",

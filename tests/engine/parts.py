@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.attention_sum import AttentionSum
 from kvpolicy.engine.below_mean import BelowMean
 from kvpolicy.engine.block_attention import BlockAttention, OpenTokens
@@ -16,11 +17,12 @@ from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
 from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.page_geometry import PageGeometry
+from kvpolicy.engine.prefill import token_positions
 from kvpolicy.engine.probing import ProbeQueries
 from kvpolicy.engine.query_moments import Moments
 from kvpolicy.engine.recent_queries import RecentQueries
 from kvpolicy.engine.slot_geometry import SlotGeometry
-from kvpolicy.engine.statistic import Statistic
+from kvpolicy.engine.statistic import Candidates, Statistic
 from kvpolicy.protocols import ALL_HEADS, DecodeMode, Needs, Probes, Seen, StageStore, State, View
 
 
@@ -159,3 +161,12 @@ def shuffled(count: int, *, rows: int, heads: int, most: int, seed: int) -> Tens
     dice = generator(seed)
     drawn = [torch.randperm(most, generator=dice)[:count] for _ in range(rows * heads)]
     return torch.stack(drawn).view(rows, heads, count).to(torch.int32)
+
+
+def candidates_of(keys: Tensor, valid: Tensor | None, transform: ScoreTransform) -> Candidates:
+    """A first prompt [B, H, P, D] as its statistics are reduced over it."""
+    _, heads, columns, _ = keys.shape
+    none = torch.zeros(len(keys) if valid is None else len(valid), dtype=torch.int64)
+    added = none + columns if valid is None else valid.sum(-1)
+    positions = token_positions(valid, columns, none)[:, None].expand(-1, heads, -1)
+    return Candidates(keys, valid, transform, None, added, positions)

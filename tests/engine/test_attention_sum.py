@@ -6,7 +6,7 @@ import torch
 
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.attention_sum import AttentionSum
-from kvpolicy.engine.statistic import Candidates
+from tests.engine.parts import candidates_of
 
 
 def test_sums_of_chunks_are_added_column_by_column() -> None:
@@ -15,7 +15,7 @@ def test_sums_of_chunks_are_added_column_by_column() -> None:
     assert joined.total is not None
     assert torch.equal(joined.total[..., 3:], second[..., 3:])
     assert torch.equal(joined.total[..., :3], second[..., :3] + first)
-    candidates = Candidates(torch.zeros(2, 2, 7, 4), None, ScoreTransform(1.0), None, torch.tensor([7, 7]))
+    candidates = candidates_of(torch.zeros(2, 2, 7, 4), None, ScoreTransform(1.0))
     assert joined.reduced(candidates)["attn_sum"] is joined.total
     assert not joined.reads_past and [*joined.tensors] == [joined.total]
 

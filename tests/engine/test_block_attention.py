@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.block_attention import BlockAttention, block_attention
-from kvpolicy.engine.statistic import Candidates, Coming, Tile
-from tests.engine.parts import generator
+from kvpolicy.engine.statistic import Coming, Tile
+from tests.engine.parts import candidates_of, generator
 
 SEEN = torch.tensor([0, 5, 3, 0])
 VALID = torch.tensor(
@@ -54,7 +54,7 @@ def gathered(
 
 
 def reduced(statistic: BlockAttention, valid: Tensor) -> Tensor:
-    found = statistic.reduced(Candidates(KEYS, valid, ScoreTransform(0.1, 3.0), None, valid.sum(-1)))
+    found = statistic.reduced(candidates_of(KEYS, valid, ScoreTransform(0.1, 3.0)))
     assert torch.equal(found["added"], valid.sum(-1))
     return found["block_attn"]
 

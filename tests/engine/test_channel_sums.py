@@ -10,8 +10,8 @@ import torch
 from kvpolicy.engine.attention import ScoreTransform, largest_queries
 from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
 from kvpolicy.engine.reading import absolute_sums
-from kvpolicy.engine.statistic import Candidates, Coming, Tile
-from tests.engine.parts import generator
+from kvpolicy.engine.statistic import Coming, Tile
+from tests.engine.parts import candidates_of, generator
 
 CHUNKED = [[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1]]
 VALID = torch.tensor(CHUNKED).bool()
@@ -39,7 +39,7 @@ def test_pieces_are_those_of_the_whole(pieces: list[int], joined: bool) -> None:
     assert torch.equal(largest.absmax, largest_queries(Q, 2, VALID))
     for found, expected in zip(sums.sums, absolute_sums(Q, K, VALID), strict=True):
         assert torch.allclose(found, expected)
-    candidates = Candidates(K, VALID, ScoreTransform(1.0), None, VALID.sum(-1))
+    candidates = candidates_of(K, VALID, ScoreTransform(1.0))
     assert not largest.reduced(candidates) and not sums.reduced(candidates), "selectors see neither"
 
 

@@ -13,7 +13,7 @@ from kvpolicy.engine.channel_sums import LargestQueries
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import AbsoluteSums
 from kvpolicy.engine.recent_queries import RecentQueries
-from kvpolicy.protocols import Forward, QueryMoments
+from kvpolicy.protocols import SINGLE_RANK, Forward, QueryMoments
 from tests.engine.parts import gathered, generator
 
 WINDOW = QueryWindow(torch.zeros(3, 4, 2, 8), torch.zeros(3, 2, dtype=torch.int64))
@@ -81,13 +81,19 @@ def test_chunks_are_joined_to_the_whole_prompt(first: int) -> None:
     assert joined.statistic(RecentQueries) is None
 
 
+def seen_alone(pending: PendingPrompt) -> dict[str, Any]:
+    """What a selector sees of a first prompt."""
+    positions = pending.positions(torch.zeros(len(pending.keys), dtype=torch.int64))[:, None].expand(-1, 2, -1)
+    return pending.seen(None, positions, 0, SINGLE_RANK)
+
+
 def test_what_a_selector_sees_is_that_of_all_statistics() -> None:
-    assert prompt().seen(None) == {}
+    assert seen_alone(prompt()) == {}
     found = {"attn_sum": torch.ones(3, 4, 5), "query_absmax": torch.ones(3, 2, 8)}
-    seen = prompt(None, None, window=WINDOW, below_mean=WINDOW, **found).seen(None)
+    seen = seen_alone(prompt(None, None, window=WINDOW, below_mean=WINDOW, **found))
     assert set(seen) == {"attn_sum", "window_attn", "below_mean", "added"}
     assert seen["added"].tolist() == [5, 5, 5]
-    assert prompt(VALID, below_mean=WINDOW).seen(None)["added"].tolist() == [5, 3, 2]
+    assert seen_alone(prompt(VALID, below_mean=WINDOW))["added"].tolist() == [5, 3, 2]
 
 
 def test_the_next_chunk_sees_what_slots_before_a_prompt_count_for() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from kvpolicy.engine.attention import ScoreTransform, newest_queries, window_attention
 from kvpolicy.engine.recent_queries import RecentQueries
-from kvpolicy.engine.statistic import Candidates, Coming, Tile
-from tests.engine.parts import generator
+from kvpolicy.engine.statistic import Coming, Tile
+from tests.engine.parts import candidates_of, generator
 
 Q, K = (torch.randn(2, heads, 9, 4, generator=generator(heads)) for heads in (4, 2))
 VALID = torch.tensor([[1] * 9, [0, 0, 1, 1, 1, 0, 1, 0, 0]]).bool()
@@ -23,7 +23,7 @@ def gather(start: int, stop: int) -> RecentQueries:
 @pytest.mark.parametrize("first", [1, 3, 8])
 def test_attention_is_that_of_the_newest_queries(first: int) -> None:
     found = gather(0, first).joined(gather(first, 9), first)
-    candidates = Candidates(K, VALID, ScoreTransform(0.5), None, VALID.sum(-1))
+    candidates = candidates_of(K, VALID, ScoreTransform(0.5))
     expected = window_attention(newest_queries(Q, VALID, 3), K, ScoreTransform(0.5), None, VALID)
     assert torch.equal(found.reduced(candidates)["window_attn"], expected)
     assert found.reads_past and len([*found.tensors]) == 2 and not [*RecentQueries(3).tensors]

@@ -233,8 +233,8 @@ MUTATIONS = (
     Mutation(
         name="padding counts as added queries",
         file="kvpolicy/engine/prefill.py",
-        old="past, self.lengths(none))",
-        new="past, none + self.columns)",
+        old="past, self.lengths(none), positions",
+        new="past, none + self.columns, positions",
         tests=("tests/selectors/test_scissorhands.py",),
     ),
     Mutation(

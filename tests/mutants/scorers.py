@@ -6,6 +6,27 @@ from tests.mutants import Mutation
 
 MUTATIONS = (
     Mutation(
+        name="the temperature of Keyformer does not rise",
+        file="kvpolicy/selectors/keyformer.py",
+        old="        state.generated.add_(1)\n",
+        new="",
+        tests=("tests/selectors/test_keyformer.py",),
+    ),
+    Mutation(
+        name="all query heads draw the same noise",
+        file="kvpolicy/selectors/keyformer.py",
+        old="torch.full_like(every, layer_idx)), every))",
+        new="torch.full_like(every, layer_idx)), every * 0))",
+        tests=("tests/selectors/test_keyformer.py",),
+    ),
+    Mutation(
+        name="queries of a tile are placed at the first ones",
+        file="kvpolicy/engine/reduced_rows.py",
+        old="rows = AttentionRows(weights, at[:, part],",
+        new="rows = AttentionRows(weights, at[:, : tile.at.shape[1]],",
+        tests=("tests/selectors/test_keyformer.py",),
+    ),
+    Mutation(
         name="attention is not forgotten with a later prompt",
         file="kvpolicy/selectors/a2sf.py",
         old="return Scores(state.score * left[:, None, None] +",

@@ -63,10 +63,11 @@ WHOLE = [
     "expected",
     "kvzip",
     "compactor",
+    "keyformer",
     "squeeze+snapkv",
     "snapkv+regress",
 ]
-CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip", "compactor"]
+CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip", "compactor", "keyformer"]
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,11 @@ class ReferenceLayer:
     def _step(self, attention: list[Tensor], q: Tensor) -> None:
         """Update the scores after a generated token."""
         for h, head in enumerate(self.heads):
+            scores = selectors.scores_of_step(self.base, self._look(h, q, attention))
+            if scores is not None:
+                for token, score in zip(head.tokens, scores, strict=True):
+                    token.score = score
+                continue
             newest = selectors.score_of_newest(self.base, self._look(h, q))
             if newest is not None:
                 head.tokens[-1].score = newest
@@ -365,7 +370,12 @@ class ReferenceLayer:
         if self.selector["name"] != "kvcrush":
             return {}
         share = self._base_budget()
-        rows = [selectors.statistic(self.base, matrix, share) for matrix in attention]
+        looks = [self._look(hq // self.group, None, attention) for hq in range(len(attention))]
+        rows = [
+            selectors.statistic_of_head(self.base, look, hq % self.group)
+            or selectors.statistic(self.base, attention[hq], share)
+            for hq, look in enumerate(looks)
+        ]
         self.margin = min([self.margin, *(selectors.margin(row) for row in rows)])
         bits = [kvcrush.bits(row, self.selector["quantile"]) for row in rows]
         anchor = kvcrush.anchor(self.selector["anchor"], bits, self.selector["seed"], self.layer_idx)

@@ -127,6 +127,12 @@ def score_of_newest(config: Config, look: Look) -> complex | None:
     return own(look) if own else None
 
 
+def scores_of_step(config: Config, look: Look) -> Sequence[complex] | None:
+    """The scores of one KV head's tokens after a generated token, of a selector that asks where they stand."""
+    own = _function(config, "scores_of_step")
+    return own(look) if own else None
+
+
 def closeness(config: Config, attention: list[Tensor]) -> float:
     """How near an attention weight is to a threshold of the selector, relatively; infinite without one."""
     own = _function(config, "closeness")
@@ -137,6 +143,12 @@ def rerank_every(config: Config) -> int:
     """After how many generated tokens `scores_of_tokens` is asked again; 0 for never."""
     own = _function(config, "rerank_every")
     return own() if own else 0
+
+
+def statistic_of_head(config: Config, look: Look, number: int) -> list[float] | None:
+    """The same for the query head of this number in its group, of a selector that asks where it stands."""
+    own = _function(config, "statistic_of_head")
+    return own(look, number) if own else None
 
 
 def statistic(config: Config, matrix: Tensor, budget: int) -> list[float]:

@@ -10,7 +10,7 @@ import torch
 from ..coding import Config
 from ._look import Look
 
-BASES = ("a2sf", "h2o", "snapkv", "probe")
+BASES = ("a2sf", "h2o", "keyformer", "probe", "snapkv")
 """Selectors whose score of a token is attention."""
 
 

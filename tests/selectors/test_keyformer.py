@@ -1,0 +1,98 @@
+"""Keyformer: noise that depends on places alone, and a temperature that rises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvpolicy import KVPolicyError, Policy
+from kvpolicy.engine import attention
+from kvpolicy.kernels.draws import exponentials, mixed
+from kvpolicy.selectors.keyformer import Keyformer, perturbed
+from kvpolicy.testing import check
+from tests.conformance.bench import Bench, draw, padding
+from tests.selectors.walks import walks
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "keyformer:steps=5", "keyformer:tau_init=0.5:tau_end=0.5:seed=3", "keyformer:recent=0.0:tau_end=8.0:steps=1",
+        "keyformer:decode=grow", "kvcrush/keyformer",
+    ],
+)  # fmt: skip
+def test_as_the_slow_version(spec: str) -> None:
+    assert walks(spec) > 0.8
+
+
+@pytest.mark.parametrize("selector", [Keyformer(), Keyformer(recent=1.0, tau_end=9.0, steps=1)], ids=str)
+def test_keeps_the_rules(selector: Keyformer) -> None:
+    check(selector)
+
+
+def scores(spec: str, *sizes: int) -> Any:
+    bench = Bench(spec, [60, 60])
+    for number, size in enumerate(sizes):
+        bench.forward(*draw(size, number, batch=2), padding(size, size, 9) if number == 0 else None)
+    order = bench.layer.tensors.positions.argsort(-1)
+    state: Any = bench.layer.tensors.state
+    return state.score.gather(-1, order)
+
+
+def test_the_mass_of_every_query_stays() -> None:
+    found = scores("keyformer", 30, 1, 1, 7)
+    torch.testing.assert_close(found.sum(-1), scores("h2o", 30, 1, 1, 7).sum(-1))
+    assert not torch.allclose(found, scores("h2o", 30, 1, 1, 7), atol=0.1)
+    assert not torch.allclose(found, scores("keyformer:seed=1", 30, 1, 1, 7), atol=0.1)
+
+
+@pytest.mark.parametrize("tile", [1, 1 << 20])
+def test_chunks_are_as_one_prompt(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "TILE_ELEMENTS", tile)
+    q, k, v = draw(40, 0, batch=2)
+    mask = padding(40, 40, 22)
+    found: list[Any] = []
+    for cuts in ([40], [25, 15], [25, 1, 14]):
+        bench = Bench("keyformer:tau_init=2.0", [60, 60])
+        start = 0
+        for size in cuts:
+            at = slice(start, start + size)
+            bench.forward(q[:, :, at], k[:, :, at], v[:, :, at], mask[:, at])
+            start += size
+        state: Any = bench.layer.tensors.state
+        positions = bench.layer.tensors.positions
+        found.append(state.score.gather(-1, positions.argsort(-1))[..., -20:])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+def test_draws_have_their_distribution() -> None:
+    places = mixed(mixed(3, torch.arange(200))[:, None], torch.arange(500))
+    found = exponentials(places, torch.tensor(7)).double()
+    assert bool((found > 0).all()) and bool(found.isfinite().all())
+    assert abs(found.mean() - 1) < 0.02 and abs(found.var() - 1) < 0.05
+    # Neighbors, in either direction, tell nothing of each other.
+    for one, other in ((found[1:], found[:-1]), (found[:, 1:], found[:, :-1])):
+        assert abs(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]) < 0.01
+    assert int(mixed(2**32 - 1, torch.tensor(2**31 - 1))) in range(2**32)
+
+
+@pytest.mark.parametrize("tau", [1, 0.01, 100.0])
+def test_perturbed_attention_is_a_softmax(tau: float) -> None:
+    scores = torch.randn(3, 8).double() * 3
+    noise = exponentials(torch.arange(3)[:, None], torch.arange(8))
+    expected = ((scores - noise.double().log()) / tau).softmax(-1)
+    found = perturbed(scores.softmax(-1).float(), noise, tau)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-3)
+    assert not perturbed(torch.zeros(3, 8), noise, tau).any()
+
+
+def test_temperatures_out_of_order() -> None:
+    with pytest.raises(KVPolicyError, match=r"Keyformer.tau_end must be at least tau_init, got 2.0 and 3.0; try"):
+        Keyformer(tau_init=3.0)
+
+
+def test_it_is_a_base() -> None:
+    assert str(Policy.parse("critical/keyformer@0.2")) == "critical/keyformer@0.2"
