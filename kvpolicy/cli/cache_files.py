@@ -84,7 +84,10 @@ def check(path: Path) -> dict[str, Any]:
 def note_for(policy: Policy) -> str:
     """Note for a user who saves a cache under this policy; empty if there is none."""
     every = [one.selector.needs for one in policy.distinct]
-    if not any(needs.window_queries or needs.below_mean_queries or needs.decay or needs.newest_row for needs in every):
+    if not any(
+        needs.window_queries or needs.below_mean_queries or needs.decay or needs.newest_row or needs.newest_queries
+        for needs in every
+    ):
         return ""
     return (
         f"The selector of {policy} keeps what the last tokens of the text attend to. If these are a question, the "

@@ -211,6 +211,8 @@ def _statistics(needs: Needs) -> str:
         used.append(f"the attention weights of the last {needs.decay.queries:,} queries of the prompt, newer ones more")
     if needs.reducer:
         used.append("the attention weights of all queries, which the selector reduces by itself")
+    if needs.newest_queries:
+        used.append(f"the last {needs.newest_queries:,} queries")
     if needs.query_moments is not None:
         used.append("the mean and covariance of the queries")
     if needs.block_queries:

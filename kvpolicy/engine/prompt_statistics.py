@@ -13,6 +13,7 @@ from kvpolicy.engine.block_attention import BlockAttention
 from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
 from kvpolicy.engine.decayed_sum import DecayedSum
 from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.newest_queries import NewestQueries
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import ProbeQueries
 from kvpolicy.engine.query_moments import Moments
@@ -32,6 +33,7 @@ def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
         BelowMean(needs.below_mean_queries) if needs.below_mean_queries else None,
         None if needs.decay is None else DecayedSum(needs.decay),
         None if needs.reducer is None else ReducedRows(needs.reducer),
+        NewestQueries(needs.newest_queries) if needs.newest_queries else None,
         None if needs.query_moments is None else Moments(needs.query_moments),
         BlockAttention(needs.block_queries, needs.block_first) if needs.block_queries else None,
         LargestQueries() if layer.tensors.limits is not None and layer.spec.codec_traits.query_absmax else None,

@@ -106,10 +106,11 @@ def new_token(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, needs: Needs, 
     """The token of a decode step at `positions` [B, 1], as far as a selector needs it."""
     if not needs.vectors:
         return None
-    query = None
-    if needs.query_moments is not None:
-        query = plain_queries(q.detach(), positions, rope).squeeze(2).unflatten(1, (k.shape[1], -1))
-    return NewToken(k.detach(), v.detach(), query)
+    queries = q.detach()
+    plain = None if needs.query_moments is None else plain_queries(queries, positions, rope)
+    taken = queries if needs.newest_queries else None
+    by_head = (None if t is None else t.squeeze(2).unflatten(1, (k.shape[1], -1)) for t in (plain, taken))
+    return NewToken(k.detach(), v.detach(), *by_head)
 
 
 def mean_rotation(rope: Rope | None) -> MeanRotation:

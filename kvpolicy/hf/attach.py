@@ -272,7 +272,8 @@ class Handle:
         policy, new = cache.policy, tokens.shape[1]
         if new == 1 or cache.prompt is None or self._attachment.chunks == HOLD or policy.replay is not None:
             return
-        if not any(own.selector.needs.window_queries or own.selector.needs.newest_row for own in policy.distinct):
+        every = [own.selector.needs for own in policy.distinct]
+        if not any(needs.window_queries or needs.newest_row or needs.newest_queries for needs in every):
             return
         if isinstance(policy.budget, int) and policy.budget >= int(cache.prompt.max()):
             return  # nothing is left out

@@ -267,6 +267,8 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
     chosen = joined + candidates * 64 + scores * 4 * window * (1 + bool(piece.past))
     if needs.candidates or needs.forward:
         chosen += vectors * (1 + bool(piece.past)) + candidates * shape.head_dim * 12
+    if needs.newest_queries:  # tiles of products, of keys with keys too, and what they are compared by
+        chosen += 3 * FP32 * max(min(TILE_ELEMENTS, candidates * piece.keys), SHORTEST_TILE * candidates)
     if needs.output_norms:  # of every query head, by a slice of the projection and a tile of hidden vectors
         chosen += FP32 * (scores + TILE_ELEMENTS + prefill.widths.hidden * shape.head_dim)
     if needs.unrotated_keys:

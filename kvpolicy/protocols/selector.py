@@ -57,11 +57,13 @@ class NewToken(NamedTuple):
         key: [B, H, 1, D].
         value: [B, H, 1, D].
         query: Its queries without their rotation, [B, H, G, D] fp32; None unless `Needs.query_moments`.
+        taken_query: Its queries as attention takes them, [B, H, G, D]; None unless `Needs.newest_queries`.
     """
 
     key: Tensor
     value: Tensor
     query: Tensor | None = None
+    taken_query: Tensor | None = None
 
 
 class View(NamedTuple):

@@ -105,6 +105,8 @@ class Needs(NamedTuple):
         below_mean_queries: How many of the newest queries to count in `Seen.below_mean`.
         decay: Which queries' attention to sum for `Seen.decayed_sum`, and how, or None.
         reducer: Reduces the attention of every query of a prompt to `Seen.reduced`, or None.
+        newest_queries: How many of the newest queries to pass on as `Seen.queries`; with `vectors`, those of the newest
+            token are passed in decode.
         query_moments: From which position on to sum the moments of the queries for `Seen.moments`, and whether to pass
             those of the newest token in decode; None for neither.
         vectors: Whether to pass on the keys and values of the candidates, and in decode those of the newest token as
@@ -133,6 +135,7 @@ class Needs(NamedTuple):
     below_mean_queries: int = 0
     decay: Decay | None = None
     reducer: RowReducer | None = None
+    newest_queries: int = 0
     query_moments: int | None = None
     vectors: bool = False
     rerank_every: int = 0
@@ -156,6 +159,7 @@ class Needs(NamedTuple):
             below_mean_queries=max(self.below_mean_queries, other.below_mean_queries),
             decay=self.decay or other.decay,
             reducer=self.reducer or other.reducer,
+            newest_queries=max(self.newest_queries, other.newest_queries),
             query_moments=other.query_moments if self.query_moments is None else self.query_moments,
             vectors=self.vectors or other.vectors,
             rerank_every=self.rerank_every or other.rerank_every,
@@ -233,12 +237,14 @@ class Seen(NamedTuple):
         decayed_sum: [B, Hq, N], attention summed over the newest queries of this forward, each times a factor for every
             query behind it; None unless `Needs.decay`.
         reduced: [B, Hq, N], what `Needs.reducer` made of the attention of every query of this forward; None without it.
+        queries: [B, Hq, W, D], the newest W valid queries of this forward as attention takes them, the newest last; any
+            where a batch row has fewer. None unless `Needs.newest_queries`, and in `rerank`.
         moments: The moments of this forward's queries; None unless `Needs.query_moments`, and in `rerank`.
         mean_rotation: `mean_rotation(vectors, first, count)` rotates vectors [B, n, m, D] to `count` positions from
             `first` [B] on, and returns the mean, fp32; None unless `Needs.query_moments`.
         scale: The factor that products of queries and keys are multiplied by.
         added: [B] int64, how many tokens this forward adds to each row; None unless `Needs.below_mean_queries`,
-            `Needs.decay` or `Needs.block_queries`.
+            `Needs.decay`, `Needs.newest_queries` or `Needs.block_queries`.
         forward: The arguments of the attention module; None unless `Needs.forward`.
         keys: [B, H, N, D], as attention takes them, those of coded slots decoded; None unless `Needs.forward` or
             `Needs.candidates`. Numbers at invalid tokens are to be ignored.
@@ -261,6 +267,7 @@ class Seen(NamedTuple):
     below_mean: Tensor | None = None
     decayed_sum: Tensor | None = None
     reduced: Tensor | None = None
+    queries: Tensor | None = None
     moments: QueryMoments | None = None
     mean_rotation: MeanRotation | None = None
     scale: float | None = None

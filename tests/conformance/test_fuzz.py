@@ -48,6 +48,10 @@ def draw_selector(dice: Random, *, wrap: bool = True, of: Sequence[str] = BASES)
             f"of={dice.choice(['product', 'keys', 'values', 'mean'])}",
         ],
         "a2sf": [f"factor={dice.choice(['0.1', '0.9', '1.0'])}", f"recent={dice.randint(1, 5)}"],
+        "rkv": [
+            f"window={dice.randint(1, 5)}", f"mix={dice.choice(['0.0', '0.5', '1.0'])}",
+            f"kernel={dice.choice([1, 3])}", f"every={dice.choice([1, 6, 64])}",
+        ],
         "keyformer": [
             f"recent={dice.choice(['0.0', '0.3', '1.0'])}", f"tau_init={dice.choice(['0.3', '1.0'])}",
             f"steps={dice.choice([1, 7, 100])}",

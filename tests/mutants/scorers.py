@@ -6,6 +6,41 @@ from tests.mutants import Mutation
 
 MUTATIONS = (
     Mutation(
+        name="the first of several similar keys counts as less redundant",
+        file="kvpolicy/selectors/_redundancy.py",
+        old="number = torch.arange(1, tokens + 1,",
+        new="number = torch.arange(tokens, 0, -1,",
+        tests=("tests/selectors/test_rkv.py",),
+    ),
+    Mutation(
+        name="a key resembles itself",
+        file="kvpolicy/selectors/_redundancy.py",
+        old="        tile[:, :, own - start, own] = 0\n",
+        new="",
+        tests=("tests/selectors/test_rkv.py",),
+    ),
+    Mutation(
+        name="queries of R-KV are kept at the next place",
+        file="kvpolicy/selectors/rkv.py",
+        old="== ((view.length - 1) % self.window)[:, None]",
+        new="== (view.length % self.window)[:, None]",
+        tests=("tests/selectors/test_rkv.py",),
+    ),
+    Mutation(
+        name="absent queries of a short prompt replace those of the one before",
+        file="kvpolicy/selectors/rkv.py",
+        old="            at &= (behind < seen.added)[:, None]\n",
+        new="",
+        tests=("tests/selectors/test_rkv.py",),
+    ),
+    Mutation(
+        name="queries that do not count rank tokens",
+        file="kvpolicy/selectors/rkv.py",
+        old="counts = (age < width[:, None]) & (age < view.length[:, None])",
+        new="counts = age < view.length[:, None]",
+        tests=("tests/selectors/test_rkv.py",),
+    ),
+    Mutation(
         name="the temperature of Keyformer does not rise",
         file="kvpolicy/selectors/keyformer.py",
         old="        state.generated.add_(1)\n",

@@ -62,6 +62,7 @@ POOLED = [
     "global/adakv+defensive:window=6:kernel=3@0.5",
     "a2sf:factor=0.8:recent=4@0.5",
     "keyformer:steps=5@0.5",
+    "rkv:window=3:every=5@0.5",
     "kvcrush/qfilters:file=FOLDER/filters.safetensors@0.5",
 ]
 """What looks at all heads, or at all query heads of a KV head."""

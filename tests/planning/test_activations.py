@@ -64,10 +64,11 @@ WHOLE = [
     "kvzip",
     "compactor",
     "keyformer",
+    "rkv",
     "squeeze+snapkv",
     "snapkv+regress",
 ]
-CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip", "compactor", "keyformer"]
+CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip", "compactor", "keyformer", "rkv"]
 
 
 @pytest.mark.parametrize(

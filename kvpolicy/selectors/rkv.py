@@ -1,0 +1,168 @@
+"""R-KV: keep tokens that are attended to and do not repeat others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, Selector, State, View, scoped
+from kvpolicy.selectors._common import check_kernel, keep_always
+from kvpolicy.selectors._redundancy import mean_cosines
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.parameters import check_min, check_range
+from kvpolicy.spec.validation import check_fields
+
+_UNRANKED = 2.0
+"""No mixture of attention and redundancy is that large: above stand the tokens that were not ranked yet."""
+
+
+@scoped(queries="head", ranked="row")
+class Reasoned(NamedTuple):
+    """How much each slot is worth, and the newest queries.
+
+    Attributes:
+        score: Attention minus redundancy, [B, H, S] fp32.
+        queries: The newest queries as attention takes them, that of position p at p modulo their number, [B, H, W, G,
+            D] fp32.
+        ranked: Tokens that the row had seen when its slots were ranked, [B] int64.
+    """
+
+    score: Tensor
+    queries: Tensor
+    ranked: Tensor
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RKV(Selector):
+    """Keep tokens that the newest queries attend to, and whose keys do not resemble those of other tokens.
+
+    Long chains of thought repeat themselves. Attention alone keeps every repetition, so that the redundancy of a token,
+    the mean cosine of its key with all others, is subtracted from its attention.
+
+    Args:
+        window: How many of the newest queries are asked; as many of the newest tokens are always kept. At most half the
+            budget.
+        kernel: Width of the max pooling of attention along the tokens, odd.
+        mix: The weight of attention, in [0, 1]; redundancy has the rest.
+        similar: The cosine above which a key is similar to another one.
+        every: After how many generated tokens all kept tokens are ranked again; at most half the budget. Until then new
+            tokens are kept.
+        decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
+
+    Raises:
+        KVPolicyError: If `window` or `every` is below 1, `kernel` is not odd, `mix` or `similar` is
+            outside [0, 1].
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("rkv:mix=0.1@0.2"))
+        'rkv:mix=0.1@0.2'
+
+    Source:
+        R-KV (arXiv:2505.24133), Section 3, and its authors' code, from which the defaults are. Differences: the code
+        lets the cache grow by 128 tokens and then evicts them at once; here a token is evicted for each that is
+        generated, the lowest of the last ranking, so that there are never more than the budget; each row of a batch is
+        ranked by its own keys (in earlier versions of the code, redundancy is that of the first row); a key that resembles no other leaves
+        out none (the code then leaves out the first token); the newest queries also rank the tokens of a prompt, as
+        in the code; a cap of scores and learned attention sinks are left out of the attention that ranks. With a codec,
+        keys that are coded are compared as attention reads them.
+    """
+
+    window: int = 8
+    kernel: int = 7
+    mix: float = 0.07
+    similar: float = 0.5
+    every: int = 128
+    decode: DecodeMode = "evict"
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters."""
+        check_fields(self)
+        check_min(self, window=1, every=1)
+        check_kernel(self, self.kernel)
+        check_range(self, mix=(0, 1), similar=(0, 1))
+
+    @property
+    def needs(self) -> Needs:
+        """The newest queries, and the keys of all tokens after a prompt and now and then."""
+        return Needs(vectors=True, newest_queries=self.window, rerank_every=self.every, head_shape=True)
+
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
+        """Scores of zero, and no queries."""
+        shape = (batch, heads, self.window, *head)
+        return Reasoned(
+            score=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
+            queries=torch.zeros(shape, dtype=torch.float32, device=device),
+            ranked=torch.zeros(batch, dtype=torch.int64, device=device),
+        )
+
+    def observe(self, state: Reasoned, seen: Seen, view: View) -> State:
+        """Take the newest queries of a prompt, and rank every candidate."""
+        assert seen.queries is not None and seen.added is not None
+        queries = state.queries
+        heads, width = queries.shape[1], seen.queries.shape[2]
+        for number in range(width):  # the newest last
+            behind = width - 1 - number
+            place = (view.length - 1 - behind) % self.window
+            at = torch.arange(self.window, device=place.device) == place[:, None]
+            at &= (behind < seen.added)[:, None]
+            new = seen.queries[:, :, number].float().unflatten(1, (heads, 1, -1))
+            queries = torch.where(at[:, None, :, None, None], new, queries)
+        return self.rerank(state._replace(queries=queries), seen, view)
+
+    def rerank(self, state: Reasoned, seen: Seen, view: View) -> State:
+        """Rank every token by the newest queries and by all keys."""
+        assert seen.keys is not None and seen.scale is not None
+        # In the order of positions, for the pooling and for the latest of similar keys.
+        order = view.positions.argsort(dim=-1, stable=True)
+        keys = seen.keys.gather(2, order[..., None].expand(-1, -1, -1, seen.keys.shape[-1]))
+        positions = view.positions.gather(-1, order)
+        view = view._replace(positions=positions)
+        cosines = mean_cosines(keys, view.valid, self.similar)
+        redundancy = _softmax(cosines, view.valid)
+        score = self.mix * self._attention(state.queries, keys, seen.scale, view) - (1 - self.mix) * redundancy
+        back = order.argsort(dim=-1)
+        return state._replace(score=score.gather(-1, back), ranked=view.length.clone())
+
+    def _attention(self, queries: Tensor, keys: Tensor, scale: float, view: View) -> Tensor:
+        """Mean attention of the newest queries to the tokens before the window, pooled, [B, H, N]."""
+        width = self._width(view)
+        past = view.valid & ~view.newest(width)
+        keys = keys.float().masked_fill(~past[..., None], 0)
+        raw = torch.einsum("bhwgd,bhnd->bhwgn", queries, keys) * scale
+        weights = _softmax(view.ranks.largest(raw.amax(3)), past[:, :, None].expand(-1, -1, self.window, -1))
+        # The query of position p is at p modulo the window; those of the newest `width` positions count.
+        age = (view.length[:, None] - 1 - torch.arange(self.window, device=width.device)) % self.window
+        counts = (age < width[:, None]) & (age < view.length[:, None])
+        mean = (weights * counts[:, None, :, None]).sum(2) / counts.sum(-1).clamp_min(1)[:, None, None]
+        pooled = F.max_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)
+        return pooled.masked_fill(~past, 0)
+
+    def step(self, state: Reasoned, row: Tensor, view: View) -> None:
+        """Take the query of a generated token, which is not ranked yet."""
+        assert view.token is not None and view.token.taken_query is not None
+        at = torch.arange(self.window, device=view.length.device) == ((view.length - 1) % self.window)[:, None]
+        new = view.token.taken_query[:, :, None].float()
+        state.queries.copy_(torch.where(at[:, None, :, None, None], new, state.queries))
+
+    def priority(self, state: Reasoned, view: View) -> Tensor:
+        """The newest tokens are always kept, then tokens that were not ranked yet, by age: [B, H, N]."""
+        unranked = view.positions >= state.ranked[:, None, None]
+        priority = torch.where(unranked, view.positions.float() + _UNRANKED, state.score)
+        return keep_always(priority, view.newest(self._width(view)))
+
+    def _width(self, view: View) -> Tensor:
+        """Tokens of the window, [B]."""
+        return (view.budget // 2).clamp(1, self.window)
+
+
+def _softmax(x: Tensor, among: Tensor) -> Tensor:
+    """The softmax over the last dimension `among` some entries, 0 elsewhere and where there is none."""
+    return x.masked_fill(~among, -torch.inf).softmax(-1).masked_fill(~among, 0)
