@@ -67,10 +67,10 @@ class RKV(Selector):
         R-KV (arXiv:2505.24133), Section 3, and its authors' code, from which the defaults are. Differences: the code
         lets the cache grow by 128 tokens and then evicts them at once; here a token is evicted for each that is
         generated, the lowest of the last ranking, so that there are never more than the budget; each row of a batch is
-        ranked by its own keys (in earlier versions of the code, redundancy is that of the first row); a key that resembles no other leaves
-        out none (the code then leaves out the first token); the newest queries also rank the tokens of a prompt, as
-        in the code; a cap of scores and learned attention sinks are left out of the attention that ranks. With a codec,
-        keys that are coded are compared as attention reads them.
+        ranked by its own keys (in earlier versions of the code, redundancy is that of the first row); a key
+        that resembles no other leaves out none (the code then leaves out the first token); the newest queries also
+        rank the tokens of a prompt, as in the code; a cap of scores and learned attention sinks are left out of the
+        attention that ranks. With a codec, keys that are coded are compared as attention reads them.
     """
 
     window: int = 8

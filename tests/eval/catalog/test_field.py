@@ -93,9 +93,9 @@ def test_rows_say_what_the_entries_say() -> None:
     ]
     assert rows["CapPress"][4:] == ["adapter", "[`KVPressScorer(CapPress())`](extend/kvpress.md)"]
     assert rows["vAttention"][4] == "not here: driver"
-    assert rows["Keyformer"][5].endswith(". Nearest: [`h2o`](methods/h2o.md)")
+    assert rows["EMS"][5].endswith(". Nearest: [`h2o+merge`](methods/merge.md)")
     assert rows["KVgradPress"][1] == "" and rows["CAMPress"][1] == "2024"
-    text = field.table_of([entry for entry in ENTRIES if entry.name in ("H2O", "Keyformer", "CapPress")])
+    text = field.table_of([entry for entry in ENTRIES if entry.name in ("H2O", "EMS", "CapPress")])
     assert text.endswith("\n\n3 entries: 1 here, 1 adapter, 1 not here.")
 
 
@@ -121,9 +121,9 @@ def _system(content: dict[str, Any], name: str) -> dict[str, Any]:
         ("H2O", {"policy": "h20"}, "must be one of .* got 'h20'"),
         ("H2O", {"decode": "grow"}, "H2O in field.yaml has the unknown key 'decode'"),
         ("PIE", {"page": ""}, "page of PIE .* given beside feature"),
-        ("Keyformer", {"note": ""}, "note of Keyformer .* given"),
-        ("Keyformer", {"policy": "h2o"}, "policy or feature of Keyformer"),
-        ("Keyformer", {"nearest": "heavy"}, "must be one of .* got 'heavy'"),
+        ("EMS", {"note": ""}, "note of EMS .* given"),
+        ("EMS", {"policy": "h2o"}, "policy or feature of EMS"),
+        ("EMS", {"nearest": "heavy"}, "must be one of .* got 'heavy'"),
     ],
 )
 def test_a_wrong_entry_is_one_sentence(name: str, change: dict[str, Any], message: str) -> None:

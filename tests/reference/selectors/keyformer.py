@@ -25,8 +25,8 @@ def scores_of_tokens(config: Config, look: Look) -> list[complex]:
 
 def scores_of_step(config: Config, look: Look) -> list[complex]:
     """After a generated token: what it gave, at a temperature that rises."""
-    share = min(look.memory["generated"] / config["steps"], 1)
-    look.memory["generated"] += 1
+    share = min(look.memory.get("generated", 0) / config["steps"], 1)
+    look.memory["generated"] = look.memory.get("generated", 0) + 1
     return _added(config, look, config["tau_init"] + (config["tau_end"] - config["tau_init"]) * share)
 
 
