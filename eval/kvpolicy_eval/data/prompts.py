@@ -188,3 +188,23 @@ def hot_keys(rng: Random, records: int, hot: int, asks: int, fresh: int, digits:
     key, value = rng.choice(keys)
     rest = _with_text(rng, dict(table[records:]), chars)
     return f"{_lines(dict(table[:records]))}{asked}{rest}?{key}=", value
+
+
+def ring(rng: Random, records: int) -> tuple[str, list[str]]:
+    r"""Records whose values are keys of other records, in one ring: each answer is what to ask for next.
+
+    Args:
+        rng: Source of randomness.
+        records: Records of the ring, at most 256; each costs 4 tokens.
+
+    Returns:
+        The records in random order, and the words in the order of the ring.
+
+    >>> ring(Random(0), 2)
+    ('earth=trumpet\ntrumpet=earth\n', ['trumpet', 'earth'])
+    """
+    _check_range("The number of records", records, 1, len(WORDS))
+    words = rng.sample(WORDS, records)
+    table = list(zip(words, [*words[1:], words[0]], strict=True))
+    rng.shuffle(table)
+    return _lines(dict(table)), words

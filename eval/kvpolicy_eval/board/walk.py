@@ -1,0 +1,191 @@
+"""`python -m kvpolicy_eval.board.walk`: a task with a long generation, which tells apart how policies decode.
+
+The prompt is a ring of records, `tiger=lime`, each of whose values is the key of another one. Every answer is what the
+next question asks for: `?tiger=lime`, `?lime=oak`, for 2,000 generated tokens, so that every record is needed again and
+again after a long pause. The right answer is fed whatever the model has said, so that one mistake is counted once. A
+budget is a fraction of the bytes that the full cache holds at the end.
+
+A result is kept in the file as soon as it is measured: a command that is interrupted continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import registry
+from kvpolicy.embedded import tiny
+from kvpolicy.spec.embedded_names import EmbeddedName
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy_eval.board.policies import SELECTORS
+from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.data.prompts import ring
+
+SHARES = [0.1, 0.05, 0.2]
+"""Budgets, in the order in which they are measured."""
+
+MERGED = "h2o"
+"""Selector that mergers are combined with."""
+
+MORE = ("keydiff:every=16", "rkv:every=16", "h2o+tokenwise:bits=4", "keyformer+tokenwise:bits=4", "kvcrush/h2o")
+"""Options and combinations."""
+
+Result = dict[str, Any]
+"""`right`, answers of each walk; `passes`, the fraction of them in each pass; `held`; or `refused`, a message."""
+
+
+class Walk(NamedTuple):
+    """What is asked of every policy.
+
+    Attributes:
+        records: Records of the ring.
+        hops: Questions, one after the other.
+        walks: Rings, which are a batch.
+        model: The embedded model.
+    """
+
+    records: int = 48
+    hops: int = 432
+    walks: int = 8
+    model: EmbeddedName = "tiny-4k"
+
+    def key(self, policy: str, share: float) -> str:
+        """What identifies a result in the file."""
+        return f"{policy} at {share:g} records={self.records} hops={self.hops} n={self.walks} {self.model}"
+
+
+def policies() -> list[str]:
+    """What is compared: the full cache, selectors, mergers and a few combinations."""
+    selectors = [SELECTORS.get(name, name).replace("{model}", "tiny-4k") for name in registry.SELECTORS]
+    mergers = [f"{MERGED}+{name}" for name in registry.MERGERS if name != "drop"]
+    return [*selectors, *mergers, *MORE]
+
+
+class Texts(NamedTuple):
+    """Rings as token ids.
+
+    Attributes:
+        prompt: The records and the first question, [walks, P].
+        steps: What is fed after each question: the right answer, and the next question, [walks, hops, T].
+    """
+
+    prompt: Tensor
+    steps: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a walk."""
+        return self.prompt.shape[1] + self.steps[0].numel()
+
+
+def texts(walk: Walk, tokenizer: Any) -> Texts:
+    """Draw rings; a word is one token, so that all walks are equally long."""
+    prompts: list[list[int]] = []
+    steps: list[list[list[int]]] = []
+    for number in range(walk.walks):
+        document, words = ring(Random(f"walk {number}"), walk.records)
+        prompts.append(tokenizer(f"{document}?{words[0]}=").input_ids)
+        answers = [words[hop % len(words)] for hop in range(1, walk.hops + 1)]
+        steps.append([tokenizer(f"{word}\n?{word}=", add_special_tokens=False).input_ids for word in answers])
+    return Texts(torch.tensor(prompts), torch.tensor(steps))
+
+
+@torch.inference_mode()
+def measure(walk: Walk, policy: str, share: float, model: Any, given: Texts) -> Result:
+    """Walk under a policy that holds at most a share of the bytes of the full cache at the end."""
+    full = kvpolicy.plan(model, "full", prompt=given.tokens, batch=walk.walks).nbytes
+    sized = policy if policy == "full" else f"{policy}@{int(share * full)}B"
+    right = torch.zeros(walk.walks, walk.hops, dtype=torch.bool)
+    try:
+        with kvpolicy.attach(model, sized):
+            new = given.steps[0].numel()
+            cache = kvpolicy.PolicyCache(model, prompt=given.prompt.shape[1], new=new)
+            said = model(given.prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1)
+            held = cache.nbytes
+            for hop in range(walk.hops):
+                step = given.steps[:, hop]
+                right[:, hop] = said == step[:, 0]
+                for token in step.split(1, 1):
+                    said = model(token, past_key_values=cache).logits[:, -1].argmax(-1)
+                held = max(held, cache.nbytes)
+    except KVPolicyError as error:
+        return {"refused": str(error)}
+    passes = [round(part.float().mean().item(), 3) for part in right.split(walk.records, 1)]
+    return {"right": right.sum(1).tolist(), "passes": passes, "held": round(held / full, 4)}
+
+
+def read(path: Path) -> dict[str, Result]:
+    """Results by their keys."""
+    if not path.exists():
+        return {}
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {found.pop("key"): found for found in lines}
+
+
+def rows(walk: Walk, known: dict[str, Result], listed: list[str], shares: list[float]) -> str:
+    """The table: mean right answers of the walks, the lowest and the highest; what was refused is empty."""
+
+    def cell(policy: str, share: float) -> str:
+        found = known.get(walk.key(policy, share), {})
+        if "right" not in found:
+            return ""
+        parts = [count / walk.hops for count in found["right"]]
+        return f"{sum(parts) / len(parts):.2f} ({min(parts):.2f}-{max(parts):.2f})"
+
+    def last(policy: str) -> str:
+        found = known.get(walk.key(policy, shares[-1]), {})
+        return f"{found['passes'][-1]:.2f}" if "passes" in found else ""
+
+    measured = [policy for policy in listed if any(cell(policy, share) for share in shares)]
+    measured.sort(key=lambda policy: [cell(policy, share) for share in reversed(shares)], reverse=True)
+    names = ["policy", *(f"{share:.0%}" for share in shares), f"last pass, {shares[-1]:.0%}"]
+    body = [[f"`{policy}`", *(cell(policy, share) for share in shares), last(policy)] for policy in measured]
+    note = (
+        f"`{walk.model}`, {walk.walks} rings of {walk.records} records, {walk.hops} questions each: mean fraction of "
+        "right answers, and the lowest and highest of the rings. A pass asks for every record once."
+    )
+    return f'<div class="sortable" markdown>\n\n{table(names, body)}\n\n</div>\n\n{note}'
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure what is not known, print the table, and fill a page with it on request."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvpolicy_eval.board.walk", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("--results", type=Path, required=True, help="file of results, with which a run continues")
+    parser.add_argument("--only", nargs="+", metavar="POLICY", help="specs without budgets, instead of all")
+    parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="fractions of the full cache's bytes")
+    parser.add_argument("--records", type=int, default=Walk().records, help="records of a ring")
+    parser.add_argument("--hops", type=int, default=Walk().hops, help="questions")
+    parser.add_argument("--n", type=int, default=Walk().walks, help="rings")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing")
+    add_fill_argument(parser, "walk")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    walk = Walk(args.records, args.hops, args.n)
+    known = read(args.results)
+    listed = args.only or policies()
+    missing = [(policy, share) for share in args.shares for policy in listed if walk.key(policy, share) not in known]
+    if missing and not args.page_only:
+        model, tokenizer = tiny(name=walk.model)
+        given = texts(walk, tokenizer)
+        for policy, share in missing:
+            found = measure(walk, policy, share, model, given)
+            known[walk.key(policy, share)] = found
+            line = json.dumps({"key": walk.key(policy, share), **found})
+            print(line, file=sys.stderr, flush=True)
+            with args.results.open("a", encoding="utf-8") as out:
+                out.write(line + "\n")
+    publish(rows(walk, known, listed, sorted(args.shares, reverse=True)), "walk", args.fill)
+
+
+if __name__ == "__main__":
+    main()
