@@ -42,6 +42,7 @@ class Rope:
         self._frequencies_name = f"{prefix}inv_freq"
         self._angles: int = getattr(tables, self._frequencies_name, torch.empty(0)).numel()
         self._rotates_halves: bool | None = None  # None: not tried yet
+        self._found_planes: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rope:
         """Copies of a cache share the model's embedding."""
@@ -88,13 +89,44 @@ class Rope:
         """Undo the rotation of vectors [B, Hq, n, D] with the same positions [B, n] in all heads, fp32."""
         return self._apply(vectors.float(), self._angles_at(vectors, positions.clamp_min(0), undo=True))
 
-    def mean_rotation(self, vectors: Tensor, first: Tensor, count: int) -> Tensor:
-        """The mean of vectors [B, n, m, D] rotated to `count` positions from `first` [B] on, fp32."""
+    def mean_rotation(self, vectors: Tensor, first: Tensor, ahead: int | Tensor) -> Tensor:
+        """The mean of vectors [B, n, m, D] rotated to positions `ahead` of `first` [B], fp32.
+
+        Args:
+            vectors: What is rotated.
+            first: A position of each row.
+            ahead: How many positions from `first` on, or distances from it, [n] int64.
+        """
         # A rotation is linear in its cosines and sines, so that the mean over positions is one rotation by their means.
-        positions = first[:, None] + torch.arange(count, device=first.device)
+        if isinstance(ahead, int):
+            ahead = torch.arange(ahead, device=first.device)
+        positions = first[:, None] + ahead.to(first.device)
         angles = self._angles_at(vectors, positions, undo=False)
         means = None if angles is None else tuple(t.mean(1, keepdim=True) for t in angles)
         return self._apply(vectors.float(), means)
+
+    def pair_lengths(self, vectors: Tensor) -> Tensor:
+        """The length of vectors [..., D] in each plane that the embedding rotates, [..., F] fp32; no plane without one.
+
+        Such lengths are the same at every position.
+        """
+        one, other = self._planes(vectors.shape[-1], vectors.device)
+        return torch.hypot(vectors[..., one].float(), vectors[..., other].float())
+
+    def _planes(self, dim: int, device: torch.device) -> Tensor:
+        """The two channels of each plane, [2, F] int64."""
+        if not self.rotates:
+            return torch.empty(2, 0, dtype=torch.int64, device=device)
+        if dim not in self._found_planes:
+            # Tried, and not concluded from names: models pair a channel with the next one, or with that half a head on.
+            basis = torch.eye(dim, device=device)[None, None]
+            turned = self.rotate(basis, torch.ones(1, 1, dim, dtype=torch.int64, device=device))[0, 0]
+            far = turned.abs().fill_diagonal_(0)
+            partner = far.argmax(-1)
+            number = torch.arange(dim, device=device)
+            first = (far.amax(-1) > 0) & (number < partner)
+            self._found_planes[dim] = torch.stack([number[first], partner[first]])
+        return self._found_planes[dim].to(device)
 
     def _angles_at(self, like: Tensor, positions: Tensor, *, undo: bool) -> tuple[Tensor, ...] | None:
         """Cosines and sines at positions [B, n], each [B, n, angles] fp32; None for a layer without an embedding."""

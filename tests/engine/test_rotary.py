@@ -94,6 +94,20 @@ def test_undone_keys_are_those_before(family: str, monkeypatch: pytest.MonkeyPat
         assert torch.allclose(rope.rotate(undone, places(after)), after, atol=2e-6)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED, "yarn", "linear"])
+def test_lengths_in_planes_are_the_same_at_every_position(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = scaled(family) if family in ("yarn", "linear") else build(family)
+    for before, after, rope in keys_before_and_after(model, monkeypatch):
+        wide = torch.nn.functional.pad(before, (0, after.shape[-1] - before.shape[-1]))
+        lengths = rope.pair_lengths(after)
+        assert torch.allclose(lengths, rope.pair_lengths(wide) * rope.scaling, atol=2e-6)
+        planes = rope._planes(after.shape[-1], after.device)
+        assert planes.numel() == planes.unique().numel() and (planes.numel() > 0) == rope.rotates
+        assert lengths.shape[-1] == rope._angles or family == "gemma4" or not rope.rotates  # of frequency 0
+        alone = [channel for channel in range(before.shape[-1]) if channel not in planes]
+        assert torch.allclose(before[..., alone], after[..., alone]), "what is in no plane is not rotated"
+
+
 @pytest.mark.parametrize("kind", ["exaone_moe", "cohere2_moe", "kolibri1", "beam"])
 def test_layers_without_an_embedding(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their keys are as the projection made them, and nothing is undone; each family has a condition of its own."""
