@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from kvpolicy.selectors.keydiff import KeyDiff as KeyDiff
     from kvpolicy.selectors.knorm import KeyNorm as KeyNorm
     from kvpolicy.selectors.kvcrush import KVCrush as KVCrush
+    from kvpolicy.selectors.kvzap import KVzap as KVzap
     from kvpolicy.selectors.kvzip import KVzip as KVzip
     from kvpolicy.selectors.lagkv import LagKV as LagKV
     from kvpolicy.selectors.probe import ProbeSalience as ProbeSalience
