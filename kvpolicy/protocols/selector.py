@@ -183,6 +183,8 @@ class ScoresInputs(Protocol):
     def score_inputs(self, gate: Gate, inputs: Tensor) -> Tensor:
         """The score of each token by each KV head, [B, H, T] fp32, from inputs of the layer [B, T, hidden].
 
+        [B, 1, T] if all heads share it; `with_scores` is then given it so.
+
         Traceable, and the score of a token depends on its own input alone.
         """
         ...

@@ -1,9 +1,9 @@
 """Gate files: for each layer of a model, what scores a token by the input of the layer, once for each KV head.
 
 A file is in the format of `tensor_files`, described by the entry `kvpolicy_gates`. Layer 0 has the tensors
-`gates.0.weight` [H, n] and `gates.0.bias` [H], all fp32: n is the hidden size of the model. A gate with one hidden layer
-of n units has `gates.0.inner_weight` [n, hidden] and `gates.0.inner_bias` [n] too. A layer that no policy manages has
-none of them.
+`gates.0.weight` [H, n] and `gates.0.bias` [H], or [1, n] and [1] for all heads, all fp32: n is the hidden size of the
+model. A gate with one hidden layer of n units has `gates.0.inner_weight` [n, hidden] and `gates.0.inner_bias` [n] too.
+A layer that no policy manages has none of them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class LayerGate(NamedTuple):
     """What scores the tokens of one layer.
 
     Attributes:
-        weight: For each KV head, [H, n] fp32: n units of the hidden layer, or the hidden size of the model.
-        bias: [H] fp32.
+        weight: For each KV head, [H, n] fp32, or [1, n] for all heads: n units of the hidden layer, or the hidden size
+            of the model.
+        bias: [H] fp32, or [1].
         inner: The hidden layer; the empty tuple if scores are linear in the input.
     """
 
@@ -62,7 +63,7 @@ class LayerGate(NamedTuple):
         return (self.inner.weight if isinstance(self.inner, Inner) else self.weight).shape[1]
 
     def score(self, inputs: Tensor) -> Tensor:
-        """The scores of tokens by their inputs [B, T, hidden], of any dtype: [B, H, T] fp32."""
+        """The scores of tokens by their inputs [B, T, hidden], of any dtype: [B, H or 1, T] fp32."""
         units = inputs.float()
         if isinstance(self.inner, Inner):
             units = F.gelu(F.linear(units, *self.inner))
@@ -70,6 +71,8 @@ class LayerGate(NamedTuple):
 
     def of_heads(self, heads: slice = ALL_HEADS) -> LayerGate:
         """The gate of some KV heads."""
+        if len(self.bias) == 1:  # all heads share it
+            return self
         return self._replace(weight=self.weight[heads], bias=self.bias[heads])
 
     def to(self, device: torch.device | str) -> LayerGate:
@@ -144,7 +147,7 @@ def check_gates(content: GateFile, path: str, model: ModelInfo) -> None:
     for layer_idx in model.indices:
         gate = content.gates.get(layer_idx)
         hidden = 0 if gate is None else gate.hidden
-        if gate is None or gate.bias.shape[0] != model.heads or model.hidden not in (0, hidden):
+        if gate is None or gate.bias.shape[0] not in (1, model.heads) or model.hidden not in (0, hidden):
             got = "none" if gate is None else f"{gate.bias.shape[0]} KV heads and {hidden}"
             raise KVPolicyError(
                 f"{what} must have gates of {model.heads} KV heads and the hidden size "

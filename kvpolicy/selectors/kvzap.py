@@ -76,12 +76,13 @@ class KVzap(Scored):
         return load_gates(self.file).gates[layer_idx].of_heads(heads).to(device)
 
     def score_inputs(self, gate: LayerGate, inputs: Tensor) -> Tensor:
-        """The score that the gate gives each token: [B, H, T]."""
+        """The score that the gate gives each token: [B, H, T], or [B, 1, T] if all heads share it."""
         return gate.score(inputs)
 
     def with_scores(self, state: State, scores: Tensor) -> State:
         """The scores of new tokens."""
-        return Scores(scores)
+        assert isinstance(state, Scores)
+        return Scores(scores.expand_as(state.score).contiguous())  # of one head if all share a gate
 
     def priority(self, state: Scores, view: View) -> Tensor:
         """Tokens of the window are always kept, others by their score: [B, H, N]."""
