@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -17,50 +16,30 @@ from kvpolicy.calibration.collect import tokens_per_window
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.calibration.finished import check_free_file, without_name
+from kvpolicy.calibration.gate_fit import RIDGE, Moments, Sample, Training, explained, mlp_gate
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.identity import identity
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Needs, Replay, Seen, Selector, State, View
-from kvpolicy.selectors.gate_files import GateFile, Inner, LayerGate, load_gates, save_gates
+from kvpolicy.selectors.gate_files import GateFile, LayerGate, load_gates, save_gates
 from kvpolicy.selectors.kvzip import KVzip
 from kvpolicy.spec.errors import KVPolicyError
 
 Kind = Literal["linear", "mlp"]
 """Whether a score is linear in the input of the layer, or goes through one hidden layer."""
 
-TOKENS = 65_536
-"""Tokens that are scored: 64 windows of 1,024."""
+TOKENS = 131_072
+"""Tokens that are scored: 128 windows of 1,024."""
 
 MIN_TOKENS = 128
 """The minimum number of tokens: a fit to fewer says little about other text."""
-
-RIDGE = 1e-3
-"""Weight of the penalty, over the mean variance of the inputs."""
 
 FLOOR = -20.0
 """The smallest label: logarithms of smaller scores are about nothing that is kept, and that of 0 is infinite."""
 
 HELD_OUT = 10
 """Every so many windows, one is not fitted to, if there are as many: it says how well the gates predict other text."""
-
-
-class Training(NamedTuple):
-    """How a gate with a hidden layer is trained, by AdamW on the mean squared error.
-
-    Attributes:
-        units: Units of the hidden layer.
-        epochs: How often every token is seen.
-        batch: Tokens of a step.
-        rate: Learning rate of the first step, from which it falls to 0 along a cosine.
-        seed: Seed of the weights and of the order of the tokens.
-    """
-
-    units: int = 512
-    epochs: int = 15
-    batch: int = 512
-    rate: float = 5e-3
-    seed: int = 0
 
 
 def calibrate_gate(
@@ -137,153 +116,49 @@ def calibrate_gate(
     facts = GateFile({}, identity(model, name), made | {"kind": kind} | options)
     if not force:
         check_free_file(out, load_gates, facts, _compared)
-    whole = kind == "mlp"
-    fitted: dict[int, Moments | Sample] = {}
+    sums: dict[int, Moments] = {}
+    samples: dict[int, Sample] = {}
     held_out: dict[int, Sample] = {}
-    for number, layers in enumerate(_scored(model, windows, counts, seed, progress)):
+    for number, layers in enumerate(scored_windows(model, windows, counts, seed=seed, progress=progress)):
         # The last of each ten; without it, the fit is judged by what it was fitted to.
         kept_out = number % HELD_OUT == HELD_OUT - 1
         for layer, sample in layers.items():
             if kept_out or (number == 0 and len(windows) < HELD_OUT):
                 held_out[layer] = sample if layer not in held_out else held_out[layer].plus(sample)
-            if not kept_out:
-                new = sample if whole else Moments.of(sample)
-                fitted[layer] = new if layer not in fitted else fitted[layer].plus(new)  # pyright: ignore[reportArgumentType]
+            if kept_out:
+                continue
+            if kind == "linear":
+                sums[layer] = Moments.of(sample) if layer not in sums else sums[layer].plus(Moments.of(sample))
+            else:
+                samples[layer] = sample if layer not in samples else samples[layer].plus(sample)
     training = Training(units=units, epochs=epochs, seed=seed)
     gates: dict[int, LayerGate] = {}
-    for layer, found in tqdm(sorted(fitted.items()), desc="gates", disable=not progress):
-        gates[layer] = mlp_gate(found, training) if isinstance(found, Sample) else found.gate(ridge)
+    for layer in tqdm(sorted(held_out), desc="gates", disable=not progress):
+        gates[layer] = sums[layer].gate(ridge) if kind == "linear" else mlp_gate(samples[layer], training)
     made = {**(facts.made or {}), "r2": [round(explained(gates[layer], held_out[layer]), 4) for layer in gates]}
     content = GateFile(gates, facts.model, made)
     save_gates(out, content)
     return content
 
 
-class Sample(NamedTuple):
-    """Some tokens of one layer.
-
-    Attributes:
-        inputs: The input of the layer at each, [n, hidden] fp32 on the CPU.
-        labels: What their scores should be for each KV head, [n, H] fp32.
-    """
-
-    inputs: Tensor
-    labels: Tensor
-
-    def plus(self, other: Sample) -> Sample:
-        """The tokens of both."""
-        return Sample(torch.cat([self.inputs, other.inputs]), torch.cat([self.labels, other.labels]))
-
-
-class Moments(NamedTuple):
-    """Sums over tokens of one layer, from which a linear gate follows; fp64.
-
-    Attributes:
-        tokens: How many there are.
-        inputs: The sum of the inputs, [hidden].
-        labels: The sum of the labels, [H].
-        gram: The sum of the products of the inputs with themselves, [hidden, hidden].
-        cross: The sum of their products with the labels, [hidden, H].
-    """
-
-    tokens: int
-    inputs: Tensor
-    labels: Tensor
-    gram: Tensor
-    cross: Tensor
-
-    @classmethod
-    def of(cls, sample: Sample) -> Moments:
-        """The sums over a sample."""
-        x, y = sample.inputs.double(), sample.labels.double()
-        return cls(len(x), x.sum(0), y.sum(0), x.mT @ x, x.mT @ y)
-
-    def plus(self, other: Moments) -> Moments:
-        """The sums over the tokens of both."""
-        return Moments(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def gate(self, ridge: float = RIDGE) -> LayerGate:
-        """The linear gate of least squares, with a penalty of its weights, but not of its bias.
-
-        Args:
-            ridge: Weight of the penalty, over the mean variance of the inputs.
-
-        Examples:
-            >>> inputs = torch.tensor([[0.0], [1.0], [2.0]])
-            >>> gate = Moments.of(Sample(inputs, 3 * inputs - 1)).gate(ridge=0.0)
-            >>> gate.weight, gate.bias
-            (tensor([[3.]]), tensor([-1.]))
-        """
-        mean, label = self.inputs / self.tokens, self.labels / self.tokens
-        covariance = self.gram / self.tokens - mean[:, None] * mean
-        cross = self.cross / self.tokens - mean[:, None] * label
-        # Not below the rounding of the sums, so that channels without variance have a solution, which is 0.
-        size = covariance.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-        penalty = size * max(ridge, 1e-12)
-        covariance.diagonal().add_(penalty)
-        weight = torch.linalg.solve(covariance, cross)
-        return LayerGate(weight.mT.float().contiguous(), (label - mean @ weight).float())
-
-
-def mlp_gate(sample: Sample, training: Training | None = None) -> LayerGate:
-    """Train a gate with a hidden layer.
+def scored_windows(
+    model: nn.Module, windows: Sequence[Tensor], counts: Sequence[int], *, seed: int = 0, progress: bool = False
+) -> Iterator[dict[int, Sample]]:
+    """Run windows of tokens through a model, and replay each.
 
     Args:
-        sample: The tokens to fit.
-        training: How; by default as the authors of KVzap.
+        model: A causal language model without a policy attached.
+        windows: Token ids, each [n].
+        counts: How many tokens of each window are sampled.
+        seed: Seed of the samples.
+        progress: Whether to show a progress bar.
 
-    Examples:
-        >>> inputs = torch.linspace(-1, 1, 256)[:, None]
-        >>> gate = mlp_gate(Sample(inputs, inputs.square()), Training(units=16))
-        >>> bool((gate.score(inputs[None])[0].mT - inputs.square()).abs().mean() < 0.1)
-        True
+    Yields:
+        The sample of a window by the index of the layer, of the layers that a policy manages.
+
+    Raises:
+        KVPolicyError: If the model is not supported, has a policy attached, or produces numbers that are not finite.
     """
-    training = training or Training()
-    mean, std = _standard(sample.inputs)
-    label, spread = _standard(sample.labels)
-    x, y = (sample.inputs - mean) / std, (sample.labels - label) / spread
-    chance = torch.Generator().manual_seed(training.seed)
-    sizes = ((training.units, x.shape[1]), (training.units,), (y.shape[1], training.units), (y.shape[1],))
-    fans = (x.shape[1], x.shape[1], training.units, training.units)
-    # As `nn.Linear` draws them, but from a generator of our own.
-    weights = [(torch.rand(s, generator=chance) * 2 - 1) / math.sqrt(f) for s, f in zip(sizes, fans, strict=True)]
-    with torch.inference_mode(False), torch.enable_grad():
-        x, y = x.clone(), y.clone()
-        weights = [w.clone().requires_grad_() for w in weights]
-        optimizer = torch.optim.AdamW(weights, lr=training.rate)
-        batches = -(-len(x) // training.batch)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, training.epochs * batches)
-        for _ in range(training.epochs):
-            for rows in torch.randperm(len(x), generator=chance).split(training.batch):
-                optimizer.zero_grad()
-                units = F.gelu(F.linear(x[rows], weights[0], weights[1]))
-                F.mse_loss(F.linear(units, weights[2], weights[3]), y[rows]).backward()
-                nn.utils.clip_grad_norm_(weights, 1.0)
-                optimizer.step()
-                schedule.step()
-    inner, inner_bias, outer, bias = (w.detach() for w in weights)
-    inner = inner / std
-    units = Inner(inner.contiguous(), inner_bias - inner @ mean)
-    return LayerGate((outer * spread[:, None]).contiguous(), bias * spread + label, units)
-
-
-def explained(gate: LayerGate, sample: Sample) -> float:
-    """The share of the variance of a sample's labels, over all heads, that a gate explains; at most 1."""
-    errors = gate.score(sample.inputs[None])[0].mT.double() - sample.labels.double()
-    variance = (sample.labels.double() - sample.labels.double().mean(0)).square().sum()
-    return float(1 - errors.square().sum() / variance.clamp_min(torch.finfo(torch.float64).tiny))
-
-
-def _standard(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each column; 1 for a column without variance."""
-    mean, std = x.double().mean(0), x.double().std(0, correction=0)
-    return mean.float(), torch.where(std > 0, std, 1).float()
-
-
-def _scored(
-    model: nn.Module, windows: Sequence[Tensor], counts: Sequence[int], seed: int, progress: bool
-) -> Iterator[dict[int, Sample]]:
-    """Run windows through a model and replay them; yields a sample of each window's tokens, by layer."""
     plan = KVzip(plus=True).needs.replay
     assert plan is not None
     chance = torch.Generator().manual_seed(seed)

@@ -14,7 +14,17 @@ from kvpolicy.engine.output_norms import Projection, absolute_norms
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.state import empty_slots, join_states, map_slots, map_state, select_rows, tensors
-from kvpolicy.protocols import HeadAllocator, HeadRequest, HoldsAttention, Ranks, ScoresInputs, Seen, Selector, State, View
+from kvpolicy.protocols import (
+    HeadAllocator,
+    HeadRequest,
+    HoldsAttention,
+    Ranks,
+    ScoresInputs,
+    Seen,
+    Selector,
+    State,
+    View,
+)
 from kvpolicy.spec.errors import KVPolicyError
 
 

@@ -1,8 +1,8 @@
 """Protocol of the statistics of a prompt: gathered tile by tile, joined over chunks, and reduced for the selector.
 
 Each statistic is one file: `attention_sum.py`, `recent_queries.py`, `probing.py`, `below_mean.py`, `decayed_sum.py`,
-`query_moments.py`, `block_attention.py`, `birth_scores.py` and `channel_sums.py`. `prompt_statistics.py` says which parts of a policy ask
-for which.
+`query_moments.py`, `block_attention.py`, `birth_scores.py` and `channel_sums.py`. `prompt_statistics.py` says which
+parts of a policy ask for which.
 """
 
 from __future__ import annotations

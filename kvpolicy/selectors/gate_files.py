@@ -64,10 +64,12 @@ class LayerGate(NamedTuple):
 
     def score(self, inputs: Tensor) -> Tensor:
         """The scores of tokens by their inputs [B, T, hidden], of any dtype: [B, H or 1, T] fp32."""
-        units = inputs.float()
+        units = inputs
         if isinstance(self.inner, Inner):
-            units = F.gelu(F.linear(units, *self.inner))
-        return F.linear(units, self.weight, self.bias).transpose(1, 2)
+            units = F.gelu(F.linear(inputs.float(), *self.inner))
+        # In fp64: in the first layer, a word has the same input wherever it stands. Its scores must be equal for ties
+        # to go to the earlier token, and the rounding of an fp32 product depends on the tokens that come with it.
+        return F.linear(units.double(), self.weight.double(), self.bias.double()).float().transpose(1, 2)
 
     def of_heads(self, heads: slice = ALL_HEADS) -> LayerGate:
         """The gate of some KV heads."""
@@ -167,9 +169,7 @@ def _content(parsed: Parsed, path: str) -> GateFile:
                 f"shape {list(tensor.shape)}; {GATES.remedy}."
             )
         layers.setdefault(int(layer), {})[part] = tensor.float()
-    return GateFile(
-        {layer: _gate(layers[layer], layer, path) for layer in sorted(layers)}, parsed.model, parsed.made
-    )
+    return GateFile({layer: _gate(layers[layer], layer, path) for layer in sorted(layers)}, parsed.model, parsed.made)
 
 
 def _gate(parts: dict[str, Tensor], layer: int, path: str) -> LayerGate:

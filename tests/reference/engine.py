@@ -138,9 +138,10 @@ class ReferenceLayer:
 
         The first call is the prefill. Later, one token is a decode step and more are a continuation; `step` says
         otherwise, for a continuation of one token in a batch where other rows have more. `hidden` [n, M] is the
-        layer's input, for codecs that look at it; `inputs` [n, M] is that of its attention, for selectors that do. A chunk that is `held` is not chosen from yet; `texts` are the
-        replays of the whole prompt, chunks that were held included. With a head allocator, `last` is the most tokens
-        that the row will ever have, and `tail` what each head gets beside the budget.
+        layer's input, for codecs that look at it; `inputs` [n, M] is that of its attention, for selectors that do. A
+        chunk that is `held` is not chosen from yet; `texts` are the replays of the whole prompt, chunks that were held
+        included. With a head allocator, `last` is the most tokens that the row will ever have, and `tail` what each
+        head gets beside the budget.
         """
         self.tick()
         self.budget = self.budget if budget is None else budget

@@ -273,7 +273,7 @@ def gate(
     windows: Windows = 64,
     tokens: Annotated[
         int, typer.Option("--tokens", min=1, metavar="INT", help="Approximate number of tokens to fit the gates to.")
-    ] = 65_536,
+    ] = 131_072,
     seed: Seed = 0,
     device: Device = "",
     dtype: Dtype = "auto",
