@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy import KVCrush, KVzap, Policy, PolicyCache
-from kvpolicy.engine.birth_scores import BirthScores
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.engine.statistic import Coming, Tile
 from kvpolicy.protocols import ChecksModel, ModelInfo, Needs, Scored, ScoresInputs
 from kvpolicy.selectors.gate_files import GateFile, Inner, LayerGate, load_gates, save_gates
 from kvpolicy.testing import check
@@ -272,46 +270,6 @@ def test_no_input_of_a_prompt_is_held(write: Write) -> None:
             assert pending is not None and pending.forward is None
             sizes.append(pending.nbytes)
     assert sizes[0] - sizes[1] == 2 * 2 * 26 * 4
-
-
-def test_scores_of_tiles_and_chunks_are_joined() -> None:
-    """Padding has a score of 0, whatever its input; a prompt without a tile stays without scores."""
-    scores = torch.randn(2, 3, 10)
-    valid = torch.ones(2, 10, dtype=torch.bool)
-    valid[1, :4] = False
-    coming = Coming(valid, 10, torch.zeros(2, dtype=torch.int64), None)
-    broken = scores.masked_fill(~valid[:, None], torch.nan)
-    want = scores.masked_fill(~valid[:, None], 0)
-
-    def tile(start: int, stop: int) -> Tile:
-        empty = torch.empty(2, 3, stop - start, 8)
-        return Tile(empty, empty, start, valid[:, start:stop], stop - start == 10, broken[..., start:stop])
-
-    whole = BirthScores().begun(coming).added(tile(0, 10))
-    cut = BirthScores().begun(coming).added(tile(0, 6)).added(tile(6, 10))
-    assert whole.scores is not None and cut.scores is not None
-    assert torch.equal(whole.scores, want) and torch.equal(cut.scores, want)
-    both = whole.joined(cut, 10)
-    assert both.scores is not None and both.columns == 20 and torch.equal(both.scores, torch.cat([want, want], 2))
-    one = both.map_rows(lambda t: t[1:])
-    assert one.scores is not None and torch.equal(one.scores, both.scores[1:])
-    assert BirthScores().joined(whole, 0) is whole and whole.joined(BirthScores(), 10) is whole
-
-
-def test_long_inputs_are_scored_in_parts(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpolicy.engine import birth_scores
-    from kvpolicy.protocols import Forward
-
-    selector = KVzap(file=write(gates(heads=2)))
-    gate = selector.load_gate(1, "cpu")
-    call = Forward(nn.Identity(), torch.randn(2, 50, 32), {})
-    whole = birth_scores.score_inputs(selector, gate, call)
-    monkeypatch.setattr(birth_scores, "TILE_ELEMENTS", 1)
-    sizes: list[int] = []
-    score = LayerGate.score
-    monkeypatch.setattr(LayerGate, "score", lambda self, x: sizes.append(x.shape[1]) or score(self, x))
-    torch.testing.assert_close(birth_scores.score_inputs(selector, gate, call), whole)
-    assert sizes == [16, 16, 16, 2]
 
 
 def test_it_is_refused_without_the_input_of_the_layer(write: Write) -> None:
