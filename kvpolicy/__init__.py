@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from kvpolicy.selectors.keyformer import Keyformer as Keyformer
     from kvpolicy.selectors.knorm import KeyNorm as KeyNorm
     from kvpolicy.selectors.kvcrush import KVCrush as KVCrush
+    from kvpolicy.selectors.kvzap import KVzap as KVzap
     from kvpolicy.selectors.kvzip import KVzip as KVzip
     from kvpolicy.selectors.lagkv import LagKV as LagKV
     from kvpolicy.selectors.probe import ProbeSalience as ProbeSalience

@@ -9,6 +9,7 @@ from kvpolicy.calibration.csr import calibrate_csr as calibrate_csr
 from kvpolicy.calibration.csr_options import Dictionaries as Dictionaries
 from kvpolicy.calibration.dictionary import Training as Training
 from kvpolicy.calibration.estimate import estimate_csr as estimate_csr
+from kvpolicy.calibration.gate import calibrate_gate as calibrate_gate
 from kvpolicy.calibration.heads import calibrate_heads as calibrate_heads
 from kvpolicy.calibration.heads import head_scores as head_scores
 from kvpolicy.calibration.kvquant import fit_kvquant as fit_kvquant

@@ -225,6 +225,8 @@ def _statistics(needs: Needs) -> str:
         used.append("the keys and values of the tokens")
     if needs.decode_attn:
         used.append("the attention weights of each generated token")
+    if needs.layer_input:
+        used.append("the input of its layer at each token, in prompts and while decoding")
     if needs.forward:
         used.append("the arguments of the attention modules")
     return f"The selector uses {' and '.join(used)}." if used else "The selector uses no attention weights."

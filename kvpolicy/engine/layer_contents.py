@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.engine import capacity
 from kvpolicy.engine.attention import Past
+from kvpolicy.engine.birth_scores import score_inputs
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.layout import fix_addresses
@@ -21,7 +22,19 @@ from kvpolicy.engine.row_limits import with_tokens
 from kvpolicy.engine.selection import Ranking, rank_candidates
 from kvpolicy.engine.sizes import SizeHistory, Sizes, crop_obstacle
 from kvpolicy.engine.undo_log import UNDO_LOG, UndoLog
-from kvpolicy.protocols import SINGLE_RANK, Calibration, LayerShape, Layout, Ranks, State, View, traits_for
+from kvpolicy.protocols import (
+    SINGLE_RANK,
+    Calibration,
+    Forward,
+    Gate,
+    LayerShape,
+    Layout,
+    Ranks,
+    ScoresInputs,
+    State,
+    View,
+    traits_for,
+)
 from kvpolicy.spec.errors import KVPolicyError
 
 NUMBERS = ("capacity", "expected_len", "reserved", "largest_block", "scale", "may_exceed_plan")
@@ -35,6 +48,7 @@ class LayerContents:
         spec: The parts of the policy.
         tensors: Every tensor that counts as the layer's; missing before `begin`.
         calibrations: The model's calibrated tensors of each stage.
+        gate: Those by which the selector scores tokens, if it scores inputs.
         shape: The shape of the layer on this rank.
         ranks: The ranks that hold the layer's other heads.
         scale: The factor of the products of queries and keys, as in the last prompt.
@@ -62,6 +76,7 @@ class LayerContents:
         self.spec = spec
         self.is_initialized = False
         self.calibrations: tuple[Calibration, ...] = ()
+        self.gate: Gate = ()
         self.ranks = SINGLE_RANK
         self.scale = 1.0
         self.layout = Layout(0)
@@ -88,6 +103,8 @@ class LayerContents:
         device = tensors.length.device
         stages = self.spec.stages
         self.calibrations = tuple(stage.load_calibration(self.spec.layer_idx, device, ranks.held) for stage in stages)
+        if self.spec.needs.layer_input and isinstance(self.spec.selector, ScoresInputs):
+            self.gate = self.spec.selector.load_gate(self.spec.layer_idx, device, ranks.held)
         self.expected_len = [0] * batch
         self.schedule.start(batch)
         if self.spec.heads is not None:
@@ -143,6 +160,10 @@ class LayerContents:
             projection=self.spec.projection,
         )
 
+    def score_inputs(self, forward: Forward | None) -> Tensor | None:
+        """Scores of new tokens by the input of the layer, [B, H, P] fp32; None unless `Needs.layer_input`."""
+        return score_inputs(self.spec.selector, self.gate, forward) if self.spec.needs.layer_input else None
+
     def set_budget(self, budget: Tensor) -> None:
         """Let each row hold `budget` [B] tokens."""
         tensors = self.tensors
@@ -195,7 +216,7 @@ class LayerContents:
 
     def fix_addresses(self) -> None:
         """Mark every tensor as static for CUDA graphs, after any of them was replaced."""
-        fix_addresses([*self.tensors.parts().values(), self.calibrations])
+        fix_addresses([*self.tensors.parts().values(), self.calibrations, self.gate])
 
     # numbers
 

@@ -28,7 +28,7 @@ from kvpolicy.engine.selection import worth_of
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_slots, map_state
 from kvpolicy.engine.token_batch import SlotData
-from kvpolicy.protocols import SINGLE_RANK, Forward, LayerShape, Layout, Ranks, Seen
+from kvpolicy.protocols import SINGLE_RANK, Forward, LayerShape, Layout, Ranks, ScoresInputs, Seen
 
 
 class LayerStore:
@@ -197,7 +197,15 @@ class LayerStore:
 
     # a decode step
 
-    def append(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, transform: ScoreTransform) -> Tensor:
+    def append(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        transform: ScoreTransform,
+        forward: Forward | None = None,
+    ) -> Tensor:
         """Write one token per row, evicting where the budget is full, and attend from it. Traceable, no host sync.
 
         Args:
@@ -206,6 +214,7 @@ class LayerStore:
             v: [B, H, 1, D].
             valid: Which rows have a token that is not padding, [B, 1] bool; None if all have.
             transform: From products to attention weights.
+            forward: The arguments of the attention module, if the selector scores inputs.
 
         Returns:
             [B, Hq, 1, D].
@@ -224,6 +233,9 @@ class LayerStore:
         layer.link.start()  # what selectors and mergers read to evict is not counted: only attention and its index
         # The slot still has the statistics of the token that it held before.
         state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.state)
+        scores = layer.score_inputs(forward)
+        if scores is not None and isinstance(self.spec.selector, ScoresInputs):
+            state = self.spec.selector.with_scores(state, scores)
         counts = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.counts)
         data = SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts)
         if merge is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.attention_sum import AttentionSum
 from kvpolicy.engine.below_mean import BelowMean
+from kvpolicy.engine.birth_scores import BirthScores
 from kvpolicy.engine.block_attention import BlockAttention
 from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
 from kvpolicy.engine.decayed_sum import DecayedSum
@@ -36,6 +37,7 @@ def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
         NewestQueries(needs.newest_queries) if needs.newest_queries else None,
         None if needs.query_moments is None else Moments(needs.query_moments),
         BlockAttention(needs.block_queries, needs.block_first) if needs.block_queries else None,
+        BirthScores() if needs.layer_input else None,
         LargestQueries() if layer.tensors.limits is not None and layer.spec.codec_traits.query_absmax else None,
         ChannelSums() if layer.measures_salience else None,
     ]
@@ -58,8 +60,8 @@ def see_prompt(
     `attn_sum` is its attention summed over the queries, [B, Hq, S + P] fp32, if the selector needs it.
     """
     statistics = PromptStatistics(layer, valid, q.shape[2], held)
-    statistics.add(q.detach(), k.detach(), 0)
-    forward = None if forward is None else forward._replace(queries=q.detach())
+    statistics.add(q.detach(), k.detach(), 0, layer.score_inputs(forward))
+    forward = forward._replace(queries=q.detach()) if forward is not None and layer.spec.needs.forward else None
     return statistics.prompt(k.detach(), v.detach(), transform, forward, attn_sum)
 
 
@@ -87,17 +89,18 @@ class PromptStatistics:
         self._columns = columns
         self._wants_vectors = layer.spec.prompt_needs.candidates
 
-    def add(self, q: Tensor, k: Tensor, start: int) -> None:
+    def add(self, q: Tensor, k: Tensor, start: int, scores: Tensor | None = None) -> None:
         """Take the tokens from column `start` on.
 
         Args:
             q: [B, Hq, T, D].
             k: [B, H, T, D].
             start: Column of the first of them.
+            scores: Their scores by the input of the layer, [B, H, T] fp32, if the selector needs them.
         """
         new = q.shape[2]
         valid = None if self._valid is None else self._valid[:, start : start + new]
-        tile = Tile(q, k, start, valid, new == self._columns)
+        tile = Tile(q, k, start, valid, new == self._columns, scores)
         self.statistics = tuple(each.added(tile) for each in self.statistics)
 
     def prompt(

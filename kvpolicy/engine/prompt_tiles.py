@@ -64,7 +64,9 @@ class PromptTiles:
         """Whether the last tile was attended to."""
         return self._seen == self._columns
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform, scores: Tensor | None = None
+    ) -> Tensor:
         """Attend from the next tile, [B, Hq, T, D].
 
         Args:
@@ -72,12 +74,13 @@ class PromptTiles:
             k: [B, H, T, D].
             v: [B, H, T, D].
             transform: From products to attention weights.
+            scores: Scores of the tile by the input of the layer, [B, H, T] fp32, if the selector needs them.
         """
         start, stop = self._seen, self._seen + q.shape[2]
         end = self._before + stop
         self._keys[:, :, self._before + start : end] = k.detach()
         self._values[:, :, self._before + start : end] = v.detach()
-        self._statistics.add(q.detach(), k.detach(), start)
+        self._statistics.add(q.detach(), k.detach(), start, scores)
         valid = None if self.valid is None else self.valid[:, :stop]
         self._seen = stop
         keys, values = self._keys[:, :, :end], self._values[:, :, :end]

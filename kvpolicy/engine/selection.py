@@ -10,11 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past
+from kvpolicy.engine.birth_scores import BirthScores
 from kvpolicy.engine.output_norms import Projection, absolute_norms
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.state import empty_slots, join_states, map_slots, map_state, select_rows, tensors
-from kvpolicy.protocols import HeadAllocator, HeadRequest, HoldsAttention, Ranks, Seen, Selector, State, View
+from kvpolicy.protocols import (
+    HeadAllocator,
+    HeadRequest,
+    HoldsAttention,
+    Ranks,
+    ScoresInputs,
+    Seen,
+    Selector,
+    State,
+    View,
+)
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -120,7 +131,11 @@ def rank_candidates(
     slots = positions.shape[-1]
     new_positions = prompt.positions(seen_before)[:, None].expand(-1, positions.shape[1], -1)
     positions = torch.cat([positions, new_positions], -1)
-    state = join_states(state, empty_slots(state, new_positions.shape[-1]))
+    new = empty_slots(state, new_positions.shape[-1])
+    born = prompt.statistic(BirthScores)
+    if born is not None and born.scores is not None and isinstance(selector, ScoresInputs):
+        new = selector.with_scores(new, born.scores)
+    state = join_states(state, new)
     found = prompt.seen(past, positions, layer_idx, ranks)
     seen = _statistics(found, prompt, past, positions, slots)
     if selector.needs.output_norms:

@@ -1,8 +1,8 @@
 """Protocol of the statistics of a prompt: gathered tile by tile, joined over chunks, and reduced for the selector.
 
 Each statistic is one file: `attention_sum.py`, `recent_queries.py`, `probing.py`, `below_mean.py`, `decayed_sum.py`,
-`reduced_rows.py`, `newest_queries.py`, `query_moments.py`, `block_attention.py` and `channel_sums.py`.
-`prompt_statistics.py` says which parts of a policy ask for which.
+`reduced_rows.py`, `newest_queries.py`, `query_moments.py`, `block_attention.py`, `birth_scores.py` and
+`channel_sums.py`. `prompt_statistics.py` says which parts of a policy ask for which.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Tile(NamedTuple):
         start: Column of the first of them.
         valid: Which of them are not padding, [B, T] bool; None if all are.
         is_whole: Whether they are the whole prompt.
+        scores: Scores by the input of the layer, [B, H, T] fp32; None unless `Needs.layer_input`.
     """
 
     queries: Tensor
@@ -58,6 +59,7 @@ class Tile(NamedTuple):
     start: int
     valid: Tensor | None
     is_whole: bool
+    scores: Tensor | None = None
 
 
 class Candidates(NamedTuple):

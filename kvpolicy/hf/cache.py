@@ -110,7 +110,8 @@ class PolicyCache(CacheForward):
     def resident_nbytes(self) -> int:
         """Bytes of calibrated tensors, which belong to the model and not to the cache."""
         filled = [layer.store for layer in self.policy_layers if layer.is_initialized]
-        return resident_bytes(calibration for store in filled for calibration in store.contents.calibrations)
+        held = (store.contents for store in filled)
+        return resident_bytes(part for contents in held for part in (*contents.calibrations, contents.gate))
 
     def report(self) -> Report:
         """Per layer: budget, tokens kept and bytes by kind, compared with the full cache."""

@@ -236,7 +236,7 @@ class CacheForward(Cache):
         if tile is not None:
             out = self._attend_tile(layer, tile, (q, k, v), transform, forward, ranks)
         elif held.is_initialized and q.shape[2] == 1 and layer.pending is None and not self._keeps_prompt:
-            out = store.append(q, k, v, valid, transform)
+            out = store.append(q, k, v, valid, transform, forward)
         else:
             if not store.is_initialized:
                 store.initialize(k, ranks, q.shape[1] // k.shape[1])
@@ -270,8 +270,8 @@ class CacheForward(Cache):
             layer.tiles = store.begin_tiles(q, k, tile.columns, valid, layer.pending)
         tiles = layer.tiles
         assert tiles is not None
-        out = tiles.attend(q, k, v, transform)
-        if forward is not None:
+        out = tiles.attend(q, k, v, transform, store.contents.score_inputs(forward))
+        if forward is not None and store.spec.needs.forward:
             tiles.note_forward(forward, q, tile.whole)
         if tile.is_last:
             layer.tiles = None

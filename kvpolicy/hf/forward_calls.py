@@ -32,23 +32,27 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         if isinstance(cache, PolicyCache):
             layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
             if isinstance(layer, PolicyLayer):
-                if layer.store.spec.needs.forward and not torch.compiler.is_compiling():
+                needs = layer.store.spec.needs
+                if needs.forward and not torch.compiler.is_compiling() and not cache.is_step:
                     kwargs["policy_call"] = _module_call(cache, module, args, kwargs)
+                elif needs.layer_input:
+                    kwargs["policy_call"] = _module_input(module, args, kwargs)
                 kwargs["policy_cache"] = cache
         elif isinstance(cache, PassingCache) and cache.manages(module.layer_idx):  # pyright: ignore[reportArgumentType]
             if cache.wants_inputs:
-                kwargs["policy_call"] = Forward(module, args[0] if args else kwargs["hidden_states"], {})
+                kwargs["policy_call"] = _module_input(module, args, kwargs)
             kwargs["policy_cache"] = cache
     return args, kwargs
 
 
-def _module_call(
-    cache: PolicyCache, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Forward | None:
-    """The arguments of a prompt's attention; None in a decode step, which scores nothing."""
+def _module_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+    """The input of an attention module, and nothing else."""
+    return Forward(module, args[0] if args else kwargs["hidden_states"], {})
+
+
+def _module_call(cache: PolicyCache, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+    """The arguments of a prompt's attention; a decode step scores nothing by them."""
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-    if cache.is_step:
-        return None
     own = ("hidden_states", "attention_mask", *CACHE_NAMES)
     others = {name: value for name, value in kwargs.items() if name not in own}
     return Forward(module, hidden.detach(), others, cache.attachment.rotary)

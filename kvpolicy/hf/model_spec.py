@@ -46,7 +46,8 @@ class ModelShape:
             weights: The weight fingerprint of the model, if it is loaded.
         """
         total = len(self.evictable) + len(self.unmanaged)
-        return ModelInfo(len(self.evictable), self.heads, self.shape.head_dim, weights, tuple(self.evictable), total)
+        sizes = len(self.evictable), self.heads, self.shape.head_dim
+        return ModelInfo(*sizes, weights, tuple(self.evictable), total, self.widths.hidden)
 
     @property
     def heads(self) -> int:

@@ -233,11 +233,11 @@ def _ranks(saved: Mapping[str, Any], attachment: Attachment, layer_idx: int, dev
 
 
 def _calibrations(cache: Any) -> str:
-    """A hash of the calibrated tensors that the codes of a cache were made with; empty if there are none."""
+    """A hash of the calibrated tensors that the codes and scores of a cache were made with; empty if there are none."""
     found = hashlib.sha256()
     count = 0
     for layer in cache.policy_layers:
-        for tensor in tensors(layer.store.contents.calibrations):
+        for tensor in tensors((*layer.store.contents.calibrations, layer.store.contents.gate)):
             # As bytes, since NumPy has no bfloat16.
             found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             count += 1

@@ -273,6 +273,8 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
         chosen += FP32 * (scores + TILE_ELEMENTS + prefill.widths.hidden * shape.head_dim)
     if needs.unrotated_keys:
         chosen += FP32 * candidates * shape.head_dim
+    if needs.layer_input:  # a tile of inputs as fp64, and the score of every token for each KV head
+        chosen += FP32 * (2 * TILE_ELEMENTS + 3 * candidates)
     if needs.block_queries:
         held, summed = _block_bytes(prefill, needs.block_queries, piece, tile)
         attended += held

@@ -18,7 +18,7 @@ from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Codec, LayerShape, Layout
+from kvpolicy.protocols import Codec, LayerShape, Layout, ScoresInputs
 
 DIGEST_NBYTES = 8
 """Bytes of each row's mask digest, which the first layer of a cache holds."""
@@ -118,18 +118,29 @@ def resident_bytes(calibrations: Iterable[Any]) -> int:
 def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> int:
     """Bytes of the calibration tensors of some layers and heads; they belong to the model and count in no budget."""
     codecs = tuple(policy.at(index).codec for index in layers)
-    return _resident(codecs, layers, heads.start, heads.stop)
+    selectors = tuple(policy.at(index).selector for index in layers)
+    scorers = tuple(s if s.needs.layer_input and isinstance(s, ScoresInputs) else None for s in selectors)
+    return _resident(codecs, scorers, layers, heads.start, heads.stop)
 
 
 @lru_cache(maxsize=64)
-def _resident(codecs: tuple[Codec, ...], layers: tuple[int, ...], first: int | None, last: int | None) -> int:
+def _resident(
+    codecs: tuple[Codec, ...],
+    scorers: tuple[ScoresInputs | None, ...],
+    layers: tuple[int, ...],
+    first: int | None,
+    last: int | None,
+) -> int:
     held = slice(first, last)  # slices are hashable only since Python 3.12, so the cache has its ends as keys
     # A list of all layers, not a generator: tensors are told apart by address, so they must be alive together.
     return resident_bytes(
         [
-            stage.load_calibration(index, "cpu", held)
-            for index, codec in zip(layers, codecs, strict=True)
-            for stage in codec.stages
+            part
+            for index, codec, scorer in zip(layers, codecs, scorers, strict=True)
+            for part in (
+                *(stage.load_calibration(index, "cpu", held) for stage in codec.stages),
+                () if scorer is None else scorer.load_gate(index, "cpu", held),
+            )
         ]
     )
 

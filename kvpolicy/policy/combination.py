@@ -14,6 +14,7 @@ from kvpolicy.protocols import (
     Merger,
     Reader,
     Reranks,
+    ScoresInputs,
     Selector,
     compares_heads,
     joint_decode,
@@ -67,6 +68,11 @@ def check_abilities(selector: Selector, reader: Reader) -> None:
             raise KVPolicyTypeError(
                 "The selector must have a method rerank(state, seen, view) for Needs.rerank_every, got "
                 f"{shorten(repr(each))}, which lacks it; see kvpolicy.protocols.Reranks."
+            )
+        if isinstance(each, Selector) and each.needs.layer_input and not isinstance(each, ScoresInputs):
+            raise KVPolicyTypeError(
+                "The selector must have the methods load_gate, score_inputs and with_scores for Needs.layer_input, got "
+                f"{shorten(repr(each))}, which lacks one; see kvpolicy.protocols.ScoresInputs."
             )
     if reader.traits.calibrated and not isinstance(reader, LoadsSalience):
         raise KVPolicyTypeError(

@@ -42,6 +42,7 @@ from kvpolicy.protocols.selector import ChecksModel as ChecksModel
 from kvpolicy.protocols.selector import ComparesHeads as ComparesHeads
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import DecodesJointly as DecodesJointly
+from kvpolicy.protocols.selector import Gate as Gate
 from kvpolicy.protocols.selector import HoldsAttention as HoldsAttention
 from kvpolicy.protocols.selector import NewToken as NewToken
 from kvpolicy.protocols.selector import RanksWholeHeads as RanksWholeHeads
@@ -49,6 +50,7 @@ from kvpolicy.protocols.selector import Reranks as Reranks
 from kvpolicy.protocols.selector import Scored as Scored
 from kvpolicy.protocols.selector import ScoredByKeys as ScoredByKeys
 from kvpolicy.protocols.selector import Scores as Scores
+from kvpolicy.protocols.selector import ScoresInputs as ScoresInputs
 from kvpolicy.protocols.selector import Selector as Selector
 from kvpolicy.protocols.selector import State as State
 from kvpolicy.protocols.selector import View as View

@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 
 
 class ModelInfo(NamedTuple):
-    """Description of a model for codecs, before anything runs.
+    """Description of a model for parts of a policy, before anything runs.
 
     Attributes:
         layers: Number of layers under the policy.
@@ -50,6 +50,7 @@ class ModelInfo(NamedTuple):
             with; None if only a config is at hand.
         evictable: Indices of these layers in the model; empty if they are the first ones.
         total: Number of all layers; 0 if every layer is under the policy.
+        hidden: Size of the hidden states; 0 if it is not known.
     """
 
     layers: int
@@ -58,6 +59,7 @@ class ModelInfo(NamedTuple):
     weights: Tensor | None = None
     evictable: tuple[int, ...] = ()
     total: int = 0
+    hidden: int = 0
 
     @property
     def depth(self) -> int:

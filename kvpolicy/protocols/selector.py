@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols.codec import ModelInfo
+from kvpolicy.protocols.codec import ALL_HEADS, ModelInfo
 from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
 from kvpolicy.protocols.shapes import HeadShape
 from kvpolicy.protocols.statistics import Needs, Seen
@@ -18,6 +18,9 @@ State = Any
 
 Scope = Literal["head", "row"]
 """Whether a tensor of a state has one entry per KV head, [B, H, ...], or per row, [B, ...], instead of per slot."""
+
+Gate = Any
+"""A NamedTuple of tensors by which one layer scores tokens; it belongs to the model, as a calibration does."""
 
 _StateType = TypeVar("_StateType", bound=type)
 
@@ -167,6 +170,32 @@ class ChecksModel(Protocol):
         ...
 
 
+@runtime_checkable
+class ScoresInputs(Protocol):
+    """An optional ability of a selector: it scores each token once, by the input of its layer, as `Needs.layer_input`.
+
+    The engine scores tokens while their layer runs, in prompts, chunks, tiles and decode steps alike, and holds their
+    scores only. Each token enters the selector's state with its score, before `observe`.
+    """
+
+    def load_gate(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Gate:
+        """What the layer scores tokens by: for the KV heads `heads` of the model, on a device."""
+        ...
+
+    def score_inputs(self, gate: Gate, inputs: Tensor) -> Tensor:
+        """The score of each token by each KV head, [B, H, T] fp32, from inputs of the layer [B, T, hidden].
+
+        [B, 1, T] if all heads share it; `with_scores` is then given it so.
+
+        Traceable, and the score of a token depends on its own input alone.
+        """
+        ...
+
+    def with_scores(self, state: State, scores: Tensor) -> State:
+        """The state of new tokens, zeros, with their scores [B, H, T]."""
+        ...
+
+
 def compares_heads(selector: object) -> bool:
     """Whether the priorities of different heads can be compared; without `ComparesHeads` they cannot."""
     return isinstance(selector, ComparesHeads) and bool(selector.compares_heads)
@@ -191,7 +220,7 @@ class Selector(Protocol):
 
     A class that inherits from it needs one method, `priority`; the other members have defaults for a selector without
     state and without statistics. An object that has all members is accepted whatever its class. Optional abilities are
-    `ComparesHeads`, `DecodesJointly`, `Reranks`, `RanksWholeHeads`, `HoldsAttention` and `ChecksModel`.
+    `ComparesHeads`, `DecodesJointly`, `Reranks`, `RanksWholeHeads`, `HoldsAttention`, `ChecksModel` and `ScoresInputs`.
 
     Attributes:
         decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).

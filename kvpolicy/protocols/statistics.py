@@ -125,6 +125,8 @@ class Needs(NamedTuple):
         block_first: The first position that is in a block.
         unrotated_keys: Whether to pass on the keys and values of the candidates, and as `Seen.unrotated` the keys
             without their rotation; nothing in decode.
+        layer_input: Whether to score every token once, by the input of the attention module, while the layer runs, in
+            a prompt as in decode; see `ScoresInputs`, which the selector then is. No input is held.
     """
 
     attn_sum: bool = False
@@ -147,6 +149,7 @@ class Needs(NamedTuple):
     block_queries: int = 0
     block_first: int = 0
     unrotated_keys: bool = False
+    layer_input: bool = False
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a selector that wraps another."""
@@ -171,6 +174,7 @@ class Needs(NamedTuple):
             block_queries=self.block_queries or other.block_queries,
             block_first=self.block_first if self.block_queries else other.block_first,
             unrotated_keys=self.unrotated_keys or other.unrotated_keys,
+            layer_input=self.layer_input or other.layer_input,
         )
 
     @property

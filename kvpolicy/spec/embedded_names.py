@@ -8,7 +8,11 @@ from typing import Any, Literal, get_args
 EmbeddedName = Literal["tiny", "tiny-4k"]
 EMBEDDED: tuple[EmbeddedName, ...] = get_args(EmbeddedName)
 
-_OF_TINY = {"heads.json": "heads/tiny.json", "qfilters.safetensors": "qfilters/tiny.safetensors"}
+_OF_TINY = {
+    "heads.json": "heads/tiny.json",
+    "qfilters.safetensors": "qfilters/tiny.safetensors",
+    "kvzap.safetensors": "kvzap/tiny.safetensors",
+}
 """Files of `tiny` that lie in folders of their own."""
 
 
@@ -17,7 +21,7 @@ def embedded_file(name: str, what: str) -> Any:
 
     Args:
         name: Name of the model.
-        what: `csr` or `kvquant`, which are folders, `heads.json` or `qfilters.safetensors`.
+        what: `csr` or `kvquant`, which are folders, `heads.json`, `qfilters.safetensors` or `kvzap.safetensors`.
 
     >>> embedded_file("tiny", "csr").is_dir(), embedded_file("tiny", "heads.json").is_file()
     (True, True)

@@ -141,7 +141,7 @@ class Compressor:
         """The prompt with the statistics that a policy needs."""
         needs = needs_of(policy)
         store = self._empty(prompt, policy)
-        forward = prompt.forward if needs.forward else None
+        forward = prompt.forward if needs.forward or needs.layer_input else None
         given = (prompt.queries, prompt.keys, prompt.values, None, prompt.transform, forward)
         # Without sums of attention, there is no need to attend.
         pending = store.attend_prompt(*given)[1] if needs.attn_sum else see_prompt(store.contents, *given)
@@ -184,5 +184,7 @@ def whole(keys: Tensor, values: Tensor) -> Past:
 
 
 def _seen_by(policy: Policy) -> Any:
-    """The needs of a policy that determine its pending prompt; policies with equal needs share one."""
-    return needs_of(policy), policy.codec.traits.query_absmax
+    """What of a policy determines its pending prompt; policies in which it is equal share one."""
+    needs = needs_of(policy)
+    scores = policy.selector if needs.layer_input else None  # which the selector computes itself
+    return needs, policy.codec.traits.query_absmax, scores

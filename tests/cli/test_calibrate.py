@@ -18,6 +18,7 @@ from kvpolicy.codecs._files import load
 from kvpolicy.codecs.csr import CSR
 from kvpolicy.codecs.kvquant import KVQuant
 from kvpolicy.selectors.filter_files import load_filters
+from kvpolicy.selectors.gate_files import load_gates
 from tests.reference.readers.labels import salience
 
 
@@ -155,7 +156,8 @@ def test_values_that_are_no_integers(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    "line", ["calibrate --help", *(f"calibrate {name} --help" for name in ("csr", "kvquant", "heads", "qfilters"))]
+    "line",
+    ["calibrate --help", *(f"calibrate {name} --help" for name in ("csr", "kvquant", "heads", "qfilters", "gate"))],
 )
 def test_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 0
@@ -206,3 +208,43 @@ def test_qfilters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-8b", f"qfilters:file={out}@0.2"]) == 2
     error = capsys.readouterr().err
     assert "made for another model (llama 'tiny', with 8 layers instead of 32)" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("more", [[], ["--kind", "mlp", "--units", "4", "--epochs", "1"]])
+def test_gate(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = words(tmp_path, "gate", "--length", "100", "--windows", "2", "--tokens", "150", *more)
+    out = line[line.index("--out") + 1]
+    assert main(line) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert (
+        len(printed) == 9 and printed[0].startswith("layer 0: ") and printed[0].endswith(" of the variance explained")
+    )
+    assert printed[-1] == f"Wrote {out}. Use it with kvzap:file={out}@0.2"
+    found = load_gates(out)
+    assert found.model is not None and found.model["name"] == "tiny"
+    assert found.made is not None and (found.made["windows"], found.made["tokens"]) == (2, 150)
+    assert found.gates[0].weight.shape == ((4, 4) if more else (4, 128))
+    assert main(line) == 0, "the same again"
+    assert main([*line, "--seed", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "must not hold anything but a calibration of the same model" in error and error.count("\n") == 1
+    assert main([*line, "--seed", "1", "--force"]) == 0
+    assert main(["plan", "tiny", f"kvzap:file={out}@0.2"]) == 0
+    assert main(["plan", "llama-3.1-8b", f"kvzap:file={out}@0.2"]) == 2
+    error = capsys.readouterr().err
+    assert "made for another model (llama 'tiny', with 8 layers instead of 32)" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--kind", "tree"], "The kind of a gate must be linear or mlp, got 'tree'; try linear."),
+        (["--ridge", "-1"], "ridge must be a finite number of at least 0, got -1.0; try 0.001."),
+        (["--units", "0"], "units must be at least 1, got 0; try 512."),
+        (["--epochs", "0"], "epochs must be at least 1, got 0; try 15."),
+    ],
+)
+def test_options_of_a_gate(more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(tmp_path, "gate", *more)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform
@@ -16,11 +16,12 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED, add_scores, chunks, received
 from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.protocols import Forward
 from tests.conformance.access import coded_positions, kept_positions
+from tests.conformance.calibration import HIDDEN
 from tests.conformance.replay import Replayed, Turn, Twin, Verdict, reference_codec, replay
 
 DIM = 8
-HIDDEN = 16
 
 
 class Bench:
@@ -72,15 +73,16 @@ class Bench:
         kernel = ScoreTransform(q.shape[-1] ** -0.5, self._softcap)
         single = self.layer.is_initialized and q.shape[2] == 1
         hidden, replays = None, []
+        given = self._inputs(q)
         if single:
-            out = self.layer.append(q, k, v, valid, kernel)
+            out = self.layer.append(q, k, v, valid, kernel, given)
             self.layer.count_step()
             self.layer.ensure_capacity()
         else:
             hidden, massive = self._look(q, valid)
             if not self.layer.is_initialized:
                 self.layer.initialize(k, group=q.shape[1] // k.shape[1])
-            out, pending = self.layer.attend_prompt(q, k, v, valid, kernel)
+            out, pending = self.layer.attend_prompt(q, k, v, valid, kernel, given)
             replays, scores = self._replay(pending, q.shape[1] // k.shape[1])
             pending = pending._replace(replay=scores)
             self.layer.compress(pending, self._budget(), massive=massive)
@@ -88,6 +90,7 @@ class Bench:
         turn = Turn(q=q, k=k, v=v, valid=valid, kernel=kernel, out=out, hidden=hidden, replays=replays)
         turn.kept, turn.keep, turn.budget = kept_positions(self.layer), self.budgets, self.layer.tensors.budget.tolist()
         turn.coded = coded_positions(self.layer)
+        turn.inputs = None if given is None else given.hidden_states
         self.turns.append(turn)
         return out
 
@@ -110,6 +113,13 @@ class Bench:
             add_scores(scores, chunk, received(q, k, pending.keys, pending.transform, chunk, chunk.chosen, None))
             replays.append(Replayed(chunk.number, q, k, chunk.chosen))
         return replays, scores
+
+    def _inputs(self, q: Tensor) -> Forward | None:
+        """Random inputs of the layer [B, P, M], if the selector looks at them."""
+        if not self.policy.selector.needs.layer_input:
+            return None
+        chance = torch.Generator().manual_seed(len(self.turns) + 1)
+        return Forward(nn.Identity(), torch.randn(q.shape[0], q.shape[2], HIDDEN, generator=chance), {})
 
     def _look(self, q: Tensor, valid: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Random hidden states [B, P, M] and their largest tokens [B, P], if the codec pins these."""

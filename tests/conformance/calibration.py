@@ -14,9 +14,12 @@ from torch import Tensor
 from kvpolicy.codecs._files import save
 from kvpolicy.codecs._rotation import mix
 from kvpolicy.selectors.filter_files import FilterFile, save_filters
+from kvpolicy.selectors.gate_files import GateFile, Inner, LayerGate, save_gates
 from tests.reference.codecs import Calibration
 
 DIM, LAYERS = 8, 6
+HIDDEN = 32
+"""Hidden size of the models."""
 DEEPEST = 8
 """Layers of the deepest model that meets every selector."""
 
@@ -59,6 +62,16 @@ def filters(heads: int = 1) -> FilterFile:
     return FilterFile({layer: _random(heads, DIM, seed=layer + 20) for layer in range(DEEPEST)})
 
 
+def gates(heads: int = 1, hidden: int = HIDDEN) -> GateFile:
+    """A gate for each head, or one that all heads share; every other one has a hidden layer."""
+    found: dict[int, LayerGate] = {}
+    for layer in range(DEEPEST):
+        seed, units = 4 * layer + 100, 5 if layer % 2 else hidden
+        inner = Inner(_random(units, hidden, seed=seed + 2), _random(units, seed=seed + 3)) if layer % 2 else ()
+        found[layer] = LayerGate(_random(heads, units, seed=seed), _random(heads, seed=seed + 1), inner)
+    return GateFile(found)
+
+
 FOLDER = Path(tempfile.gettempdir()) / f"kvpolicy-tests-{getpass.getuser()}"
 """Where calibrations are; it has the same name in every run and every process, since names of tests have it."""
 
@@ -69,6 +82,9 @@ def write(method: str) -> Path:
     path = FOLDER / method
     if method == "qfilters":
         save_filters(path / "filters.safetensors", filters())
+        return path
+    if method == "kvzap":
+        save_gates(path / "gate.safetensors", gates())
         return path
     meta, tensors = _MADE[method]()
     save(path, method, {"model": None, "head_dim": DIM, **meta}, tensors)

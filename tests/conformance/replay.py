@@ -58,6 +58,7 @@ class Turn:
         budget: The same with room for generated tokens.
         coded: The position in each slot of each stage that a row and head holds, None where it is dead.
         hidden: The layer's input, [B, P, M], where the codec looks at it.
+        inputs: The input of its attention, [B, P, M], where the selector looks at it.
         held: Whether the prompt waits for another chunk.
         replays: The replays of the prompt that it ends.
         projection: The output projection of the layer, [M, Hq * D], where the selector looks at it.
@@ -74,6 +75,7 @@ class Turn:
     budget: list[int] = field(default_factory=list)
     coded: list[list[Slots]] = field(default_factory=list)
     hidden: Tensor | None = None
+    inputs: Tensor | None = None
     held: bool = False
     replays: list[Replayed] = field(default_factory=list)
     projection: Tensor | None = None
@@ -137,6 +139,8 @@ def recording() -> Generator[Recorder]:
             out = real(cache, layer_idx, q, k, v, valid, kernel, *rest)
             flags = None if valid is None else valid.bool()
             turn = Turn(q=given[0], k=given[1], v=given[2], valid=flags, kernel=kernel, out=out.clone())
+            if cache.policy.at(layer_idx).selector.needs.layer_input:
+                turn.inputs = rest[0].hidden_states.detach().clone()
             if cache.policy.at(layer_idx).selector.needs.output_norms:
                 turn.projection = cache.attachment.projections[layer_idx]()
             layer: Any = cache.layers[layer_idx]
@@ -258,6 +262,7 @@ def _replay_row(slow: ReferenceLayer, turns: list[Turn], where: str, b: int, noi
             q.float(), k.float(), v.float(), turn.kernel.scale, turn.keep[b], turn.budget[b],
             softcap=turn.kernel.softcap, sinks=None if learned is None else learned.detach(), step=turn.q.shape[2] == 1,
             hidden=None if turn.hidden is None else turn.own(b, turn.hidden), held=turn.held, texts=texts,
+            inputs=None if turn.inputs is None else turn.own(b, turn.inputs),
         )  # fmt: skip
         miss = float((out.double() - want).abs().amax()) if q.shape[1] else 0.0
         if turn.held:

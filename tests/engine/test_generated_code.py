@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -26,8 +26,10 @@ from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.kernels import slot_writes
+from kvpolicy.protocols import Forward
 from kvpolicy.registry import lookup, names
 from kvpolicy.selectors.filter_files import FilterFile, save_filters
+from kvpolicy.selectors.gate_files import GateFile, LayerGate, save_gates
 from kvpolicy_eval.common.codecs import short_windows
 from kvpolicy_eval.common.synthetic import with_random_calibration
 from tests.engine.generated_code import Generated, Write, generated
@@ -54,6 +56,9 @@ def make_store(selector: str, codec: str, folder: Path) -> LayerStore:
     if selector == "qfilters":
         save_filters(folder / "filters", FilterFile({0: torch.randn(HEADS, DIM)}))
         selector = f"qfilters:file={folder / 'filters'}"
+    if selector == "kvzap":
+        save_gates(folder / "gate", GateFile({0: LayerGate(torch.randn(HEADS, DIM), torch.randn(HEADS))}))
+        selector = f"kvzap:file={folder / 'gate'}"
     policy = Policy.parse(f"{selector}+{short_windows(codec)}" + ("" if selector == "full" else f"@{SLOTS}"))
     stored = with_random_calibration(policy.codec, folder, HEADS, DIM, atoms=40)
     rope = None
@@ -67,10 +72,15 @@ def make_store(selector: str, codec: str, folder: Path) -> LayerStore:
     room = torch.full_like(keep, 7 if policy.decode == "grow" else 0)
     with torch.no_grad():
         store.initialize(k)
-        _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(DIM**-0.5))
+        _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(DIM**-0.5), of_inputs(q))
         massive = torch.zeros(1, PROMPT, dtype=torch.bool)
         store.compress(pending, RowBudget(keep, room, keep + room, keep + room), massive=massive)
     return store
+
+
+def of_inputs(hidden: Tensor) -> Forward:
+    """Arguments of an attention module, for selectors that score its input: one head of [1, H, P, D]."""
+    return Forward(nn.Identity(), hidden[:, 0], {})
 
 
 def step_code(store: LayerStore, step: str) -> Generated:
@@ -78,7 +88,7 @@ def step_code(store: LayerStore, step: str) -> Generated:
     if step == "demote":
         return generated(SlotGeometry.demote, slots_of(store))
     token = [torch.zeros(1, HEADS, 1, DIM) for _ in range(3)]
-    return generated(LayerStore.append, store, *token, None, ScoreTransform(DIM**-0.5))
+    return generated(LayerStore.append, store, *token, None, ScoreTransform(DIM**-0.5), of_inputs(token[0]))
 
 
 def copies(code: Generated, store: LayerStore, tokens: int) -> list[Write]:

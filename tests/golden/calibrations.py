@@ -14,14 +14,15 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-DIM, LAYERS = 8, 6
+DIM, LAYERS, HIDDEN = 8, 6, 32
 
 
 def write_files(folder: Path) -> None:
-    """Write `csr`, `kvquant`, `qfilters` and `profile.json` into a folder."""
+    """Write `csr`, `kvquant`, `qfilters`, `kvzap` and `profile.json` into a folder."""
     _write_calibration(folder / "csr", "csr", *_csr())
     _write_calibration(folder / "kvquant", "kvquant", *_kvquant())
     _write_filters(folder / "qfilters" / "filters.safetensors")
+    _write_gates(folder / "kvzap" / "gate.safetensors")
     profile = {"format": 1, "kvpolicy": "0", "model": "golden", "layers": 3, "cosine": [0.2, 0.9, 0.5]}
     (folder / "profile.json").write_text(json.dumps(profile), encoding="utf-8")
 
@@ -44,13 +45,23 @@ def _write_calibration(folder: Path, method: str, meta: dict[str, Any], tensors:
 
 def _write_filters(path: Path) -> None:
     """A filter in each layer that all heads share."""
+    _write_tensors(path, {f"filters.{layer}": _random(1, DIM, seed=layer + 20) for layer in range(LAYERS)}, "filters")
+
+
+def _write_gates(path: Path) -> None:
+    """A gate in each layer that all heads share, without a hidden layer."""
+    weights = {f"gates.{layer}.weight": _random(1, HIDDEN, seed=layer + 100) for layer in range(LAYERS)}
+    biases = {f"gates.{layer}.bias": _random(1, seed=layer + 200) for layer in range(LAYERS)}
+    _write_tensors(path, weights | biases, "gates")
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor], kind: str) -> None:
     path.parent.mkdir(exist_ok=True)
-    tensors = {f"filters.{layer}": _random(1, DIM, seed=layer + 20) for layer in range(LAYERS)}
     facts: dict[str, Any] = {"format": 1, "kvpolicy": "0", "model": None, "made": None}
     found = hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} torch.float32 {list(tensor.shape)}".encode() + tensor.numpy().tobytes())
-    metadata = {"kvpolicy_filters": json.dumps(facts | {"sha256": found.hexdigest()})}
+    metadata = {f"kvpolicy_{kind}": json.dumps(facts | {"sha256": found.hexdigest()})}
     path.write_bytes(save(tensors, metadata=metadata))
 
 

@@ -91,4 +91,32 @@ MUTATIONS = (
         new="    if softcap is not None and scale < 0:\n",
         tests=("tests/calibration/test_heads.py",),
     ),
+    Mutation(
+        name="the penalty of a gate does not depend on its inputs",
+        file="kvpolicy/calibration/gate_fit.py",
+        old="1.0 if is_constant else size * max(ridge, 1e-12)",
+        new="1.0 if is_constant else max(ridge, 1e-12)",
+        tests=("tests/calibration/test_gate.py",),
+    ),
+    Mutation(
+        name="labels of a gate are not centered",
+        file="kvpolicy/calibration/gate_fit.py",
+        old="cross = self.cross / self.tokens - mean[:, None] * label",
+        new="cross = self.cross / self.tokens",
+        tests=("tests/calibration/test_gate.py",),
+    ),
+    Mutation(
+        name="gates are fitted to what judges them",
+        file="kvpolicy/calibration/gate.py",
+        old="            if kept_out:\n                continue\n",
+        new="            if kept_out and number < 0:\n                continue\n",
+        tests=("tests/calibration/test_gate.py",),
+    ),
+    Mutation(
+        name="gates are fitted to the scores themselves",
+        file="kvpolicy/calibration/gate.py",
+        old="scores.index_select(1, at).log().clamp_min(FLOOR).mT",
+        new="scores.index_select(1, at).clamp_min(FLOOR).mT",
+        tests=("tests/calibration/test_gate.py",),
+    ),
 )

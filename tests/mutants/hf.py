@@ -344,8 +344,8 @@ MUTATIONS = (
     Mutation(
         name="one token left over is a decode step for a scorer",
         file="kvpolicy/hf/forward_calls.py",
-        old="if cache.is_step:",
-        new="if hidden.shape[1] == 1:",
+        old="and not cache.is_step:",
+        new="and (args[0] if args else kwargs['hidden_states']).shape[1] > 1:",
         tests=("tests/robust/test_tiles.py",),
     ),
     Mutation(

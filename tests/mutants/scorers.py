@@ -1,4 +1,4 @@
-"""Defects in selectors by values and losses, in allocators by worth, and in what is held beyond the budget."""
+"""Defects in selectors by values, losses and gates, in allocators by worth, and in what is held beyond the budget."""
 
 from __future__ import annotations
 
@@ -214,5 +214,68 @@ MUTATIONS = (
         old="(tile @ own)",
         new="(tile @ slices[number // group * group].float())",
         tests=("tests/engine/test_output_norms.py",),
+    ),
+    Mutation(
+        name="a generated token has the score of an empty slot",
+        file="kvpolicy/engine/layer_store.py",
+        old="state = self.spec.selector.with_scores(state, scores)",
+        new="state = self.spec.selector.with_scores(state, 0 * scores)",
+        tests=("tests/selectors/test_kvzap.py",),
+    ),
+    Mutation(
+        name="a prompt's tokens have the score of an empty slot",
+        file="kvpolicy/engine/selection.py",
+        old="new = selector.with_scores(new, born.scores)",
+        new="new = selector.with_scores(new, 0 * born.scores)",
+        tests=("tests/selectors/test_kvzap.py",),
+    ),
+    Mutation(
+        name="padding is scored",
+        file="kvpolicy/engine/birth_scores.py",
+        old="new = new.masked_fill(~tile.valid[:, None], 0)",
+        new="new = new.masked_fill(tile.valid[:, None] & False, 0)",
+        tests=("tests/engine/test_birth_scores.py",),
+    ),
+    Mutation(
+        name="a tile takes the place of the one before",
+        file="kvpolicy/engine/birth_scores.py",
+        old="scores[:, :, tile.start : tile.start + new.shape[2]] = new",
+        new="scores[:, :, : new.shape[2]] = new",
+        tests=("tests/engine/test_birth_scores.py",),
+    ),
+    Mutation(
+        name="every rank has the gates of all heads",
+        file="kvpolicy/selectors/gate_files.py",
+        old="return self._replace(weight=self.weight[heads], bias=self.bias[heads])",
+        new="return self",
+        tests=("tests/selectors/test_gate_files.py",),
+    ),
+    Mutation(
+        name="equal inputs have scores of their company",
+        file="kvpolicy/selectors/gate_files.py",
+        old="F.linear(units.double(), self.weight.double(), self.bias.double()).float()",
+        new="F.linear(units.float(), self.weight, self.bias)",
+        tests=("tests/selectors/test_kvzap.py",),
+    ),
+    Mutation(
+        name="a gate of another width is accepted",
+        file="kvpolicy/selectors/gate_files.py",
+        old="model.hidden not in (0, hidden)",
+        new="False",
+        tests=("tests/selectors/test_gate_files.py",),
+    ),
+    Mutation(
+        name="the window may take the whole budget",
+        file="kvpolicy/selectors/kvzap.py",
+        old="(view.budget // 2).clamp(1, self.window)",
+        new="view.budget.clamp(1, self.window)",
+        tests=("tests/selectors/test_kvzap.py",),
+    ),
+    Mutation(
+        name="caches are loaded with other gates",
+        file="kvpolicy/hf/saved_cache.py",
+        old="tensors((*layer.store.contents.calibrations, layer.store.contents.gate))",
+        new="tensors(layer.store.contents.calibrations)",
+        tests=("tests/selectors/test_kvzap.py",),
     ),
 )

@@ -39,8 +39,15 @@ MUTATIONS = (
     Mutation(
         name="policies share statistics of queries that one does not ask for",
         file="kvpolicy/tuning/compression.py",
-        old="return needs_of(policy), policy.codec.traits.query_absmax",
-        new="return needs_of(policy)",
+        old="return needs, policy.codec.traits.query_absmax, scores",
+        new="return needs, scores",
+        tests=MEASURE,
+    ),
+    Mutation(
+        name="policies share the scores of one gate",
+        file="kvpolicy/tuning/compression.py",
+        old="scores = policy.selector if needs.layer_input else None",
+        new="scores = None",
         tests=MEASURE,
     ),
     Mutation(

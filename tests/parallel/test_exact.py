@@ -53,6 +53,8 @@ POOLED = [
     "tuned:file=FOLDER/coded.json@12",
     "squeeze/duo:file=FOLDER/heads.json:sparsity=0.4+snapkv:window=6:kernel=3@0.5",
     "qfilters:file=FOLDER/filters.safetensors@0.5",
+    "kvzap:file=FOLDER/gate.safetensors:window=3@0.5",
+    "uniform/adakv+kvzap:file=FOLDER/gate.safetensors:window=3@0.5",
     "defensive:window=6:kernel=3@0.5",
     "dropkv:window=6@0.5",
     "chunk:size=3/h2o@0.5",

@@ -128,6 +128,7 @@ class ReferenceLayer:
         sinks: Tensor | None = None,
         step: bool | None = None,
         hidden: Tensor | None = None,
+        inputs: Tensor | None = None,
         held: bool = False,
         texts: list[kvzip.Text] | None = None,
         last: int | None = None,
@@ -137,9 +138,10 @@ class ReferenceLayer:
 
         The first call is the prefill. Later, one token is a decode step and more are a continuation; `step` says
         otherwise, for a continuation of one token in a batch where other rows have more. `hidden` [n, M] is the
-        layer's input, for codecs that look at it. A chunk that is `held` is not chosen from yet; `texts` are the
-        replays of the whole prompt, chunks that were held included. With a head allocator, `last` is the most tokens
-        that the row will ever have, and `tail` what each head gets beside the budget.
+        layer's input, for codecs that look at it; `inputs` [n, M] is that of its attention, for selectors that do. A
+        chunk that is `held` is not chosen from yet; `texts` are the replays of the whole prompt, chunks that were held
+        included. With a head allocator, `last` is the most tokens that the row will ever have, and `tail` what each
+        head gets beside the budget.
         """
         self.tick()
         self.budget = self.budget if budget is None else budget
@@ -152,6 +154,9 @@ class ReferenceLayer:
             self._make_room()
         for h, head in enumerate(self.heads):
             new = [Token(first + i, k[h, i].detach().clone(), v[h, i].detach().clone()) for i in range(k.shape[1])]
+            born = selectors.scores_of_inputs(self.base, inputs, self.layer_idx, h)
+            for token, score in zip(new, born or [], strict=False):
+                token.score = score
             head.tokens += new
         out, attention = self._attend(q, scale, softcap, sinks)
         self.margin = min(self.margin, selectors.closeness(self.base, attention))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.selectors import filter_files
+from kvpolicy.selectors import tensor_files
 from kvpolicy.selectors.filter_files import KEY, FilterFile, check_filters, load_filters, save_filters
 
 WEIGHTS = torch.linspace(-1, 1, 64)
@@ -54,7 +54,7 @@ def test_a_relative_path_is_of_the_current_folder(tmp_path: Path, monkeypatch: p
 def sealed(path: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
     """Write a file whose hash fits, whatever is in it."""
     facts = {"format": 1, "kvpolicy": "0", "model": None, "made": None, **fields}
-    digest = filter_files._digest(facts, tensors)
+    digest = tensor_files.digest(facts, tensors)
     save_file(tensors, path, metadata={KEY: json.dumps(facts | {"sha256": digest})})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 import kvpolicy
 from kvpolicy import KVPolicyError
 from kvpolicy.adapters import KVPressScorer
+from kvpolicy.selectors.gate_files import GateFile, LayerGate, save_gates
 from kvpolicy.tuning.answers import scored_tokens
 from kvpolicy.tuning.measure import joint_kls, layer_kls, output_errors, sensitivities
 from kvpolicy.tuning.windows import Window
@@ -89,6 +91,18 @@ def test_measures_are_those_of_the_reference(make: Callable[[], Any], specs: lis
     small = [spec in ("streaming:sinks=8@0.1", "uniform/adakv+h2o@0.05") for spec in specs]
     assert errors.isnan().any(1).any(0).tolist() == kls.isnan().any(1).any(0).tolist() == small
     assert bool((errors.nan_to_num(1)[..., 1:] > 1e-6).all()), "every candidate but the first loses something"
+
+
+def test_each_gate_scores_the_prompt_itself(tmp_path: Path) -> None:
+    """Selectors with equal needs, whose files differ."""
+    specs = []
+    for number in range(2):
+        file = tmp_path / f"{number}.safetensors"
+        weights = torch.randn(2, 2, 32, generator=torch.Generator().manual_seed(number))
+        save_gates(file, GateFile({layer: LayerGate(weights[layer], torch.zeros(2)) for layer in range(2)}))
+        specs.append(f"kvzap:file={file}:window=3@0.3")
+    errors, _ = agree(llama(), [window(45, 4)], specs)
+    assert bool((errors[..., 0] != errors[..., 1]).all())
 
 
 class ByInput:

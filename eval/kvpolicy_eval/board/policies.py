@@ -27,13 +27,17 @@ CODECS = {
 
 SELECTORS = {
     "qfilters": "qfilters:file={model}",
+    "kvzap": "kvzap:file={model}:window=16",
     "defensive": "defensive:kernel=7",
     "dropkv": "dropkv:kernel=7",
     "critical": "critical/snapkv",
     "caote": "caote/h2o",
     "chunk": "chunk/snapkv",
 }
-"""Selectors with options, and wrappers. Values of the tasks have four tokens, which a narrow pooling loses."""
+"""Selectors with options, and wrappers.
+
+Values of the tasks have four tokens, which a narrow pooling loses; a window of 128 is as long as many of their budgets.
+"""
 
 VARIANTS = ("expected:decode=grow:moments=prompt", "keydiff:decode=grow")
 """Selectors once more, with options that change what they hold."""
@@ -47,6 +51,7 @@ READERS = {"quest": "quest:dense=0", "labels": "labels:dense=0", "reuse": "reuse
 COMBINATIONS = (
     "squeeze+kvcrush/snapkv",
     "uniform/adakv+kvzip",
+    "uniform/adakv+kvzap:file={model}:window=16",
     "kvcompose+kvzip",
     "global/adakv+kvzip",
     "uniform/adakv+defensive:kernel=7",

@@ -23,6 +23,7 @@ CODEC_BUDGET = 0.2
 SELECTORS = {
     "window": ["window", "full"],
     "snapkv": ["snapkv:kernel=5", "snapkv"],
+    "kvzap": ["kvzap:window=16", "kvzap", "uniform/adakv+kvzap:window=16", "kvzip:plus=true"],
     "kvcrush": ["kvcrush/snapkv", "snapkv", "kvcrush/h2o", "h2o"],
     "defensive": ["defensive", "defensive:kernel=7", "snapkv"],
     "dropkv": ["dropkv", "dropkv:kernel=7", "snapkv"],

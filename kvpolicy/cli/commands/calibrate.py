@@ -263,6 +263,59 @@ def qfilters(
     print(f"Wrote {out}. Use it with qfilters:file={out}@0.2")
 
 
+@app.command()
+def gate(
+    model: Model,
+    text: Text,
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="File to write the gates to.")],
+    more: More = None,
+    length: Length = 1024,
+    windows: Windows = 64,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, metavar="INT", help="Approximate number of tokens to fit the gates to.")
+    ] = 131_072,
+    seed: Seed = 0,
+    device: Device = "",
+    dtype: Dtype = "auto",
+    quiet: Quiet = False,
+    force: Force = False,
+    kind: Annotated[
+        str, typer.Option("--kind", metavar="KIND", help="linear: ridge regression. mlp: one hidden layer, trained.")
+    ] = "linear",
+    ridge: Annotated[
+        float,
+        typer.Option("--ridge", metavar="FLOAT", help="With linear, penalty over the mean variance of the inputs."),
+    ] = 1e-3,
+    units: Annotated[int, typer.Option("--units", metavar="INT", help="With mlp, units of the hidden layer.")] = 512,
+    epochs: Annotated[int, typer.Option("--epochs", metavar="INT", help="With mlp, epochs of the training.")] = 15,
+) -> None:
+    """Fit gates that predict the scores of kvzip:plus=true, for the selector kvzap.
+
+    It takes two forward passes of each window, without gradients.
+    """
+    from kvpolicy.calibration.gate import calibrate_gate, check_options
+
+    chosen = check_options(kind, ridge, units, epochs)  # an invalid value raises an error before anything slow
+    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    written = calibrate_gate(
+        loaded,
+        sampled,
+        out,
+        kind=chosen,
+        tokens=tokens,
+        ridge=ridge,
+        units=units,
+        epochs=epochs,
+        seed=seed,
+        name=_name(model),
+        progress=not quiet,
+        force=force,
+    )
+    for layer, share in zip(written.gates, (written.made or {})["r2"], strict=True):
+        print(f"layer {layer}: {share:.3f} of the variance explained")
+    print(f"Wrote {out}. Use it with kvzap:file={out}@0.2")
+
+
 def _prepare(
     model: str, text: list[str], dtype: str, device: str, length: int, windows: int, seed: int
 ) -> tuple[Any, list[Any]]:

@@ -4,7 +4,8 @@ A file has `DEFAULTS`, the parameters that the selector has beside `decode`, and
 attention also has `scores_after_prefill` and `scores_after_decode`. Further functions that a file may have, with what
 they are where it has none: `smallest_budget` (1), `observation_window` (32), and `statistic`, what a refiner asks for
 (the attention of the queries in that window). A selector that looks at keys and values has `scores_of_tokens`,
-`score_of_newest` and `rerank_every` instead, and one with a threshold has `closeness`. `scores_of_layer` stands for
+`score_of_newest` and `rerank_every` instead, one that looks at the input of the layer `scores_of_inputs`, and one with
+a threshold has `closeness`. `scores_of_layer` stands for
 `scores_of_tokens` where KV heads look at each other, and `priorities` for `priority` where tokens do. `SMALL` is a spec
 with numbers that fit tiny models.
 
@@ -131,6 +132,12 @@ def scores_of_step(config: Config, look: Look) -> Sequence[complex] | None:
     """The scores of one KV head's tokens after a generated token, of a selector that asks where they stand."""
     own = _function(config, "scores_of_step")
     return own(look) if own else None
+
+
+def scores_of_inputs(config: Config, inputs: Tensor | None, layer: int, head: int) -> list[complex] | None:
+    """The scores of new tokens, of a selector that looks at the input of their layer [n, M]; None of any other."""
+    own = _function(config, "scores_of_inputs")
+    return own(inputs, layer, head) if own else None
 
 
 def closeness(config: Config, attention: list[Tensor]) -> float:
