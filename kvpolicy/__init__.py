@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from kvpolicy.selectors.snapkv import SnapKV as SnapKV
     from kvpolicy.selectors.streaming import StreamingLLM as StreamingLLM
     from kvpolicy.selectors.tova import TOVA as TOVA
+    from kvpolicy.selectors.triattention import TriAttention as TriAttention
     from kvpolicy.selectors.window import SlidingWindow as SlidingWindow
     from kvpolicy.spec.errors import KVPolicyError as KVPolicyError
     from kvpolicy.spec.errors import KVPolicyStateError as KVPolicyStateError

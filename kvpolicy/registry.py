@@ -48,6 +48,7 @@ SELECTORS = {
     "streaming": "kvpolicy.selectors.streaming:StreamingLLM",
     "h2o": "kvpolicy.selectors.h2o:H2O",
     "a2sf": "kvpolicy.selectors.a2sf:A2SF",
+    "triattention": "kvpolicy.selectors.triattention:TriAttention",
     "rkv": "kvpolicy.selectors.rkv:RKV",
     "keyformer": "kvpolicy.selectors.keyformer:Keyformer",
     "snapkv": "kvpolicy.selectors.snapkv:SnapKV",
@@ -128,6 +129,7 @@ SUMMARIES = {
     "streaming": "Keep the first tokens as attention sinks, and the newest tokens.",
     "h2o": "Keep the newest tokens, and those that have received the most attention so far.",
     "a2sf": "Keep the newest tokens, and those that have received the most attention, of which older attention counts less.",  # noqa: E501
+    "triattention": "Keep the tokens whose keys have the largest products with the mean query of a head, at the distances to come.",  # noqa: E501
     "rkv": "Keep tokens that the newest queries attend to, and whose keys do not resemble those of other tokens.",
     "keyformer": "Keep the newest tokens, and those that have received the most attention under random noise.",
     "snapkv": "Keep the tokens that the last queries of the prompt attend to, with their neighbors.",

@@ -16,5 +16,7 @@ from kvpolicy.calibration.kvquant import fit_kvquant as fit_kvquant
 from kvpolicy.calibration.levels import calibrate_kvquant as calibrate_kvquant
 from kvpolicy.calibration.qfilters import calibrate_qfilters as calibrate_qfilters
 from kvpolicy.calibration.qfilters import query_filters as query_filters
+from kvpolicy.calibration.triattention import calibrate_triattention as calibrate_triattention
+from kvpolicy.calibration.triattention import query_centers as query_centers
 from kvpolicy.hf.identity import identity as identity
 from kvpolicy.hf.identity import model_info as model_info

@@ -20,7 +20,7 @@ from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics, see_prompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
-from kvpolicy.engine.query_moments import mean_rotation, new_token
+from kvpolicy.engine.query_moments import new_token
 from kvpolicy.engine.rollback import copied_tensors, note_counters, undoable
 from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.row_limits import RowBudget
@@ -160,7 +160,7 @@ class LayerStore:
         """
         self.contents.note_sizes(pending.keys.shape[2])
         self.record(pending, rope_offset)
-        if self.spec.needs.unrotated_keys:
+        if self.spec.needs.unrotated_keys or self.spec.needs.rotation:
             pending = pending._replace(rotation=KeyRotation(self.spec.rope, rope_offset))
         self.geometry.compress(pending, budget, massive=massive)
         # No buffer is full here, since a geometry demotes what it must: this call counts the free steps.
@@ -283,8 +283,9 @@ class LayerStore:
         due = layer.schedule.due(tensors.length, tensors.budget)
         past = self.past() if bool(due.any()) else None
         if past is not None:
-            rotation = mean_rotation(self.spec.rope)
-            seen = Seen(None, None, mean_rotation=rotation, scale=layer.scale, keys=past.keys, values=past.values)
+            rotation = KeyRotation(self.spec.rope)
+            seen = Seen(None, None, scale=layer.scale, keys=past.keys, values=past.values)
+            seen = seen._replace(mean_rotation=rotation.mean, pair_lengths=rotation.pair_lengths)
             decode.rank_again(self.spec.selector, tensors.state, seen, layer.view(), due)
         layer.schedule.note(due, tensors.length, tensors.budget)
 

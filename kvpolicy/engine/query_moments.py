@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import TILE_ELEMENTS
 from kvpolicy.engine.prefill import token_positions
-from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.rotary import KeyRotation, Rope
 from kvpolicy.engine.statistic import Candidates, Coming, Tile
-from kvpolicy.protocols import MeanRotation, Needs, NewToken, QueryMoments
+from kvpolicy.protocols import Needs, NewToken, QueryMoments
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Moments:
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """The moments, and what they are used with."""
         scale = candidates.transform.scale
-        return {"moments": self.moments, "mean_rotation": mean_rotation(self.rope), "scale": scale}
+        return {"moments": self.moments, "mean_rotation": KeyRotation(self.rope).mean, "scale": scale}
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Moments:
         """The same with `fn` of the moments."""
@@ -111,12 +111,3 @@ def new_token(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, needs: Needs, 
     taken = queries if needs.newest_queries else None
     by_head = (None if t is None else t.squeeze(2).unflatten(1, (k.shape[1], -1)) for t in (plain, taken))
     return NewToken(k.detach(), v.detach(), *by_head)
-
-
-def mean_rotation(rope: Rope | None) -> MeanRotation:
-    """The function that rotates vectors to the mean of some positions; the identity without a rotary embedding."""
-    return _no_rotation if rope is None else rope.mean_rotation
-
-
-def _no_rotation(vectors: Tensor, first: Tensor, count: int) -> Tensor:
-    return vectors.float()

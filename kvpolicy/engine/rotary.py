@@ -162,7 +162,7 @@ class Rope:
 
 
 class KeyRotation(NamedTuple):
-    """How the keys of a prompt and of the slots before it are rotated.
+    """How a model rotates the keys of a layer, and what follows of it for vectors without their rotation.
 
     Attributes:
         rope: The layer's embedding, or None.
@@ -170,7 +170,15 @@ class KeyRotation(NamedTuple):
     """
 
     rope: Rope | None
-    offset: Tensor | None
+    offset: Tensor | None = None
+
+    def mean(self, vectors: Tensor, first: Tensor, ahead: int | Tensor) -> Tensor:
+        """See `Rope.mean_rotation`; the vectors as they are without an embedding."""
+        return vectors.float() if self.rope is None else self.rope.mean_rotation(vectors, first, ahead)
+
+    def pair_lengths(self, vectors: Tensor) -> Tensor:
+        """See `Rope.pair_lengths`; of no plane without an embedding."""
+        return vectors.new_zeros(*vectors.shape[:-1], 0) if self.rope is None else self.rope.pair_lengths(vectors)
 
     def undone(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys [B, H, n, D] at the rows' positions [B, H, n] (-1 for none) without their rotation, fp32."""

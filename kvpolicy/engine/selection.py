@@ -138,6 +138,13 @@ def rank_candidates(
     state = join_states(state, new)
     found = prompt.seen(past, positions, layer_idx, ranks)
     seen = _statistics(found, prompt, past, positions, slots)
+    rotation = prompt.rotation
+    if selector.needs.unrotated_keys and rotation is not None and seen.keys is not None:
+        seen = seen._replace(unrotated=rotation.undone(seen.keys, positions))
+    if selector.needs.rotation and rotation is not None:
+        seen = seen._replace(
+            mean_rotation=rotation.mean, pair_lengths=rotation.pair_lengths, rope_offset=rotation.offset
+        )
     if selector.needs.output_norms:
         assert seen.values is not None and projection is not None
         seen = seen._replace(output_norms=absolute_norms(seen.values, projection()))
@@ -207,8 +214,7 @@ def _statistics(
     if prompt.forward is not None or prompt.wants_vectors:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)
-        unrotated = None if prompt.rotation is None else prompt.rotation.undone(keys, positions)
-        seen = seen._replace(forward=prompt.forward, keys=keys, values=values, unrotated=unrotated)
+        seen = seen._replace(forward=prompt.forward, keys=keys, values=values)
     if seen.block_attn is not None:
         seen = seen._replace(block_attn=F.pad(seen.block_attn, (slots, 0)))
     if prompt.replay is not None:

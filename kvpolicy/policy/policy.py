@@ -291,7 +291,8 @@ class Policy:
         if any(own.codec.traits.key_space == "unrotated" for own in self.distinct):
             return "codec"
         every = [own.selector.needs for own in self.distinct]
-        return "selector" if any(each.unrotated_keys or each.query_moments is not None for each in every) else ""
+        undone = any(each.unrotated_keys or each.rotation or each.query_moments is not None for each in every)
+        return "selector" if undone else ""
 
     @property
     def heads(self) -> HeadAllocator | None:

@@ -123,6 +123,8 @@ class Needs(NamedTuple):
             slot: a reader that leaves slots unread is refused.
         block_queries: Positions of the blocks inside which all queries attend for `Seen.block_attn`; 0 for none.
         block_first: The first position that is in a block.
+        rotation: Whether to pass on, after a prompt, how the model rotates queries and keys, as `Seen.mean_rotation`,
+            `Seen.pair_lengths` and `Seen.rope_offset`.
         unrotated_keys: Whether to pass on the keys and values of the candidates, and as `Seen.unrotated` the keys
             without their rotation; nothing in decode.
         layer_input: Whether to score every token once, by the input of the attention module, while the layer runs, in
@@ -149,6 +151,7 @@ class Needs(NamedTuple):
     block_queries: int = 0
     block_first: int = 0
     unrotated_keys: bool = False
+    rotation: bool = False
     layer_input: bool = False
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -174,6 +177,7 @@ class Needs(NamedTuple):
             block_queries=self.block_queries or other.block_queries,
             block_first=self.block_first if self.block_queries else other.block_first,
             unrotated_keys=self.unrotated_keys or other.unrotated_keys,
+            rotation=self.rotation or other.rotation,
             layer_input=self.layer_input or other.layer_input,
         )
 
@@ -223,8 +227,8 @@ class QueryMoments(NamedTuple):
     product: Tensor
 
 
-MeanRotation = Callable[[Tensor, Tensor, int], Tensor]
-"""Rotates vectors [B, n, m, D] to `count` positions from `first` [B] on, and returns the mean; see `Seen`."""
+MeanRotation = Callable[[Tensor, Tensor, "int | Tensor"], Tensor]
+"""Rotates vectors [B, n, m, D] to positions ahead of `first` [B], and returns the mean; see `Seen`."""
 
 
 class Seen(NamedTuple):
@@ -244,8 +248,13 @@ class Seen(NamedTuple):
         queries: [B, Hq, W, D], the newest W valid queries of this forward as attention takes them, the newest last; any
             where a batch row has fewer. None unless `Needs.newest_queries`, and in `rerank`.
         moments: The moments of this forward's queries; None unless `Needs.query_moments`, and in `rerank`.
-        mean_rotation: `mean_rotation(vectors, first, count)` rotates vectors [B, n, m, D] to `count` positions from
-            `first` [B] on, and returns the mean, fp32; None unless `Needs.query_moments`.
+        mean_rotation: `mean_rotation(vectors, first, ahead)` rotates vectors [B, n, m, D] to `ahead` positions from
+            `first` [B] on, or to positions at the distances `ahead` [n] from it, and returns the mean, fp32; None
+            unless `Needs.query_moments` or `Needs.rotation`.
+        pair_lengths: `pair_lengths(vectors)` returns the length of vectors [..., D] in each plane that the embedding
+            rotates, [..., F] fp32; None unless `Needs.rotation`.
+        rope_offset: Offset of the embedding's positions from those of the row, [B] int64; None if they are the same,
+            in `rerank`, and without `Needs.rotation`.
         scale: The factor that products of queries and keys are multiplied by.
         added: [B] int64, how many tokens this forward adds to each row; None unless `Needs.below_mean_queries`,
             `Needs.decay`, `Needs.newest_queries` or `Needs.block_queries`.
@@ -274,6 +283,8 @@ class Seen(NamedTuple):
     queries: Tensor | None = None
     moments: QueryMoments | None = None
     mean_rotation: MeanRotation | None = None
+    pair_lengths: Callable[[Tensor], Tensor] | None = None
+    rope_offset: Tensor | None = None
     scale: float | None = None
     added: Tensor | None = None
     forward: Forward | None = None

@@ -11,6 +11,7 @@ EMBEDDED: tuple[EmbeddedName, ...] = get_args(EmbeddedName)
 _OF_TINY = {
     "heads.json": "heads/tiny.json",
     "qfilters.safetensors": "qfilters/tiny.safetensors",
+    "triattention.safetensors": "triattention/tiny.safetensors",
     "kvzap.safetensors": "kvzap/tiny.safetensors",
 }
 """Files of `tiny` that lie in folders of their own."""
@@ -21,7 +22,8 @@ def embedded_file(name: str, what: str) -> Any:
 
     Args:
         name: Name of the model.
-        what: `csr` or `kvquant`, which are folders, `heads.json`, `qfilters.safetensors` or `kvzap.safetensors`.
+        what: `csr` or `kvquant`, which are folders, `heads.json`, `qfilters.safetensors`,
+            `triattention.safetensors` or `kvzap.safetensors`.
 
     >>> embedded_file("tiny", "csr").is_dir(), embedded_file("tiny", "heads.json").is_file()
     (True, True)

@@ -17,6 +17,7 @@ from kvpolicy.cli.app import main
 from kvpolicy.codecs._files import load
 from kvpolicy.codecs.csr import CSR
 from kvpolicy.codecs.kvquant import KVQuant
+from kvpolicy.selectors.center_files import load_centers
 from kvpolicy.selectors.filter_files import load_filters
 from kvpolicy.selectors.gate_files import load_gates
 from tests.reference.readers.labels import salience
@@ -157,7 +158,10 @@ def test_values_that_are_no_integers(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     "line",
-    ["calibrate --help", *(f"calibrate {name} --help" for name in ("csr", "kvquant", "heads", "qfilters", "gate"))],
+    [
+        "calibrate --help",
+        *(f"calibrate {name} --help" for name in ("csr", "kvquant", "heads", "qfilters", "triattention", "gate")),
+    ],
 )
 def test_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 0
@@ -208,6 +212,21 @@ def test_qfilters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-8b", f"qfilters:file={out}@0.2"]) == 2
     error = capsys.readouterr().err
     assert "made for another model (llama 'tiny', with 8 layers instead of 32)" in error and error.count("\n") == 1
+
+
+def test_triattention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = words(tmp_path, "triattention", "--length", "100", "--windows", "2")
+    out = line[line.index("--out") + 1]
+    assert main(line) == 0
+    assert capsys.readouterr().out == f"Wrote {out}. Use it with triattention:file={out}@0.2\n"
+    found = load_centers(out)
+    assert found.model is not None and found.model["name"] == "tiny"
+    assert found.made is not None and (found.made["windows"], found.made["tokens"]) == (2, 200)
+    assert main(line) == 0, "the same again"
+    assert main([*line, "--seed", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "must not hold anything but a calibration of the same model" in error and error.count("\n") == 1
+    assert main(["plan", "tiny", f"triattention:file={out}@0.2"]) == 0
 
 
 @pytest.mark.parametrize("more", [[], ["--kind", "mlp", "--units", "4", "--epochs", "1"]])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._files import save
 from kvpolicy.codecs._rotation import mix
+from kvpolicy.selectors.center_files import CenterFile, Centers, save_centers
 from kvpolicy.selectors.filter_files import FilterFile, save_filters
 from kvpolicy.selectors.gate_files import GateFile, Inner, LayerGate, save_gates
 from tests.reference.codecs import Calibration
@@ -72,6 +73,12 @@ def gates(heads: int = 1, hidden: int = HIDDEN) -> GateFile:
     return GateFile(found)
 
 
+def centers(heads: int = 1) -> CenterFile:
+    """The mean query of each query head, or one that all heads share, in as many planes as a model has."""
+    found = {layer: _random(2 * heads, DIM, seed=layer + 300).chunk(2) for layer in range(DEEPEST)}
+    return CenterFile({layer: Centers(mean, other[:, :1].abs() * 3) for layer, (mean, other) in found.items()})
+
+
 FOLDER = Path(tempfile.gettempdir()) / f"kvpolicy-tests-{getpass.getuser()}"
 """Where calibrations are; it has the same name in every run and every process, since names of tests have it."""
 
@@ -82,6 +89,9 @@ def write(method: str) -> Path:
     path = FOLDER / method
     if method == "qfilters":
         save_filters(path / "filters.safetensors", filters())
+        return path
+    if method == "triattention":
+        save_centers(path / "centers.safetensors", centers())
         return path
     if method == "kvzap":
         save_gates(path / "gate.safetensors", gates())

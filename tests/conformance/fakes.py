@@ -206,9 +206,13 @@ class Roll:
     def unrotate_rows(self, vectors: Tensor, positions: Tensor) -> Tensor:
         return self._move(vectors, -positions[:, None])
 
-    def mean_rotation(self, vectors: Tensor, first: Tensor, count: int) -> Tensor:
-        places = [first[:, None, None] + ahead for ahead in range(count)]
-        return sum(self._move(vectors, at.expand(vectors.shape[:3])) for at in places) / count  # pyright: ignore
+    def mean_rotation(self, vectors: Tensor, first: Tensor, ahead: int | Tensor) -> Tensor:
+        distances = range(ahead) if isinstance(ahead, int) else ahead.tolist()
+        places = [first[:, None, None] + distance for distance in distances]
+        return sum(self._move(vectors, at.expand(vectors.shape[:3])) for at in places) / len(places)  # pyright: ignore
+
+    def pair_lengths(self, vectors: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(vectors.float(), dim=-1, keepdim=True)
 
     def _move(self, keys: Tensor, by: Tensor) -> Tensor:
         channel = torch.arange(keys.shape[-1], device=keys.device)

@@ -42,6 +42,9 @@ def draw_selector(dice: Random, *, wrap: bool = True, of: Sequence[str] = BASES)
             f"quantile={dice.choice(['0.1', '0.5', '0.8'])}", f"page={dice.choice([0, 0, 2, 5])}",
         ],
         "qfilters": [by_name("qfilters").partition(":")[2]],
+        "triattention": [
+            by_name("triattention").partition(":")[2].partition(":")[0], f"every={dice.choice([1, 6, 64])}",
+        ],
         "kvzap": [by_name("kvzap").partition(":")[2].rpartition(":")[0], f"window={dice.choice([1, 3, 9])}"],
         "lagkv": [f"sinks={dice.randint(0, 4)}", f"lag={dice.choice([1, 3, 8])}"],
         "cur": [

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kvpolicy.engine.query_moments import Moments, mean_rotation, new_token, plain_queries, sum_moments
-from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.query_moments import Moments, new_token, plain_queries, sum_moments
+from kvpolicy.engine.rotary import KeyRotation, Rope
 from kvpolicy.engine.statistic import Coming, Tile
 from kvpolicy.protocols import Needs
 from tests.conformance.bench import draw
@@ -53,7 +53,7 @@ def test_without_a_rotary_embedding_queries_are_plain() -> None:
     token = new_token(q, k, v, torch.zeros(2, 1), Needs(vectors=True, query_moments=0), None)
     assert token is not None and token.query is not None and torch.equal(token.query.flatten(1, 2), q.squeeze(2))
     assert new_token(q, k, v, torch.zeros(2, 1), Needs(), None) is None
-    assert torch.equal(mean_rotation(None)(k, torch.tensor([3, 4]), 5), k)
+    assert torch.equal(KeyRotation(None).mean(k, torch.tensor([3, 4]), 5), k)
 
 
 @pytest.mark.parametrize("first", [1, 12, 39])

@@ -6,6 +6,34 @@ from tests.mutants import Mutation
 
 MUTATIONS = (
     Mutation(
+        name="TriAttention looks one position ahead alone",
+        file="kvpolicy/selectors/triattention.py",
+        old="ahead = 2 ** torch.arange(self.reach.bit_length(), device=mean.device)",
+        new="ahead = 2 ** torch.arange(1, device=mean.device)",
+        tests=("tests/selectors/test_triattention.py",),
+    ),
+    Mutation(
+        name="TriAttention forgets by how much the positions of the model are further on",
+        file="kvpolicy/selectors/triattention.py",
+        old="view.length + state.offset, ahead",
+        new="view.length, ahead",
+        tests=("tests/selectors/test_triattention.py", "tests/calibration/test_triattention.py"),
+    ),
+    Mutation(
+        name="the length of queries counts, and not what it has beside that of their mean",
+        file="kvpolicy/selectors/triattention.py",
+        old="spread = (centers.lengths - still)",
+        new="spread = (centers.lengths + 0 * still)",
+        tests=("tests/selectors/test_triattention.py",),
+    ),
+    Mutation(
+        name="a plane is a channel and itself",
+        file="kvpolicy/engine/rotary.py",
+        old="torch.stack([number[first], partner[first]])",
+        new="torch.stack([number[first], number[first]])",
+        tests=("tests/engine/test_rotary.py",),
+    ),
+    Mutation(
         name="the first of several similar keys counts as less redundant",
         file="kvpolicy/selectors/_redundancy.py",
         old="number = torch.arange(1, tokens + 1,",

@@ -25,10 +25,11 @@ from kvpolicy.engine import selection
 from kvpolicy.engine.output_norms import absolute_norms
 from kvpolicy.parallel.runtime import share
 from kvpolicy.planning.curves import save_layers
+from kvpolicy.selectors.center_files import save_centers
 from kvpolicy.selectors.filter_files import save_filters
 from kvpolicy.selectors.gate_files import save_gates
 from tests.conformance.access import Attend, attending, kept_positions, stage_codes
-from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random, filters, gates
+from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random, centers, filters, gates
 from tests.conformance.policies import words
 
 PROMPT, STEPS, NEXT = 26, 4, 11
@@ -178,6 +179,7 @@ def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: st
         save_profile(Path(folder) / "profile.json", "a test", [0.2, 0.9])
         scores = _random(2, heads.heads, seed=4).tolist()
         save_filters(Path(folder) / "filters.safetensors", filters(heads.heads))
+        save_centers(Path(folder) / "centers.safetensors", centers(heads.queries))
         save_gates(Path(folder) / "gate.safetensors", gates(heads.heads, DIM * heads.queries))
         save_layers(Path(folder) / "layers.json", ["snapkv:window=6:kernel=3@0.5", "uniform/adakv+h2o@0.9"])
         save_layers(Path(folder) / "coded.json", [words("h2o", "kivi"), words("tova", "zipcache", budget="0.8")])

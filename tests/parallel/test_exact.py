@@ -65,6 +65,7 @@ POOLED = [
     "a2sf:factor=0.8:recent=4@0.5",
     "keyformer:steps=5@0.5",
     "rkv:window=3:every=5@0.5",
+    "triattention:file=FOLDER/centers.safetensors:reach=20:every=5@0.5",
     "kvcrush/qfilters:file=FOLDER/filters.safetensors@0.5",
 ]
 """What looks at all heads, or at all query heads of a KV head."""

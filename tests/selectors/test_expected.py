@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.engine.query_moments import mean_rotation, sum_moments
-from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.query_moments import sum_moments
+from kvpolicy.engine.rotary import KeyRotation, Rope
 from kvpolicy.protocols import HeadShape, Seen, View
 from kvpolicy.selectors.expected import Expectation, ExpectedAttention
 from kvpolicy.spec.errors import KVPolicyError
@@ -54,7 +54,7 @@ def scores(queries: Tensor, keys: Tensor, values: Tensor, table: Rope | None = N
     view = View(positions.expand(1, keys.shape[1], -1), torch.tensor([count]), torch.tensor([2]), 0)
     state = selector.alloc(1, keys.shape[1], count, "cpu", HeadShape(queries.shape[1] // keys.shape[1], DIM))
     moments = sum_moments(queries, keys.shape[1], torch.arange(queries.shape[2])[None], 0, None)
-    rotation = mean_rotation(table)
+    rotation = KeyRotation(table).mean
     seen = Seen(None, None, keys=keys, values=values, moments=moments, mean_rotation=rotation, scale=DIM**-0.5)
     return selector.observe(state, seen, view)  # pyright: ignore[reportReturnType]
 

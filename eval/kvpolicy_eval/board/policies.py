@@ -27,6 +27,7 @@ CODECS = {
 
 SELECTORS = {
     "qfilters": "qfilters:file={model}",
+    "triattention": "triattention:file={model}",
     "kvzap": "kvzap:file={model}:window=16",
     "defensive": "defensive:kernel=7",
     "dropkv": "dropkv:kernel=7",

@@ -1,9 +1,10 @@
 """`python -m kvpolicy_eval.board.walk`: a task with a long generation, which tells apart how policies decode.
 
 The prompt is a ring of records, `tiger=lime`, each of whose values is the key of another one. Every answer is what the
-next question asks for: `?tiger=lime`, `?lime=oak`, for 2,000 generated tokens, so that every record is needed again and
-again after a long pause. The right answer is fed whatever the model has said, so that one mistake is counted once. A
-budget is a fraction of the bytes that the full cache holds at the end.
+next question asks for: `?tiger=lime`, `?lime=oak`. After a few passes along the ring, the records of a second ring come
+as generated tokens, and from then on passes along either ring take turns, so that every record is needed again and
+again after a pause. The right answer is fed whatever the model has said, so that one mistake is counted once. A budget
+is a fraction of the bytes that the full cache holds at the end.
 
 A result is kept in the file as soon as it is measured: a command that is interrupted continues.
 """
@@ -27,9 +28,9 @@ from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.board.policies import SELECTORS
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
-from kvpolicy_eval.data.prompts import ring
+from kvpolicy_eval.data.prompts import rings
 
-SHARES = [0.1, 0.05, 0.2]
+SHARES = [0.1, 0.05]
 """Budgets, in the order in which they are measured."""
 
 MERGED = "h2o"
@@ -46,20 +47,31 @@ class Walk(NamedTuple):
     """What is asked of every policy.
 
     Attributes:
-        records: Records of the ring.
-        hops: Questions, one after the other.
-        walks: Rings, which are a batch.
+        records: Records of each of the two rings.
+        passes: Passes along a ring, one after the other; in each one, every record of it is asked for.
+        first: How many of them come before the records of the second ring.
+        walks: Walks, which are a batch.
         model: The embedded model.
     """
 
-    records: int = 48
-    hops: int = 432
+    records: int = 24
+    passes: int = 18
+    first: int = 4
     walks: int = 8
     model: EmbeddedName = "tiny-4k"
 
+    @property
+    def order(self) -> list[int]:
+        """The ring of each pass, 0 or 1.
+
+        >>> Walk(passes=6, first=3).order
+        [0, 0, 0, 1, 0, 1]
+        """
+        return [0 if number < self.first else 1 - (number - self.first) % 2 for number in range(self.passes)]
+
     def key(self, policy: str, share: float) -> str:
         """What identifies a result in the file."""
-        return f"{policy} at {share:g} records={self.records} hops={self.hops} n={self.walks} {self.model}"
+        return f"{policy} at {share:g} records={self.records} passes={self.passes} n={self.walks} {self.model}"
 
 
 def policies() -> list[str]:
@@ -70,20 +82,21 @@ def policies() -> list[str]:
 
 
 class Texts(NamedTuple):
-    """Rings as token ids.
+    """Walks as token ids.
 
     Attributes:
-        prompt: The records and the first question, [walks, P].
-        steps: What is fed after each question: the right answer, and the next question, [walks, hops, T].
+        prompt: The records of the first ring and the first question, [walks, P].
+        steps: What is fed after each question, [walks, T]: the right answer, the records of the second ring at their
+            time, and the next question.
     """
 
     prompt: Tensor
-    steps: Tensor
+    steps: list[Tensor]
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a walk."""
-        return self.prompt.shape[1] + self.steps[0].numel()
+    def new(self) -> int:
+        """Generated tokens of a walk."""
+        return sum(step.shape[1] for step in self.steps)
 
 
 def texts(walk: Walk, tokenizer: Any) -> Texts:
@@ -91,27 +104,32 @@ def texts(walk: Walk, tokenizer: Any) -> Texts:
     prompts: list[list[int]] = []
     steps: list[list[list[int]]] = []
     for number in range(walk.walks):
-        document, words = ring(Random(f"walk {number}"), walk.records)
-        prompts.append(tokenizer(f"{document}?{words[0]}=").input_ids)
-        answers = [words[hop % len(words)] for hop in range(1, walk.hops + 1)]
-        steps.append([tokenizer(f"{word}\n?{word}=", add_special_tokens=False).input_ids for word in answers])
-    return Texts(torch.tensor(prompts), torch.tensor(steps))
+        drawn = rings(Random(f"walk {number}"), 2, walk.records)
+        asked = [word for ring in walk.order for word in drawn[ring][1]]
+        answers = [word for ring in walk.order for word in [*drawn[ring][1][1:], drawn[ring][1][0]]]
+        told = {walk.first * walk.records - 1: drawn[1][0]}
+        prompts.append(tokenizer(f"{drawn[0][0]}?{asked[0]}=").input_ids)
+        lines = [
+            f"{answer}\n{told.get(hop, '')}?{following}="
+            for hop, (answer, following) in enumerate(zip(answers, [*asked[1:], asked[0]], strict=True))
+        ]
+        steps.append([tokenizer(line, add_special_tokens=False).input_ids for line in lines])
+    return Texts(torch.tensor(prompts), [torch.tensor(step) for step in zip(*steps, strict=True)])
 
 
 @torch.inference_mode()
 def measure(walk: Walk, policy: str, share: float, model: Any, given: Texts) -> Result:
     """Walk under a policy that holds at most a share of the bytes of the full cache at the end."""
-    full = kvpolicy.plan(model, "full", prompt=given.tokens, batch=walk.walks).nbytes
+    prompt = given.prompt.shape[1]
+    full = kvpolicy.plan(model, "full", prompt=prompt + given.new, batch=walk.walks).nbytes
     sized = policy if policy == "full" else f"{policy}@{int(share * full)}B"
-    right = torch.zeros(walk.walks, walk.hops, dtype=torch.bool)
+    right = torch.zeros(walk.walks, len(given.steps), dtype=torch.bool)
     try:
         with kvpolicy.attach(model, sized):
-            new = given.steps[0].numel()
-            cache = kvpolicy.PolicyCache(model, prompt=given.prompt.shape[1], new=new)
+            cache = kvpolicy.PolicyCache(model, prompt=prompt, new=given.new)
             said = model(given.prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1)
             held = cache.nbytes
-            for hop in range(walk.hops):
-                step = given.steps[:, hop]
+            for hop, step in enumerate(given.steps):
                 right[:, hop] = said == step[:, 0]
                 for token in step.split(1, 1):
                     said = model(token, past_key_values=cache).logits[:, -1].argmax(-1)
@@ -137,20 +155,26 @@ def rows(walk: Walk, known: dict[str, Result], listed: list[str], shares: list[f
         found = known.get(walk.key(policy, share), {})
         if "right" not in found:
             return ""
-        parts = [count / walk.hops for count in found["right"]]
+        parts = [count / (walk.passes * walk.records) for count in found["right"]]
         return f"{sum(parts) / len(parts):.2f} ({min(parts):.2f}-{max(parts):.2f})"
 
-    def last(policy: str) -> str:
+    def last(policy: str, ring: int) -> str:
+        """The last pass along a ring, at the smallest budget."""
         found = known.get(walk.key(policy, shares[-1]), {})
-        return f"{found['passes'][-1]:.2f}" if "passes" in found else ""
+        passes = [share for number, share in zip(walk.order, found.get("passes", []), strict=False) if number == ring]
+        return f"{passes[-1]:.2f}" if passes else ""
 
     measured = [policy for policy in listed if any(cell(policy, share) for share in shares)]
     measured.sort(key=lambda policy: [cell(policy, share) for share in reversed(shares)], reverse=True)
-    names = ["policy", *(f"{share:.0%}" for share in shares), f"last pass, {shares[-1]:.0%}"]
-    body = [[f"`{policy}`", *(cell(policy, share) for share in shares), last(policy)] for policy in measured]
+    least = f"{shares[-1]:.0%}"
+    names = ["policy", *(f"{share:.0%}" for share in shares), f"prompt's ring at last, {least}", f"other ring, {least}"]
+    body = [
+        [f"`{policy}`", *(cell(policy, share) for share in shares), last(policy, 0), last(policy, 1)]
+        for policy in measured
+    ]
     note = (
-        f"`{walk.model}`, {walk.walks} rings of {walk.records} records, {walk.hops} questions each: mean fraction of "
-        "right answers, and the lowest and highest of the rings. A pass asks for every record once."
+        f"`{walk.model}`, {walk.walks} walks of {walk.passes} passes along two rings of {walk.records} records: mean "
+        "fraction of right answers, and the lowest and highest of the walks; then the last pass along each ring."
     )
     return f'<div class="sortable" markdown>\n\n{table(names, body)}\n\n</div>\n\n{note}'
 
@@ -164,13 +188,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="POLICY", help="specs without budgets, instead of all")
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="fractions of the full cache's bytes")
     parser.add_argument("--records", type=int, default=Walk().records, help="records of a ring")
-    parser.add_argument("--hops", type=int, default=Walk().hops, help="questions")
-    parser.add_argument("--n", type=int, default=Walk().walks, help="rings")
+    parser.add_argument("--passes", type=int, default=Walk().passes, help="passes along a ring")
+    parser.add_argument("--n", type=int, default=Walk().walks, help="walks")
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     add_fill_argument(parser, "walk")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    walk = Walk(args.records, args.hops, args.n)
+    walk = Walk(args.records, args.passes, walks=args.n)
     known = read(args.results)
     listed = args.only or policies()
     missing = [(policy, share) for share in args.shares for policy in listed if walk.key(policy, share) not in known]

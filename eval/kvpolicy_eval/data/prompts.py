@@ -190,21 +190,26 @@ def hot_keys(rng: Random, records: int, hot: int, asks: int, fresh: int, digits:
     return f"{_lines(dict(table[:records]))}{asked}{rest}?{key}=", value
 
 
-def ring(rng: Random, records: int) -> tuple[str, list[str]]:
-    r"""Records whose values are keys of other records, in one ring: each answer is what to ask for next.
+def rings(rng: Random, count: int, records: int) -> list[tuple[str, list[str]]]:
+    r"""Records whose values are keys of other records, in rings: each answer is what to ask for next.
 
     Args:
         rng: Source of randomness.
-        records: Records of the ring, at most 256; each costs 4 tokens.
+        count: Rings, which have no word in common.
+        records: Records of a ring, at most 256 of all; each costs 4 tokens.
 
     Returns:
-        The records in random order, and the words in the order of the ring.
+        For each ring, its records in random order, and its words in the order of the ring.
 
-    >>> ring(Random(0), 2)
-    ('earth=trumpet\ntrumpet=earth\n', ['trumpet', 'earth'])
+    >>> rings(Random(0), 1, 2)
+    [('earth=trumpet\ntrumpet=earth\n', ['trumpet', 'earth'])]
     """
-    _check_range("The number of records", records, 1, len(WORDS))
-    words = rng.sample(WORDS, records)
-    table = list(zip(words, [*words[1:], words[0]], strict=True))
-    rng.shuffle(table)
-    return _lines(dict(table)), words
+    _check_range("The number of records", count * records, 1, len(WORDS))
+    drawn = rng.sample(WORDS, count * records)
+    found: list[tuple[str, list[str]]] = []
+    for number in range(count):
+        words = drawn[number * records : (number + 1) * records]
+        table = list(zip(words, [*words[1:], words[0]], strict=True))
+        rng.shuffle(table)
+        found.append((_lines(dict(table)), words))
+    return found

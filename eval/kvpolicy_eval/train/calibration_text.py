@@ -8,6 +8,8 @@ kvpolicy calibrate heads --model tiny --text TEXTS --out kvpolicy/assets/heads/t
     --sinks 4 --recent 28
 kvpolicy calibrate qfilters --model tiny --text TEXTS --out kvpolicy/assets/qfilters/tiny.safetensors --length 1024 \
     --windows 128
+kvpolicy calibrate triattention --model tiny --text TEXTS --out kvpolicy/assets/triattention/tiny.safetensors \
+    --length 1024 --windows 128
 kvpolicy calibrate gate --model tiny --text TEXTS --out kvpolicy/assets/kvzap/tiny.safetensors --windows 128
 
 Those of CSR for `tiny` are older: they were trained with Adam for 20 epochs, by an earlier version of the command.

@@ -264,6 +264,31 @@ def qfilters(
 
 
 @app.command()
+def triattention(
+    model: Model,
+    text: Text,
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="File to write the mean queries to.")],
+    more: More = None,
+    length: Length = 2048,
+    windows: Windows = 20,
+    seed: Seed = 0,
+    device: Device = "",
+    dtype: Dtype = "auto",
+    quiet: Quiet = False,
+    force: Force = False,
+) -> None:
+    """Find the mean query of every query head, for the selector triattention.
+
+    It takes one forward pass of each window, without gradients.
+    """
+    from kvpolicy.calibration import calibrate_triattention
+
+    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    calibrate_triattention(loaded, sampled, out, name=_name(model), progress=not quiet, force=force)
+    print(f"Wrote {out}. Use it with triattention:file={out}@0.2")
+
+
+@app.command()
 def gate(
     model: Model,
     text: Text,

@@ -1,4 +1,4 @@
-"""The walk along a ring of records: what is asked, what is right, and what a run keeps."""
+"""The walk along rings of records: what is asked, what is right, and what a run keeps."""
 
 from __future__ import annotations
 
@@ -13,41 +13,49 @@ pytest.importorskip("transformers")
 from kvpolicy.embedded import tiny
 from kvpolicy_eval.board import walk as board
 from kvpolicy_eval.board.walk import Walk, main, measure, policies, rows, texts
-from kvpolicy_eval.data.prompts import ring
+from kvpolicy_eval.data.prompts import rings
 
-SMALL = Walk(records=5, hops=15, walks=2, model="tiny")
-
-
-def test_a_ring_returns_to_its_first_word() -> None:
-    document, words = ring(Random(3), 40)
-    table = dict(line.split("=") for line in document.splitlines())
-    assert len(set(words)) == 40 and table == dict(zip(words, [*words[1:], words[0]], strict=True))
-    assert [*table] != words, "records are not in the order in which they are asked for"
-    with pytest.raises(ValueError, match=r"The number of records must be from 1 to 256, got 257\."):
-        ring(Random(0), 257)
+SMALL = Walk(records=5, passes=4, first=2, walks=2, model="tiny")
 
 
-def test_every_answer_is_the_next_question() -> None:
+def test_rings_return_to_their_first_word_and_share_none() -> None:
+    found = rings(Random(3), 2, 40)
+    for document, words in found:
+        table = dict(line.split("=") for line in document.splitlines())
+        assert table == dict(zip(words, [*words[1:], words[0]], strict=True))
+        assert [*table] != words, "records are not in the order in which they are asked for"
+    assert len({word for _, words in found for word in words}) == 80
+    with pytest.raises(ValueError, match=r"The number of records must be from 1 to 256, got 258\."):
+        rings(Random(0), 2, 129)
+
+
+def test_every_answer_is_that_of_a_record_told_before() -> None:
     tokenizer = tiny()[1]
     given = texts(SMALL, tokenizer)
     text = tokenizer.decode(given.prompt[1], skip_special_tokens=True)
-    text += "".join(tokenizer.decode(step) for step in given.steps[1])
-    document, _, walked = text.partition("?")
-    table = dict(line.split("=") for line in document.splitlines())
-    asked = [line.split("=") for line in f"?{walked}".splitlines()]
-    assert len(asked) == 16 and asked[-1] == [f"?{asked[-2][1]}", ""]
-    assert all(value == table[key.removeprefix("?")] for key, value in asked[:-1])
-    assert {value for _, value in asked[:5]} == set(table), "a pass asks for all"
-    assert given.tokens == len(tokenizer(text).input_ids)
+    text += "".join(tokenizer.decode(step[1]) for step in given.steps)
+    table, asked = dict[str, str](), list[str]()
+    for line in text.splitlines()[:-1]:
+        key, value = line.split("=")
+        if key.startswith("?"):
+            assert table[key[1:]] == value
+            asked.append(key[1:])
+        else:
+            table[key] = value
+    assert len(table) == 10 and len(asked) == 20
+    passes = [set(asked[start : start + 5]) for start in range(0, 20, 5)]
+    assert passes[0] == passes[1] == passes[3] and passes[2] == set(table) - passes[0]
+    assert text.splitlines()[-1] == f"?{asked[0]}=", "what is fed after the last answer is not answered"
+    assert given.prompt.shape[1] + given.new == len(tokenizer(text).input_ids)
 
 
 def test_the_full_cache_answers_everything_and_a_window_what_it_holds() -> None:
     model, tokenizer = tiny()
     given = texts(SMALL, tokenizer)
     full = measure(SMALL, "full", 0.1, model, given)
-    assert full == {"right": [15, 15], "passes": [1.0, 1.0, 1.0], "held": 1.0}
+    assert full == {"right": [20, 20], "passes": [1.0] * 4, "held": 1.0}
     window = measure(SMALL, "window", 0.1, model, given)
-    assert sum(window["right"]) < 12 and window["held"] <= 0.1
+    assert sum(window["right"]) < 20 and window["held"] <= 0.1
     assert "refused" in measure(SMALL, "window", 0.001, model, given)
 
 
@@ -56,7 +64,7 @@ def test_a_run_continues_and_fills_a_page(
 ) -> None:
     results, page = tmp_path / "walk.jsonl", tmp_path / "page.md"
     page.write_text("<!-- table:walk -->\n<!-- /table -->\n", encoding="utf-8")
-    options = ["--records", "5", "--hops", "10", "--n", "1", "--shares", "0.3", "0.2", "--results", str(results)]
+    options = ["--records", "4", "--passes", "6", "--n", "1", "--shares", "0.2", "0.3", "--results", str(results)]
     main([*options, "--only", "full", "window"])
     assert len(results.read_text(encoding="utf-8").splitlines()) == 4
     monkeypatch.setattr(board, "measure", lambda *_: {"refused": "why"})
@@ -64,8 +72,8 @@ def test_a_run_continues_and_fills_a_page(
     lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     assert [line["key"].split()[0] for line in lines[4:]] == ["h2o", "h2o"] and lines[4]["refused"] == "why"
     filled = page.read_text(encoding="utf-8")
-    assert "| `full` | 1.00 (1.00-1.00) | 1.00 (1.00-1.00) | 1.00 |" in filled
-    assert "h2o" not in filled and "| policy | 30% | 20% | last pass, 20% |" in filled
+    assert "| `full` | 1.00 (1.00-1.00) | 1.00 (1.00-1.00) | 1.00 | 1.00 |" in filled
+    assert "h2o" not in filled and "| policy | 30% | 20% | prompt's ring at last, 20% | other ring, 20% |" in filled
     capsys.readouterr()
 
 

@@ -1,0 +1,160 @@
+"""Centers for a model: where the queries of each query head lie before the rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from kvpolicy.calibration.corpus import as_windows, text_sha256
+from kvpolicy.calibration.eval_mode import eval_mode
+from kvpolicy.calibration.finished import check_free_file, without_name
+from kvpolicy.hf.attach import attach
+from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.identity import identity
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import Needs, Seen, Selector, State, View
+from kvpolicy.selectors.center_files import CenterFile, Centers, load_centers, save_centers
+from kvpolicy.spec.errors import KVPolicyError
+
+MIN_TOKENS = 128
+"""The minimum number of tokens: a mean of fewer queries says little about other text."""
+
+
+def calibrate_triattention(
+    model: nn.Module,
+    windows: Sequence[Tensor],
+    out: str | Path,
+    *,
+    name: str | None = None,
+    progress: bool = False,
+    force: bool = False,
+) -> CenterFile:
+    """Find the mean queries of a model, and write them to a file that `triattention:file=FILE` reads.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: Token ids, each [n] or [1, n]; see `token_windows`. Text with the chat template that the model is
+            served with fits best.
+        out: The file.
+        name: Name of the model in the file.
+        progress: Whether to show a progress bar.
+        force: Whether to replace a file that holds something else: another model, or text.
+
+    Returns:
+        The content of the file.
+
+    Raises:
+        KVPolicyTypeError: If the windows are not token ids.
+        KVPolicyError: If the model is not supported, has a policy attached, or produces numbers that are not finite;
+            the text is too short; or `out` holds something else.
+
+    Examples:
+        >>> import tempfile, kvpolicy
+        >>> model, _ = kvpolicy.tiny()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     content = calibrate_triattention(model, [torch.arange(3, 140)], f"{folder}/centers.safetensors")
+        >>> len(content.centers), content.centers[0].mean.shape, content.centers[0].lengths.shape
+        (8, torch.Size([8, 32]), torch.Size([8, 16]))
+    """
+    windows = as_windows(windows)
+    count = sum(len(ids) for ids in windows)
+    if count < MIN_TOKENS:
+        raise KVPolicyError(
+            f"The tokens to find centers with must be at least {MIN_TOKENS}, got {count}; try a longer text."
+        )
+    made = {"text_sha256": text_sha256(windows), "windows": len(windows), "tokens": count}
+    facts = CenterFile({}, identity(model, name), made)
+    if not force:
+        check_free_file(out, load_centers, facts, _compared)
+    content = CenterFile(query_centers(model, windows, progress=progress), facts.model, made)
+    save_centers(out, content)
+    return content
+
+
+def query_centers(model: nn.Module, windows: Sequence[Tensor], *, progress: bool = False) -> dict[int, Centers]:
+    """Run windows of tokens through a model, and average the queries of each query head.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: Token ids, each [n] or [1, n].
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The centers of each layer that a policy manages, on the CPU, by the index of the layer.
+
+    Raises:
+        KVPolicyTypeError: If the windows are not token ids.
+        KVPolicyError: If the model is not supported, has a policy attached, or produces numbers that are not finite.
+
+    Examples:
+        >>> import kvpolicy
+        >>> query_centers(kvpolicy.tiny()[0], [torch.arange(3, 40)])[0].mean.shape
+        torch.Size([8, 32])
+
+    Source:
+        TriAttention (arXiv:2604.04921), and the calibration of its authors' code: the mean of the queries as complex
+        numbers, and of their absolute values, for each frequency. Differences: all tokens of all windows count.
+    """
+    tap = _Tap()
+    decoder = find_sites(model).decoder
+    with eval_mode(model), torch.no_grad():
+        for ids in tqdm(as_windows(windows), desc="centers", disable=not progress):
+            # Queries are taken in `observe`, before the eviction. So one token is enough to keep, which saves memory.
+            with attach(model, Policy(selector=tap, budget=1)):
+                decoder(input_ids=ids[None].to(next(decoder.parameters()).device), use_cache=True)
+    found = {layer: Centers(*(t / sums.tokens for t in sums.total)) for layer, sums in sorted(tap.found.items())}
+    for layer, centers in found.items():
+        if not all(bool(t.isfinite().all()) for t in centers):
+            raise KVPolicyError(
+                f"All collected numbers must be finite, got inf or NaN in the queries of layer {layer}; try loading "
+                "the model in bf16 or fp32."
+            )
+    return {layer: Centers(*(t.float() for t in centers)) for layer, centers in found.items()}
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums over the queries of a layer, fp64 on the CPU."""
+
+    tokens: int
+    total: Centers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Tap(Selector):
+    """A selector that adds up the queries of prompts, and keeps the newest token.
+
+    Attributes:
+        found: The sums of each layer so far.
+    """
+
+    found: dict[int, _Sums] = field(default_factory=dict[int, _Sums])
+
+    @property
+    def needs(self) -> Needs:
+        """The first moment of the queries without their rotation, and queries as attention takes them."""
+        return Needs(forward=True, query_moments=0, rotation=True)
+
+    def observe(self, state: State, seen: Seen, view: View) -> State:
+        assert seen.forward is not None and seen.forward.queries is not None
+        assert seen.moments is not None and seen.pair_lengths is not None
+        queries = seen.forward.queries[0]  # [Hq, P, D]
+        lengths = torch.stack([seen.pair_lengths(head).double().sum(0).cpu() for head in queries])
+        new = Centers(seen.moments.total[0].flatten(0, 1).double().cpu(), lengths)
+        sums = self.found.setdefault(view.layer_idx, _Sums(0, Centers(*map(torch.zeros_like, new))))
+        sums.tokens += queries.shape[1]
+        sums.total = Centers(*(before + more for before, more in zip(sums.total, new, strict=True)))
+        return state
+
+    def priority(self, state: State, view: View) -> Tensor:
+        return view.positions.float()
+
+
+def _compared(content: CenterFile) -> object:
+    """The content that must be equal; the name of the model is not compared."""
+    return without_name(content.model), content.made

@@ -1,0 +1,151 @@
+"""TriAttention: keep the tokens that a typical query attends to from where generation will go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import DecodeMode, ModelInfo, Needs, Seen, Selector, State, View, scoped
+from kvpolicy.selectors._common import keep_always
+from kvpolicy.selectors.center_files import Centers, check_centers, load_centers
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_choice, check_min
+from kvpolicy.spec.validation import check_fields
+
+_MOST = 2.0**20
+"""Scores end here, and tokens that were not ranked yet stand above; positions added to it are exact in fp32."""
+
+_TILE = 2048
+"""Keys that are scored at once."""
+
+
+@scoped(offset="row", ranked="row")
+class Placed(NamedTuple):
+    """What each slot is worth.
+
+    Attributes:
+        score: The expected product with later queries, [B, H, S] fp32.
+        offset: Offset of the embedding's positions from those of the row, [B] int64.
+        ranked: Tokens that the row had seen when its slots were ranked, [B] int64.
+    """
+
+    score: Tensor
+    offset: Tensor
+    ranked: Tensor
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TriAttention(Selector):
+    """Keep the tokens whose keys have the largest products with the mean query of a head, at the distances to come.
+
+    Before the rotary embedding, the queries of a head lie close to their mean, whatever the text. How a key is attended
+    to thus depends on its distance, by a trigonometric series that the mean query and the key determine. It is averaged
+    over distances from 1 to `reach` tokens ahead, in powers of 2. What queries have beside their mean counts by its
+    length alone.
+
+    Args:
+        file: File of mean queries from `kvpolicy calibrate triattention`, or the name of an embedded model, `tiny` or
+            `tiny-4k`.
+        reach: The largest distance ahead, in tokens.
+        every: After how many generated tokens all kept tokens are ranked again; at most half the budget. Until then new
+            tokens are kept.
+        of_group: `max` or `mean` over the query heads of a KV head.
+        normalize: Whether the scores of each query head are centered and scaled to a deviation of 1 before that.
+        decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
+
+    Raises:
+        KVPolicyError: If `file` is empty, `reach` or `every` is below 1, or `of_group` is unknown.
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("triattention:file=tiny:every=64@0.2"))
+        'triattention:every=64@0.2'
+
+    Source:
+        TriAttention (arXiv:2604.04921), and its authors' code, in the mode in which each KV head of each layer chooses
+        by itself. Differences: the mean over distances is one rotation of the mean query, since rotations are linear
+        (the code evaluates the cosines of each distance, or a factor of each frequency; the same numbers); a prompt
+        competes for the budget (the code keeps it whole unless asked otherwise); the code lets the cache grow by 128
+        tokens and then evicts them at once, here a token is evicted for each that is generated, the lowest of the last
+        ranking; the newest token is always kept; no noise breaks ties. Channels that the embedding does not rotate
+        count by their products with the mean query alone.
+    """
+
+    file: str = "tiny"
+    reach: int = 65536
+    every: int = 128
+    of_group: Literal["max", "mean"] = "max"
+    normalize: bool = False
+    decode: DecodeMode = "evict"
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters."""
+        check_fields(self)
+        check_min(self, reach=1, every=1)
+        check_choice(self, of_group=("max", "mean"))
+        if not self.file:
+            raise KVPolicyError("TriAttention.file must be a file or 'tiny', got an empty string; try 'tiny'.")
+
+    @property
+    def needs(self) -> Needs:
+        """The keys of all tokens after a prompt and now and then, and how the model rotates them."""
+        return Needs(prompt_vectors=True, rotation=True, rerank_every=self.every)
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise KVPolicyError if the center file cannot be read, or is of another model."""
+        check_centers(load_centers(self.file), self.file, model)
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+        """Scores of zero."""
+        return Placed(
+            score=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
+            offset=torch.zeros(batch, dtype=torch.int64, device=device),
+            ranked=torch.zeros(batch, dtype=torch.int64, device=device),
+        )
+
+    def observe(self, state: Placed, seen: Seen, view: View) -> State:
+        """Rank every candidate after a prompt."""
+        offset = state.offset if seen.rope_offset is None else seen.rope_offset.to(state.offset)
+        return self.rerank(state._replace(offset=offset), seen, view)
+
+    def rerank(self, state: Placed, seen: Seen, view: View) -> State:
+        """Rank every token from where the row is now."""
+        assert seen.keys is not None and seen.mean_rotation is not None and seen.pair_lengths is not None
+        batch, heads = seen.keys.shape[:2]
+        centers = self._centers(heads, view, seen.keys.device)
+        mean = centers.mean.expand(batch, -1, -1)[:, :, None]  # [B, Hq, 1, D]
+        ahead = 2 ** torch.arange(self.reach.bit_length(), device=mean.device)
+        placed = seen.mean_rotation(mean, view.length + state.offset, ahead).squeeze(2).unflatten(1, (heads, -1))
+        still = seen.pair_lengths(seen.mean_rotation(mean, torch.zeros_like(view.length), 1)).squeeze(2)
+        spread = (centers.lengths - still).unflatten(1, (heads, -1))  # [B, H, G, F]
+        parts: list[Tensor] = []
+        for keys in seen.keys.split(_TILE, 2):
+            expected = placed @ keys.float().mT  # [B, H, G, n]
+            parts.append(expected + spread @ seen.pair_lengths(keys).mT)
+        score = torch.cat(parts, -1)
+        valid = view.valid[:, :, None]
+        score = score.masked_fill(~valid, 0)
+        if self.normalize:
+            count = valid.sum(-1, keepdim=True).clamp_min(1)
+            score = (score - score.sum(-1, keepdim=True) / count).masked_fill(~valid, 0)
+            score = score / (score.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(1e-6)
+        pooled = view.ranks.largest(score.amax(2)) if self.of_group == "max" else view.ranks.group_mean(score)
+        return state._replace(score=pooled.clamp(-_MOST, _MOST), ranked=view.length.clone())
+
+    def priority(self, state: Placed, view: View) -> Tensor:
+        """The newest token is always kept, then tokens that were not ranked yet, by age: [B, H, N]."""
+        unranked = view.positions >= state.ranked[:, None, None]
+        priority = torch.where(unranked, view.positions.float() + 2 * _MOST, state.score)
+        return keep_always(priority, view.newest(1))
+
+    def _centers(self, heads: int, view: View, device: torch.device) -> Centers:
+        """The mean queries of this rank's query heads and their lengths, on a device."""
+        found = load_centers(self.file).centers[view.layer_idx]
+        if len(found.mean) == 1:  # all heads share it
+            return Centers(*(t.to(device).expand(heads, -1) for t in found))
+        return Centers(*(view.ranks.mine(t).to(device) for t in found))
