@@ -62,6 +62,10 @@ class LayerGate(NamedTuple):
         """The hidden size of the model."""
         return (self.inner.weight if isinstance(self.inner, Inner) else self.weight).shape[1]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGate:
+        """The gate itself: copies of a cache share what belongs to the model."""
+        return self
+
     def score(self, inputs: Tensor) -> Tensor:
         """The scores of tokens by their inputs [B, T, hidden], of any dtype: [B, H or 1, T] fp32."""
         units = inputs

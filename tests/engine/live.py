@@ -49,6 +49,7 @@ def stored_bytes(cache: PolicyCache) -> int:
         if isinstance(layer, PolicyLayer) and layer.is_initialized:
             own |= vars(layer.store.contents) | vars(layer.store.tensors)
         own.pop("calibrations", None)
+        own.pop("gate", None)
         own["mask_digest"] = getattr(layer, "mask_digest", None)  # of the cache, and held by its first layer
         for tensor in _reach(own, set()):
             storage = tensor.untyped_storage()

@@ -27,8 +27,8 @@ PADDED = [(*row, bool(number % 2)) for number, row in enumerate(each_once(CHOSEN
 def llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=64, num_attention_heads=8, num_key_value_heads=8,
-        vocab_size=8, max_position_embeddings=1024,
+        num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=64, num_attention_heads=8, num_key_value_heads=8,
+        head_dim=8, vocab_size=8, max_position_embeddings=1024,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 

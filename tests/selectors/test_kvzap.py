@@ -314,6 +314,17 @@ def test_expected_attention_is_the_exponential_of_the_score() -> None:
     assert found[0, 0, :2].tolist() == pytest.approx([1.0, math.exp(-1)])
 
 
+def test_copies_of_a_cache_share_the_gates(write: Write) -> None:
+    model = build("llama", layers=2)
+    ids, mask = make_batch([26], [26])
+    with kvpolicy.attach(model, f"kvzap:file={write(gates(heads=2))}@0.5"):
+        cache = PolicyCache(model, new=4)
+        forward(model, ids, mask, 0, 26, cache)
+        one, other = (each.policy_layers[1].store for each in (cache, cache.fork()))
+    assert one.contents.gate is other.contents.gate
+    assert one.tensors.state.score is not other.tensors.state.score
+
+
 def test_a_saved_cache_needs_the_same_gates(write: Write, tmp_path: Path) -> None:
     model = build("llama", layers=2)
     path = write(gates(heads=2))
