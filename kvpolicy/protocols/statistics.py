@@ -94,6 +94,8 @@ class Needs(NamedTuple):
         block_first: The first position that is in a block.
         unrotated_keys: Whether to pass on the keys and values of the candidates, and as `Seen.unrotated` the keys
             without their rotation; nothing in decode.
+        replay_queries: How many queries of the replay to keep for `Candidates.replay_attention`, spread evenly over the
+            context of each row.
     """
 
     attn_sum: bool = False
@@ -114,6 +116,7 @@ class Needs(NamedTuple):
     block_queries: int = 0
     block_first: int = 0
     unrotated_keys: bool = False
+    replay_queries: int = 0
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a selector that wraps another."""
@@ -136,6 +139,7 @@ class Needs(NamedTuple):
             block_queries=self.block_queries or other.block_queries,
             block_first=self.block_first if self.block_queries else other.block_first,
             unrotated_keys=self.unrotated_keys or other.unrotated_keys,
+            replay_queries=max(self.replay_queries, other.replay_queries),
         )
 
     @property

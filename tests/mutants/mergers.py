@@ -85,9 +85,23 @@ MUTATIONS = (
     Mutation(
         name="queries that only the selector asked for are regressed on",
         file="kvpolicy/mergers/regress.py",
-        old="rows = attention[:, :, -self.window :].unflatten",
-        new="rows = attention.unflatten",
+        old="rows = group_rows(attention[:, :, -self.window :], candidates)",
+        new="rows = group_rows(attention, candidates)",
         tests=("tests/mergers/test_regress.py", "tests/conformance/test_mergers.py"),
+    ),
+    Mutation(
+        name="replayed queries are counted from the start of the text and not of the chunk",
+        file="kvpolicy/engine/replayed_queries.py",
+        old="column = own + columns - chunk.columns.shape[1] - start",
+        new="column = own - start",
+        tests=("tests/engine/test_replayed_queries.py",),
+    ),
+    Mutation(
+        name="a tile of a replay forgets the queries of those before",
+        file="kvpolicy/engine/replayed_queries.py",
+        old="torch.where(here[:, None, :, None], q.gather(2, index), self.queries)",
+        new="q.gather(2, index) * here[:, None, :, None]",
+        tests=("tests/engine/test_replayed_queries.py",),
     ),
     Mutation(
         name="the later of two nearest positions is taken",

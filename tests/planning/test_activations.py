@@ -65,6 +65,7 @@ WHOLE = [
     "compactor",
     "squeeze+snapkv",
     "snapkv+regress",
+    "snapkv+regress:queries=replay",
 ]
 CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip", "compactor"]
 
