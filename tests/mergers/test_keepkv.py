@@ -40,10 +40,11 @@ def test_a_token_is_weighed_by_the_queries_that_see_it() -> None:
 
 def test_queries_that_there_are_not_do_not_count() -> None:
     rows = torch.tensor([[[0.2, 0.2, 0.6, 0.0], [0.2, 0.2, 0.2, 0.4]]])
-    padded = torch.cat([torch.zeros(1, 3, 4), rows], 1)
+    padded = prompt(torch.cat([torch.zeros(1, 3, 4), rows], 1), [3])._replace(keys=torch.ones(1, 1, 4, 2))
+    got = KeepKV(window=5).merge_prompt((), padded)
+    weights = torch.tensor([[0.2], [0.2], [0.4], [0.4]])
+    torch.testing.assert_close(got.values[0, 0, 0], (weights * VALUES).sum(0) / 1.2)
     want = KeepKV(window=2).merge_prompt((), prompt(rows, [0, 1, 2]))
-    got = KeepKV(window=5).merge_prompt((), prompt(padded, [0, 1, 2]))
-    torch.testing.assert_close(got.values, want.values)
     more = torch.cat([torch.rand(1, 3, 4), rows], 1)  # a selector may ask for more queries
     assert torch.equal(KeepKV(window=2).merge_prompt((), prompt(more, [0, 1, 2])).values, want.values)
 
