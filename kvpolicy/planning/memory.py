@@ -148,7 +148,7 @@ def prefill_peak(
     """The most bytes that a cache holds while a prompt is prefilled, in one piece or in chunks.
 
     A layer's prompt is compressed as soon as its budget is known. With an allocator that measures layers, and with a
-    selector that replays the context, every layer holds its prompt until the last has run.
+    part that replays the context, every layer holds its prompt until the last has run.
 
     Args:
         policy: The policy.
