@@ -62,3 +62,22 @@ def test_small_tiles_give_what_one_gives(merger: Any, monkeypatch: pytest.Monkey
         total = given.counts.exp().masked_fill(given.positions < 0, 0).sum(-1)
         if getattr(merger, "least", -1) == -1:
             torch.testing.assert_close(got.counts.exp().sum(-1), total)
+
+
+@pytest.mark.parametrize("merger", MERGERS)
+def test_columns_in_any_order(merger: Any) -> None:
+    """As slots are, which stand before the tokens of a later prompt; targets are in order of position all the same."""
+    given = prompt(counted=merger.traits.counted)
+    want, _ = merged(merger, given)
+    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(1))
+
+    def moved(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        return t[..., order] if t.shape[-1] == COUNT else t[:, :, order]
+
+    names = ("keys", "values", "positions", "kept", "counts", "attention", "priority")
+    other = given._replace(**{name: moved(getattr(given, name)) for name in names})
+    got, _ = merged(merger, other._replace(targets=order.argsort()[given.targets]))
+    for one, two in zip(got, want, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)

@@ -12,6 +12,8 @@ from kvpolicy.mergers.zsmerge import ZSMergeState
 from kvpolicy.protocols import Tokens
 from kvpolicy.spec.errors import KVPolicyError
 from tests.conformance.bench import Bench, draw
+from tests.conformance.models import build
+from tests.conformance.play import play
 from tests.mergers.test_merge import candidates
 
 
@@ -102,3 +104,9 @@ def test_refusals() -> None:
         ZSMerge(slots=0)
     with pytest.raises(KVPolicyError, match=r"alpha must be between 0.01 and 1"):
         ZSMerge(alpha=0.0)
+
+
+@pytest.mark.parametrize("rows", [[26], [26, 15]])
+def test_one_residual_slot_is_a_compensation_slot(rows: list[int]) -> None:
+    one, other = (play(build("llama"), f"h2o+{name}@9", rows)[2] for name in ("zsmerge:slots=1", "compensate"))
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
