@@ -41,7 +41,7 @@ def compare(policy: str, family: str = "llama", rows: str = "padded", least: flo
     noise = Noise(error=5e-4) if isinstance(parsed.merger, Regress) else None
     if isinstance(parsed.merger, KeepKV | ZSMerge) and parsed.codec != Plain():
         # Means of keys with the rounding of attention, or of many numbers, and codecs that round means of such to fp16.
-        noise = Noise(error=5e-4, tie=1e-5)
+        noise = Noise(error=5e-4, tie=3e-5)
     verdict = replay(parsed, tape, noise=noise, twin=Twin(reference_codec(parsed.codec), turns(model, DIM)))
     assert verdict.turns >= len(tape) * least, "most choices were within fp32's noise"
 
