@@ -46,11 +46,16 @@ if TYPE_CHECKING:
     from kvpolicy.hf.speculation import SpeculationStats as SpeculationStats
     from kvpolicy.hf.speculation import speculate as speculate
     from kvpolicy.hf.weights import weights_per_rank as weights_per_rank
+    from kvpolicy.mergers.blend import Blend as Blend
     from kvpolicy.mergers.compensate import Compensate as Compensate
     from kvpolicy.mergers.d2o import D2O as D2O
     from kvpolicy.mergers.drop import Drop as Drop
+    from kvpolicy.mergers.elastic import Elastic as Elastic
+    from kvpolicy.mergers.keepkv import KeepKV as KeepKV
+    from kvpolicy.mergers.kvmerger import KVMerger as KVMerger
     from kvpolicy.mergers.merge import CountedMerge as CountedMerge
     from kvpolicy.mergers.regress import Regress as Regress
+    from kvpolicy.mergers.zsmerge import ZSMerge as ZSMerge
     from kvpolicy.parallel.weights import Weights as Weights
     from kvpolicy.planning.result import CachePlan as CachePlan
     from kvpolicy.policy import Policy as Policy

@@ -77,6 +77,11 @@ MERGERS = {
     "regress": "kvpolicy.mergers.regress:Regress",
     "d2o": "kvpolicy.mergers.d2o:D2O",
     "compensate": "kvpolicy.mergers.compensate:Compensate",
+    "blend": "kvpolicy.mergers.blend:Blend",
+    "elastic": "kvpolicy.mergers.elastic:Elastic",
+    "zsmerge": "kvpolicy.mergers.zsmerge:ZSMerge",
+    "kvmerger": "kvpolicy.mergers.kvmerger:KVMerger",
+    "keepkv": "kvpolicy.mergers.keepkv:KeepKV",
 }
 CODECS = {
     "plain": "kvpolicy.codecs.plain:Plain",
@@ -156,6 +161,11 @@ SUMMARIES = {
     "regress": "Rewrite the values of kept tokens by ridge regression on the attention of the last queries of the prompt.",  # noqa: E501
     "d2o": "Merge evicted tokens into the most similar kept one, keys and values, above a threshold that moves.",
     "compensate": "Keep the mean key and the mean value of all evicted tokens in one slot of each head, and count them.",  # noqa: E501
+    "blend": "Blend the value of an evicted token into that of the kept token of the most similar key.",
+    "elastic": "Merge every evicted token into the kept token of nearest position, keys and values, and take their mean.",  # noqa: E501
+    "zsmerge": "Merge evicted tokens into a few residual slots of each head, keys and values, and count them.",
+    "kvmerger": "Merge evicted tokens into a kept token of the same run of similar neighbors, by a Gaussian of their distance.",  # noqa: E501
+    "keepkv": "Merge an evicted token into the kept token of the most similar key, weighted by attention, and count both.",  # noqa: E501
     "plain": "Store every token in the dtype of the model.",
     "tokenwise": "Quantize each token separately, after normalizing the key channels.",
     "kivi": "Quantize keys per channel and values per token, both in groups.",

@@ -44,6 +44,7 @@ def merge_prompt(
     coded: slice,
     length: Tensor,
     ranks: Ranks,
+    replay_attention: Tensor | None,
 ) -> TokenBatch:
     """Merge what a prompt evicts into the tokens that are kept and not coded.
 
@@ -56,6 +57,7 @@ def merge_prompt(
         coded: The coded slots among all tokens.
         length: Tokens that each row has seen, [B].
         ranks: The ranks that hold the layer's other heads.
+        replay_attention: See `Candidates`.
 
     Returns:
         The kept tokens by ascending position, merged: keys and values are copies.
@@ -82,6 +84,7 @@ def merge_prompt(
             length=length,
             priority=selected.priority if merger.traits.ranked else None,
             ranks=ranks,
+            replay_attention=replay_attention,
         ),
     )
     return kept._replace(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.prompt_codes import PromptCodes
+from kvpolicy.engine.replayed_queries import ReplayedQueries
 from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.statistic import Candidates, Statistic
 from kvpolicy.protocols import Calibration, Codec, Forward, Ranks
@@ -33,6 +34,7 @@ class PendingPrompt(NamedTuple):
         wants_vectors: Whether the selector needs keys and values.
         codes: Its keys and values as codes, if it waits as such.
         rotation: How its keys are rotated, once its budget is known, if the selector needs them without it.
+        replayed: Queries of the replay, if the merger asks for some.
     """
 
     keys: Tensor
@@ -45,6 +47,7 @@ class PendingPrompt(NamedTuple):
     replay: Tensor | None = None
     codes: PromptCodes | None = None
     rotation: KeyRotation | None = None
+    replayed: ReplayedQueries | None = None
 
     @property
     def columns(self) -> int:
@@ -155,6 +158,7 @@ class PendingPrompt(NamedTuple):
             statistics=tuple(each.map_rows(fn) for each in self.statistics),
             replay=of(self.replay),
             codes=None if self.codes is None else self.codes.map_rows(fn),
+            replayed=None if self.replayed is None else ReplayedQueries(*map(fn, self.replayed)),
         )
 
     def owned(self) -> PendingPrompt:
@@ -166,7 +170,7 @@ class PendingPrompt(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        parts = [self.keys, self.values, self.valid, self.replay]
+        parts = [self.keys, self.values, self.valid, self.replay, *(self.replayed or ())]
         parts += [tensor for each in self.statistics for tensor in each.tensors]
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]

@@ -101,8 +101,12 @@ class SlotGeometry:
         if merges:
             coded = slice(layer.layout.exact, layer.layout.slots)
             joined = merging.join_prompt(past, pending)
+            replayed = None
+            if pending.replayed is not None:
+                there = selected.positions >= 0
+                replayed = pending.replayed.attention(joined.keys, there, joined.counts, pending.transform)
             batch = merging.merge_prompt(
-                self._spec.merger, tensors.merged, batch, selected, joined, coded, tensors.length, layer.ranks
+                self._spec.merger, tensors.merged, batch, selected, joined, coded, tensors.length, layer.ranks, replayed
             )
         # A row that has not begun gets its budget now: its first token may come in a decode step of the others.
         self._allocate(None if pending.idle is None else pending.idle & (seen_before > 0), budget)

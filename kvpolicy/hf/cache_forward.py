@@ -357,7 +357,7 @@ class CacheForward(Cache):
         return bool((at_least(length, self.prompt) == length).all())
 
     def _replay(self, decoder: nn.Module) -> None:
-        """Score the prompts that the layers hold by a replay, if the selector needs one."""
+        """Score the prompts that the layers hold by a replay, if the policy needs one."""
         first = self.policy_layers[0]
         plan = self.policy.replay
         if plan is not None:

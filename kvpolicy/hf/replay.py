@@ -23,6 +23,7 @@ from kvpolicy.engine.replay import (
     received,
 )
 from kvpolicy.engine.replay_parts import ChunkPlace, attend_and_score
+from kvpolicy.engine.replayed_queries import ReplayedQueries, no_queries
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
@@ -57,7 +58,8 @@ def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, pl
             cache.begin(chunk, valid)
             decoder(**_call(text, valid, context, transcript, decoder), past_key_values=cache, use_cache=True)
     for layer, scores in cache.scores.items():
-        layers[layer].pending = layers[layer].pending._replace(replay=scores)
+        replayed = cache.queries.get(layer)
+        layers[layer].pending = layers[layer].pending._replace(replay=scores, replayed=replayed)
 
 
 class ReplayCache(PassingCache):
@@ -69,6 +71,7 @@ class ReplayCache(PassingCache):
         valid: Which tokens of the running replay are not padding, [B, R] bool.
         whole: Whether neither has padding.
         scores: The scores of each layer so far, [B, H, P] fp32.
+        queries: The queries of each layer that its merger observes.
     """
 
     takes_tiles = True
@@ -85,6 +88,7 @@ class ReplayCache(PassingCache):
         self._chunk_size = plan.chunk
         self._last = max(index for index, layer in enumerate(layers) if isinstance(layer, PolicyLayer))
         self.scores: dict[int, Tensor] = {}
+        self.queries: dict[int, ReplayedQueries] = {}
         self._outputs: dict[int, Tensor] = {}
         self._decoded: tuple[int, PendingPrompt] | None = None
 
@@ -120,6 +124,7 @@ class ReplayCache(PassingCache):
         k, v = self._so_far(layer_idx, k, v)
         # Layers may be on several devices.
         chunk = self.chunk.to(k.device)
+        self._observe(layer_idx, q, chunk)
         occupied = self.context.to(k.device)[:, None].expand(-1, k.shape[1], -1)
         past = Past(pending.keys, pending.values, occupied)
         if self.whole and layer_idx != self._last and has_parts(q, k, v, transform):
@@ -135,6 +140,16 @@ class ReplayCache(PassingCache):
                 out = attend_context(q, k, v, transform, past, flags)
         add_scores(self.scores[layer_idx], chunk, scores)
         return out[:, :heads]
+
+    def _observe(self, layer_idx: int, q: Tensor, chunk: Chunk) -> None:
+        """Keep the queries that the layer's merger asks for."""
+        width = self.held[layer_idx].store.spec.prompt_needs.replay_queries
+        if not width:
+            return
+        if layer_idx not in self.queries:
+            self.queries[layer_idx] = no_queries(q, self.context, width)
+        start = 0 if self.tile is None else self.tile.start
+        self.queries[layer_idx].add(q, start, chunk, self._chunk_size, self.valid.shape[1])
 
     def _prompt(self, layer_idx: int) -> PendingPrompt:
         """The prompt that a layer holds, decoded; that of one layer at a time, for all of its tiles."""

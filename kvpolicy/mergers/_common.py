@@ -12,6 +12,7 @@ from torch import Tensor
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import flat_slots, gather_slots
 from kvpolicy.protocols import Candidates, Tokens
+from kvpolicy.protocols.ranks import gather
 
 TILE_ELEMENTS = 1 << 20
 """Similarities in one tile: 4 MiB of fp32."""
@@ -123,12 +124,12 @@ def near_targets(
     return Nearest(index, cosine.masked_fill(~is_target.any(-1, keepdim=True), -torch.inf))
 
 
-def tiles(candidates: Candidates, by: str) -> Iterator[Tile]:
+def tiles(candidates: Candidates, by: str | Nearest) -> Iterator[Tile]:
     """All evicted tokens, a few at a time, each with the target that it would be merged into.
 
     Args:
         candidates: The tokens of a prompt.
-        by: `keys` for the target of largest cosine, `position` for the nearest one.
+        by: `keys` for the target of largest cosine, `position` for the nearest one, or the target of every token.
     """
     batch, heads = candidates.keys.shape[:2]
     targets = unit(candidates.at_targets(candidates.keys))
@@ -153,7 +154,9 @@ def tiles(candidates: Candidates, by: str) -> Iterator[Tile]:
         keys, values = (
             t[row, head, at].float().masked_fill(~gone[..., None], 0) for t in (candidates.keys, candidates.values)
         )
-        if by == "keys":
+        if isinstance(by, Nearest):
+            nearest = Nearest(by.target.gather(-1, at), by.cosine.gather(-1, at))
+        elif by == "keys":
             nearest = similar_targets(unit(keys), blocks, some, memory)
             # A copy of the last target may be rounded up against it.
             nearest = nearest._replace(target=nearest.target.clamp_max(targets.shape[2] - 1))
@@ -183,3 +186,15 @@ def target_of(victim: Tokens, slots: Tokens, by: str) -> Nearest:
     # Of equal ones the earliest position, which is unique within a head.
     index = torch.where(best & slots.there, slots.positions, _FAR).argmin(-1, keepdim=True)
     return Nearest(index, cosine.gather(-1, index))
+
+
+def group_rows(attention: Tensor, candidates: Candidates) -> Tensor:
+    """Attention [B, Hq, W, N] as the rows of all query heads of each KV head, [B, H, n, N].
+
+    Those of other ranks are among them, which have other query heads of the same KV heads and must merge alike.
+    """
+    rows = attention.unflatten(1, (candidates.positions.shape[1], -1)).flatten(2, 3)
+    ranks = candidates.ranks
+    if ranks.twins:
+        rows = gather(rows, ranks.replicas, ranks.twins).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return rows

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, Needs, State
-from kvpolicy.protocols.ranks import gather
+from kvpolicy.mergers._common import group_rows
+from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, Needs, Replay, State
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_min, check_range
+from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import check_fields
 
 _ROUNDING = 1e-5
 """More than the rounding of a row of attention in fp32."""
+
+_CHUNK = 2048
+"""Tokens of the context that are replayed at a time, as `kvzip` does by default."""
+
+_SINKS = 4
+"""First tokens of the context in the scores of every chunk, as in `kvzip`; regression takes no scores."""
 
 
 @named_options
@@ -22,19 +29,23 @@ _ROUNDING = 1e-5
 class Regress(Merger):
     """Rewrite the values of kept tokens by ridge regression on the attention of the last queries of the prompt.
 
-    After eviction, each of these queries gets another output than before. The smallest change of the kept values that
-    undoes most of the difference is a ridge regression on the queries' attention over the kept tokens. Keys stay, and
-    nothing is stored in addition. Generated tokens are not regressed on.
+    Or on that of queries from a replay of the prompt. After eviction, each of these queries gets another output than
+    before. The smallest change of the kept values that undoes most of the difference is a ridge regression on the
+    queries' attention over the kept tokens. Keys stay, and nothing is stored in addition. Generated tokens are not
+    regressed on.
 
     Args:
-        window: The number of queries to regress on, the newest of each prompt or chunk.
+        window: The number of queries to regress on.
+        queries: Which ones: the newest of each prompt or chunk (`window`), or queries from a replay of the context,
+            spread evenly over it (`replay`). Later prompts are not replayed, and their evicted tokens are dropped.
         ridge: The penalty on changes, as a fraction of the mean eigenvalue of the queries' products; the larger, the
             less values change.
         sinks: The first tokens of a row, whose values stay.
         recent: The newest tokens, whose values stay.
 
     Raises:
-        KVPolicyError: If `window` is below 1, `sinks` or `recent` is negative, or `ridge` is outside [1e-9, 1e9].
+        KVPolicyError: If `window` is below 1, `queries` is unknown, `sinks` or `recent` is negative, or `ridge` is
+            outside [1e-9, 1e9].
 
     Examples:
         >>> from kvpolicy import Policy
@@ -43,12 +54,14 @@ class Regress(Merger):
 
     Source:
         The value fit of Attention Matching (AM) without its score bias, in the form that starts from the kept values
-        and changes them as little as possible. Differences: the queries are the prompt's own last ones, not those of
-        a replay; no keys are chosen and no bias is fitted; sinks and recent tokens keep their values, because later
-        queries use them in ways that the window does not show.
+        and changes them as little as possible. Differences: the queries are the prompt's own last ones by default, and
+        those of a replay by option, whose attention to the replay itself is left out; the replay has no instruction;
+        no keys are chosen and no bias is fitted; sinks and recent tokens keep their values, because later queries use
+        them in ways that the observed ones do not show.
     """
 
     window: int = 32
+    queries: Literal["window", "replay"] = "window"
     ridge: float = 0.01
     sinks: int = 4
     recent: int = 32
@@ -56,6 +69,7 @@ class Regress(Merger):
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
+        check_choice(self, queries=("window", "replay"))
         check_min(self, window=1, sinks=0, recent=0)
         check_range(self, ridge=(1e-9, 1e9))
 
@@ -67,11 +81,16 @@ class Regress(Merger):
     @property
     def needs(self) -> Needs:
         """The attention of the observed queries."""
+        if self.queries == "replay":
+            return Needs(replay=Replay(chunk=_CHUNK, sinks=_SINKS), replay_queries=self.window)
         return Needs(window_queries=self.window)
 
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Regress the outputs of the window on the values of the targets."""
-        rows = self._rows(candidates)
+        attention = candidates.replay_attention if self.queries == "replay" else candidates.attention
+        if attention is None:  # a later prompt is not replayed
+            return Merged(candidates.at_targets(candidates.values))
+        rows = group_rows(attention[:, :, -self.window :], candidates).double()
         # In double precision: the products of n queries have eigenvalues from the ridge to n.
         values = candidates.values.double().masked_fill((candidates.positions < 0)[..., None], 0)
         kept = rows.masked_fill(~candidates.kept[:, :, None], 0)
@@ -94,17 +113,6 @@ class Regress(Merger):
         before = candidates.at_targets(candidates.values)
         changes = candidates.evicted.any(-1)[..., None, None] & (change != 0)
         return Merged(torch.where(changes, before.double() + change, before.double()).to(before.dtype))
-
-    def _rows(self, candidates: Candidates) -> Tensor:
-        """Attention of all observed queries of each KV head, [B, H, n, N] fp64."""
-        attention = candidates.attention
-        assert attention is not None, "the engine passes what needs asks for"
-        heads = candidates.positions.shape[1]
-        rows = attention[:, :, -self.window :].unflatten(1, (heads, -1)).flatten(2, 3)
-        ranks = candidates.ranks
-        if ranks.twins:  # other ranks have other query heads of the same KV heads, and must write the same values
-            rows = gather(rows, ranks.replicas, ranks.twins).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return rows.double()
 
     def _changeable(self, candidates: Candidates) -> Tensor:
         """Which targets may get another value, [B, H, T] bool."""

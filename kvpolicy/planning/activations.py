@@ -252,7 +252,7 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
     elif tile.columns < piece.columns:  # a mask of some queries of the tile, which becomes one of numbers
         rows = min(max(MASK_ELEMENTS // max(piece.columns, 1), SHORTEST_TILE), MASK_ROWS, tile.columns)
         attended = (1 + size) * rows * piece.columns
-    window = min(needs.window_queries, piece.columns)
+    window = min(needs.window_queries + needs.replay_queries, piece.columns)
     scored = joined + scores * (9 * window + 16) if window else 0
     if needs.probes or needs.below_mean_queries or needs.decay:
         rows = min(max(TILE_ELEMENTS // max(scores, 1), SHORTEST_TILE), piece.columns)
@@ -287,7 +287,8 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
         cosines = max(TILE_ELEMENTS, SHORTEST_TILE * piece.batch * shape.heads * prefill.slots)
         chosen += 24 * cosines + vectors * 8 // size
         # A regression copies the attention of a window in fp64.
-        chosen += 32 * scores * min(policy.merger.needs.window_queries, piece.columns)
+        observed = policy.merger.needs.window_queries + policy.merger.needs.replay_queries
+        chosen += 32 * scores * min(observed, piece.columns)
     encoded = piece.batch * _encoded(prefill, policy, piece)
     traits = policy.codec.traits
     # Tokens that are encoded in another order than that of their positions are put in it, and then in their slots.

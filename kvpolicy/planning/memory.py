@@ -159,7 +159,7 @@ def prefill_peak(
     """The most bytes that a cache holds while a prompt is prefilled, in one piece or in chunks.
 
     A layer's prompt is compressed as soon as its budget is known. With an allocator that measures layers, and with a
-    selector that replays the context, every layer holds its prompt until the last has run.
+    part that replays the context, every layer holds its prompt until the last has run.
 
     Args:
         policy: The policy.
@@ -180,9 +180,11 @@ def prefill_peak(
     held = held or (lambda tokens: len(layers) * batch * tokens * shape.token_nbytes)
     replay = policy.replay
     if replay is not None:
-        # A score of each token and head, and the ids, validity and next position of the replayed text; one chunk of
-        # keys and values is alive besides.
+        # A score of each token and head, the queries that a merger observes, and the ids, validity and next position of
+        # the replayed text; one chunk of keys and values is alive besides.
         scores = batch * columns * shape.heads * 4
+        observed = max(own.merger.needs.replay_queries for own in policy.distinct)
+        scores += batch * observed * (shape.heads * shape.group * shape.head_dim * shape.dtype.itemsize + 8)
         text = batch * (columns * (8 + 1) + 8)
         chunk = batch * min(replay.chunk, columns) * shape.token_nbytes
         return held(columns) + len(layers) * scores + plain + text + chunk + unmanaged_nbytes

@@ -99,7 +99,7 @@ def _even_layers(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
 
 
 def _held_prompts(policy: Policy, coded: bool) -> str:
-    """A selector that replays the context, for which every layer holds its prompt."""
+    """A part that replays the context, for which every layer holds its prompt."""
     if policy.replay is None:
         return ""
     needed = "codes of all tokens" if coded else "the full cache"

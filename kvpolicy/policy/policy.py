@@ -269,7 +269,8 @@ class Policy:
     @property
     def replay(self) -> Replay | None:
         """How a prompt is run through the model once more; None if it is not."""
-        return self.at(0).selector.needs.replay  # layers that differ have the same
+        own = self.at(0)  # layers that differ have the same
+        return (own.selector.needs | own.merger.needs).replay
 
     @property
     def reads_part(self) -> bool:

@@ -44,6 +44,9 @@ class Candidates(NamedTuple):
         length: Tokens that each row has seen, [B] int64.
         priority: The selector's priority of each token, [B, H, N] fp32; None unless ranked.
         ranks: The ranks that hold the model's other heads.
+        replay_attention: Attention weights of W queries of the replay over all N tokens, [B, Hq, W, N] fp32, without
+            the replay's own tokens; rows of zeros where a batch row has fewer, as in later prompts. None unless
+            `Needs.replay_queries`, and where nothing was replayed.
     """
 
     keys: Tensor
@@ -57,6 +60,7 @@ class Candidates(NamedTuple):
     length: Tensor | None = None
     priority: Tensor | None = None
     ranks: Ranks = SINGLE_RANK
+    replay_attention: Tensor | None = None
 
     @property
     def evicted(self) -> Tensor:
@@ -144,7 +148,10 @@ class Merger(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """The attention statistics of a prompt that this merger needs: `window_queries`; by default none."""
+        """The statistics of a prompt that this merger needs; by default none.
+
+        `window_queries`, or `replay` with `replay_queries`.
+        """
         return Needs()
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:

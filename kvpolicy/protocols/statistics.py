@@ -129,6 +129,8 @@ class Needs(NamedTuple):
             without their rotation; nothing in decode.
         layer_input: Whether to score every token once, by the input of the attention module, while the layer runs, in
             a prompt as in decode; see `ScoresInputs`, which the selector then is. No input is held.
+        replay_queries: How many queries of the replay to keep for `Candidates.replay_attention`, spread evenly over the
+            context of each row.
     """
 
     attn_sum: bool = False
@@ -153,6 +155,7 @@ class Needs(NamedTuple):
     unrotated_keys: bool = False
     rotation: bool = False
     layer_input: bool = False
+    replay_queries: int = 0
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a selector that wraps another."""
@@ -179,6 +182,7 @@ class Needs(NamedTuple):
             unrotated_keys=self.unrotated_keys or other.unrotated_keys,
             rotation=self.rotation or other.rotation,
             layer_input=self.layer_input or other.layer_input,
+            replay_queries=max(self.replay_queries, other.replay_queries),
         )
 
     @property

@@ -153,10 +153,11 @@ def check_merger(part: Merger) -> None:
         same = after is None or (before is not None and torch.equal(after, whole.at_targets(before)))
         assert same, f"{part}: merge_prompt must return {name} as they are if nothing is evicted, got other numbers"
     given = _candidates(part, evicted=5)
-    copies = [None if t is None else t.clone() for t in given[:-1]]
+    passed = [t for t in given if isinstance(t, Tensor)]
+    copies = [t.clone() for t in passed]
     result = part.merge_prompt(part.alloc(2, 3, "cpu"), given)
-    for now, then in zip(given[:-1], copies, strict=True):
-        same = now is None or then is None or torch.equal(now, then)
+    for now, then in zip(passed, copies, strict=True):
+        same = torch.equal(now, then)
         assert same, f"{part}: merge_prompt must not modify its arguments, got other numbers after the call"
     _check_merged(part, "merge_prompt", result, (2, 3, given.targets.shape[-1]))
     if when == "always":
@@ -183,6 +184,8 @@ def _candidates(part: Merger, evicted: int) -> Candidates:
     counts = torch.zeros(2, 3, 12) if part.traits.counted else None
     width = part.needs.window_queries
     attention = torch.rand(2, 6, width, 12, generator=generator).softmax(-1) if width else None
+    width = part.needs.replay_queries
+    replayed = torch.rand(2, 6, width, 12, generator=generator).softmax(-1) if width else None
     length = torch.tensor([12, 12])
     priority = positions.float() if part.traits.ranked else None
     return Candidates(
@@ -196,6 +199,7 @@ def _candidates(part: Merger, evicted: int) -> Candidates:
         attention,
         length,
         priority,
+        replay_attention=replayed,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvpolicy
-from kvpolicy import Policy, PolicyCache, Regress
+from kvpolicy import KeepKV, Plain, Policy, PolicyCache, Regress, ZSMerge
 from kvpolicy.registry import lookup
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.calibration import DIM
@@ -39,6 +39,9 @@ def compare(policy: str, family: str = "llama", rows: str = "padded", least: flo
         assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
     # The ridge regression solves for values with the errors of fp32 attention, divided by small eigenvalues.
     noise = Noise(error=5e-4) if isinstance(parsed.merger, Regress) else None
+    if isinstance(parsed.merger, KeepKV | ZSMerge) and parsed.codec != Plain():
+        # Means of keys with the rounding of attention, or of many numbers, and codecs that round means of such to fp16.
+        noise = Noise(error=5e-4, tie=3e-5)
     verdict = replay(parsed, tape, noise=noise, twin=Twin(reference_codec(parsed.codec), turns(model, DIM)))
     assert verdict.turns >= len(tape) * least, "most choices were within fp32's noise"
 
@@ -79,10 +82,29 @@ def test_a_cache_that_grows_merges_its_prompts(merger: str) -> None:
     compare(words("snapkv:decode=grow", merger))
 
 
-@pytest.mark.parametrize("policy", ["merge:by=position:least=-1", "merge:least=-1", "merge:least=0.3"])
+@pytest.mark.parametrize(
+    "policy", ["merge:by=position:least=-1", "merge:least=-1", "merge:least=0.3", "zsmerge:slots=3:alpha=0.7"]
+)
 @pytest.mark.parametrize("codec", ["plain", "kivi"])
 def test_options(policy: str, codec: str) -> None:
     compare(words("h2o", policy, codec))
+
+
+REPLAY = "regress:queries=replay:window=5:sinks=1:recent=3"
+
+
+@pytest.mark.parametrize(
+    ("policy", "family", "rows"),
+    [
+        (f"h2o+{REPLAY}", "llama", "padded"),
+        (f"kvzip:chunk=9:sinks=2+{REPLAY}", "gemma2", "one"),
+        (f"kvzip:chunk=9:sinks=2:instruction=5-6-8:overlap=4+{REPLAY}", "qwen3", "padded"),
+        (f"h2o+regress:queries=replay:window=64:sinks=0:recent=2+{words('kivi').partition('@')[0]}", "llama", "one"),
+    ],
+)
+def test_the_replay_of_a_context(policy: str, family: str, rows: str) -> None:
+    """Later prompts of a conversation are not replayed."""
+    compare(f"{policy}@0.5", family, rows)
 
 
 @pytest.mark.parametrize("merger", ACTIVE)
@@ -116,7 +138,9 @@ def test_a_padded_row_is_itself_alone(merger: str, codec: str) -> None:
         alone = PolicyCache(model, new=sum(sizes[1:]))
         start = sizes[0] - lengths[1]
         own = talk(model, ids[1:, start:], mask[1:, start:], [lengths[1], *sizes[1:]], alone)
-    torch.testing.assert_close(both[1:, start:], own, atol=2e-4, rtol=1e-4)
+    # The rounding of attention is in the weights of means, whose codes may be on the other side of a tie.
+    atol = 2e-3 if merger == "keepkv" and codec != "plain" else 2e-4
+    torch.testing.assert_close(both[1:, start:], own, atol=atol, rtol=1e-4)
 
 
 @pytest.mark.parametrize("merger", DECODING)

@@ -53,6 +53,7 @@ def outcome(model: Any, policy: str, lengths: list[int], pieces: list[int], **ho
         "squeeze+h2o@0.5",
         f"uniform/adakv+snapkv:window=4:kernel=3+{CODES}@0.6",
         "snapkv:window=4:kernel=3+merge@0.5",
+        "snapkv:window=4:kernel=3+regress:queries=replay:window=5:sinks=1:recent=3@0.5",
         "snapkv:window=4:kernel=3+labels:read=8:channels=2:dense=0@0.6",
     ],
 )

@@ -135,7 +135,7 @@ def test_every_token_is_counted_once(codec: str, decode: str) -> None:
         torch.testing.assert_close(counts, torch.full_like(counts, seen), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("merger", ["merge", "d2o", "compensate"])
+@pytest.mark.parametrize("merger", ["merge", "d2o", "compensate", "elastic", "zsmerge", "keepkv:least=-1"])
 @pytest.mark.parametrize("codec", ["plain", "tokenwise:block_size=3:residual_length=2"])
 def test_a_row_without_a_token_merges_nothing(codec: str, merger: str) -> None:
     """Neither its slots nor what the merger keeps of it change, while the other row evicts and merges."""

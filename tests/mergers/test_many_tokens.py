@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvpolicy import D2O, Compensate, CountedMerge
+from kvpolicy import D2O, Compensate, CountedMerge, KeepKV, KVMerger, ZSMerge
 from kvpolicy.protocols import Candidates, Tokens
 
 COUNT = 3000
+MERGERS = [CountedMerge(least=-1), Compensate(), D2O(), ZSMerge(), KVMerger(), KeepKV(window=1)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("merger", [CountedMerge(least=-1), Compensate(), D2O()])
+@pytest.mark.parametrize("merger", MERGERS)
 def test_a_prompt_of_which_two_tokens_stay(merger: Any, dtype: torch.dtype) -> None:
     """Each of the evicted tokens counts in the mean as much as any other; the newest token stays itself."""
     keys = torch.tensor([1.0, 0.5]).to(dtype).repeat(1, 1, COUNT + 2, 1)
@@ -28,6 +29,7 @@ def test_a_prompt_of_which_two_tokens_stay(merger: Any, dtype: torch.dtype) -> N
     given = given._replace(
         counts=torch.zeros(1, 1, COUNT + 2), length=torch.tensor([COUNT + 2]), priority=positions.float()
     )
+    given = given._replace(attention=torch.full((1, 1, 1, COUNT + 2), 0.1))
     merged = merger.merge_prompt(merger.alloc(1, 1, "cpu"), given)
     want = values[0, 0, :-1].double().mean(0)
     torch.testing.assert_close(merged.values[0, 0, 0].double(), want, rtol=torch.finfo(dtype).eps, atol=0)
@@ -36,7 +38,7 @@ def test_a_prompt_of_which_two_tokens_stay(merger: Any, dtype: torch.dtype) -> N
         torch.testing.assert_close(merged.counts[0, 0, 0].item(), math.log(COUNT + 1), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("merger", [CountedMerge(least=-1), Compensate()])
+@pytest.mark.parametrize("merger", [CountedMerge(least=-1), Compensate(), ZSMerge(), KeepKV()])
 def test_a_victim_that_stands_for_many(merger: Any) -> None:
     """3,000 tokens are merged into a slot of 5,000: the mean is not that of what fp16 holds of the sums."""
 

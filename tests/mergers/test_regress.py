@@ -88,10 +88,23 @@ def test_fewer_tokens_than_queries(length: int) -> None:
     assert bool(result.values.isfinite().all()) and torch.equal(result.values, given.values[:, :, :1]) == (length == 1)
 
 
+def test_queries_of_a_replay() -> None:
+    """They are fitted like those of the window, and a later prompt, which is not replayed, stays."""
+    given = prompt(KEPT)
+    merger = Regress(queries="replay", window=6, sinks=0, recent=0)
+    assert merger.needs.replay is not None and merger.needs.replay_queries == 6 and not merger.needs.window_queries
+    want = Regress(window=6, sinks=0, recent=0).merge_prompt((), given).values
+    replayed = given._replace(attention=None, replay_attention=given.attention)
+    assert torch.equal(merger.merge_prompt((), replayed).values, want)
+    assert torch.equal(merger.merge_prompt((), given).values, given.at_targets(given.values))
+
+
 def test_refusals() -> None:
     with pytest.raises(KVPolicyError, match="a selector that evicts tokens, got full"):
         Policy.parse("full+regress")
     with pytest.raises(KVPolicyError, match="must evict tokens"):
         Policy.parse("h2o+regress@1.0")
+    with pytest.raises(KVPolicyError, match="queries"):
+        Policy.parse("snapkv+regress:queries=random@0.2")
     with pytest.raises(KVPolicyError, match="window must be at least 1"):
         Regress(window=0)

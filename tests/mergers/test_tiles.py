@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy import D2O, CountedMerge
+from kvpolicy import D2O, Blend, CountedMerge, Elastic, KeepKV, KVMerger, ZSMerge
 from kvpolicy.mergers import _common
 from kvpolicy.protocols import Candidates, Merged
 
@@ -30,7 +30,10 @@ def prompt(counted: bool) -> Candidates:
     kept = torch.zeros(2, 2, COUNT, dtype=torch.bool).scatter(-1, targets, True)
     there = torch.ones_like(targets, dtype=torch.bool)
     counts = torch.randint(1, 9, (2, 2, COUNT), generator=generator).float().log() if counted else None
-    return Candidates(keys, values, positions, kept, targets, there, counts=counts)
+    rows = torch.rand(2, 2, 4, COUNT, generator=generator).masked_fill(invalid[:, :, None], 0)
+    length = torch.tensor([COUNT, COUNT - 9])
+    worth = torch.rand(2, 2, COUNT, generator=generator)
+    return Candidates(keys, values, positions, kept, targets, there, counts, rows, length, worth)
 
 
 def merged(merger: Any, given: Candidates) -> tuple[Merged, list[Tensor]]:
@@ -38,9 +41,15 @@ def merged(merger: Any, given: Candidates) -> tuple[Merged, list[Tensor]]:
     return merger.merge_prompt(state, given), [*state]
 
 
-@pytest.mark.parametrize("merger", [CountedMerge(least=-1), CountedMerge(by="position", least=0.2), D2O()])
+MERGERS = [
+    CountedMerge(least=-1), CountedMerge(by="position", least=0.2), D2O(), Blend(), Elastic(), ZSMerge(slots=3),
+    KVMerger(least=-0.2), KeepKV(window=4, least=-1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("merger", MERGERS)
 def test_small_tiles_give_what_one_gives(merger: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = prompt(counted=isinstance(merger, CountedMerge))
+    given = prompt(counted=merger.traits.counted)
     want, state = merged(merger, given)
     monkeypatch.setattr(_common, "TILE_ELEMENTS", 1)
     assert len([*_common.tiles(given, "keys")]) == 4
@@ -51,5 +60,24 @@ def test_small_tiles_give_what_one_gives(merger: Any, monkeypatch: pytest.Monkey
     if got.counts is not None:
         assert given.counts is not None
         total = given.counts.exp().masked_fill(given.positions < 0, 0).sum(-1)
-        if merger.least == -1:
+        if getattr(merger, "least", -1) == -1:
             torch.testing.assert_close(got.counts.exp().sum(-1), total)
+
+
+@pytest.mark.parametrize("merger", MERGERS)
+def test_columns_in_any_order(merger: Any) -> None:
+    """As slots are, which stand before the tokens of a later prompt; targets are in order of position all the same."""
+    given = prompt(counted=merger.traits.counted)
+    want, _ = merged(merger, given)
+    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(1))
+
+    def moved(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        return t[..., order] if t.shape[-1] == COUNT else t[:, :, order]
+
+    names = ("keys", "values", "positions", "kept", "counts", "attention", "priority")
+    other = given._replace(**{name: moved(getattr(given, name)) for name in names})
+    got, _ = merged(merger, other._replace(targets=order.argsort()[given.targets]))
+    for one, two in zip(got, want, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)

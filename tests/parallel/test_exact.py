@@ -104,7 +104,9 @@ READ = "h2o+compensate+quest:read=6:page=2:dense=0:resort=3@0.8"
 def test_mergers_on_two_ranks(heads: Heads, tmp_path: Path) -> None:
     """Ranks that hold the same KV head have different queries of it, and must still merge alike."""
     names = [name for name in MERGERS if name != "drop"]
-    _check(heads, 2, [*(words("snapkv", name) for name in names), words("h2o", "merge", "kivi"), READ], tmp_path)
+    replayed = words("snapkv", "regress:queries=replay:window=5:sinks=1:recent=3")
+    more = [replayed, words("h2o", "merge", "kivi"), READ]
+    _check(heads, 2, [*(words("snapkv", name) for name in names), *more], tmp_path)
 
 
 @pytest.mark.full

@@ -67,6 +67,7 @@ WHOLE = [
     "rkv",
     "squeeze+snapkv",
     "snapkv+regress",
+    "snapkv+regress:queries=replay",
 ]
 CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip", "compactor", "keyformer", "rkv"]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import head_allocators, mergers, selectors
 from .coding import Codec, Config, Rotation, Token, as_it_is, seen
+from .mergers import regress
 from .selectors import kvcrush, kvzip
 from .stages import Head, Mover
 
@@ -170,6 +171,7 @@ class ReferenceLayer:
             self._held, self._held_queries = (attention, q) if held else (None, None)
             if not held:
                 self._replay(texts, scale, softcap, sinks)
+                self._observe(texts or [], scale, softcap, sinks)
                 self._choose(attention, q, self._pages(last), tail)
                 self._settle()
         return out
@@ -194,6 +196,8 @@ class ReferenceLayer:
         config = self.base
         while "base" in config:
             config = config["base"]
+        if config["name"] != "kvzip":
+            return
         for h, head in enumerate(self.heads):
             keys = torch.stack([token.key for token in head.tokens])
             values = torch.stack([token.value for token in head.tokens])
@@ -201,6 +205,16 @@ class ReferenceLayer:
             scores = kvzip.scores_after_replay(config, keys, values, texts, h, group, scale, softcap, sinks)
             for token, score in zip(head.tokens, scores, strict=True):
                 token.score = score
+
+    def _observe(self, texts: list[kvzip.Text], scale: float, softcap: float | None, sinks: Tensor | None) -> None:
+        """Let a merger that fits the replay know its attention; None of later prompts."""
+        if self.merger is None or self.merger.get("queries") != "replay":
+            return
+        chunk = self.base.get("chunk", regress.CHUNK)
+        for h, (head, memory) in enumerate(zip(self.heads, self.memories, strict=True)):
+            keys, group = torch.stack([token.seen_key for token in head.tokens]), self._query_heads(h)
+            rows = regress.replayed(self.merger, keys, texts, chunk, group, scale, softcap, sinks)
+            memory["replayed"] = rows if texts else None
 
     def _attend(
         self, q: Tensor, scale: float, softcap: float | None, sinks: Tensor | None

@@ -57,7 +57,10 @@ STEP_CASES = {
         *(Case(f"{name}/snapkv", "snapkv", 1.15) for name in ("critical", "caote", "chunk")),
         *(Case(name, "h2o", 1.15) for name in ("a2sf", "critical/h2o", "caote/h2o")),
     ],
-    "mergers": [Case("h2o+merge", "h2o", 1.3), Case("h2o+d2o", "h2o"), Case("h2o+compensate", "h2o")],
+    "mergers": [
+        Case("h2o+merge", "h2o", 1.3),
+        *(Case(f"h2o+{name}", "h2o") for name in ("d2o", "compensate", "elastic", "zsmerge", "keepkv")),
+    ],
     "readers": [_reading("quest", 0.25), _reading("labels", 0.35), _reading("exact")],
 }
 """Steps of one layer."""
@@ -72,7 +75,7 @@ PROMPT_CASES = [
     Case("a2sf", "window", 1.35),
     *(Case(f"{name}/snapkv", "snapkv", 1.05) for name in ("critical", "caote", "chunk")),
     Case("snapkv+merge", "snapkv", 1.15),
-    Case("snapkv+regress", "snapkv"),
+    *(Case(f"snapkv+{name}", "snapkv") for name in ("regress", "blend", "elastic", "zsmerge", "kvmerger", "keepkv")),
     Case("kvzip", "", 3.0),
     Case("kvcompose+kvzip", "", 3.0),
     Case("global/adakv+kvzip", "", 3.0),

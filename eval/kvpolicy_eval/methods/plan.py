@@ -15,6 +15,8 @@ HEAD_SELECTORS = ["snapkv", "h2o", "kvzip"]
 """Selectors with which head allocators are measured."""
 MERGER_SELECTORS = ["streaming", "h2o", "snapkv"]
 """Selectors with which mergers are measured."""
+MERGERS = {"regress": ["regress", "regress:queries=replay"]}
+"""Mergers of a merger's page; others have their defaults only."""
 CODEC_SELECTOR = "snapkv"
 """Selector with which codecs are measured under eviction."""
 CODEC_BUDGET = 0.2
@@ -93,8 +95,8 @@ def selection_policies(name: str) -> list[str]:
     (['window', 'pyramid+window'], ['snapkv', 'uniform/duo+snapkv'])
     """
     if name in registry.MERGERS:
-        pairs = ((base, base if name == "drop" else f"{base}+{name}") for base in MERGER_SELECTORS)
-        return list(dict.fromkeys(policy for pair in pairs for policy in pair))
+        mergers = [] if name == "drop" else MERGERS.get(name, [name])
+        return [policy for base in MERGER_SELECTORS for policy in (base, *(f"{base}+{merger}" for merger in mergers))]
     if name in registry.HEAD_ALLOCATORS:
         return [policy for selector in HEAD_SELECTORS for policy in (selector, f"uniform/{name}+{selector}")]
     if name not in registry.ALLOCATORS:

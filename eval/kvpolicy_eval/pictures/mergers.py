@@ -34,7 +34,7 @@ def changes(policy: str) -> tuple[Tensor, Tensor]:
         with kvpolicy.attach(model, spec):
             cache = kvpolicy.PolicyCache(model)
             model(scene().ids, past_key_values=cache, logits_to_keep=1)
-            stores.append(cache.policy_layers[RETRIEVES].store)
+            stores.append(cache.policy_layers[RETRIEVES].store.tensors)
     full, merged = stores
     positions = merged.positions[0].long()
     counts = torch.zeros_like(positions, dtype=torch.float32) if merged.log_counts is None else merged.log_counts[0]

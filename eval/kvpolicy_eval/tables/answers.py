@@ -22,7 +22,7 @@ from kvpolicy_eval.common.measure import Bench, Result
 from kvpolicy_eval.data.modes import MODES
 
 BASES = ["snapkv", "h2o", "kvzip"]
-MERGERS = ["merge", "regress", "d2o", "compensate"]
+MERGERS = ["merge", "regress", "d2o", "compensate", "blend", "elastic", "zsmerge", "kvmerger", "keepkv"]
 READERS = ["exact", "quest", "quest:dense=0", "labels", "labels:dense=0", "reuse/quest"]
 READS = [0.1, 0.05]
 """Fractions of the slots that readers read."""

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from ..coding import Config, Token
+from ..selectors.kvzip import Text
 
+CHUNK = 2048
+"""Tokens that are replayed at a time, unless the selector has a replay of its own."""
 SMALL = "regress:window=5:sinks=1:recent=3"
 
 
@@ -22,6 +25,10 @@ def merge_prompt(
     attention: list[Tensor],
 ) -> float:
     """Find the change D of the free values that minimizes |A D - R|^2 + penalty |D|^2."""
+    if config["queries"] == "replay":
+        if memory["replayed"] is None:
+            return math.inf
+        attention = memory["replayed"]
     newest = max(token.position for token in tokens) + 1
     movable = {token.position for token in targets}
     free = [
@@ -51,3 +58,32 @@ def merge_prompt(
         token = tokens[column]
         token.value = (token.value.double() + change[number]).to(token.value.dtype)
     return math.inf
+
+
+def replayed(
+    config: Config,
+    keys: Tensor,
+    texts: list[Text],
+    chunk: int,
+    group: list[int],
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> list[Tensor]:
+    """The attention of the observed tokens of a replay to the keys [n, D] alone, matrix [W, n] of every query head."""
+    count, width = len(keys), config["window"]
+    wanted = [*range(count)] if count <= width else [(2 * i + 1) * count // (2 * width) for i in range(width)]
+    matrices: list[Tensor] = []
+    for hq in group:
+        rows: list[Tensor] = []
+        for text in texts:
+            start, stop = text.number * chunk, min((text.number + 1) * chunk, count)
+            before = text.queries.shape[1] - (stop - start)
+            for token in (token for token in wanted if start <= token < stop):
+                logits = keys.double() @ text.queries[hq, before + token - start].double() * scale
+                logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+                learned = logits.new_empty(0) if sinks is None else sinks[hq].detach().double()[None]
+                rows.append(torch.cat([logits, learned]).softmax(-1)[:count])
+        if rows:
+            matrices.append(torch.stack(rows))
+    return matrices
