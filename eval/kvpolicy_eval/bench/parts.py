@@ -53,9 +53,9 @@ STEP_CASES = {
         Case("uniform/adakv+snapkv", "snapkv", 1.4, (8192,)),
     ],
     "selectors": [
-        *(Case(name, "snapkv", 1.15) for name in ("knorm", "lagkv", "cur", "defensive", "dropkv", "compactor")),
+        *(Case(name, "snapkv", 1.15) for name in ("knorm", "lagkv", "cur", "defensive", "dropkv", "compactor", "rkv")),
         *(Case(f"{name}/snapkv", "snapkv", 1.15) for name in ("critical", "caote", "chunk")),
-        *(Case(name, "h2o", 1.15) for name in ("a2sf", "critical/h2o", "caote/h2o")),
+        *(Case(name, "h2o", 1.15) for name in ("a2sf", "keyformer", "critical/h2o", "caote/h2o")),
     ],
     "mergers": [
         Case("h2o+merge", "h2o", 1.3),
@@ -73,6 +73,8 @@ PROMPT_CASES = [
     *(Case(name, "window", 1.05) for name in ("knorm", "lagkv", "cur", "defensive", "dropkv")),
     Case("compactor", "window", 1.35),
     Case("a2sf", "window", 1.35),
+    Case("rkv", "window", 1.35),
+    Case("keyformer", "h2o", 1.35),
     *(Case(f"{name}/snapkv", "snapkv", 1.05) for name in ("critical", "caote", "chunk")),
     Case("snapkv+merge", "snapkv", 1.15),
     *(Case(f"snapkv+{name}", "snapkv") for name in ("regress", "blend", "elastic", "zsmerge", "kvmerger", "keepkv")),
