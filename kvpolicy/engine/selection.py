@@ -209,7 +209,7 @@ def _in_dtypes_of(before: State, state: State) -> State:
 def _statistics(
     found: Mapping[str, Any], prompt: PendingPrompt, past: Past | None, positions: Tensor, slots: int
 ) -> Seen:
-    """What is `found` of the prompt and the vectors of slots and new tokens, at `positions` [B, H, S + P]."""
+    """Statistics `found` of the prompt, with the vectors of slots and new tokens, at `positions` [B, H, S + P]."""
     seen = Seen(None, None)._replace(**found)
     if prompt.forward is not None or prompt.wants_vectors:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)

@@ -179,7 +179,7 @@ class ScoresInputs(Protocol):
     """
 
     def load_gate(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Gate:
-        """What the layer scores tokens by: for the KV heads `heads` of the model, on a device."""
+        """The function that scores tokens of the layer, for the KV heads `heads` of the model, on a device."""
         ...
 
     def score_inputs(self, gate: Gate, inputs: Tensor) -> Tensor:

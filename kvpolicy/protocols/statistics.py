@@ -59,7 +59,7 @@ class AttentionRows(NamedTuple):
 
 
 class RowReducer(Protocol):
-    """What a selector makes of the attention of all queries of a prompt, which it sees a few at a time."""
+    """Reduces the attention of all queries of a prompt, which it sees a few at a time, to a number of each token."""
 
     def reduce(self, rows: AttentionRows) -> Tensor:
         """A number of each token, [B, Hq, N] fp32; those of all queries are added."""

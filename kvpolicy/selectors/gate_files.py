@@ -44,7 +44,7 @@ class Inner(NamedTuple):
 
 
 class LayerGate(NamedTuple):
-    """What scores the tokens of one layer.
+    """The function that scores the tokens of one layer.
 
     Attributes:
         weight: For each KV head, [H, n] fp32, or [1, n] for all heads: n units of the hidden layer, or the hidden size

@@ -30,7 +30,7 @@ Content = TypeVar("Content")
 
 
 class Parsed(NamedTuple):
-    """What a file holds, before the names and shapes of its tensors are looked at.
+    """The content of a file, before the names and shapes of its tensors are looked at.
 
     Attributes:
         tensors: Its tensors by name, on the CPU.

@@ -25,7 +25,7 @@ _TILE = 2048
 
 @scoped(offset="row", ranked="row")
 class Placed(NamedTuple):
-    """What each slot is worth.
+    """The score of each slot, and when it was found.
 
     Attributes:
         score: The expected product with later queries, [B, H, S] fp32.
