@@ -50,6 +50,9 @@ def worth_of(base: Config, look: Look) -> list[float]:
     if base["name"] == "kvzip":
         seen = [score.real if score.imag else 1.0 for score in look.scores]
         return [math.inf if math.isinf(x) else attention for x, attention in zip(worth, seen, strict=True)]
+    if base["name"] == "kvzap":
+        seen = [math.exp(min(score.real, 64.0)) for score in look.scores]
+        return [math.inf if math.isinf(x) else attention for x, attention in zip(worth, seen, strict=True)]
     return worth
 
 
