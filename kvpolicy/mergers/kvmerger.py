@@ -37,8 +37,8 @@ class KVMerger(Merger):
         'h2o+kvmerger@0.2'
 
     Source:
-        KVMerger (arXiv:2407.08454), from a port by others and from memory of the paper; no code of its authors is
-        known, and the default of `least` is not verified. Differences: the selector decides which tokens are kept, and
+        KVMerger (arXiv:2407.08454), from a port by others, and not verified against the paper, as the default of
+        `least` is not; no code of its authors is known. Differences: the selector decides which tokens are kept, and
         how many (the paper keeps one token of each run, heavy hitters and recent tokens, so that the threshold decides
         how many); a run may have several kept tokens or none; kept tokens are part of runs (the paper's heavy hitters
         and recent tokens are in none, and take nothing in); the pivot has the highest priority of the selector, which
