@@ -110,7 +110,8 @@ class TriAttention(Selector):
 
     def observe(self, state: Placed, seen: Seen, view: View) -> State:
         """Rank every candidate after a prompt."""
-        offset = state.offset if seen.rope_offset is None else seen.rope_offset.to(state.offset)
+        # A copy: all layers are given the same tensor, and a state is written in place.
+        offset = state.offset if seen.rope_offset is None else seen.rope_offset.to(state.offset).clone()
         return self.rerank(state._replace(offset=offset), seen, view)
 
     def rerank(self, state: Placed, seen: Seen, view: View) -> State:
