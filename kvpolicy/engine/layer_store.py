@@ -233,7 +233,7 @@ class LayerStore:
         layer.link.start()  # what selectors and mergers read to evict is not counted: only attention and its index
         # The slot still has the statistics of the token that it held before.
         state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.state)
-        scores = layer.score_inputs(forward)
+        scores = layer.score_inputs(forward) if self.spec.needs.layer_input else None
         if scores is not None and isinstance(self.spec.selector, ScoresInputs):
             state = self.spec.selector.with_scores(state, scores)
         counts = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.counts)

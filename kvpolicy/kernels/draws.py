@@ -19,6 +19,7 @@ def mixed(key: Tensor | int, number: Tensor) -> Tensor:
         number: int64, at least 0.
 
     Examples:
+        >>> import torch
         >>> rows = mixed(7, torch.arange(2))
         >>> mixed(rows[:, None], torch.arange(3)).shape
         torch.Size([2, 3])

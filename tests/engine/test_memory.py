@@ -102,7 +102,8 @@ def test_peak_of_squeeze_online() -> None:
     """Measuring has to see every layer first: the whole prompt is held, and not more; then it is freed."""
     peak, cache = prefill("squeeze+snapkv@0.25")
     assert LAYERS * ONE_LAYER <= peak <= 1.1 * LAYERS * ONE_LAYER
-    assert stored_bytes(cache) == cache.nbytes < 0.3 * LAYERS * ONE_LAYER
+    # A layer has slots for the row that it gives more tokens, so that the rows together take more than a quarter.
+    assert stored_bytes(cache) == cache.nbytes < 0.4 * LAYERS * ONE_LAYER
 
 
 @product("selector", SELECTORS, sample=[("window",), ("h2o",), ("snapkv",), ("expected",), ("kvzip",)])
