@@ -56,6 +56,7 @@ def test_ranks_load_generate_and_exit(launcher: str, tmp_path: Path) -> None:
     assert "AssertionError" not in output
 
 
+@pytest.mark.slow
 @product("launcher", ["torchrun", "deepspeed"], sample=[("torchrun",)])
 def test_a_rank_that_fails_ends_the_job_with_its_error(launcher: str, tmp_path: Path) -> None:
     if launcher == "deepspeed":

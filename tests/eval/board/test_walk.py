@@ -64,7 +64,7 @@ def test_a_run_continues_and_fills_a_page(
 ) -> None:
     results, page = tmp_path / "walk.jsonl", tmp_path / "page.md"
     page.write_text("<!-- table:walk -->\n<!-- /table -->\n", encoding="utf-8")
-    options = ["--records", "4", "--passes", "6", "--n", "1", "--shares", "0.2", "0.3", "--results", str(results)]
+    options = ["--records", "4", "--passes", "5", "--n", "1", "--shares", "0.2", "0.3", "--results", str(results)]
     main([*options, "--only", "full", "window"])
     assert len(results.read_text(encoding="utf-8").splitlines()) == 4
     monkeypatch.setattr(board, "measure", lambda *_: {"refused": "why"})

@@ -37,9 +37,10 @@ def statistic_of_head(config: Config, look: Look, number: int, tau: float = 0) -
     head = look.head * len(look.attention) + number
     total = [0.0] * len(look.positions)
     for t, row in enumerate(look.attention[number].tolist(), look.length - len(look.attention[number])):
+        key = _mixed(_mixed(_mixed(config["seed"], look.layer), head), t)
         given = _softmax(
             [
-                (math.log(weight) + _gumbel(config, look.layer, head, t, j)) / tau if weight else -math.inf
+                (math.log(weight) + _gumbel(key, j)) / tau if weight else -math.inf
                 for weight, j in zip(row, look.positions, strict=True)
             ]
         )
@@ -58,8 +59,8 @@ def _softmax(logits: list[float]) -> list[float]:
     return [x / sum(powers) for x in powers]
 
 
-def _gumbel(config: Config, layer: int, head: int, query: int, key: int) -> float:
-    number = _mixed(_mixed(_mixed(_mixed(config["seed"], layer), head), query), key)
+def _gumbel(key: int, number: int) -> float:
+    number = _mixed(key, number)
     return -math.log(-math.log(((number >> 9) + 0.5) / 2**23))
 
 
