@@ -77,6 +77,16 @@ def test_softcaps_sinks_and_other_families(family: str) -> None:
     compare(words("h2o", "merge"), family)
 
 
+@pytest.mark.parametrize("queries", ["window", "replay"])
+@pytest.mark.parametrize(("selector", "budget"), [("knorm", 6), ("h2o", 0.5), ("streaming:sinks=1", 9)])
+def test_regression_on_rows_that_lose_nearly_all(selector: str, budget: float, queries: str) -> None:
+    """A learned sink of little weight has most of such a row, when the tokens that are kept have still less."""
+    for window in (2, 5, 32):
+        policy = f"{selector}+regress:queries={queries}:window={window}:sinks=1:recent=2@{budget}"
+        for family in ("gpt_oss", "llama"):
+            compare(policy, family)
+
+
 @pytest.mark.parametrize("merger", ACTIVE)
 def test_a_cache_that_grows_merges_its_prompts(merger: str) -> None:
     compare(words("snapkv:decode=grow", merger))

@@ -157,7 +157,7 @@ def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots
         rotation=KeyRotation(Roll(), torch.tensor([0, 3, 1])),  # pyright: ignore[reportArgumentType]
     )
     ignored = below_mean_counts(newest, pending.keys, pending.transform, past, pending.valid)
-    selector = Ranking(needs=Needs(attn_sum=True, window_queries=2, forward=True))
+    selector = Ranking(needs=Needs(attn_sum=True, window_queries=2, forward=True, unrotated_keys=True))
     select(selector, positions, pending, [3, 3, 3], past)
     (seen,), (view,) = selector.seen, selector.views
     assert seen.attn_sum is not None and seen.window_attn is not None
