@@ -72,6 +72,7 @@ def no_queries(q: Tensor, context: Tensor, width: int) -> ReplayedQueries:
         context: Which tokens of the held prompt are replayed, [B, P] bool.
         width: The most queries of a row.
     """
+    width = min(width, context.shape[1])  # no row has more tokens
     count = context.sum(-1, keepdim=True)
     number = torch.arange(width, device=context.device)
     middle = torch.div((2 * number + 1) * count, 2 * width, rounding_mode="floor")

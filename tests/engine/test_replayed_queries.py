@@ -34,6 +34,12 @@ def test_queries_are_spread_over_each_row() -> None:
         assert torch.equal(found.queries, want)
 
 
+def test_no_more_queries_than_tokens() -> None:
+    """A window may be any number; memory of as many queries may not."""
+    context = torch.ones(2, 5, dtype=torch.bool)
+    assert no_queries(torch.zeros(2, 2, 1, 3), context, 10**12).tokens.tolist() == [[0, 1, 2, 3, 4]] * 2
+
+
 def test_attention_is_that_to_the_tokens_alone() -> None:
     torch.manual_seed(0)
     found = ReplayedQueries(torch.randn(2, 4, 3, 8), torch.tensor([[0, 4, 9], [0, 1, -1]]))
