@@ -126,9 +126,10 @@ def test_families(family: str, tmp_path: Path) -> None:
         check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
 
 
-def test_a_cache_of_autocast_is_loaded_under_autocast(tmp_path: Path) -> None:
-    """Where a GPU is present, its dtype is not that of a model on the CPU."""
-    model = build("llama")
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_a_cache_of_autocast_is_loaded_under_autocast(family: str, tmp_path: Path) -> None:
+    """Where a GPU is present, its dtype is not that of a model on the CPU. Stock layers may hold the model's."""
+    model = build(family)
     path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, "h2o@0.5"):
         with torch.autocast("cpu", torch.bfloat16):
