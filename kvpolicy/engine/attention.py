@@ -83,8 +83,20 @@ class ScoreTransform(NamedTuple):
         weights = torch.softmax(score, -1)
         if self.sinks is None:
             return weights
-        sinks = self.sinks.float().reshape(*score.shape[1:3], *[1] * (score.dim() - 3))
-        return weights * torch.sigmoid(score.logsumexp(-1, keepdim=True) - sinks)
+        return weights * torch.sigmoid(score.logsumexp(-1, keepdim=True) - self._grouped_sinks(score))
+
+    def sink_weights(self, score: Tensor) -> Tensor | None:
+        """The weight of the learned sink beside scores [B, H, G, ..., N], fp32 [B, H, G, ...]; None without one.
+
+        It is exact where it is far below 1, unlike what the weights of the tokens leave of 1.
+        """
+        if self.sinks is None:
+            return None
+        return torch.sigmoid(self._grouped_sinks(score) - score.logsumexp(-1, keepdim=True)).squeeze(-1)
+
+    def _grouped_sinks(self, score: Tensor) -> Tensor:
+        assert self.sinks is not None
+        return self.sinks.float().reshape(*score.shape[1:3], *[1] * (score.dim() - 3))
 
 
 def attend(
@@ -351,6 +363,13 @@ def window_attention(
     window: QueryWindow, k: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None
 ) -> Tensor:
     """Attention weights of a window of queries over past slots and new tokens, fp32 [B, Hq, W, S + P]."""
+    return weights_and_sinks(window, window_scores(window, k, transform, past, valid), transform)[0]
+
+
+def window_scores(
+    window: QueryWindow, k: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None
+) -> Tensor:
+    """Scores of a window of queries against past slots and new tokens, fp32 [B, H, G, W, S + P]; -inf if not seen."""
     _, heads, new, _ = k.shape
     group = window.queries.shape[1] // heads
     width = window.queries.shape[2]
@@ -365,9 +384,20 @@ def window_attention(
     hidden = _hidden_columns(past, valid, keys.shape[2])
     if hidden is not None:
         score.masked_fill_(hidden[:, :, None, None], -torch.inf)
+    return score
+
+
+def weights_and_sinks(window: QueryWindow, score: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor | None]:
+    """Attention weights of scores [B, H, G, W, N] of a window of queries, and the weights of learned sinks.
+
+    Returns:
+        The weights, fp32 [B, Hq, W, N], and those of sinks, fp32 [B, Hq, W]; None without learned sinks.
+    """
     # An absent query sees no new token, and without a past nothing at all: its softmax is NaN.
-    absent = (window.at < 0)[:, None, None, :, None]
-    return transform.weights(score).masked_fill_(absent, 0).flatten(1, 2)
+    absent = (window.at < 0)[:, None, None, :]
+    weights = transform.weights(score).masked_fill_(absent[..., None], 0).flatten(1, 2)
+    sinks = transform.sink_weights(score)
+    return weights, None if sinks is None else sinks.masked_fill_(absent, 0).flatten(1, 2)
 
 
 def largest_queries(q: Tensor, heads: int, valid: Tensor | None) -> Tensor:

@@ -44,7 +44,7 @@ def merge_prompt(
     coded: slice,
     length: Tensor,
     ranks: Ranks,
-    replay_attention: Tensor | None,
+    replayed: tuple[Tensor, Tensor | None] | None,
 ) -> TokenBatch:
     """Merge what a prompt evicts into the tokens that are kept and not coded.
 
@@ -57,7 +57,7 @@ def merge_prompt(
         coded: The coded slots among all tokens.
         length: Tokens that each row has seen, [B].
         ranks: The ranks that hold the layer's other heads.
-        replay_attention: See `Candidates`.
+        replayed: `Candidates.replay_attention` and `Candidates.replay_sinks`; None where nothing was replayed.
 
     Returns:
         The kept tokens by ascending position, merged: keys and values are copies.
@@ -84,7 +84,9 @@ def merge_prompt(
             length=length,
             priority=selected.priority if merger.traits.ranked else None,
             ranks=ranks,
-            replay_attention=replay_attention,
+            replay_attention=replayed[0] if replayed else None,
+            sinks=selected.window_sinks,
+            replay_sinks=replayed[1] if replayed else None,
         ),
     )
     return kept._replace(

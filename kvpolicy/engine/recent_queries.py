@@ -1,4 +1,4 @@
-"""The attention of the newest queries of a prompt, `Seen.window_attn`."""
+"""The attention of the newest queries of a prompt, `Seen.window_attn` and `Seen.window_sinks`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpolicy.engine.attention import QueryWindow, newest_columns, window_attention
+from kvpolicy.engine.attention import QueryWindow, newest_columns, weights_and_sinks, window_scores
 from kvpolicy.engine.statistic import Candidates, Coming, WindowStatistic, newest_of
 
 
@@ -36,4 +36,6 @@ class RecentQueries(WindowStatistic):
         """Attention rows of the queries."""
         assert self.window is not None
         keys, valid, transform, past = candidates[:4]
-        return {"window_attn": window_attention(self.window, keys, transform, past, valid)}
+        score = window_scores(self.window, keys, transform, past, valid)
+        weights, sinks = weights_and_sinks(self.window, score, transform)
+        return {"window_attn": weights, "window_sinks": sinks}

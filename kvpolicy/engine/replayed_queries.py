@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.attention import QueryWindow, ScoreTransform, weights_and_sinks
 from kvpolicy.engine.replay import Chunk
 
 
@@ -38,14 +38,19 @@ class ReplayedQueries(NamedTuple):
         index = column.clamp(0, q.shape[2] - 1)[:, None, :, None].expand_as(self.queries)
         self.queries.copy_(torch.where(here[:, None, :, None], q.gather(2, index), self.queries))
 
-    def attention(self, keys: Tensor, there: Tensor, counts: Tensor | None, transform: ScoreTransform) -> Tensor:
-        """Attention weights over all tokens of a layer, without those of the replay, [B, Hq, W, N] fp32.
+    def attention(
+        self, keys: Tensor, there: Tensor, counts: Tensor | None, transform: ScoreTransform
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention weights over all tokens of a layer, without those of the replay, and the weights of learned sinks.
 
         Args:
             keys: [B, H, N, D].
             there: Which of them are tokens, [B, H, N] bool.
             counts: Logarithm of the number of tokens that each one stands for, [B, H, N] fp32; None if each is one.
             transform: From products to attention weights.
+
+        Returns:
+            The weights, fp32 [B, Hq, W, N], and those of sinks, fp32 [B, Hq, W]; None without learned sinks.
         """
         heads, width = keys.shape[1], self.queries.shape[2]
         score = transform.scores(self.queries.unflatten(1, (heads, -1)).flatten(2, 3), keys).unflatten(2, (-1, width))
@@ -53,8 +58,7 @@ class ReplayedQueries(NamedTuple):
             score += counts[:, :, None, None]
         score.masked_fill_(~there[:, :, None, None], -torch.inf)
         # A row without a replay may have no token, whose softmax is NaN.
-        absent = (self.tokens < 0)[:, None, None, :, None]
-        return transform.weights(score).masked_fill_(absent, 0).flatten(1, 2)
+        return weights_and_sinks(QueryWindow(self.queries, self.tokens), score, transform)
 
 
 def no_queries(q: Tensor, context: Tensor, width: int) -> ReplayedQueries:
@@ -68,6 +72,7 @@ def no_queries(q: Tensor, context: Tensor, width: int) -> ReplayedQueries:
         context: Which tokens of the held prompt are replayed, [B, P] bool.
         width: The most queries of a row.
     """
+    width = min(width, context.shape[1])  # no row has more tokens
     count = context.sum(-1, keepdim=True)
     number = torch.arange(width, device=context.device)
     middle = torch.div((2 * number + 1) * count, 2 * width, rounding_mode="floor")

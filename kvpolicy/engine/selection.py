@@ -39,6 +39,7 @@ class Selection(NamedTuple):
         window_attn: Attention of the newest queries over the candidates, [B, Hq, W, S + P] fp32, if it was requested.
         priority: Priority of each candidate, [B, H, S + P] fp32.
         head_pages: Pages of each head, [B, H] int64; None without head budgets.
+        window_sinks: The weights of learned sinks beside `window_attn`, [B, Hq, W] fp32; None if there are none.
     """
 
     positions: Tensor
@@ -47,6 +48,7 @@ class Selection(NamedTuple):
     window_attn: Tensor | None = None
     priority: Tensor | None = None
     head_pages: Tensor | None = None
+    window_sinks: Tensor | None = None
 
 
 class HeadBudgets(NamedTuple):
@@ -91,6 +93,7 @@ class Ranking(NamedTuple):
         priority: Priority of each candidate, [B, H, S + P] fp32.
         order: Where each one is among the slots and the new tokens, [B, H, S + P] int64; None if they are in order.
         window_attn: Attention of the newest queries over the slots and the new tokens, in their order, if requested.
+        window_sinks: The weights of learned sinks beside it, [B, Hq, W] fp32; None if there are none.
     """
 
     view: View
@@ -99,6 +102,7 @@ class Ranking(NamedTuple):
     priority: Tensor
     order: Tensor | None
     window_attn: Tensor | None
+    window_sinks: Tensor | None
 
 
 def rank_candidates(
@@ -158,7 +162,8 @@ def rank_candidates(
         positions, state, seen = _reordered(positions, state, seen, order)
     view = View(positions, prompt.lengths(seen_before), keep, layer_idx, ranks, alike=not slots)
     after = _in_dtypes_of(state, selector.observe(state, seen, view))
-    return Ranking(view, state, after, finite_priority(selector.priority(after, view)), order, window_attn)
+    priority = finite_priority(selector.priority(after, view))
+    return Ranking(view, state, after, priority, order, window_attn, seen.window_sinks)
 
 
 def select_tokens(ranking: Ranking, idle: Tensor | None = None, heads: HeadBudgets | None = None) -> Selection:
@@ -169,7 +174,7 @@ def select_tokens(ranking: Ranking, idle: Tensor | None = None, heads: HeadBudge
         idle: Rows without a token in the prompt, [B] bool, which keep what they hold; None if there are none.
         heads: How many tokens each head keeps; without it, all keep the budget of the ranking's view.
     """
-    view, before, state, priority, order, window_attn = ranking
+    view, before, state, priority, order, window_attn, window_sinks = ranking
     positions = view.positions
     head_pages = None if heads is None else heads.divide(priority, view)
     count = view.budget[:, None] if heads is None or head_pages is None else head_pages * heads.size[:, None]
@@ -184,7 +189,7 @@ def select_tokens(ranking: Ranking, idle: Tensor | None = None, heads: HeadBudge
         positions = positions.gather(-1, back)
         priority = priority.gather(-1, back)
         state = map_slots(lambda t: t.gather(-1, back), state)
-    return Selection(positions, state, chosen, window_attn, priority, head_pages)
+    return Selection(positions, state, chosen, window_attn, priority, head_pages, window_sinks)
 
 
 def worth_of(selector: Selector, ranking: Ranking) -> Tensor:

@@ -75,12 +75,14 @@ def _window_difference(content: CacheFile, attachment: Attachment) -> str:
     """How the tensors of layers that no policy manages differ from those of the model; empty if they do not."""
     header, held = content
     dtype = getattr(torch, header["dtype"])
+    # Under autocast, a stock layer holds keys as their rotation leaves them: in the dtype of the model.
+    dtypes = {dtype, attachment.model_shape.shape.dtype}
     for index, window in attachment.model_shape.unmanaged.items():
         shape = attachment.model_shape.unmanaged_shapes[index]
         least = min(header["columns"], window - 1)  # more are held while the past is recorded
         for name in (f"layers.{index}.keys", f"layers.{index}.values"):
             tensor = held.get(name)
-            if tensor is None or tensor.dtype != dtype or tensor.dim() != 4:
+            if tensor is None or tensor.dtype not in dtypes or tensor.dim() != 4:
                 return f"the tensor {name} as {dtype} of 4 dimensions, got {_described(tensor)}"
             rows, heads, tokens, dim = tensor.shape
             sized = (rows, dim) == (header["rows"], shape.head_dim) and least <= tokens <= header["columns"]

@@ -14,9 +14,6 @@ from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import check_fields
 
-_ROUNDING = 1e-5
-"""More than the rounding of a row of attention in fp32."""
-
 _CHUNK = 2048
 """Tokens of the context that are replayed at a time, as `kvzip` does by default."""
 
@@ -87,19 +84,21 @@ class Regress(Merger):
 
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Regress the outputs of the window on the values of the targets."""
-        attention = candidates.replay_attention if self.queries == "replay" else candidates.attention
+        attention, sinks = candidates.attention, candidates.sinks
+        if self.queries == "replay":
+            attention, sinks = candidates.replay_attention, candidates.replay_sinks
         if attention is None:  # a later prompt is not replayed
             return Merged(candidates.at_targets(candidates.values))
         rows = group_rows(attention[:, :, -self.window :], candidates).double()
         # In double precision: the products of n queries have eigenvalues from the ridge to n.
         values = candidates.values.double().masked_fill((candidates.positions < 0)[..., None], 0)
         kept = rows.masked_fill(~candidates.kept[:, :, None], 0)
-        total = rows.sum(-1, keepdim=True)
-        # What a learned sink takes of a row, it also takes after eviction. Without one, rows sum to 1 but for rounding,
-        # which would be large beside a row that has little weight on kept tokens.
-        sink = torch.where(1 - total > _ROUNDING, 1 - total, 0)
-        rest = kept.sum(-1, keepdim=True) + sink
-        present = total > 0
+        # A learned sink has as much weight beside the kept tokens as before. Not what a row leaves of 1, whose rounding
+        # is large beside a row that has little weight on kept tokens.
+        rest = kept.sum(-1, keepdim=True)
+        if sinks is not None:
+            rest = rest + group_rows(sinks[:, :, -self.window :, None], candidates).double()
+        present = rows.sum(-1, keepdim=True) > 0
         kept = torch.where(rest > 0, kept / rest.masked_fill(rest <= 0, 1), 0)
         missing = rows @ values - kept @ values
         free = kept.gather(-1, candidates.targets[:, :, None].expand(-1, -1, rows.shape[2], -1))

@@ -13,7 +13,7 @@ from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import Nearest, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_min, check_range
+from kvpolicy.spec.parameters import check_range
 from kvpolicy.spec.validation import check_fields
 
 _BEFORE = -1
@@ -47,7 +47,7 @@ class ZSMerge(Merger):
         alpha: The factor on the logarithm of the number of tokens that is added to the score of a slot, in [0.01, 1].
 
     Raises:
-        KVPolicyError: If `slots` is below 1, or `alpha` is outside [0.01, 1].
+        KVPolicyError: If `slots` is outside [1, 32767], or `alpha` is outside [0.01, 1].
 
     Examples:
         >>> from kvpolicy import Policy
@@ -69,7 +69,7 @@ class ZSMerge(Merger):
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
-        check_min(self, slots=1)
+        check_range(self, slots=(1, 32767))  # which each head knows the positions of
         # Counts are stored as what is added to scores, so that alpha must leave them recognizable.
         check_range(self, alpha=(0.01, 1))
 

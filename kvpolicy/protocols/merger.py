@@ -47,6 +47,8 @@ class Candidates(NamedTuple):
         replay_attention: Attention weights of W queries of the replay over all N tokens, [B, Hq, W, N] fp32, without
             the replay's own tokens; rows of zeros where a batch row has fewer, as in later prompts. None unless
             `Needs.replay_queries`, and where nothing was replayed.
+        sinks: The weight of the learned sink in each row of `attention`, [B, Hq, W] fp32; None if there is none.
+        replay_sinks: The same of `replay_attention`.
     """
 
     keys: Tensor
@@ -61,6 +63,8 @@ class Candidates(NamedTuple):
     priority: Tensor | None = None
     ranks: Ranks = SINGLE_RANK
     replay_attention: Tensor | None = None
+    sinks: Tensor | None = None
+    replay_sinks: Tensor | None = None
 
     @property
     def evicted(self) -> Tensor:

@@ -275,6 +275,7 @@ class Seen(NamedTuple):
             and for those in no block. None unless `Needs.block_queries`.
         unrotated: The keys without their rotation, [B, H, N, D] fp32; None unless `Needs.unrotated_keys`, and in
             `rerank`. Numbers at invalid tokens are to be ignored.
+        window_sinks: [B, Hq, W], the weight of the learned sink in each row of `window_attn`; None if there is none.
     """
 
     attn_sum: Tensor | None
@@ -298,6 +299,7 @@ class Seen(NamedTuple):
     output_norms: Tensor | None = None
     block_attn: Tensor | None = None
     unrotated: Tensor | None = None
+    window_sinks: Tensor | None = None
 
     def recent(self, window: Tensor) -> Tensor:
         """Attention summed over each row's newest `window` [B] queries, [B, Hq, N]."""

@@ -55,8 +55,8 @@ class RKV(Selector):
         decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
 
     Raises:
-        KVPolicyError: If `window` or `every` is below 1, `kernel` is not odd, `mix` or `similar` is
-            outside [0, 1].
+        KVPolicyError: If `window` is outside [1, 32767], `every` is below 1, `kernel` is not odd, or `mix` or `similar`
+            is outside [0, 1].
 
     Examples:
         >>> from kvpolicy import Policy
@@ -83,7 +83,8 @@ class RKV(Selector):
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
-        check_min(self, window=1, every=1)
+        check_range(self, window=(1, 32767))  # as many queries are held of each head
+        check_min(self, every=1)
         check_kernel(self, self.kernel)
         check_range(self, mix=(0, 1), similar=(0, 1))
 

@@ -110,8 +110,7 @@ class TriAttention(Selector):
 
     def observe(self, state: Placed, seen: Seen, view: View) -> State:
         """Rank every candidate after a prompt."""
-        # A copy: all layers are given the same tensor, and a state is written in place.
-        offset = state.offset if seen.rope_offset is None else seen.rope_offset.to(state.offset).clone()
+        offset = state.offset if seen.rope_offset is None else seen.rope_offset.to(state.offset, copy=True)
         return self.rerank(state._replace(offset=offset), seen, view)
 
     def rerank(self, state: Placed, seen: Seen, view: View) -> State:

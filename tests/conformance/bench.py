@@ -15,6 +15,7 @@ from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED, add_scores, chunks, received
+from kvpolicy.engine.replayed_queries import ReplayedQueries, no_queries
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.protocols import Forward
 from tests.conformance.access import coded_positions, kept_positions
@@ -83,8 +84,8 @@ class Bench:
             if not self.layer.is_initialized:
                 self.layer.initialize(k, group=q.shape[1] // k.shape[1])
             out, pending = self.layer.attend_prompt(q, k, v, valid, kernel, given)
-            replays, scores = self._replay(pending, q.shape[1] // k.shape[1])
-            pending = pending._replace(replay=scores)
+            replays, scores, queries = self._replay(pending, q.shape[1] // k.shape[1])
+            pending = pending._replace(replay=scores, replayed=queries)
             self.layer.compress(pending, self._budget(), massive=massive)
         check_invariants(self.layer, keeps_newest=False)  # budgets here may be below those that keep it
         turn = Turn(q=q, k=k, v=v, valid=valid, kernel=kernel, out=out, hidden=hidden, replays=replays)
@@ -100,11 +101,14 @@ class Bench:
         twin = twin._replace(projection=lambda layer: self.projection)
         return replay(self.policy, {self.layer.layer_idx: self.turns}, twin=twin)
 
-    def _replay(self, pending: PendingPrompt, group: int) -> tuple[list[Replayed], Tensor | None]:
-        """Random replays of rows that had no token before, and the scores that they give."""
-        plan, context = self.policy.selector.needs.replay, pending.flags & (self.layer.tensors.length == 0)[:, None]
+    def _replay(
+        self, pending: PendingPrompt, group: int
+    ) -> tuple[list[Replayed], Tensor | None, ReplayedQueries | None]:
+        """Random replays of rows that had no token before, the scores that they give, and queries for the merger."""
+        needs, context = self.layer.spec.prompt_needs, pending.flags & (self.layer.tensors.length == 0)[:, None]
+        plan, queries = needs.replay, None
         if plan is None or not bool(context.any()):
-            return [], None
+            return [], None, None
         batch, heads, _, dim = pending.keys.shape
         replays, scores = [], torch.full(pending.keys.shape[:3], NOT_REPLAYED)
         for chunk in chunks(context, plan):
@@ -112,7 +116,10 @@ class Bench:
             q, k, _ = draw(size, seed, batch=batch, heads=heads, group=group, dim=dim)
             add_scores(scores, chunk, received(q, k, pending.keys, pending.transform, chunk, chunk.chosen, None))
             replays.append(Replayed(chunk.number, q, k, chunk.chosen))
-        return replays, scores
+            if needs.replay_queries:
+                queries = queries or no_queries(q, context, needs.replay_queries)
+                queries.add(q, 0, chunk, plan.chunk, size)
+        return replays, scores, queries
 
     def _inputs(self, q: Tensor) -> Forward | None:
         """Random inputs of the layer [B, P, M], if the selector looks at them."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvpolicy import Policy, PolicyCache
+from kvpolicy import KeepKV, Plain, Policy, PolicyCache, Regress, ZSMerge
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.registry import name_of
@@ -209,6 +209,18 @@ number always is near one, and a coefficient of CSR carries more of a key than a
 (RotateKV, TurboQuant, KVQuant) say how near to a tie they came."""
 
 
+def noise_of(policy: Policy) -> Noise:
+    """What rounding may do to the numbers of a policy's codec and merger."""
+    rough = ROUGH.get(type(policy.codec).__name__, Noise())
+    if isinstance(policy.merger, Regress):
+        # The ridge regression solves for values with the errors of fp32 attention, divided by small eigenvalues.
+        return rough._replace(error=max(rough.error, 5e-4))
+    if isinstance(policy.merger, KeepKV | ZSMerge) and policy.codec != Plain():
+        # Means of keys with the rounding of attention, or of many numbers, and codecs that round means of such to fp16.
+        return rough._replace(error=max(rough.error, 5e-4), tie=max(rough.tie, 3e-5))
+    return rough
+
+
 class Twin(NamedTuple):
     """What the reference needs beside the policy.
 
@@ -234,13 +246,13 @@ def replay(
     Args:
         policy: The policy that was attached.
         tape: What was recorded.
-        noise: What rounding may do; what it may do to the codec's own arithmetic, unless told.
+        noise: What rounding may do; what it may do to the policy's own arithmetic, unless told.
         exact: Whether kept positions must be equal (but for choices and codes within fp32's noise, after which a row is
             left).
         twin: The codec's slow version; found by its name where it is registered.
     """
     total = Verdict(0, 0, 0, 0.0)
-    noise = noise or ROUGH.get(type(policy.codec).__name__, Noise())
+    noise = noise or noise_of(policy)
     twin = twin or Twin(reference_codec(policy.codec))
     for layer_idx, turns in tape.items():
         for b in range(turns[0].q.shape[0]):

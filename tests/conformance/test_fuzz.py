@@ -13,10 +13,10 @@ from kvpolicy import Policy
 from kvpolicy.registry import lookup
 from tests.conformance.bench import Bench, draw
 from tests.conformance.calibration import write
-from tests.conformance.policies import BASES, CODECS, SELECTORS, WRAPPERS, by_name, is_refused, parameters
+from tests.conformance.policies import BASES, CODECS, MERGERS, SELECTORS, WRAPPERS, by_name, is_refused, parameters
 from tests.sampling import product
 
-ATTENTIVE = ["h2o", "snapkv", "probe", "a2sf", "keyformer"]
+ATTENTIVE = ["h2o", "snapkv", "probe", "a2sf", "keyformer", "kvzap"]
 """Selectors that hold attention, which some wrappers ask for."""
 
 
@@ -125,18 +125,38 @@ def draw_codec(dice: Random) -> str:
     return ":".join([name, *(f"{key}={value}" for key, value in options.items())])
 
 
-def converse(seed: int, *, idle: bool = False) -> None:
+def draw_merger(dice: Random) -> str:
+    """The words of a merger with options drawn at random."""
+    name = dice.choice([name for name in MERGERS if name != "drop"])
+    options = {
+        "blend": [f"least={dice.choice(['0.0', '0.3', '0.6'])}"],
+        "d2o": [f"decay={dice.choice(['0.1', '0.5', '1.0'])}"],
+        "keepkv": [f"window={dice.choice([1, 4, 32])}", f"least={dice.choice(['-1.0', '0.3', '0.8'])}"],
+        "kvmerger": [f"least={dice.choice(['-1.0', '0.3', '0.75'])}"],
+        "merge": [f"by={dice.choice(['keys', 'position'])}", f"least={dice.choice(['-1.0', '0.3', '0.9'])}"],
+        "regress": [
+            f"window={dice.choice([1, 5, 32])}", f"queries={dice.choice(['window', 'replay'])}",
+            f"ridge={dice.choice(['0.01', '1.0'])}", f"sinks={dice.randint(0, 4)}", f"recent={dice.choice([0, 3, 32])}",
+        ],
+        "zsmerge": [f"slots={dice.randint(1, 5)}", f"alpha={dice.choice(['0.01', '0.7', '1.0'])}"],
+    }.get(name, [])  # fmt: skip
+    return ":".join([name, *options])
+
+
+def converse(seed: int, *, idle: bool = False, merges: bool = False) -> None:
     """A prompt, then steps and continuations, padded anywhere, under budgets that may rise.
 
     Args:
         seed: Of everything.
         idle: Whether continuations may bring some rows nothing but padding.
+        merges: Whether evicted tokens are merged.
     """
     dice = Random(seed)
     selector, codec = draw_selector(dice), draw_codec(dice)
     if any(is_refused(name, codec.partition(":")[0]) for name in selector.replace(":", "/").split("/")):
         codec = "plain"
-    policy = Policy.parse(f"{selector}+{codec}@0.5")
+    merger = draw_merger(Random(-1 - seed)) if merges else "drop"  # the same conversation, with and without
+    policy = Policy.parse(f"{selector}+{merger}+{codec}@0.5")
     batch, floor = dice.randint(1, 3), policy.selector.min_tokens
     heads, group = dice.choice([(1, 1), (2, 2), (1, 3), (3, 1)])
     sizes = [dice.randint(2, 40), *(dice.choice([1, 1, 1, 1, dice.randint(2, 12)]) for _ in range(dice.randint(3, 25)))]
@@ -163,6 +183,11 @@ def test_some(seed: int) -> None:
     converse(seed)
 
 
+@product("seed", range(150), sample=[(seed,) for seed in range(40)])
+def test_merges(seed: int) -> None:
+    converse(seed, idle=seed % 2 == 0, merges=True)
+
+
 @pytest.mark.parametrize("seed", [71, 102, 287, 308, 332, 349, 382, 409])
 def test_rows_that_get_nothing(seed: int) -> None:
     """A row that only gets padding stays as it is."""
@@ -171,4 +196,4 @@ def test_rows_that_get_nothing(seed: int) -> None:
 
 @product("seed", range(150, 3000), sample=[])
 def test_many(seed: int) -> None:
-    converse(seed, idle=seed % 2 == 0)
+    converse(seed, idle=seed % 2 == 0, merges=seed % 5 > 1)

@@ -34,16 +34,31 @@ def test_queries_are_spread_over_each_row() -> None:
         assert torch.equal(found.queries, want)
 
 
+def test_no_more_queries_than_tokens() -> None:
+    """A window may be any number; memory of as many queries may not."""
+    context = torch.ones(2, 5, dtype=torch.bool)
+    assert no_queries(torch.zeros(2, 2, 1, 3), context, 10**12).tokens.tolist() == [[0, 1, 2, 3, 4]] * 2
+
+
 def test_attention_is_that_to_the_tokens_alone() -> None:
     torch.manual_seed(0)
     found = ReplayedQueries(torch.randn(2, 4, 3, 8), torch.tensor([[0, 4, 9], [0, 1, -1]]))
     keys, there = torch.randn(2, 2, 10, 8), torch.ones(2, 2, 10, dtype=torch.bool)
     there[1, :, 6:] = False
     counts = torch.rand(2, 2, 10)
-    rows = found.attention(keys, there, counts, ScoreTransform(0.3))
+    rows, none = found.attention(keys, there, counts, ScoreTransform(0.3))
     scores = 0.3 * found.queries @ keys.repeat_interleave(2, 1).mT + counts.repeat_interleave(2, 1)[:, :, None]
     want = scores.masked_fill(~there.repeat_interleave(2, 1)[:, :, None], -torch.inf).softmax(-1)
     want[1, :, 2] = 0
     torch.testing.assert_close(rows, want)
-    plain = found.attention(keys, there, None, ScoreTransform(0.3))
+    assert none is None
+    plain, _ = found.attention(keys, there, None, ScoreTransform(0.3))
     assert not torch.allclose(plain, want)
+    learned = torch.tensor([0.0, -20.0, 1.0, 5.0])
+    rows, sinks = found.attention(keys, there, None, ScoreTransform(0.3, sinks=learned))
+    assert sinks is not None and sinks[1, :, 2].eq(0).all()
+    total = plain.new_ones(2, 4, 3).masked_fill((found.tokens < 0)[:, None], 0)
+    torch.testing.assert_close(rows.sum(-1) + sinks, total)
+    score = 0.3 * found.queries @ keys.repeat_interleave(2, 1).mT
+    small = (learned[1].double() - score.double()[0, 1].logsumexp(-1)).exp()
+    torch.testing.assert_close(sinks[0, 1].double(), small, atol=0, rtol=1e-5)

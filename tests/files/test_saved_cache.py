@@ -44,7 +44,13 @@ OTHERS = [
     words("kvzip"),
 ]
 EVERY = [*(words(*row) for row in star_of_three()), *OTHERS]
-SOME = [*OTHERS, words("squeeze", "snapkv", "plain"), *(words("uniform", "h2o", codec) for codec in names("codec"))]
+OWN = ["keyformer", "kvzap", "rkv", "triattention"]
+"""Selectors with a state of their own, beside a score: queries, offsets, what was generated."""
+SOME = [
+    *OTHERS,
+    words("squeeze", "snapkv", "plain"),
+    *(words("uniform", "h2o", codec) for codec in names("codec")),
+]
 
 
 def start(model: Any, lengths: list[int], **expected: Any) -> tuple[PolicyCache, Tensor, Tensor]:
@@ -95,6 +101,21 @@ def test_it_goes_on_bit_for_bit(policy: str, lengths: list[int], tmp_path: Path)
     assert torch.equal(cache_file.read(tmp_path / "cache.safetensors").tensors[TOKENS], ids[:, :CUT])
 
 
+@pytest.mark.parametrize("selector", OWN)
+def test_states_of_selectors_are_saved_as_they_are(selector: str, tmp_path: Path) -> None:
+    """Right after a whole prompt, without compression: a file takes no tensors that share memory, of two layers say."""
+    model = build("llama")
+    ids, mask = make_batch([26, 26], TURNS)
+    with kvpolicy.attach(model, words(selector)):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, TURNS[0], cache)
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = PolicyCache.load(model, tmp_path / "cache.safetensors")
+        for column in range(TURNS[0], CUT):
+            both = [forward(model, ids, mask, column, column + 1, each) for each in (cache, loaded)]
+            assert torch.equal(*both)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "falcon_grouped"])
 def test_families(family: str, tmp_path: Path) -> None:
     """Layers that no policy manages are saved with the others."""
@@ -105,9 +126,10 @@ def test_families(family: str, tmp_path: Path) -> None:
         check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
 
 
-def test_a_cache_of_autocast_is_loaded_under_autocast(tmp_path: Path) -> None:
-    """Where a GPU is present, its dtype is not that of a model on the CPU."""
-    model = build("llama")
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_a_cache_of_autocast_is_loaded_under_autocast(family: str, tmp_path: Path) -> None:
+    """Where a GPU is present, its dtype is not that of a model on the CPU. Stock layers may hold the model's."""
+    model = build(family)
     path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, "h2o@0.5"):
         with torch.autocast("cpu", torch.bfloat16):

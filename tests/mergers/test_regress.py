@@ -20,7 +20,8 @@ def prompt(kept: list[int], count: int = 24, seed: int = 0, sink: float = 0.0) -
     targets = torch.tensor(kept).expand(1, 2, -1)
     is_kept = torch.zeros(1, 2, count, dtype=torch.bool).scatter(-1, targets, True)
     there = torch.ones_like(targets, dtype=torch.bool)
-    return Candidates(keys, values, positions, is_kept, targets, there, None, rows, torch.tensor([count]))
+    sinks = torch.full((1, 4, 6), sink) if sink else None
+    return Candidates(keys, values, positions, is_kept, targets, there, None, rows, torch.tensor([count]), sinks=sinks)
 
 
 def error(given: Candidates, values: Tensor, sink: float = 0.0) -> float:

@@ -100,7 +100,7 @@ def test_alpha_is_in_what_is_added_to_scores() -> None:
 
 def test_refusals() -> None:
     assert str(Policy.parse("snapkv+zsmerge@0.2")) == "snapkv+zsmerge@0.2"
-    with pytest.raises(KVPolicyError, match="slots must be at least 1"):
+    with pytest.raises(KVPolicyError, match="slots must be between 1 and 32767"):
         ZSMerge(slots=0)
     with pytest.raises(KVPolicyError, match=r"alpha must be between 0.01 and 1"):
         ZSMerge(alpha=0.0)

@@ -286,10 +286,10 @@ class ReferenceLayer:
             if scores is not None:
                 for token, score in zip(head.tokens, scores, strict=True):
                     token.score = score
-                continue
-            newest = selectors.score_of_newest(self.base, self._look(h, q))
+            newest = selectors.score_of_newest(self.base, self._look(h, q))  # of a wrapper, beside those of its base
             if newest is not None:
                 head.tokens[-1].score = newest
+            if scores is not None or newest is not None:
                 continue
             old = [token.score for token in head.tokens]
             new = selectors.scores_after_decode(self.base, old, attention, self._query_heads(h))

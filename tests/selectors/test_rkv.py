@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvpolicy import KVPolicyError, Policy
 from kvpolicy.selectors import _redundancy
 from kvpolicy.selectors._redundancy import mean_cosines
 from kvpolicy.selectors.rkv import RKV
@@ -76,3 +77,9 @@ def test_chunks_keep_the_newest_queries() -> None:
         found.append(state.queries)
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
+
+
+def test_a_window_that_no_memory_holds() -> None:
+    """Its queries are held for each head, whatever the budget is."""
+    with pytest.raises(KVPolicyError, match=r"window must be between 1 and 32767, got 1000000000; try 8\."):
+        Policy.parse("rkv:window=1000000000@0.5")

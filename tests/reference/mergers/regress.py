@@ -44,7 +44,9 @@ def merge_prompt(
         for row in matrix[-config["window"] :].double():
             full = sum(row[j] * token.seen_value for j, token in enumerate(tokens))
             gone = sum(float(row[j]) for j, token in enumerate(tokens) if token.position not in kept)
-            share = [float(row[j]) / (1 - gone) if token.position in kept else 0.0 for j, token in enumerate(tokens)]
+            left = any(row[j] > 0 and token.position in kept for j, token in enumerate(tokens))
+            rest = 1 - gone if left else 1.0  # 1 - gone is a rounding error where kept tokens have no weight at all
+            share = [float(row[j]) / rest if token.position in kept else 0.0 for j, token in enumerate(tokens)]
             less = sum(share[j] * token.seen_value for j, token in enumerate(tokens))
             rows.append([share[j] for j in free])
             residuals.append(full - less)  # pyright: ignore[reportOperatorIssue, reportArgumentType]

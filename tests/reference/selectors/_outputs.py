@@ -8,10 +8,24 @@ from typing import NamedTuple
 import torch
 
 from ..coding import Config
+from . import scores_of_tokens
 from ._look import Look
 
-BASES = ("a2sf", "h2o", "keyformer", "probe", "snapkv")
-"""Selectors whose score of a token is attention."""
+BASES = ("a2sf", "h2o", "keyformer", "kvzap", "probe", "snapkv")
+"""Selectors whose score of a token says what attention it got."""
+
+
+def attention_in(base: Config, score: complex) -> float:
+    """The attention that a token got, by its score."""
+    if base["name"] == "kvzap":  # the logarithm of what it expects
+        return math.exp(score.real)
+    return score.real / max(score.imag, 1)  # a probe's score has a count beside it
+
+
+def with_base(config: Config, look: Look) -> Look:
+    """The tokens with the scores that the base has of them, if it looks at a prompt by itself."""
+    scores = None if look.attention is None else scores_of_tokens(config["base"], look)
+    return look if scores is None else look._replace(scores=scores)
 
 
 def projected_lengths(look: Look) -> list[float]:
@@ -28,7 +42,7 @@ def projected_lengths(look: Look) -> list[float]:
 def shares(config: Config, look: Look) -> list[float]:
     """Each token's share of the attention that the base of a selector knows of."""
     assert config["base"]["name"] in BASES, f"the base must be one of {BASES}"
-    held = [score.real / max(score.imag, 1) for score in look.scores]  # a probe's score has a count beside it
+    held = [attention_in(config["base"], score) for score in look.scores]
     return [x / sum(held) if sum(held) else 0.0 for x in held]
 
 

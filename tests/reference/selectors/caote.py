@@ -9,7 +9,7 @@ from ..coding import Config
 from . import priorities as priorities_of
 from ._common import SMALLEST, margin
 from ._look import Look
-from ._outputs import apart, mixed, odds, rest, shares
+from ._outputs import apart, mixed, odds, rest, shares, with_base
 
 DEFAULTS: Config = {"base": {"name": "snapkv"}, "fast": False, "every": 128}
 SMALL = "caote:every=7/h2o"
@@ -22,6 +22,7 @@ def rerank_every(config: Config) -> int:
 
 def scores_of_tokens(config: Config, look: Look) -> Sequence[complex]:
     """Compare all values with the output; the scores stay those of the base."""
+    look = with_base(config, look)
     count = len(look.positions)
     weights = [1 / count] * count if config["fast"] else shares(config, look)
     look.memory["output"] = output = mixed(weights, look.values)

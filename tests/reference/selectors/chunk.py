@@ -10,7 +10,7 @@ from . import priorities as priorities_of
 from . import scores_of_layer as scores_of_base
 from ._common import margin
 from ._look import Look
-from ._outputs import BASES
+from ._outputs import BASES, attention_in
 
 DEFAULTS: Config = {"base": {"name": "snapkv"}, "size": 20}
 SMALL = "chunk:size=3/snapkv:window=6:kernel=3"
@@ -45,7 +45,7 @@ def worth_of(base: Config, look: Look) -> list[float]:
     """What the base thinks of each token: the attention that it knows of, else its priority; infinite if it stays."""
     worth = priorities_of(base, look)
     if base["name"] in BASES:
-        seen = [score.real / max(score.imag, 1) for score in look.scores]
+        seen = [attention_in(base, score) for score in look.scores]
         return [math.inf if math.isinf(x) else attention for x, attention in zip(worth, seen, strict=True)]
     if base["name"] == "kvzip":
         seen = [score.real if score.imag else 1.0 for score in look.scores]

@@ -10,7 +10,7 @@ from ..exact import floor_share
 from . import priorities as priorities_of
 from ._common import margin, top
 from ._look import Look
-from ._outputs import projected_lengths, shares
+from ._outputs import projected_lengths, shares, with_base
 
 DEFAULTS: Config = {"base": {"name": "snapkv"}, "split": 0.5, "epsilon": 1e-4}
 SMALL = "critical/snapkv:window=6:kernel=3"
@@ -18,6 +18,7 @@ SMALL = "critical/snapkv:window=6:kernel=3"
 
 def scores_of_tokens(config: Config, look: Look) -> Sequence[complex]:
     """Mark what the base holds highest, and measure all values; the scores stay those of the base."""
+    look = with_base(config, look)
     lengths, marked = projected_lengths(look), list[int]()
     if len(look.positions) > look.budget:
         worth = priorities_of(config["base"], look)
