@@ -55,8 +55,8 @@ class Compensate(Merger):
 
     @property
     def traits(self) -> MergerTraits:
-        """It merges in prompts and in decoding, slots have counts, and it asks for priorities."""
-        return MergerTraits(when="always", counted=True, ranked=True)
+        """It merges in prompts and in decoding, slots have counts, it asks for priorities, and compares no keys."""
+        return MergerTraits(when="always", counted=True, ranked=True, fits_pages=True)
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
         """No slot yet."""
