@@ -120,10 +120,11 @@ def check_heads(
             f"The codec must encode every token by itself to be combined with {heads}, which moves tokens between "
             f"pages, got {codec}; try tokenwise or bfp."
         )
-    if merger.traits.when == "always" and decode != "grow" and not merger.traits.fits_pages:
+    # With a codec, steps merge into the full-precision buffer, which each head has for itself.
+    if merger.traits.when == "always" and decode != "grow" and not (merger.traits.fits_pages or codec.stages):
         raise KVPolicyError(
             f"The merger must not compare keys while decoding to be combined with {heads}, whose heads share the slots "
-            f"of a layer, got {merger}; try compensate, or decode=grow, with which it merges in prompts alone."
+            f"of a layer, got {merger}; try compensate, a codec such as tokenwise, or decode=grow."
         )
     if not isinstance(reader, ReadAll):
         raise KVPolicyError(f"A policy with {heads} must read every token, got the reader {reader}; remove one.")

@@ -79,6 +79,18 @@ def test_mergers_in_prompts_of_a_cache_that_grows(merger: str, codec: str) -> No
     run.step()
 
 
+@pytest.mark.parametrize("merger", ["merge", "keepkv", "zsmerge", "d2o"])
+def test_mergers_that_compare_keys_merge_into_buffers(merger: str) -> None:
+    """With a codec, a head has its buffer for itself."""
+    run = Run("h2o", AdaKV(safeguard=0.0), [70, 12], codec=CODECS[1], merger=merger)
+    run.prompt([120, 33])
+    for _ in range(9):
+        run.step()
+    run.prompt([7, 40])
+    for number in range(9):
+        run.step(valid=[True, number % 3 != 1])
+
+
 @pytest.mark.parametrize("merger", ["blend", "elastic", "kvmerger", "regress"])
 def test_mergers_of_prompts_where_steps_evict(merger: str) -> None:
     run = Run("snapkv:window=6:kernel=3", AdaKV(), [40, 24], merger=merger)
