@@ -33,8 +33,8 @@ INDUCTION = 0.14
 """Shares of all KV heads that retrieve by each score, as in the paper."""
 
 
-_CLEAR = 10
-"""How much more than even attention a head that finds copies gives to them, at least."""
+_CLEAR = 0.1
+"""Attention that a head gives to copies at least if it finds them, and twice what even attention gives."""
 
 
 class EchoScores(NamedTuple):
@@ -292,7 +292,7 @@ def _warn_if_even(found: Mapping[int, EchoScores], random: int, repeats: int) ->
     """Warn of scores that are near those of a head that attends to every token alike: their order says little."""
     best = max((float(part.max()) for scores in found.values() for part in scores), default=0.0)
     even = sum((query // random) / (query + 1) for query in range(random, random * repeats)) / (random * (repeats - 1))
-    if best < _CLEAR * even:
+    if best < max(_CLEAR, 2 * even):
         warnings.warn(
             f"No head finds the copies of {random} random tokens: the best gives them {best:.3f} of its attention, "
             f"where even attention gives {even:.3f}, so expect scores that say little; try fewer random tokens, or the "

@@ -197,13 +197,13 @@ def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_heads_by_the_razor_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
-    line = ["calibrate", "heads", "--model", "tiny", "--probe", "razor", "--out", out, "--quiet", "--random", "20"]
-    with pytest.warns(kvpolicy.KVPolicyWarning, match="No head finds the copies of 20 random tokens"):
+    line = ["calibrate", "heads", "--model", "tiny", "--probe", "razor", "--out", out, "--quiet", "--random", "99"]
+    with pytest.warns(kvpolicy.KVPolicyWarning, match="No head finds the copies of 99 random tokens"):
         assert main([*line, "--sinks", "4", "--recent", "28", "--induction", "0.24"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == f"Wrote {out}. Use it with uniform/duo:file={out}:sparsity=0.75+streaming:sinks=4@0.5"
     found = load_heads(out)
-    assert found.made is not None and (found.made["probe"], found.made["random"]) == ("razor", 20)
+    assert found.made is not None and (found.made["probe"], found.made["random"]) == ("razor", 99)
     assert (found.sinks, found.recent, len(found.heads)) == (4, 28, 8)
     assert main([*line, "--text", out]) == 2
     assert "--probe razor must have no text, got " in capsys.readouterr().err
