@@ -93,9 +93,8 @@ def calibrate_echoes(
     """
     _check_shares(echo, induction)
     random = _random_tokens(model, random, repeats)
-    made = {
-        "probe": "razor", "random": random, "repeats": repeats, "seed": seed, "echo": echo, "induction": induction,
-    }  # fmt: skip
+    shares = {"echo": echo, "induction": induction}
+    made = {"probe": "razor", "random": random, "repeats": repeats, "seed": seed, **shares}
 
     def scores() -> Mapping[int, Tensor]:
         found = echo_scores(model, random=random, repeats=repeats, seed=seed, progress=progress)
