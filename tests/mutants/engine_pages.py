@@ -212,8 +212,8 @@ MUTATIONS = (
     Mutation(
         name="counts of slots are lost in a later prompt",
         file="kvpolicy/engine/exact_pages.py",
-        old="own = F.pad(past.counts, (0, pending.keys.shape[2]))",
-        new="own = F.pad(past.counts * 0, (0, pending.keys.shape[2]))",
+        old="counts = None if tensors.log_counts is None else table.slots(tensors.log_counts)",
+        new="counts = None if tensors.log_counts is None else table.slots(tensors.log_counts * 0)",
         tests=PAGED_MERGES,
     ),
     Mutation(
