@@ -198,4 +198,7 @@ class Run:
             for h, head in enumerate(row.heads):
                 pairs = zip(positions[b, h].tolist(), past.counts[b, h].exp().tolist(), strict=True)
                 found = {position: count for position, count in pairs if position >= 0}
-                assert found == pytest.approx({token.position: token.count for token in head.tokens}, rel=1e-4)
+                expected = pytest.approx({token.position: token.count for token in head.tokens}, rel=1e-4)
+                if found != expected and 0 < row.margin < GAP:  # another slot takes the evicted tokens in
+                    raise NearTie
+                assert found == expected

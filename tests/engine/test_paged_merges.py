@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 
 from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.duo import DuoAttention
-from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.head_files import HeadFile, save_heads
-from tests.engine.paged import HEADS, NearTie, Run
+from tests.engine.paged import HEADS, Run
 
 CODECS = ["plain", "tokenwise:group_size=2:residual_length=3:block_size=4"]
 PROMPTS = ["blend", "elastic", "kvmerger", "merge", "keepkv", "zsmerge", "d2o", "regress"]
@@ -99,28 +97,3 @@ def test_mergers_of_prompts_where_steps_evict(merger: str) -> None:
         run.step()
     run.prompt([9, 30])
     run.step()
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_walks(seed: int) -> None:
-    """Prompts, steps and selected rows in any order; `check_invariants` runs after each of them."""
-    dice = random.Random(seed)
-    run = Run(
-        dice.choice(["h2o", "window"]),
-        dice.choice([AdaKV(safeguard=0.2), Even()]),
-        [dice.randint(9, 80) for _ in range(2)],
-        codec=dice.choice(CODECS),
-        merger="compensate",
-    )
-    try:
-        run.prompt([dice.randint(1, 120) for _ in range(2)])
-        for _ in range(25):
-            kind = dice.random()
-            if kind < 0.15:
-                run.prompt([dice.randint(0, 30) for _ in run.rows])
-            elif kind < 0.25:
-                run.select([dice.randrange(len(run.rows)) for _ in range(2)])
-            else:
-                run.step(valid=[dice.random() < 0.8 for _ in run.rows])
-    except NearTie:
-        pytest.skip("fp32 orders two tokens otherwise than fp64")
