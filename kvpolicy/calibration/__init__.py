@@ -8,6 +8,10 @@ from kvpolicy.calibration.corpus import token_windows as token_windows
 from kvpolicy.calibration.csr import calibrate_csr as calibrate_csr
 from kvpolicy.calibration.csr_options import Dictionaries as Dictionaries
 from kvpolicy.calibration.dictionary import Training as Training
+from kvpolicy.calibration.echoes import EchoScores as EchoScores
+from kvpolicy.calibration.echoes import calibrate_echoes as calibrate_echoes
+from kvpolicy.calibration.echoes import echo_scores as echo_scores
+from kvpolicy.calibration.echoes import ranked_scores as ranked_scores
 from kvpolicy.calibration.estimate import estimate_csr as estimate_csr
 from kvpolicy.calibration.gate import calibrate_gate as calibrate_gate
 from kvpolicy.calibration.heads import calibrate_heads as calibrate_heads

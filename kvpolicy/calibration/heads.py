@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,42 @@ def calibrate_heads(
     """
     windows = as_windows(windows)
     made = {"text_sha256": text_sha256(windows), "windows": len(windows), "positions": positions}
+
+    def scores() -> Mapping[int, Tensor]:
+        return head_scores(model, windows, positions=positions, progress=progress)
+
+    return write_scores(model, out, made, scores, sinks=sinks, recent=recent, name=name, force=force)
+
+
+def write_scores(
+    model: nn.Module,
+    out: str | Path,
+    made: dict[str, Any],
+    scores: Callable[[], Mapping[int, Tensor]],
+    *,
+    sinks: int,
+    recent: int,
+    name: str | None,
+    force: bool,
+) -> HeadFile:
+    """Write scores of KV heads to a file, unless it holds something else.
+
+    Args:
+        model: The model.
+        out: The file.
+        made: How the scores are made, which is written to the file.
+        scores: Returns the scores of each layer that a policy manages, [H], by the index of the layer.
+        sinks: See `calibrate_heads`, as all that follow.
+        recent: Likewise.
+        name: Likewise.
+        force: Likewise.
+
+    Returns:
+        The content of the file.
+
+    Raises:
+        KVPolicyError: If `out` holds something else.
+    """
     facts = HeadFile(
         (),
         sinks=check_size("sinks", sinks, 0),
@@ -77,9 +114,9 @@ def calibrate_heads(
     )
     if not force:
         check_free_file(out, load_heads, facts, _compared)
-    scores = head_scores(model, windows, positions=positions, progress=progress)
+    found = scores()
     layers = range(len(find_sites(model).layers))
-    rows = (scores[layer].tolist() if layer in scores else [] for layer in layers)
+    rows = (found[layer].tolist() if layer in found else [] for layer in layers)
     content = facts._replace(heads=tuple(tuple(round(score, _DIGITS) for score in row) for row in rows))
     save_heads(out, content)
     return content

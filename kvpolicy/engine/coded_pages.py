@@ -11,10 +11,23 @@ from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.decode import NO_SLOT, assert_async
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
+from kvpolicy.engine.merging import SlotMerge, merge_evicted, merge_victim
 from kvpolicy.engine.page_attention import attend_pages
 from kvpolicy.engine.page_codes import CodedPages, by_field, decode_heads, encode
-from kvpolicy.engine.page_slots import flat_pages, require_pages, tokens_by_head, victims, write_flat
+from kvpolicy.engine.page_slots import (
+    flat_pages,
+    of_every_head,
+    paged_targets,
+    per_slot,
+    require_pages,
+    set_per_slot,
+    slots_per_step,
+    tokens_by_head,
+    victims,
+    write_flat,
+)
 from kvpolicy.engine.pages import (
+    PageTable,
     as_pages,
     best_slot,
     buffer_pages,
@@ -28,12 +41,13 @@ from kvpolicy.engine.pages import (
 )
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import buffer_slots, row_block_of
-from kvpolicy.engine.selection import Selection
+from kvpolicy.engine.selection import Selection, finite_priority
 from kvpolicy.engine.slot_writer import write_masked
-from kvpolicy.engine.state import join_states, map_slots, slot_tensors
+from kvpolicy.engine.state import join_states, map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
 from kvpolicy.engine.undo_log import Targets
-from kvpolicy.protocols import Calibration, Layout, State, View
+from kvpolicy.kernels.slot_writes import gather_slots
+from kvpolicy.protocols import Calibration, Layout, State, Tokens, View
 
 
 class CodedPageBody:
@@ -90,7 +104,12 @@ class CodedPageBody:
             selected.positions[..., coded:],
             map_slots(lambda t: t[..., coded:], selected.state),
             selected.chosen[..., coded:],
-        ).trimmed()
+            map_state(lambda t: F.pad(self._parts(t)[1], (0, pending.keys.shape[2])), tensors.counts),
+        )
+        if self._layer.spec.merger_traits.when != "never":
+            loose = merge_evicted(self._layer, loose, selected, pending, past, slice(0, coded))
+        else:
+            loose = loose.trimmed()
         # By age: in the order of their positions, in which a trimmed batch is.
         moved = demotion.demoted_counts(loose.chosen.sum(-1), tensors.limits, self._traits, pending.idle)
         order = torch.arange(loose.chosen.shape[-1], device=moved.device).expand_as(loose.chosen)
@@ -107,7 +126,9 @@ class CodedPageBody:
             return placed.take(torch.cat([table.slots(held), getattr(fresh, name)], 2))
 
         tensors.codes = (by_field(self._codec, tensors.codes[0], moved_codes, lambda name, t: t),)
-        state = join_states(map_slots(lambda t: t[..., :coded], selected.state), new.state)
+        coded_counts = map_state(lambda t: table.slots(self._parts(t)[0]), tensors.counts)
+        held = (map_slots(lambda t: t[..., :coded], selected.state), coded_counts)
+        state = join_states(held, (new.state, new.counts))
         tensors.keys = buffer.keys
         tensors.values = buffer.values
         self._assemble(
@@ -115,11 +136,11 @@ class CodedPageBody:
             placed.take(positions).masked_fill_(placed.empty, -1),
             map_slots(lambda t: placed.take(t).masked_fill_(placed.empty, 0), state),
             buffer.positions,
-            buffer.state,
+            (buffer.state, buffer.counts),
         )
 
     def _assemble(self, owner: Tensor, positions: Tensor, state: State, behind: Tensor, behind_state: State) -> None:
-        """Set owners, positions and state: those of pages [B, NB, P], then those of the buffers [B, H, E]."""
+        """Set owners, positions, state and counts: those of pages [B, NB, P], then those of the buffers [B, H, E]."""
         tensors = self._layer.tensors
         size = positions.shape[-1]
         pages = buffer_pages(behind.shape[-1], size)
@@ -127,7 +148,8 @@ class CodedPageBody:
         tensors.paged().owner = torch.cat([owner, head.expand(owner.shape[0], -1)], 1)
         tensors.positions = torch.cat([positions, as_pages(behind, size, -1)], 1)
         following = slot_tensors(behind_state)
-        tensors.state = map_slots(lambda t: torch.cat([t, as_pages(next(following), size)], 1), state)
+        joined = map_slots(lambda t: torch.cat([t, as_pages(next(following), size)], 1), state)
+        set_per_slot(self._layer, joined)
 
     # reading and writing
 
@@ -139,7 +161,11 @@ class CodedPageBody:
         table = page_table(self.owner, self._heads)
         keys, values = decode_heads(self._codec, tensors.codes[0], self._calibration, table, tensors.keys.dtype)
         occupied = self.held_slots()[0] >= 0
-        return Past(torch.cat([keys, tensors.keys], 2), torch.cat([values, tensors.values], 2), occupied)
+        counts = None
+        if tensors.log_counts is not None:
+            coded, buffer = self._parts(tensors.log_counts)
+            counts = torch.cat([table.slots(coded), buffer], -1)
+        return Past(torch.cat([keys, tensors.keys], 2), torch.cat([values, tensors.values], 2), occupied, counts)
 
     def step_targets(self) -> Targets:
         """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
@@ -147,9 +173,9 @@ class CodedPageBody:
         heads = self._heads
         # Before "positions": the slot of an evicted token is emptied before the new one is written.
         emptied = {} if self._layer.spec.grows else {"emptied": (flat_pages(tensors.positions), heads)}
-        paged = {f"state.{n}": t for n, t in enumerate(slot_tensors(tensors.state))} | {"positions": tensors.positions}
-        pages = {name: (flat_pages(target), heads) for name, target in paged.items()}
-        return emptied | {"keys": (tensors.keys, 1), "values": (tensors.values, 1)} | pages
+        written = slots_per_step(self._layer)
+        vectors = {"keys": (tensors.keys, written), "values": (tensors.values, written)}
+        return emptied | vectors | dict(paged_targets(self._layer))
 
     def write(self, slots: Tensor, data: SlotData, mask: Tensor | None) -> None:
         """Write tokens to slots [B, H, n] of each head's buffer, in place, where `mask` [B, H, n] is set."""
@@ -158,7 +184,7 @@ class CodedPageBody:
         write_masked("keys", tensors.keys, slots, data.keys, mask, undo)
         write_masked("values", tensors.values, slots, data.values, mask, undo)
         slots = self._over_all_pages(slots)
-        pairs = zip(slot_tensors(tensors.state), slot_tensors(data.state), strict=True)
+        pairs = zip(slot_tensors(per_slot(self._layer)), slot_tensors((data.state, data.counts)), strict=True)
         for number, (target, item) in enumerate(pairs):
             write_flat(f"state.{number}", target, slots, item, mask, undo)
         write_flat("positions", tensors.positions, slots, data.positions, mask, undo)
@@ -178,10 +204,14 @@ class CodedPageBody:
         )
         buffer = (tensors.keys, tensors.values)
         owner = tensors.paged().owner
-        return attend_pages(q, pages, tensors.positions >= 0, owner, self._heads, transform, buffer)
+        occupied = tensors.positions >= 0
+        return attend_pages(q, pages, occupied, owner, self._heads, transform, buffer, tensors.log_counts)
 
-    def free_slot(self, view: View, valid: Tensor | None) -> Tensor:
-        """A slot of the buffer for each head's new token, [B, H, 1], after an eviction in heads that are full."""
+    def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
+        """A slot of the buffer for each head's new token, [B, H, 1], after an eviction in heads that are full.
+
+        And the slot of the buffer that takes in what was evicted, if tokens are merged in steps.
+        """
         tensors = self._layer.tensors
         size = tensors.positions.shape[-1]
         require_pages(owned_by(self.owner, self._heads), valid)
@@ -191,18 +221,58 @@ class CodedPageBody:
             full = full & valid
         # A head that is full is given pages between steps unless its row has all that it may have.
         assert_async((tensors.paged().complete[:, None] | ~full).all(), NO_SLOT)
+        merge = None
         if not self._layer.spec.grows:
             # The evicted token may be coded, and the new one is not: they are in different slots.
             victim = best_slot(victims(self._layer, view), tensors.paged().owner, self._heads)
+            if self._layer.spec.merges_in_steps:
+                merge = self._merge_evicted(victim, full[..., None], view)
             self._empty(victim, full[..., None])
         free = self._parts(tensors.positions)[1] < 0
         assert_async(free.any(-1).all(), NO_SLOT)
-        return free.to(torch.uint8).argmax(-1, keepdim=True)
+        return free.to(torch.uint8).argmax(-1, keepdim=True), merge
+
+    def _merge_evicted(self, slots: Tensor, there: Tensor, view: View) -> SlotMerge:
+        """Merge the tokens in `slots` [B, H, 1], counted over all pages, into other ones of the buffers, if `there`."""
+        layer = self._layer
+        tensors = layer.tensors
+        size = tensors.positions.shape[-1]
+        pages = self.owner.shape[1]
+        # A head's token is in one part only, and every part is asked for one: which part, the host must not know.
+        page = (slots // size).clamp_max(pages - 1)
+        table = PageTable(page, torch.ones_like(page, dtype=torch.bool))
+        coded = decode_heads(self._codec, tensors.codes[0], self._calibration, table, tensors.keys.dtype)
+        within = slots % size
+        first = self._over_all_pages(torch.zeros_like(slots))
+        buffered = (slots - first).clamp(0, tensors.keys.shape[2] - 1)
+        is_coded = (slots < pages * size)[..., None]
+        keys, values = (
+            torch.where(is_coded, gather_slots(of_pages, within), gather_slots(held, buffered))
+            for of_pages, held in zip(coded, (tensors.keys, tensors.values), strict=True)
+        )
+
+        def every(t: Tensor) -> Tensor:
+            return of_every_head(t, self._heads)
+
+        at = every(tensors.positions).gather(-1, slots)
+        own = counts = None
+        if tensors.log_counts is not None:
+            own = every(tensors.log_counts).gather(-1, slots)
+            counts = self._parts(tensors.log_counts)[1]
+        positions = self._parts(tensors.positions)[1]
+        priority = None
+        if layer.spec.merger_traits.ranked:
+            priority = self._parts(finite_priority(layer.spec.selector.priority(tensors.state, view)))[1]
+        targets = (positions >= 0) & (positions != at)
+        held = Tokens(tensors.keys, tensors.values, positions, counts, targets, priority)
+        state = map_slots(lambda t: self._parts(t)[1], tensors.state)
+        return merge_victim(layer, Tokens(keys, values, at, own, there), held, state)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads."""
         tensors = self._layer.tensors
-        link.whole((tensors.codes, tensors.keys, tensors.values, tensors.positions, tensors.paged().owner))
+        owner = tensors.paged().owner
+        link.whole((tensors.codes, tensors.keys, tensors.values, tensors.positions, tensors.counts, owner))
 
     # between steps
 
@@ -217,7 +287,8 @@ class CodedPageBody:
         order = torch.where(occupied, positions, BEYOND).argsort(dim=-1, stable=True)
         # The width must not depend on data: rows with a smaller block mask the rest of the largest one.
         slots = order[..., : self._layer.largest_block]
-        batch = TokenBatch(tensors.keys, tensors.values, positions, state, occupied).take(slots)
+        counts = map_state(lambda t: self._parts(t)[1], tensors.counts)
+        batch = TokenBatch(tensors.keys, tensors.values, positions, state, occupied, counts).take(slots)
         rank = torch.arange(slots.shape[-1], device=slots.device)
         leaves = due[..., None] & (rank < row_block_of(tensors.limits, self._traits))
         body = self._parts(tensors.positions)[0]
@@ -234,7 +305,8 @@ class CodedPageBody:
 
         by_field(self._codec, tensors.codes[0], write, lambda name, t: t)
         write_pages(tensors.positions, into, batch.positions, leaves)
-        for target, item in zip(slot_tensors(tensors.state), slot_tensors(batch.state), strict=True):
+        pairs = zip(slot_tensors(per_slot(self._layer)), slot_tensors((batch.state, batch.counts)), strict=True)
+        for target, item in pairs:
             write_pages(target, into, item, leaves)
         self._empty(self._over_all_pages(slots), leaves)
 
@@ -257,8 +329,9 @@ class CodedPageBody:
         def longer(name: str, t: Tensor) -> Tensor:
             return torch.cat([t, t.new_zeros(batch, added, *t.shape[2:])], 1)
 
-        state = map_slots(lambda t: longer("", self._parts(t)[0]), tensors.state)
-        behind_state = map_slots(lambda t: F.pad(self._parts(t)[1], (0, more)), tensors.state)
+        held = per_slot(self._layer)
+        state = map_slots(lambda t: longer("", self._parts(t)[0]), held)
+        behind_state = map_slots(lambda t: F.pad(self._parts(t)[1], (0, more)), held)
         tensors.codes = (by_field(self._codec, tensors.codes[0], longer, lambda name, t: t),)
         tensors.keys = F.pad(tensors.keys, (0, 0, 0, more))
         tensors.values = F.pad(tensors.values, (0, 0, 0, more))

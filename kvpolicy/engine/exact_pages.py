@@ -10,15 +10,27 @@ from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.decode import NO_SLOT, assert_async
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
+from kvpolicy.engine.merging import SlotMerge, merge_evicted, merge_victim
 from kvpolicy.engine.page_attention import ExactPages, attend_pages
-from kvpolicy.engine.page_slots import flat_pages, require_pages, victims, write_flat
+from kvpolicy.engine.page_slots import (
+    flat_pages,
+    of_every_head,
+    paged_targets,
+    per_slot,
+    require_pages,
+    set_per_slot,
+    slots_per_step,
+    victims,
+    write_flat,
+)
 from kvpolicy.engine.pages import best_slot, owned_by, page_table, place_tokens
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.selection import Selection
-from kvpolicy.engine.state import map_slots, slot_tensors
-from kvpolicy.engine.token_batch import BEYOND, SlotData
+from kvpolicy.engine.selection import Selection, finite_priority
+from kvpolicy.engine.state import map_slots, map_state, slot_tensors
+from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
 from kvpolicy.engine.undo_log import Targets
-from kvpolicy.protocols import Layout, State, View
+from kvpolicy.kernels.slot_writes import gather_slots
+from kvpolicy.protocols import Layout, State, Tokens, View
 
 
 class ExactPageBody:
@@ -63,13 +75,20 @@ class ExactPageBody:
             assert past is not None
             keys = torch.cat([past.keys, keys], 2)
             values = torch.cat([past.values, values], 2)
-        placed = place_tokens(selected.positions, selected.chosen, counts, size)
+        own = map_state(lambda t: keys.new_zeros(keys.shape[:3], dtype=t.dtype), tensors.counts)
+        if past is not None and past.counts is not None:
+            own = F.pad(past.counts, (0, pending.keys.shape[2]))
+        batch = TokenBatch(keys, values, selected.positions, selected.state, selected.chosen, own)
+        if self._layer.spec.merger_traits.when != "never":
+            batch = merge_evicted(self._layer, batch, selected, pending, past, slice(0, 0))
+        placed = place_tokens(batch.positions, batch.chosen, counts, size)
         tensors.paged().owner = placed.owner
         # Empty slots have a weight of 0, and 0 times an arbitrary number of padding might be NaN.
-        tensors.keys = placed.take(keys).masked_fill_(placed.empty[..., None], 0)
-        tensors.values = placed.take(values).masked_fill_(placed.empty[..., None], 0)
-        tensors.positions = placed.take(selected.positions).masked_fill_(placed.empty, -1)
-        tensors.state = map_slots(lambda t: placed.take(t).masked_fill_(placed.empty, 0), selected.state)
+        tensors.keys = placed.take(batch.keys).masked_fill_(placed.empty[..., None], 0)
+        tensors.values = placed.take(batch.values).masked_fill_(placed.empty[..., None], 0)
+        tensors.positions = placed.take(batch.positions).masked_fill_(placed.empty, -1)
+        state = (batch.state, batch.counts)
+        set_per_slot(self._layer, map_slots(lambda t: placed.take(t).masked_fill_(placed.empty, 0), state))
 
     # reading and writing
 
@@ -79,14 +98,16 @@ class ExactPageBody:
         if not self.owner.shape[1]:
             return None
         table = page_table(self.owner, self._layer.shape.heads)
-        return Past(table.slots(tensors.keys), table.slots(tensors.values), table.occupied(tensors.positions) >= 0)
+        counts = None if tensors.log_counts is None else table.slots(tensors.log_counts)
+        occupied = table.occupied(tensors.positions) >= 0
+        return Past(table.slots(tensors.keys), table.slots(tensors.values), occupied, counts)
 
     def step_targets(self) -> Targets:
         """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
         tensors = self._layer.tensors
-        targets = {"keys": tensors.keys, "values": tensors.values, "positions": tensors.positions}
-        targets |= {f"state.{n}": t for n, t in enumerate(slot_tensors(tensors.state))}
-        return {name: (flat_pages(target), self._layer.shape.heads) for name, target in targets.items()}
+        written = slots_per_step(self._layer) * self._layer.shape.heads
+        vectors = {"keys": tensors.keys, "values": tensors.values}
+        return {name: (flat_pages(t), written) for name, t in vectors.items()} | dict(paged_targets(self._layer))
 
     def write(self, slots: Tensor, data: SlotData, mask: Tensor | None) -> None:
         """Write tokens to slots counted over all pages [B, H, n], in place, where `mask` [B, H, n] is set."""
@@ -95,7 +116,7 @@ class ExactPageBody:
         write_flat("keys", tensors.keys, slots, data.keys, mask, undo)
         write_flat("values", tensors.values, slots, data.values, mask, undo)
         write_flat("positions", tensors.positions, slots, data.positions, mask, undo)
-        pairs = zip(slot_tensors(tensors.state), slot_tensors(data.state), strict=True)
+        pairs = zip(slot_tensors(per_slot(self._layer)), slot_tensors((data.state, data.counts)), strict=True)
         for number, (target, item) in enumerate(pairs):
             write_flat(f"state.{number}", target, slots, item, mask, undo)
 
@@ -105,15 +126,20 @@ class ExactPageBody:
         """Attend from one token per row to every page; see `attend_pages`."""
         tensors = self._layer.tensors
         pages = ExactPages(tensors.keys, tensors.values)
-        return attend_pages(q, pages, tensors.positions >= 0, self.owner, self._layer.shape.heads, transform)
+        heads = self._layer.shape.heads
+        occupied = tensors.positions >= 0
+        return attend_pages(q, pages, occupied, self.owner, heads, transform, counts=tensors.log_counts)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads."""
         tensors = self._layer.tensors
-        link.whole((tensors.keys, tensors.values, tensors.positions, self.owner))
+        link.whole((tensors.keys, tensors.values, tensors.positions, tensors.counts, self.owner))
 
-    def free_slot(self, view: View, valid: Tensor | None) -> Tensor:
-        """A slot for each head's new token, [B, H, 1], counted over all pages: an empty one, else the victim's."""
+    def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
+        """A slot for each head's new token, [B, H, 1], counted over all pages: an empty one, else the victim's.
+
+        And the slot that takes in the victim, if tokens are merged in steps.
+        """
         layer = self._layer
         owner = self.owner
         heads = layer.shape.heads
@@ -125,7 +151,30 @@ class ExactPageBody:
             assert_async((fine if valid is None else fine | ~valid[:, 0]).all(), NO_SLOT)
         # An empty slot is taken before any token, and a cache that grows has one.
         taken = torch.full_like(free, -1) if layer.spec.grows else victims(layer, view)
-        return best_slot(torch.where(free > 0, free, taken), owner, heads)
+        slot = best_slot(torch.where(free > 0, free, taken), owner, heads)
+        return slot, self._merge_evicted(slot, valid, view) if layer.spec.merges_in_steps else None
+
+    def _merge_evicted(self, slots: Tensor, valid: Tensor | None, view: View) -> SlotMerge:
+        """Merge the tokens in `slots` [B, H, 1], which new tokens take, into other ones of their heads."""
+        layer = self._layer
+        tensors = layer.tensors
+        heads = layer.shape.heads
+
+        def every(t: Tensor) -> Tensor:
+            return of_every_head(t, heads)
+
+        keys, values, positions = (every(t) for t in (tensors.keys, tensors.values, tensors.positions))
+        mine = owned_by(self.owner, heads).repeat_interleave(tensors.positions.shape[-1], -1)
+        counts = None if tensors.log_counts is None else every(tensors.log_counts)
+        at = positions.gather(-1, slots)
+        there = (at >= 0) if valid is None else (at >= 0) & valid[:, :, None]
+        own = None if counts is None else counts.gather(-1, slots)
+        victim = Tokens(gather_slots(keys, slots), gather_slots(values, slots), at, own, there)
+        priority = None
+        if layer.spec.merger_traits.ranked:
+            priority = every(finite_priority(layer.spec.selector.priority(tensors.state, view)))
+        held = Tokens(keys, values, positions, counts, mine & (positions >= 0) & (positions != at), priority)
+        return merge_victim(layer, victim, held, map_slots(every, tensors.state))
 
     # between steps
 
@@ -145,4 +194,4 @@ class ExactPageBody:
             tensors.keys = F.pad(tensors.keys, (0, 0, 0, 0, 0, added))
             tensors.values = F.pad(tensors.values, (0, 0, 0, 0, 0, added))
             tensors.positions = F.pad(tensors.positions, (0, 0, 0, added), value=-1)
-            tensors.state = map_slots(lambda t: F.pad(t, (0, 0, 0, added)), tensors.state)
+            set_per_slot(self._layer, map_slots(lambda t: F.pad(t, (0, 0, 0, added)), per_slot(self._layer)))

@@ -217,6 +217,9 @@ def _check_counts(store: LayerStore) -> None:
     occupied = tensors.positions >= 0
     _require((counts >= 0) | ~occupied, store, "a slot stands for at least one token")
     total = counts.exp().masked_fill(~occupied, 0).sum(-1)
+    if tensors.pages is not None:  # of each page, and now of each head
+        head = torch.arange(store.shape.heads, device=total.device)[:, None]
+        total = (total[:, None] * (tensors.pages.owner[:, None] == head)).sum(-1)
     _require(total <= tensors.length[:, None] * (1 + _TOLERANCE), store, "slots stand for tokens that the row has seen")
 
 

@@ -45,7 +45,8 @@ class LayerTensors:
         values: Values, as the keys.
         positions: Original position of the token in each slot, [B, H, S] or [B, NB, P] int32, -1 for an empty slot.
         state: The selector's state of each slot.
-        counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; () if it is always one.
+        counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] or [B, NB, P] fp32; () if it is
+            always one.
         merged: The merger's state of each head.
         codes: The codec's tensors of each stage.
         limits: Limits of each row; None for a codec without stages.
@@ -134,8 +135,8 @@ class LayerTensors:
             values=torch.empty(exact, dtype=shape.dtype, device=device),
             positions=torch.empty(batch, *every, dtype=torch.int32, device=device),
             state=alloc_paged_state(spec.selector, batch, heads, *every, device, shape.head),
-            counts=(),
-            merged=(),
+            counts=torch.zeros(batch, *every, device=device) if spec.merger_traits.counted else (),
+            merged=spec.merger.alloc(batch, heads, device),
             codes=codes,
             limits=alloc_limits(codec, batch, heads, dim, device, paged=True),
             reads=(),
@@ -151,7 +152,7 @@ class LayerTensors:
 
     @property
     def log_counts(self) -> Tensor | None:
-        """Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one."""
+        """Logarithm of the number of tokens that each slot stands for, as `counts`; None if it is always one."""
         return self.counts if isinstance(self.counts, Tensor) else None
 
     def paged(self) -> PageTensors:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import Past
 from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import Selection
-from kvpolicy.engine.state import join_states, select_state
+from kvpolicy.engine.state import join_states, map_slots, select_state
 from kvpolicy.engine.token_batch import SlotData, TokenBatch
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import Candidates, Merger, Ranks, State, Tokens
@@ -96,6 +97,26 @@ def merge_prompt(
     )
 
 
+def merge_evicted(
+    layer: LayerContents,
+    batch: TokenBatch,
+    selected: Selection,
+    pending: PendingPrompt,
+    past: Past | None,
+    coded: slice,
+) -> TokenBatch:
+    """Merge what a layer evicts after a prompt; see `merge_prompt`, with the slots `past`, decoded."""
+    joined = join_prompt(past, pending)
+    replayed = None
+    if pending.replayed is not None:
+        there = selected.positions >= 0
+        replayed = pending.replayed.attention(joined.keys, there, joined.counts, pending.transform)
+    tensors = layer.tensors
+    return merge_prompt(
+        layer.spec.merger, tensors.merged, batch, selected, joined, coded, tensors.length, layer.ranks, replayed
+    )
+
+
 class SlotMerge(NamedTuple):
     """A slot of each head that takes in an evicted token.
 
@@ -108,6 +129,28 @@ class SlotMerge(NamedTuple):
     slot: Tensor
     written: Tensor
     data: SlotData
+
+
+def merge_victim(layer: LayerContents, victim: Tokens, held: Tokens, state: State) -> SlotMerge:
+    """Merge the victim of a decode step into one of the tokens that are held. Nothing is written.
+
+    Args:
+        layer: The layer.
+        victim: The evicted token of each head; where it is not there, nothing is merged.
+        held: The slots that may take it in.
+        state: The selector's state of these, [B, H, n].
+    """
+    merge = layer.spec.merger.merge_token(layer.tensors.merged, victim, held)
+    keys = gather_slots(held.keys, merge.slot) if merge.keys is None else merge.keys.to(held.keys.dtype)
+    counts: State = () if held.counts is None else held.counts.gather(-1, merge.slot)
+    data = SlotData(
+        keys=keys,
+        values=merge.values.to(held.values.dtype),
+        positions=held.positions.gather(-1, merge.slot),
+        state=map_slots(lambda t: t.gather(-1, merge.slot), state),
+        counts=counts if merge.counts is None else merge.counts,
+    )
+    return SlotMerge(merge.slot, merge.write_mask & victim.there, data)
 
 
 def with_merge(slot: Tensor, token: SlotData, merge: SlotMerge) -> tuple[Tensor, SlotData]:

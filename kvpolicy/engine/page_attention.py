@@ -47,6 +47,7 @@ def attend_pages(
     heads: int,
     transform: ScoreTransform,
     buffer: tuple[Tensor, Tensor] | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from one token per row to the pages of each head. Traceable, no host sync.
 
@@ -61,6 +62,8 @@ def attend_pages(
         heads: H.
         transform: From products to attention weights.
         buffer: Keys and values of each head's full-precision buffer besides, [B, H, E, D] each; None without.
+        counts: Logarithm of the number of tokens that each slot stands for, [B, NB, P] fp32; None if it is always one.
+            The pages of the buffer follow.
 
     Returns:
         The output [B, Hq, 1, D], and the attention weights [B, NB, G, P] fp32, those of the buffer's pages last.
@@ -73,12 +76,18 @@ def attend_pages(
         slots = buffer[0].shape[2]
         number -= heads * buffer_pages(slots, size)
         behind = transform.scores(grouped, buffer[0])
+        if counts is not None:
+            behind = behind + from_pages(counts[:, number:], heads, slots)[:, :, None]
+            counts = counts[:, :number]
         behind = behind.masked_fill(~from_pages(occupied[:, number:], heads, slots)[:, :, None], -torch.inf)
         owner = owner[:, :number]
         occupied = occupied[:, :number]
     mine = owned_by(owner, heads)
     # An unused page gets the queries of the last head, and weights of 0: none of its slots is occupied.
-    score = transform.finish(pages.score(for_pages(grouped, owner))).masked_fill(~occupied[:, :, None], -torch.inf)
+    score = transform.finish(pages.score(for_pages(grouped, owner)))
+    if counts is not None:  # after scale and softcap, as everywhere
+        score = score + counts[:, :, None]
+    score = score.masked_fill(~occupied[:, :, None], -torch.inf)
     # A head's largest score; [B, H, NB, G] is small beside the slots.
     top = score.amax(-1)[:, None].masked_fill(~mine[..., None], -torch.inf).amax(2)
     if behind is not None:

@@ -18,6 +18,7 @@ from kvpolicy.engine.exact_pages import ExactPageBody
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.link import Link
+from kvpolicy.engine.merging import SlotMerge
 from kvpolicy.engine.page_slots import tokens_by_head
 from kvpolicy.engine.pages import Pages, RowPages, buffer_pages, owned_by, page_table, row_pages
 from kvpolicy.engine.prefill import PendingPrompt
@@ -94,7 +95,8 @@ class PageGeometry:
         device = tensors.positions.device
         room = self._divided(budget, idle) if budget.added is None else self._added(budget, budget.added)
         tensors.paged().average = room.average
-        past = self.past() if pending.reads_past else None
+        merges = self._spec.merger_traits.when != "never"
+        past = self.past() if pending.reads_past or merges else None
         # The ranking has no name here, so that its statistics are freed before the tokens are placed.
         selected = select_tokens(
             layer.rank(self.held_slots(), pending, past, seen_before, room.keep), pending.idle, room.heads
@@ -158,7 +160,7 @@ class PageGeometry:
         return self._body.held_slots()
 
     def write(self, slots: Tensor, data: SlotData, mask: Tensor | None) -> None:
-        """Write new tokens to the slots that `free_slot` found, in place, where `mask` [B, H, 1] is set."""
+        """Write new tokens to the slots that `free_slot` found, in place, where `mask` [B, H, n] is set."""
         self._body.write(slots, data, mask)
 
     def step_targets(self) -> Targets:
@@ -174,9 +176,9 @@ class PageGeometry:
         """The slots as the selector sees them in a step, with the budget of an average head."""
         return self._layer.view(self._layer.tensors.paged().average)
 
-    def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, None]:
-        """A slot for each head's new token, [B, H, 1], as the pages count them; nothing is merged in pages."""
-        return self._body.free_slot(view, valid), None
+    def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
+        """A slot for each head's new token, [B, H, 1], as the pages count them, and where an evicted one goes."""
+        return self._body.free_slot(view, valid)
 
     def attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Attend from one token per row to every page."""

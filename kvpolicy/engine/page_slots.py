@@ -10,8 +10,9 @@ from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.pages import lowest_of_head, owned_by
 from kvpolicy.engine.selection import finite_priority
 from kvpolicy.engine.slot_writer import write_masked
-from kvpolicy.engine.undo_log import UndoLog
-from kvpolicy.protocols import View
+from kvpolicy.engine.state import slot_tensors
+from kvpolicy.engine.undo_log import Targets, UndoLog
+from kvpolicy.protocols import State, View
 
 
 def tokens_by_head(layer: LayerContents) -> Tensor:
@@ -26,6 +27,33 @@ def victims(layer: LayerContents, view: View) -> Tensor:
     priority = finite_priority(layer.spec.selector.priority(tensors.state, view)).masked_fill(~view.valid, torch.inf)
     low = lowest_of_head(priority, tensors.paged().owner, layer.shape.heads)
     return view.positions.masked_fill(priority != low[..., None], -1)
+
+
+def per_slot(layer: LayerContents) -> State:
+    """What each slot has beside its token: the selector's state, and the counts."""
+    return layer.tensors.state, layer.tensors.counts
+
+
+def set_per_slot(layer: LayerContents, state: State) -> None:
+    """Set what `per_slot` returns."""
+    layer.tensors.state, layer.tensors.counts = state
+
+
+def paged_targets(layer: LayerContents) -> Targets:
+    """The tensors in pages that a decode step writes to, but for keys and values; see `UndoLog.make_room`."""
+    written = slots_per_step(layer) * layer.shape.heads
+    paged = {f"state.{n}": t for n, t in enumerate(slot_tensors(per_slot(layer)))}
+    return {name: (flat_pages(t), written) for name, t in (paged | {"positions": layer.tensors.positions}).items()}
+
+
+def slots_per_step(layer: LayerContents) -> int:
+    """Slots of each head that a step writes: that of the new token, and that of a merge."""
+    return 2 if layer.spec.merges_in_steps else 1
+
+
+def of_every_head(t: Tensor, heads: int) -> Tensor:
+    """All slots of a row as if each head had them, [B, NB, P, ...] -> [B, H, NB * P, ...], without a copy."""
+    return flat_pages(t).expand(-1, heads, *[-1] * (t.dim() - 2))
 
 
 def require_pages(owned: Tensor, valid: Tensor | None) -> None:

@@ -33,7 +33,6 @@ from kvpolicy.engine.slot_writer import SlotWriter
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import SlotData, TokenBatch
 from kvpolicy.engine.undo_log import Targets
-from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import LayerShape, Layout, State, Tokens, View
 
 
@@ -100,14 +99,7 @@ class SlotGeometry:
         batch = TokenBatch(keys, values, *self._evict(selected))
         if merges:
             coded = slice(layer.layout.exact, layer.layout.slots)
-            joined = merging.join_prompt(past, pending)
-            replayed = None
-            if pending.replayed is not None:
-                there = selected.positions >= 0
-                replayed = pending.replayed.attention(joined.keys, there, joined.counts, pending.transform)
-            batch = merging.merge_prompt(
-                self._spec.merger, tensors.merged, batch, selected, joined, coded, tensors.length, layer.ranks, replayed
-            )
+            batch = merging.merge_evicted(layer, batch, selected, pending, past, coded)
         # A row that has not begun gets its budget now: its first token may come in a decode step of the others.
         self._allocate(None if pending.idle is None else pending.idle & (seen_before > 0), budget)
         # By row, since a row may have had nothing but padding in the prompts before this one.
@@ -251,17 +243,7 @@ class SlotGeometry:
         if self._spec.merger_traits.ranked:
             priority = finite_priority(self._spec.selector.priority(tensors.state, view))[..., : layer.layout.exact]
         held = Tokens(*exact, positions, counts if isinstance(counts, Tensor) else None, targets, priority)
-        merge = self._spec.merger.merge_token(tensors.merged, token, held)
-        data = SlotData(
-            keys=gather_slots(tensors.keys, merge.slot) if merge.keys is None else merge.keys.to(tensors.keys.dtype),
-            values=merge.values.to(tensors.values.dtype),
-            positions=tensors.positions.gather(-1, merge.slot),
-            state=map_slots(lambda t: t.gather(-1, merge.slot), tensors.state),
-            counts=map_state(lambda t: t.gather(-1, merge.slot), tensors.counts)
-            if merge.counts is None
-            else merge.counts,
-        )
-        return SlotMerge(merge.slot, merge.write_mask & evicted, data)
+        return merging.merge_victim(layer, token, held, tensors.state)
 
     # demotion
 

@@ -93,7 +93,7 @@ class PolicyLayer(CacheLayerMixin):
 
     @property
     def counts(self) -> Tensor | None:
-        """Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one."""
+        """Logarithm of the number of tokens of each slot, fp32, shaped as `positions`; None if it is always one."""
         return self.store.tensors.log_counts
 
     @property

@@ -42,11 +42,12 @@ class Compensate(Merger):
         'snapkv+compensate@0.2'
 
     Source:
-        RazorAttention (arXiv:2407.15891), the compensation token. Differences: every head has one (the paper's
-        retrieval heads keep all tokens, and need none), over any selector; the slot is one of the budget and not one
-        more; the paper compensates once, after the prompt, and here tokens that are evicted later are added; the slot
-        has the position of its first token. With a codec, a compensation slot that was encoded stays as it is, and
-        the next eviction starts another one. As in the paper, rotated keys are averaged.
+        RazorAttention (arXiv:2407.15891), the compensation token. Differences: every head that evicts has one (the
+        paper's retrieval heads keep all tokens, and need none, as with the head allocator `duo`), over any selector;
+        the slot is one of the budget and not one more; the paper compensates once, after the prompt, and here tokens
+        that are evicted later are added; the slot has the position of its first token. With a codec, a compensation
+        slot that was encoded stays as it is, and the next eviction starts another one. As in the paper, rotated keys
+        are averaged.
     """
 
     def __post_init__(self) -> None:
@@ -55,8 +56,8 @@ class Compensate(Merger):
 
     @property
     def traits(self) -> MergerTraits:
-        """It merges in prompts and in decoding, slots have counts, and it asks for priorities."""
-        return MergerTraits(when="always", counted=True, ranked=True)
+        """It merges in prompts and in decoding, slots have counts, it asks for priorities, and compares no keys."""
+        return MergerTraits(when="always", counted=True, ranked=True, fits_pages=True)
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
         """No slot yet."""

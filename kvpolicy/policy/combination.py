@@ -36,7 +36,7 @@ def check_together(policy: Any) -> None:
     check_abilities(policy.selector, policy.reader)
     check_merger(policy.merger, policy.selector, policy.budget, policy.decode)
     if policy.heads is not None:
-        check_heads(policy.heads, policy.selector, policy.merger, policy.codec, policy.reader)
+        check_heads(policy.heads, policy.selector, policy.merger, policy.codec, policy.reader, policy.decode)
     check_reader(policy.reader, policy.selector, policy.codec, policy.decode)
     if policy.codec.traits.demote_by == "priority" and whole_heads(policy.selector):
         raise KVPolicyError(
@@ -81,7 +81,9 @@ def check_abilities(selector: Selector, reader: Reader) -> None:
         )
 
 
-def check_heads(heads: Any, selector: Selector, merger: Merger, codec: Codec, reader: Reader) -> None:
+def check_heads(
+    heads: Any, selector: Selector, merger: Merger, codec: Codec, reader: Reader, decode: DecodeMode
+) -> None:
     """Refuse parts that need equally many tokens in every head."""
     if not isinstance(heads, HeadAllocator):
         got = shorten(repr(heads))
@@ -118,8 +120,12 @@ def check_heads(heads: Any, selector: Selector, merger: Merger, codec: Codec, re
             f"The codec must encode every token by itself to be combined with {heads}, which moves tokens between "
             f"pages, got {codec}; try tokenwise or bfp."
         )
-    if merger.traits.when != "never":
-        raise KVPolicyError(f"A policy with {heads} must drop tokens, got the merger {merger}; remove one.")
+    # With a codec, steps merge into the full-precision buffer, which each head has for itself.
+    if merger.traits.when == "always" and decode != "grow" and not (merger.traits.fits_pages or codec.stages):
+        raise KVPolicyError(
+            f"The merger must not compare keys while decoding to be combined with {heads}, whose heads share the slots "
+            f"of a layer, got {merger}; try compensate, a codec such as tokenwise, or decode=grow."
+        )
     if not isinstance(reader, ReadAll):
         raise KVPolicyError(f"A policy with {heads} must read every token, got the reader {reader}; remove one.")
 

@@ -195,6 +195,25 @@ def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny", f"uniform/duo:file={out}+streaming:sinks=2@0.5"]) == 0
 
 
+def test_heads_by_the_razor_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    line = ["calibrate", "heads", "--model", "tiny", "--probe", "razor", "--out", out, "--quiet", "--random", "99"]
+    with pytest.warns(kvpolicy.KVPolicyWarning, match="No head finds the copies of 99 random tokens"):
+        assert main([*line, "--sinks", "4", "--recent", "28", "--induction", "0.24"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == f"Wrote {out}. Use it with uniform/duo:file={out}:sparsity=0.75+streaming:sinks=4@0.5"
+    found = load_heads(out)
+    assert found.made is not None and (found.made["probe"], found.made["random"]) == ("razor", 99)
+    assert (found.sinks, found.recent, len(found.heads)) == (4, 28, 8)
+    assert main([*line, "--text", out]) == 2
+    assert "--probe razor must have no text, got " in capsys.readouterr().err
+    assert main(["calibrate", "heads", "--model", "tiny", "--out", out]) == 2
+    error = "--probe reach must have a text, got none; try --text FILE, or --probe razor."
+    assert error in capsys.readouterr().err
+    assert main([*line, "--probe", "echo"]) == 2
+    assert "--probe must be reach or razor, got 'echo'; try reach." in capsys.readouterr().err
+
+
 def test_qfilters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = words(tmp_path, "qfilters", "--length", "100", "--windows", "2", "--tokens", "150")
     out = line[line.index("--out") + 1]

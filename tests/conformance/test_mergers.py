@@ -148,11 +148,24 @@ def test_a_padded_row_is_itself_alone(merger: str, codec: str) -> None:
     torch.testing.assert_close(both[1:, start:], own, atol=atol, rtol=1e-4)
 
 
-@pytest.mark.parametrize("merger", DECODING)
-def test_rows_move_with_their_counts(merger: str) -> None:
+PAGED = ["uniform/adakv+h2o+compensate@0.5", words("uniform/adakv", "h2o", "compensate", "tokenwise")]
+"""Where heads have budgets of their own; `tests/engine/test_paged_merges.py` has these beside the slow version."""
+
+
+@pytest.mark.parametrize("merger", [name for name in DECODING if name != "compensate"])
+def test_a_merger_that_would_read_the_keys_of_all_heads_is_refused(merger: str) -> None:
+    message = (
+        "must not compare keys while decoding to be combined with AdaKV.* try compensate, a codec such as tokenwise"
+    )
+    with pytest.raises(kvpolicy.KVPolicyError, match=message):
+        Policy.parse(f"uniform/adakv+h2o+{merger}@0.5")
+
+
+@pytest.mark.parametrize("policy", [*(words("h2o", merger) for merger in DECODING), *PAGED])
+def test_rows_move_with_their_counts(policy: str) -> None:
     model = build("llama", layers=LAYERS)
     ids, mask = make_batch([26, 20], [26, 1, 1, 1, 1, 1, 1])
-    with kvpolicy.attach(model, words("h2o", merger)):
+    with kvpolicy.attach(model, policy):
         straight, swapped = PolicyCache(model, new=6), PolicyCache(model, new=6)
         for cache in (straight, swapped):
             talk(model, ids[:, :29], mask[:, :29], [26, 1, 1, 1], cache)

@@ -35,6 +35,7 @@ POLICIES = [
     "uniform/adakv+snapkv:window=4:kernel=3@0.5",
     "squeeze/adakv+h2o+tokenwise:group_size=4:residual_length=4:block_size=4@0.5",
     "uniform/adakv+kvzip:chunk=12@0.5",
+    "uniform/adakv+h2o+compensate@0.5",
     "snapkv:window=4:kernel=3+regress:queries=replay:window=5:sinks=1:recent=3@0.5",
     "kvzip:chunk=9:sinks=2+regress:queries=replay:window=5:sinks=1:recent=3@0.5",
     "kvcrush/h2o@0.5",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.policy import Policy
 from tests.conformance.extremes import concentrate
-from tests.conformance.replay import reference_codec
+from tests.conformance.replay import reference_codec, reference_merger
 from tests.reference.engine import ReferenceLayer
 
 HEADS, GROUP, DIM = 3, 2, 4
@@ -66,10 +67,12 @@ class Run:
         last: int = 1000,
         codec: str = "plain",
         dim: int = DIM,
+        merger: str = "drop",
         **transform: Any,
     ) -> None:
-        policy = Policy.parse(f"{selector}+{codec}")
-        self.store = LayerStore(LayerSpec(0, policy.selector, policy.codec, "grow" if grows else "evict", heads=heads))
+        policy = Policy.parse(f"{selector}+{merger}+{codec}@0.5")
+        mode = "grow" if grows else "evict"
+        self.store = LayerStore(LayerSpec(0, policy.selector, policy.codec, mode, policy.merger, heads=heads))
         slow = (type(heads).__name__.lower(), {"safeguard": getattr(heads, "safeguard", 0)})
         if isinstance(heads, DuoAttention):
             sizes = {"sparsity": heads.sparsity, "sinks": heads.sinks, "recent": heads.recent}
@@ -84,6 +87,7 @@ class Run:
                 heads=slow,
                 codec=reference_codec(policy.codec),
                 capacity=10**6,
+                merger=None if merger == "drop" else reference_merger(policy.merger),
             )
             for budget in budgets
         ]
@@ -165,6 +169,7 @@ class Run:
                 raise NearTie
             assert kept == row.positions
             assert self.store.geometry.tokens_by_head()[b].tolist() == [len(head) for head in row.positions]
+        self.check_counts()
         kept = self.store.nbytes
         slots = (
             self.store.tensors.keys,
@@ -179,5 +184,21 @@ class Run:
             self.store.tensors.paged().average,
             self.store.tensors.columns,
         )
-        more = (self.store.tensors.state, self.store.tensors.codes, self.store.tensors.limits or ())
+        tensors = self.store.tensors
+        more = (tensors.state, tensors.counts, tensors.merged, tensors.codes, tensors.limits or ())
         assert kept == sum(t.nbytes for t in all_tensors((*slots, *counters, *more)))
+
+    def check_counts(self) -> None:
+        """Every slot stands for as many tokens as in the slow version."""
+        past = self.store.past()
+        if past is None or past.counts is None:
+            return
+        positions = self.store.geometry.held_slots()[0]
+        for b, row in enumerate(self.rows):
+            for h, head in enumerate(row.heads):
+                pairs = zip(positions[b, h].tolist(), past.counts[b, h].exp().tolist(), strict=True)
+                found = {position: count for position, count in pairs if position >= 0}
+                expected = pytest.approx({token.position: token.count for token in head.tokens}, rel=1e-4)
+                if found != expected and 0 < row.margin < GAP:  # another slot takes the evicted tokens in
+                    raise NearTie
+                assert found == expected

@@ -103,6 +103,7 @@ tests/codecs compiles what codecs do themselves.
 METHODS = [
     *ALONE,
     "h2o+compensate+quest:read=8:page=2:dense=1@0.5",
+    "uniform/adakv+h2o+compensate@0.5",
     "h2o+reuse:every=2:dense=0/exact:read=6@0.5",
 ]
 MERGED = [words("h2o", name) for name in MERGERS if lookup(name)[1]().traits.when == "always"]
@@ -121,6 +122,7 @@ OTHERS = [
             "exact:read=8",
             "uniform/adakv+h2o@0.5",
             "uniform/adakv+h2o+tokenwise:group_size=4:residual_length=2:block_size=3@0.5",
+            "uniform/adakv+h2o+compensate+tokenwise:group_size=4:residual_length=2:block_size=3@0.5",
             "tokenwise:block_size=4:residual_length=4+quest:read=8:dense=0",
             "snapkv+quest:read=8:page=2:dense=0:resort=5@0.8",
         )

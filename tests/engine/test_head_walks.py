@@ -26,7 +26,7 @@ CODEC = "tokenwise:group_size=2:residual_length=3:block_size=4"
 ALLOCATORS = [AdaKV(), AdaKV(safeguard=0.0), AdaKV(safeguard=0.5), Even()]
 
 
-def walk(seed: int) -> None:
+def walk(seed: int, merger: str = "drop") -> None:
     """A prompt, then steps, chunks, rejected drafts and choices of rows; the slow version of each row goes along."""
     dice = Random(seed)
     selector = dice.choice([*SELECTORS])
@@ -34,7 +34,7 @@ def walk(seed: int) -> None:
     budgets = [dice.randint(least, 50) for _ in range(dice.randint(1, 3))]
     grows = dice.random() < 0.2
     codec = dice.choice(["plain", "plain", CODEC])
-    run = Run(selector, dice.choice(ALLOCATORS), budgets, grows=grows, codec=codec)
+    run = Run(selector, dice.choice(ALLOCATORS), budgets, grows=grows, codec=codec, merger=merger)
     extra = 5 if grows else 0
     extreme = dice.choice(EXTREMES)
     lengths = [dice.randint(1, 60) for _ in budgets]
@@ -70,6 +70,12 @@ def reject(run: Run, tokens: int) -> None:
 def test_uneven_attention(seed: int) -> None:
     with contextlib.suppress(NearTie):
         walk(seed)
+
+
+@product("seed", range(3000), sample=[(seed,) for seed in range(16)])
+def test_merges_under_uneven_attention(seed: int) -> None:
+    with contextlib.suppress(NearTie):
+        walk(seed, "compensate")
 
 
 class Greedy:

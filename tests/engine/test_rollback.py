@@ -106,6 +106,8 @@ OTHERS = [
     words("full", "kivi", "labels:read=8", budget="1.0"),
     *(f"uniform/{heads}+h2o@0.7" for heads in HEADS),
     words("uniform/adakv", "h2o", "tokenwise", budget="0.7"),
+    "uniform/adakv+h2o+compensate@0.7",
+    words("uniform/adakv", "h2o", "compensate", "tokenwise", budget="0.7"),
     "uniform/adakv+snapkv:decode=grow@0.7",
     "uniform/adakv+expected:sinks=2:horizon=6:decode=grow@0.7",
     "pyramid+h2o@12",

@@ -36,6 +36,8 @@ class Reads(TorchDispatchMode):
         "kvcrush@0.5",
         "snapkv+kivi:group_size=4:residual_length=4@0.5",
         "uniform/adakv+h2o+tokenwise:residual_length=4:block_size=4@0.5",
+        "uniform/adakv+h2o+compensate@0.5",
+        "uniform/adakv+h2o+compensate+tokenwise:residual_length=4:block_size=4@0.5",
     ],
 )
 def test_an_eager_step_waits_for_little(policy: str) -> None:

@@ -30,6 +30,7 @@ CUT = 32
 
 OTHERS = [
     "uniform/adakv+h2o@0.5",
+    "uniform/adakv+h2o+compensate@0.5",
     "squeeze/adakv+snapkv:window=6:kernel=3+tokenwise:residual_length=2:block_size=3@0.5",
     "uniform/even+h2o:decode=grow@0.5",
     "uniform/adakv+expected:sinks=2:horizon=6:decode=grow@0.5",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import Mutation
 
 DICTIONARY = ("tests/calibration/test_dictionary.py", "tests/calibration/test_curvature.py")
+ECHOES = ("tests/calibration/test_echoes.py",)
 CHANNELS = ("tests/readers/test_readers.py", "tests/cli/test_calibrate.py")
 
 MUTATIONS = (
@@ -83,6 +84,41 @@ MUTATIONS = (
         old="torch.where(majority == 0, products.sum(-1), majority)",
         new="products.sum(-1)",
         tests=("tests/calibration/test_qfilters.py",),
+    ),
+    Mutation(
+        name="what begins the text counts as a copy",
+        file="kvpolicy/calibration/echoes.py",
+        old="(at - place >= self.first)",
+        new="(at >= self.first)",
+        tests=ECHOES,
+    ),
+    Mutation(
+        name="only the copy before is a copy",
+        file="kvpolicy/calibration/echoes.py",
+        old="(copy >= self.random) & (copy % self.random == 0)",
+        new="(copy == self.random)",
+        tests=ECHOES,
+    ),
+    Mutation(
+        name="the score of a KV head is the mean of its query heads",
+        file="kvpolicy/calibration/echoes.py",
+        old="(sums / queries).amax(1)",
+        new="(sums / queries).mean(1)",
+        tests=ECHOES,
+    ),
+    Mutation(
+        name="both scores have equal shares",
+        file="kvpolicy/calibration/echoes.py",
+        old="(total / share)",
+        new="2",
+        tests=ECHOES,
+    ),
+    Mutation(
+        name="special tokens are drawn",
+        file="kvpolicy/calibration/echoes.py",
+        old="if token not in special",
+        new="if token >= 0",
+        tests=ECHOES,
     ),
     Mutation(
         name="products of heads are not capped",

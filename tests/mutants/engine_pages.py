@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutants import Mutation
 
+PAGED_MERGES = ("tests/engine/test_paged_merges.py",)
+
 MUTATIONS = (
     # pages
     Mutation(
@@ -152,8 +154,8 @@ MUTATIONS = (
     Mutation(
         name="statistics of a buffer are lost when pages are added",
         file="kvpolicy/engine/coded_pages.py",
-        old="behind_state = map_slots(lambda t: F.pad(self._parts(t)[1], (0, more)), tensors.state)",
-        new="behind_state = map_slots(lambda t: torch.zeros_like(F.pad(self._parts(t)[1], (0, more))), tensors.state)",
+        old="behind_state = map_slots(lambda t: F.pad(self._parts(t)[1], (0, more)), held)",
+        new="behind_state = map_slots(lambda t: torch.zeros_like(F.pad(self._parts(t)[1], (0, more))), held)",
         tests=("tests/engine/test_paged_rows.py::test_reserved_pages_have_room_and_leave_statistics_as_they_are",),
     ),
     Mutation(
@@ -177,6 +179,56 @@ MUTATIONS = (
         old="        top = torch.maximum(top, behind.amax(-1))\n",
         new="        pass\n",
         tests=("tests/engine/test_page_attention.py",),
+    ),
+    # merges
+    Mutation(
+        name="counts of pages have no weight",
+        file="kvpolicy/engine/page_attention.py",
+        old="score = score + counts[:, :, None]",
+        new="score = score + 0 * counts[:, :, None]",
+        tests=PAGED_MERGES,
+    ),
+    Mutation(
+        name="counts of buffers beside pages have no weight",
+        file="kvpolicy/engine/page_attention.py",
+        old="behind = behind + from_pages(counts[:, number:], heads, slots)[:, :, None]",
+        new="behind = behind + 0 * from_pages(counts[:, number:], heads, slots)[:, :, None]",
+        tests=PAGED_MERGES,
+    ),
+    Mutation(
+        name="victims are merged into slots of other heads",
+        file="kvpolicy/engine/exact_pages.py",
+        old="mine & (positions >= 0) & (positions != at)",
+        new="(positions >= 0) & (positions != at)",
+        tests=PAGED_MERGES,
+    ),
+    Mutation(
+        name="rows without a token merge what their slot holds",
+        file="kvpolicy/engine/exact_pages.py",
+        old="there = (at >= 0) if valid is None else (at >= 0) & valid[:, :, None]",
+        new="there = at >= 0",
+        tests=PAGED_MERGES,
+    ),
+    Mutation(
+        name="counts of slots are lost in a later prompt",
+        file="kvpolicy/engine/exact_pages.py",
+        old="counts = None if tensors.log_counts is None else table.slots(tensors.log_counts)",
+        new="counts = None if tensors.log_counts is None else table.slots(tensors.log_counts * 0)",
+        tests=PAGED_MERGES,
+    ),
+    Mutation(
+        name="victims in a buffer are read from the pages",
+        file="kvpolicy/engine/coded_pages.py",
+        old="torch.where(is_coded, gather_slots(of_pages, within), gather_slots(held, buffered))",
+        new="torch.where(is_coded | True, gather_slots(of_pages, within), gather_slots(held, buffered))",
+        tests=PAGED_MERGES,
+    ),
+    Mutation(
+        name="counts stay in the buffer when tokens are demoted to pages",
+        file="kvpolicy/engine/coded_pages.py",
+        old="counts = map_state(lambda t: self._parts(t)[1], tensors.counts)\n        batch",
+        new="counts = map_state(lambda t: self._parts(t)[1] * 0, tensors.counts)\n        batch",
+        tests=PAGED_MERGES,
     ),
     # reads of a part
     Mutation(

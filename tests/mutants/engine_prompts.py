@@ -51,8 +51,8 @@ MUTATIONS = (
     Mutation(
         name="an absent query of a window has weights",
         file="kvpolicy/engine/attention.py",
-        old="absent = (window.at < 0)[:, None, None, :, None]",
-        new="absent = (window.at < -1)[:, None, None, :, None]",
+        old="absent = (window.at < 0)[:, None, None, :]",
+        new="absent = (window.at < -1)[:, None, None, :]",
         tests=("tests/engine/test_attention.py", "tests/engine/test_probing.py"),
     ),
     Mutation(

@@ -44,6 +44,7 @@ POOLED = [
     "uniform/adakv+expected:sinks=2:horizon=6:decode=grow@0.5",
     "uniform/even+streaming:sinks=2@0.5",
     "uniform/adakv+h2o+tokenwise:residual_length=2:block_size=3@0.5",
+    "uniform/adakv+h2o+compensate@0.5",
     "h2o+quest:read=6:page=2:dense=0:resort=3@0.8",
     "snapkv:window=6:kernel=3+labels:read=5:channels=3:dense=0@0.8",
     "tokenwise:residual_length=2:block_size=3+exact:read=5",

@@ -318,6 +318,8 @@ class ReferenceLayer:
         self.room = [self.budget] * len(self.heads)
         if given is not None and self.head_allocator is not None:
             worths = [self._priorities(h) for h in range(len(self.heads))]
+            if self.head_allocator[0] == "adakv":  # heads that lose no token to a merger tie where attention is even
+                self._report(selectors.margin([x for worth in worths for x in worth]))
             pages = head_allocators.divide(*self.head_allocator, worths, given)
             self.room = [count * given.size for count in pages]
         for h, head in enumerate(self.heads):

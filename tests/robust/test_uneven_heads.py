@@ -45,7 +45,8 @@ def drawn(dice: Random) -> str:
     selector = dice.choice(["snapkv", "snapkv:window=4:kernel=3", "h2o", "h2o:recent=0.9"])
     codec = dice.choice(["", "", "+tokenwise:group_size=4:residual_length=4:block_size=4"])
     budget = dice.choice(["0.1", "0.25", "0.5", "0.9", "8", "13", "40"])
-    return f"{allocator}/{heads}+{selector}{codec}@{budget}"
+    merger = dice.choice(["", "+compensate", "+merge" if codec else "+kvmerger"])
+    return f"{allocator}/{heads}+{selector}{merger}{codec}@{budget}"
 
 
 def converse(model: Any, policy: str, lengths: list[int], dice: Random) -> None:

@@ -11,6 +11,8 @@ from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.formatting import duration
 from kvpolicy.cli.model_loading import load
 from kvpolicy.spec.embedded_names import EMBEDDED
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.tables import shorten
 
 app = typer.Typer(help="Calibrate a codec, a reader, a selector or a head allocator.", rich_markup_mode=None)
 
@@ -190,8 +192,11 @@ def channels(
 @app.command()
 def heads(
     model: Model,
-    text: Text,
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="File to write the scores to.")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", metavar="FILE", help="With reach, UTF-8 text file, or folder with .txt files."),
+    ] = None,
     more: More = None,
     length: Length = 1024,
     windows: Windows = 50,
@@ -200,6 +205,14 @@ def heads(
     dtype: Dtype = "auto",
     quiet: Quiet = False,
     force: Force = False,
+    probe: Annotated[
+        str,
+        typer.Option(
+            "--probe",
+            metavar="PROBE",
+            help="reach: how far back attention reaches in a text. razor: attention to copies of random tokens.",
+        ),
+    ] = "reach",
     sinks: Annotated[
         int, typer.Option("--sinks", min=0, metavar="INT", help="First tokens that a streaming head keeps.")
     ] = 64,
@@ -207,30 +220,73 @@ def heads(
         int, typer.Option("--recent", min=1, metavar="INT", help="Newest tokens that a streaming head keeps.")
     ] = 256,
     positions: Annotated[
-        int, typer.Option("--positions", min=2, metavar="INT", help="Positions over which attention is estimated.")
+        int, typer.Option("--positions", min=2, metavar="INT", help="With reach, positions of the estimate.")
     ] = 500,
+    random: Annotated[
+        int | None,
+        typer.Option(
+            "--random",
+            min=2,
+            metavar="INT",
+            help="With razor, random tokens; 2500 if the model has positions for them.",
+        ),
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=2, metavar="INT", help="With razor, how often they stand in the text.")
+    ] = 4,
+    echo: Annotated[
+        float, typer.Option("--echo", metavar="FLOAT", help="With razor, share of the heads by the echo score.")
+    ] = 0.01,
+    induction: Annotated[
+        float,
+        typer.Option("--induction", metavar="FLOAT", help="With razor, share of the heads by the induction score."),
+    ] = 0.14,
 ) -> None:
-    """Score every KV head by how far back its attention reaches, for the head allocator duo.
+    """Score every KV head by what it retrieves, for the head allocator duo.
 
-    It takes one forward pass of each window, without gradients.
+    It takes one forward pass of each window of the text, or one of a random text, without gradients.
     """
-    from kvpolicy.calibration import calibrate_heads
+    from kvpolicy.calibration import calibrate_echoes, calibrate_heads
 
-    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
-    written = calibrate_heads(
-        loaded,
-        sampled,
-        out,
-        positions=positions,
-        sinks=sinks,
-        recent=recent,
-        name=_name(model),
-        progress=not quiet,
-        force=force,
-    )
+    paths = [*(text or ()), *(more or ())]
+    if probe not in ("reach", "razor"):
+        raise KVPolicyError(f"--probe must be reach or razor, got {shorten(repr(probe))}; try reach.")
+    if probe == "razor" and paths:
+        raise KVPolicyError(f"--probe razor must have no text, got {shorten(paths[0])}; remove it, or try reach.")
+    if probe == "reach" and not paths:
+        raise KVPolicyError("--probe reach must have a text, got none; try --text FILE, or --probe razor.")
+    if probe == "reach":
+        loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
+        written = calibrate_heads(
+            loaded,
+            sampled,
+            out,
+            positions=positions,
+            sinks=sinks,
+            recent=recent,
+            name=_name(model),
+            progress=not quiet,
+            force=force,
+        )
+    else:
+        written = calibrate_echoes(
+            load(model, dtype, device)[0],
+            out,
+            random=random,
+            repeats=repeats,
+            echo=echo,
+            induction=induction,
+            seed=seed,
+            sinks=sinks,
+            recent=recent,
+            name=_name(model),
+            progress=not quiet,
+            force=force,
+        )
     for layer, row in enumerate(written.heads):
         print(f"layer {layer}: {' '.join(f'{score:.3f}' for score in row) or 'not managed by policies'}")
-    print(f"Wrote {out}. Use it with uniform/duo:file={out}+streaming:sinks={sinks}@0.5")
+    sparsity = f":sparsity={1 - echo - induction:.4g}" if probe == "razor" else ""
+    print(f"Wrote {out}. Use it with uniform/duo:file={out}{sparsity}+streaming:sinks={sinks}@0.5")
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """DuoAttention: streaming heads have room for sinks and recent tokens, retrieval heads for what is left.
 
-And the score of a head without gradients: how far back the mean query attends to copies of the mean key.
+And scores of heads without gradients: how far back the mean query attends to copies of the mean key, and how much a
+head attends to copies of a random text.
 """
 
 from __future__ import annotations
@@ -84,4 +85,31 @@ def rotated(vector: list[float], position: int, theta: float) -> list[float]:
         angle = position * theta ** (-i / half)
         found[i] = vector[i] * math.cos(angle) - vector[i + half] * math.sin(angle)
         found[i + half] = vector[i + half] * math.cos(angle) + vector[i] * math.sin(angle)
+    return found
+
+
+def echoes(weights: list[list[float]], first: int, random: int) -> tuple[float, float]:
+    """Attention of one query head to earlier copies of a token, and to the tokens behind these.
+
+    Args:
+        weights: The attention of each query to each token.
+        first: Position of the first random token.
+        random: Random tokens, which are repeated.
+    """
+    text = [None if at < first else (at - first) % random for at in range(len(weights))]
+    echo: list[float] = []
+    induction: list[float] = []
+    for query in range(first + random, len(text)):
+        copies = [at for at in range(query) if text[at] is not None and text[at] == text[query]]
+        echo.append(math.fsum(weights[query][at] for at in copies))
+        induction.append(math.fsum(weights[query][at + 1] for at in copies))
+    return math.fsum(echo) / len(echo), math.fsum(induction) / len(induction)
+
+
+def retrieving(scores: list[list[tuple[float, float]]], echo: int, induction: int) -> set[tuple[int, int]]:
+    """The best heads by each of two scores, so many of each; of equal scores the first."""
+    places = [(layer, head) for layer, row in enumerate(scores) for head in range(len(row))]
+    found: set[tuple[int, int]] = set()
+    for which, count in ((0, echo), (1, induction)):
+        found |= set(sorted(places, key=lambda place: -scores[place[0]][place[1]][which])[:count])
     return found
