@@ -68,6 +68,7 @@ class CacheForward(Cache):
         self._metrics: dict[int, CosineSum] = {}  # the running forward's, by layer
         self._forward = RunningForward()
         self.holds_next = False  # whether the next forward is added whole
+        self.has_added_whole = False  # whether an earlier one was, whose slots stay
 
     def _make_layer(self, index: int) -> Any:
         shape = self.attachment.model_shape
@@ -305,8 +306,11 @@ class CacheForward(Cache):
             self._replay(decoder)
             forward.waiting = self.policy_layers
         self.compress_waiting()
-        if forward.adds_whole and self.policy.heads is not None and self.plan is not None:
+        # Slots never become fewer: after a prompt that was added whole, a later one leaves more of them than its budget.
+        by_head = forward.adds_whole and self.policy.heads is not None
+        if self.plan is not None and not forward.one_token and (by_head or self.has_added_whole):
             self.plan = counted(self.plan, self.policy_layers)
+        self.has_added_whole |= forward.adds_whole
         if not waits:  # else the next chunk is measured as well
             if self._metrics:
                 self._cosines = self.cosines().tolist()

@@ -172,3 +172,17 @@ def test_copies_and_marks() -> None:
         cache.mark(2)
         with pytest.raises(KVPolicyStateError, match=r"hold_next\(\) must be called without a mark"):
             cache.hold_next()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_plan_has_the_slots_that_stay(policy: str) -> None:
+    """A prompt that competes again evicts tokens, but no slot goes away."""
+    model = build("llama")
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, prompt=40, new=40)
+        for number, size in enumerate([40, 7, 1, 9, 1, 1, 5]):
+            if number == 1:
+                cache.hold_next()
+            model(torch.randint(3, 40, (2, size)), past_key_values=cache)
+            assert cache.plan is not None
+            assert cache.plan.nbytes == cache.nbytes, number

@@ -6,6 +6,13 @@ from tests.mutants import Mutation
 
 MUTATIONS = (
     Mutation(
+        name="a plan forgets the slots of a prompt that was added whole",
+        file="kvpolicy/hf/cache_forward.py",
+        old="        self.has_added_whole |= forward.adds_whole\n",
+        new="",
+        tests=("tests/engine/test_hold_next.py",),
+    ),
+    Mutation(
         name="TriAttention looks one position ahead alone",
         file="kvpolicy/selectors/triattention.py",
         old="ahead = 2 ** torch.arange(self.reach.bit_length(), device=mean.device)",
