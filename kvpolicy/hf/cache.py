@@ -341,8 +341,8 @@ class PolicyCache(CacheForward):
 
         A question about a text that was compressed before is part of no budget then, and nothing of the text is evicted
         for it. The budget of each layer is larger by as many tokens, also for the tokens that are generated behind it.
-        The next prompt without `hold_next` brings everything under the budget again. What kvpress calls a compressed
-        context works so.
+        The next prompt without `hold_next` brings the tokens under the budget again; the slots stay, and are counted.
+        What kvpress calls a compressed context works so.
 
         Raises:
             KVPolicyStateError: If a row has no prompt yet, or one that waits for the rest of it, or under a mark.

@@ -306,7 +306,7 @@ class CacheForward(Cache):
             self._replay(decoder)
             forward.waiting = self.policy_layers
         self.compress_waiting()
-        # Slots never become fewer: after a prompt that was added whole, a later one leaves more of them than its budget.
+        # Slots never become fewer: a prompt that was added whole leaves more of them than a later budget has.
         by_head = forward.adds_whole and self.policy.heads is not None
         if self.plan is not None and not forward.one_token and (by_head or self.has_added_whole):
             self.plan = counted(self.plan, self.policy_layers)
