@@ -91,7 +91,7 @@ def test_what_a_selector_sees_is_that_of_all_statistics() -> None:
     assert seen_alone(prompt()) == {}
     found = {"attn_sum": torch.ones(3, 4, 5), "query_absmax": torch.ones(3, 2, 8)}
     seen = seen_alone(prompt(None, None, window=WINDOW, below_mean=WINDOW, **found))
-    assert set(seen) == {"attn_sum", "window_attn", "below_mean", "added"}
+    assert set(seen) == {"attn_sum", "window_attn", "window_sinks", "below_mean", "added"}
     assert seen["added"].tolist() == [5, 5, 5]
     assert seen_alone(prompt(VALID, below_mean=WINDOW))["added"].tolist() == [5, 3, 2]
 
