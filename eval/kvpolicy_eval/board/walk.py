@@ -30,7 +30,7 @@ from kvpolicy_eval.board.policies import SELECTORS
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.data.prompts import rings
 
-SHARES = [0.1, 0.05]
+SHARES = [0.05]
 """Budgets, in the order in which they are measured."""
 
 MERGED = "h2o"
