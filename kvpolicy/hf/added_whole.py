@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.planning.result import CachePlan
+from kvpolicy.planning.tokens import Tokens
 
 
 def whole_budgets(layers: list[PolicyLayer], new: Tensor) -> Tensor:
@@ -22,8 +23,16 @@ def whole_budgets(layers: list[PolicyLayer], new: Tensor) -> Tensor:
     return torch.stack(budgets, 1)
 
 
+def exceed(layers: list[PolicyLayer], tokens: Tokens) -> bool:
+    """Whether a layer has slots for more than its share of a divided budget: slots never become fewer.
+
+    A prompt that was added whole leaves such slots to the prompts after it.
+    """
+    return any(layer.store.contents.capacity > most for layer, most in zip(layers, tokens.most, strict=True))
+
+
 def counted(plan: CachePlan, layers: list[PolicyLayer]) -> CachePlan:
-    """A plan with the pages that layers have: how many a head needed to keep all follows from no budget."""
+    """A plan with the slots and pages that layers have, where these follow from no budget."""
     return replace(
         plan,
         layers=tuple(

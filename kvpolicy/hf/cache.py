@@ -431,7 +431,7 @@ class PolicyCache(CacheForward):
         self._end = None
         self._cosines = None
         self._metrics = {}
-        self.holds_next = self.has_added_whole = False
+        self.holds_next = False
         self.forget_forward()
 
     @property

@@ -16,7 +16,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.row_limits import RowBudget
-from kvpolicy.hf.added_whole import counted, whole_budgets
+from kvpolicy.hf.added_whole import counted, exceed, whole_budgets
 from kvpolicy.hf.attachment import CODES, HOLD, Attachment
 from kvpolicy.hf.curves import shares_by_worth
 from kvpolicy.hf.division import Expected, divide_budget
@@ -68,7 +68,6 @@ class CacheForward(Cache):
         self._metrics: dict[int, CosineSum] = {}  # the running forward's, by layer
         self._forward = RunningForward()
         self.holds_next = False  # whether the next forward is added whole
-        self.has_added_whole = False  # whether an earlier one was, whose slots stay
 
     def _make_layer(self, index: int) -> Any:
         shape = self.attachment.model_shape
@@ -306,11 +305,10 @@ class CacheForward(Cache):
             self._replay(decoder)
             forward.waiting = self.policy_layers
         self.compress_waiting()
-        # Slots never become fewer: a prompt that was added whole leaves more of them than a later budget has.
-        by_head = forward.adds_whole and self.policy.heads is not None
-        if self.plan is not None and not forward.one_token and (by_head or self.has_added_whole):
-            self.plan = counted(self.plan, self.policy_layers)
-        self.has_added_whole |= forward.adds_whole
+        if self.plan is not None and forward.tokens is not None:
+            by_head = self.policy.heads is not None
+            if forward.adds_whole if by_head else exceed(self.policy_layers, forward.tokens):
+                self.plan = counted(self.plan, self.policy_layers)
         if not waits:  # else the next chunk is measured as well
             if self._metrics:
                 self._cosines = self.cosines().tolist()

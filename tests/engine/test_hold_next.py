@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,3 +187,18 @@ def test_a_plan_has_the_slots_that_stay(policy: str) -> None:
             model(torch.randint(3, 40, (2, size)), past_key_values=cache)
             assert cache.plan is not None
             assert cache.plan.nbytes == cache.nbytes, number
+
+
+@pytest.mark.parametrize("policy", ["h2o@8", PLANNED[2], "uniform/adakv+h2o@24"])
+def test_a_plan_after_a_file_has_them_too(policy: str, tmp_path: Path) -> None:
+    model = build("llama")
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, prompt=25, new=20)
+        model(torch.randint(3, 40, (1, 25)), past_key_values=cache)
+        cache.hold_next()
+        model(torch.randint(3, 40, (1, 8)), past_key_values=cache)
+        cache.save(tmp_path / "cache")
+        cache = PolicyCache.load(model, tmp_path / "cache")
+        for size in (9, 1):
+            model(torch.randint(3, 40, (1, size)), past_key_values=cache)
+            assert cache.plan is not None and cache.plan.nbytes == cache.nbytes

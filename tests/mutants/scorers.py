@@ -7,9 +7,9 @@ from tests.mutants import Mutation
 MUTATIONS = (
     Mutation(
         name="a plan forgets the slots of a prompt that was added whole",
-        file="kvpolicy/hf/cache_forward.py",
-        old="        self.has_added_whole |= forward.adds_whole\n",
-        new="",
+        file="kvpolicy/hf/added_whole.py",
+        old="return any(layer.store.contents.capacity > most",
+        new="return any(layer.store.contents.capacity > most + 99",
         tests=("tests/engine/test_hold_next.py",),
     ),
     Mutation(
