@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.running_forward import RunningForward
 from kvpolicy.planning.result import CachePlan
-from kvpolicy.planning.tokens import Tokens
 
 
 def whole_budgets(layers: list[PolicyLayer], new: Tensor) -> Tensor:
@@ -23,12 +23,18 @@ def whole_budgets(layers: list[PolicyLayer], new: Tensor) -> Tensor:
     return torch.stack(budgets, 1)
 
 
-def exceed(layers: list[PolicyLayer], tokens: Tokens) -> bool:
-    """Whether a layer has slots for more than its share of a divided budget: slots never become fewer.
+def exceed(layers: list[PolicyLayer], forward: RunningForward) -> bool:
+    """Whether a layer may have slots for more than its share of the budget that a forward has divided.
 
-    A prompt that was added whole leaves such slots to the prompts after it.
+    Slots never become fewer: a prompt that was added whole leaves them to the prompts after it. Pages are placed anew,
+    and as many as each head needed to keep all of such a prompt.
     """
-    return any(layer.store.contents.capacity > most for layer, most in zip(layers, tokens.most, strict=True))
+    if forward.tokens is None:
+        return False
+    return any(
+        forward.adds_whole if layer.store.spec.heads is not None else layer.store.contents.capacity > most
+        for layer, most in zip(layers, forward.tokens.most, strict=True)
+    )
 
 
 def counted(plan: CachePlan, layers: list[PolicyLayer]) -> CachePlan:

@@ -305,10 +305,8 @@ class CacheForward(Cache):
             self._replay(decoder)
             forward.waiting = self.policy_layers
         self.compress_waiting()
-        if self.plan is not None and forward.tokens is not None:
-            by_head = self.policy.heads is not None
-            if forward.adds_whole if by_head else exceed(self.policy_layers, forward.tokens):
-                self.plan = counted(self.plan, self.policy_layers)
+        if self.plan is not None and exceed(self.policy_layers, forward):
+            self.plan = counted(self.plan, self.policy_layers)
         if not waits:  # else the next chunk is measured as well
             if self._metrics:
                 self._cosines = self.cosines().tolist()

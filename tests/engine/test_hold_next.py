@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.hf.division import BEYOND_BUDGET
 from kvpolicy.spec.errors import KVPolicyStateError
@@ -175,10 +175,13 @@ def test_copies_and_marks() -> None:
             cache.hold_next()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_plan_has_the_slots_that_stay(policy: str) -> None:
+LAYERED = ["h2o@0.3", "uniform/adakv+snapkv:window=4@0.4", "window@0.3"]
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, Policy.by_layer(LAYERED, budget=0.5)], ids=str)
+def test_a_plan_has_the_slots_that_stay(policy: str | Policy) -> None:
     """A prompt that competes again evicts tokens, but no slot goes away."""
-    model = build("llama")
+    model = build("llama", layers=len(LAYERED))
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = PolicyCache(model, prompt=40, new=40)
         for number, size in enumerate([40, 7, 1, 9, 1, 1, 5]):

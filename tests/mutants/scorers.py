@@ -8,8 +8,8 @@ MUTATIONS = (
     Mutation(
         name="a plan forgets the slots of a prompt that was added whole",
         file="kvpolicy/hf/added_whole.py",
-        old="return any(layer.store.contents.capacity > most",
-        new="return any(layer.store.contents.capacity > most + 99",
+        old="else layer.store.contents.capacity > most",
+        new="else layer.store.contents.capacity > most + 99",
         tests=("tests/engine/test_hold_next.py",),
     ),
     Mutation(
