@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.eval_mode import eval_mode
+from kvpolicy.calibration.listener import check_finite
 from kvpolicy.codecs._dictionaries import key_dictionary
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attention_interface import PREFIX
@@ -117,11 +118,7 @@ def _joined(kept: dict[str, dict[int, list[Tensor]]]) -> dict[str, dict[int, Ten
     joined = {part: {layer: torch.cat(xs, -2) for layer, xs in vectors.items()} for part, vectors in kept.items()}
     for part, vectors in joined.items():
         for layer, x in vectors.items():
-            if not x.isfinite().all():
-                raise KVPolicyError(
-                    f"All collected numbers must be finite, got inf or NaN in {part} of layer {layer}; try loading the "
-                    "model in bf16 or fp32."
-                )
+            check_finite(part, layer, x)
     return joined
 
 

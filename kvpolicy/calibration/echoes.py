@@ -15,12 +15,9 @@ from tqdm.auto import tqdm
 
 from kvpolicy.allocators.duo import RECENT, SINKS
 from kvpolicy.allocators.head_files import HeadFile
-from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.calibration.heads import write_scores
-from kvpolicy.hf.attach import attach
-from kvpolicy.hf.discovery import find_sites
-from kvpolicy.policy import Policy
-from kvpolicy.protocols import AttentionRows, Needs, Seen, Selector, State, View
+from kvpolicy.calibration.listener import Listener, listening
+from kvpolicy.protocols import AttentionRows, Needs, Seen, State, View
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyWarning
 from kvpolicy.spec.validation import check_size
 
@@ -144,12 +141,9 @@ def echo_scores(
     """
     random = _random_tokens(model, random, repeats)
     ids, first = repeated_text(model, random, repeats, seed)
-    decoder = find_sites(model).decoder
-    with eval_mode(model), torch.no_grad(), tqdm(total=1, desc="heads", disable=not progress) as bar:
-        tap = _Tap(reducer=_Echoes(first=first, random=random))
-        # The scores are taken in `observe`, before the eviction. So one token is enough to keep, which saves memory.
-        with attach(model, Policy(selector=tap, budget=1)):
-            decoder(input_ids=ids[None].to(next(decoder.parameters()).device), use_cache=True)
+    tap = _Tap(reducer=_Echoes(first=first, random=random))
+    with tqdm(total=1, desc="heads", disable=not progress) as bar, listening(model, tap) as run:
+        run(ids)
         bar.update()
     queries = random * (repeats - 1)
     found: dict[int, EchoScores] = {}
@@ -245,7 +239,7 @@ class _Echoes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tap(Selector):
+class _Tap(Listener):
     """A selector that takes the sums of each layer while the text runs, and keeps the newest token.
 
     Attributes:
@@ -266,9 +260,6 @@ class _Tap(Selector):
         sums = seen.reduced[0, :, :2].double().cpu()
         self.found[view.layer_idx] = sums.unflatten(0, (view.positions.shape[1], -1))
         return state
-
-    def priority(self, state: State, view: View) -> Tensor:
-        return view.positions.float()
 
 
 def _random_tokens(model: nn.Module, random: int | None, repeats: int) -> int:

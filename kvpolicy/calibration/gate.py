@@ -14,14 +14,11 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import tokens_per_window
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.calibration.finished import check_free_file, without_name
 from kvpolicy.calibration.gate_fit import RIDGE, Moments, Sample, Training, explained, mlp_gate
-from kvpolicy.hf.attach import attach
-from kvpolicy.hf.discovery import find_sites
+from kvpolicy.calibration.listener import Listener, check_finite, listening
 from kvpolicy.hf.identity import identity
-from kvpolicy.policy import Policy
-from kvpolicy.protocols import Needs, Replay, Seen, Selector, State, View
+from kvpolicy.protocols import Needs, Replay, Seen, State, View
 from kvpolicy.selectors.gate_files import GateFile, LayerGate, load_gates, save_gates
 from kvpolicy.selectors.kvzip import KVzip
 from kvpolicy.spec.errors import KVPolicyError
@@ -162,8 +159,6 @@ def scored_windows(
     plan = KVzip(plus=True).needs.replay
     assert plan is not None
     chance = torch.Generator().manual_seed(seed)
-    decoder = find_sites(model).decoder
-    device = next(decoder.parameters()).device
     for ids, count in zip(tqdm(windows, desc="scores", disable=not progress), counts, strict=True):
         tokens = torch.randperm(len(ids), generator=chance)[:count].sort().values
         found: dict[int, Sample] = {}
@@ -173,15 +168,10 @@ def scored_windows(
             labels = scores.index_select(1, at).log().clamp_min(FLOOR).mT
             found[layer] = Sample(inputs.index_select(0, at).float().cpu(), labels.cpu())
 
-        # Tokens are scored before the eviction, so that one is enough to keep.
-        with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=_Tap(plan=plan, take=take), budget=1)):
-            decoder(input_ids=ids[None].to(device), use_cache=True)
+        with listening(model, _Tap(plan=plan, take=take)) as run:
+            run(ids)
         for layer, sample in found.items():
-            if not (bool(sample.inputs.isfinite().all()) and bool(sample.labels.isfinite().all())):
-                raise KVPolicyError(
-                    f"All collected numbers must be finite, got inf or NaN in the inputs or scores of layer {layer}; "
-                    "try loading the model in bf16 or fp32."
-                )
+            check_finite("the inputs or scores", layer, sample.inputs, sample.labels)
         yield found
 
 
@@ -202,7 +192,7 @@ def check_options(kind: str, ridge: float, units: int, epochs: int) -> Kind:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tap(Selector):
+class _Tap(Listener):
     """A selector that shows the replayed scores and the inputs of each layer, and keeps the newest token.
 
     Attributes:
@@ -222,9 +212,6 @@ class _Tap(Selector):
         assert seen.forward is not None and seen.replay is not None
         self.take(view.layer_idx, seen.forward.hidden_states[0], seen.replay[0])
         return state
-
-    def priority(self, state: State, view: View) -> Tensor:
-        return view.positions.float()
 
 
 def _compared(content: GateFile) -> object:

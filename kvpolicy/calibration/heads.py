@@ -14,16 +14,14 @@ from tqdm.auto import tqdm
 from kvpolicy.allocators.duo import RECENT, SINKS
 from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.calibration.finished import check_free_file, without_name
+from kvpolicy.calibration.listener import Listener, listening
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.hf.attach import attach
 from kvpolicy.hf.discovery import Sites, find_sites
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import rope_of
-from kvpolicy.policy import Policy
-from kvpolicy.protocols import Needs, Seen, Selector, State, View
+from kvpolicy.protocols import Needs, Seen, State, View
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import check_size
 
@@ -162,14 +160,12 @@ def head_scores(
     if not windows:
         raise KVPolicyError("The windows must contain tokens to calibrate on, got none; try a longer text.")
     positions = check_size("positions", positions, 2)
-    sites = find_sites(model)
-    ropes = _ropes(model, sites)
+    ropes = _ropes(model, find_sites(model))
     tap = _Tap(ropes=ropes, positions=positions)
     total: dict[int, Tensor] = {}
-    # The scores are taken in `observe`, before the eviction. So one token is enough to keep, which saves memory.
-    with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=tap, budget=1)):
+    with listening(model, tap) as run:
         for ids in tqdm(windows, desc="heads", disable=not progress):
-            sites.decoder(input_ids=ids[None].to(next(sites.decoder.parameters()).device), use_cache=True)
+            run(ids)
             for layer, scores in tap.found.items():
                 total[layer] = total.get(layer, 0) + scores / len(windows)
             tap.found.clear()
@@ -203,7 +199,7 @@ def reach(query: Tensor, key: Tensor, rope: Rope, positions: int, scale: float, 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tap(Selector):
+class _Tap(Listener):
     """A selector that scores the heads of each layer while a prompt runs, and keeps the newest token.
 
     Attributes:
@@ -231,9 +227,6 @@ class _Tap(Selector):
         query = query.unflatten(0, (len(key), -1))
         self.found[view.layer_idx] = reach(query, key, rope, self.positions, given.scale, given.softcap).mean(-1).cpu()
         return state
-
-    def priority(self, state: State, view: View) -> Tensor:
-        return view.positions.float()
 
 
 def _ropes(model: nn.Module, sites: Sites) -> dict[int, Rope]:

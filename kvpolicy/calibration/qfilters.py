@@ -12,14 +12,11 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import tokens_per_window
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.calibration.finished import check_free_file, without_name
-from kvpolicy.hf.attach import attach
-from kvpolicy.hf.discovery import find_sites
+from kvpolicy.calibration.listener import Listener, check_finite, listening
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
-from kvpolicy.policy import Policy
-from kvpolicy.protocols import Needs, Seen, Selector, State, View
+from kvpolicy.protocols import Needs, Seen, State, View
 from kvpolicy.selectors.filter_files import FilterFile, load_filters, save_filters
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -153,26 +150,19 @@ def sample_queries(
     windows = as_windows(windows)
     generator = torch.Generator().manual_seed(seed)
     found: dict[int, list[Tensor]] = {}
-    decoder = find_sites(model).decoder
-    with eval_mode(model), torch.no_grad():
-        counts = tokens_per_window(windows, tokens)
-        for ids, count in zip(tqdm(windows, desc="queries", disable=not progress), counts, strict=True):
-            sample = torch.randperm(len(ids), generator=generator)[:count].sort().values
-            # Queries are taken in `observe`, before the eviction. So one token is enough to keep, which saves memory.
-            with attach(model, Policy(selector=_Tap(sample=sample, found=found), budget=1)):
-                decoder(input_ids=ids[None].to(next(decoder.parameters()).device), use_cache=True)
+    counts = tokens_per_window(windows, tokens)
+    for ids, count in zip(tqdm(windows, desc="queries", disable=not progress), counts, strict=True):
+        sample = torch.randperm(len(ids), generator=generator)[:count].sort().values
+        with listening(model, _Tap(sample=sample, found=found)) as run:
+            run(ids)
     joined = {layer: torch.cat(parts, 1) for layer, parts in sorted(found.items())}
     for layer, queries in joined.items():
-        if not queries.isfinite().all():
-            raise KVPolicyError(
-                f"All collected numbers must be finite, got inf or NaN in the queries of layer {layer}; try loading "
-                "the model in bf16 or fp32."
-            )
+        check_finite("the queries", layer, queries)
     return joined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tap(Selector):
+class _Tap(Listener):
     """A selector that keeps the queries of some tokens of a prompt, and the newest token.
 
     Attributes:
@@ -194,9 +184,6 @@ class _Tap(Selector):
         sampled = queries.index_select(1, self.sample.to(queries.device))
         self.found.setdefault(view.layer_idx, []).append(sampled.float().cpu())
         return state
-
-    def priority(self, state: State, view: View) -> Tensor:
-        return view.positions.float()
 
 
 def _compared(content: FilterFile) -> object:

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.calibration.finished import check_free_file, without_name
-from kvpolicy.hf.attach import attach
-from kvpolicy.hf.discovery import find_sites
+from kvpolicy.calibration.listener import Listener, check_finite, listening
 from kvpolicy.hf.identity import identity
-from kvpolicy.policy import Policy
-from kvpolicy.protocols import Needs, Seen, Selector, State, View
+from kvpolicy.protocols import Needs, Seen, State, View
 from kvpolicy.selectors.center_files import CenterFile, Centers, load_centers, save_centers
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -101,19 +98,12 @@ def query_centers(model: nn.Module, windows: Sequence[Tensor], *, progress: bool
         numbers, and of their absolute values, for each frequency. Differences: all tokens of all windows count.
     """
     tap = _Tap()
-    decoder = find_sites(model).decoder
-    with eval_mode(model), torch.no_grad():
+    with listening(model, tap) as run:
         for ids in tqdm(as_windows(windows), desc="centers", disable=not progress):
-            # Queries are taken in `observe`, before the eviction. So one token is enough to keep, which saves memory.
-            with attach(model, Policy(selector=tap, budget=1)):
-                decoder(input_ids=ids[None].to(next(decoder.parameters()).device), use_cache=True)
+            run(ids)
     found = {layer: Centers(*(t / sums.tokens for t in sums.total)) for layer, sums in sorted(tap.found.items())}
     for layer, centers in found.items():
-        if not all(bool(t.isfinite().all()) for t in centers):
-            raise KVPolicyError(
-                f"All collected numbers must be finite, got inf or NaN in the queries of layer {layer}; try loading "
-                "the model in bf16 or fp32."
-            )
+        check_finite("the queries", layer, *centers)
     return {layer: Centers(*(t.float() for t in centers)) for layer, centers in found.items()}
 
 
@@ -126,7 +116,7 @@ class _Sums:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tap(Selector):
+class _Tap(Listener):
     """A selector that adds up the queries of prompts, and keeps the newest token.
 
     Attributes:
@@ -150,9 +140,6 @@ class _Tap(Selector):
         sums.tokens += queries.shape[1]
         sums.total = Centers(*(before + more for before, more in zip(sums.total, new, strict=True)))
         return state
-
-    def priority(self, state: State, view: View) -> Tensor:
-        return view.positions.float()
 
 
 def _compared(content: CenterFile) -> object:

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.calibration.eval_mode import eval_mode
+from kvpolicy.calibration.listener import listening
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.hf.attach import attach
 from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.discovery import find_sites
@@ -154,8 +153,7 @@ def tapped(model: nn.Module, tile: TileSize = None) -> Generator[Tap]:
         (8, torch.Size([1, 8, 10, 32]))
     """
     looker = _Looker()
-    # A budget of one token: selectors are shown the whole prompt, and the cache itself need not hold it.
-    with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=looker, budget=1), tile=tile):
+    with listening(model, looker, tile):
         tap = Tap(model, looker)
         if tap.attachment.place[1] > 1:
             raise KVPolicyError(

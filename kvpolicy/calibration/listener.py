@@ -1,0 +1,60 @@
+"""Selectors that look at prompts and choose nothing, by which calibrations see the layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.calibration.eval_mode import eval_mode
+from kvpolicy.hf.attach import attach
+from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.tile_size import TileSize
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import Selector, State, View
+from kvpolicy.spec.errors import KVPolicyError
+
+
+class Listener(Selector, Protocol):
+    """A selector that looks at prompts in `observe`, and keeps the newest token."""
+
+    __slots__ = ()
+
+    def priority(self, state: State, view: View) -> Tensor:
+        """Its position."""
+        return view.positions.float()
+
+
+@contextmanager
+def listening(model: nn.Module, listener: Selector, tile: TileSize = None) -> Generator[Callable[[Tensor], object]]:
+    """Let a selector look at prompts inside, in eval mode and without gradients; yields what runs token ids [n].
+
+    Args:
+        model: A causal language model without a policy attached.
+        listener: The selector, which sees a whole prompt in `observe`, before the eviction.
+        tile: The most tokens that a layer takes at a time, as for `attach`.
+
+    Raises:
+        KVPolicyError: If the model is not supported, or has a policy attached.
+    """
+    decoder = find_sites(model).decoder
+    device = next(decoder.parameters()).device
+    # The cache itself need not hold the prompt: a budget of one token saves memory.
+    with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=listener, budget=1), tile=tile):
+        yield lambda ids: decoder(input_ids=ids[None].to(device), use_cache=True)
+
+
+def check_finite(what: str, layer: int, *found: Tensor) -> None:
+    """Refuse numbers that were collected of a layer and are not finite.
+
+    Raises:
+        KVPolicyError: Naming `what` they are of.
+    """
+    if not all(bool(t.isfinite().all()) for t in found):
+        raise KVPolicyError(
+            f"All collected numbers must be finite, got inf or NaN in {what} of layer {layer}; try loading the model "
+            "in bf16 or fp32."
+        )
