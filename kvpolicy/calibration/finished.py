@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from kvpolicy.codecs import _files
 from kvpolicy.spec.errors import KVPolicyError
@@ -56,6 +56,25 @@ def check_free_file(
 def without_name(model: Mapping[str, Any] | None) -> dict[str, Any]:
     """The description of a model without its name, which may differ for the same weights."""
     return {key: value for key, value in (model or {}).items() if key != "name"}
+
+
+class Made(Protocol):
+    """The content of a file that says what it was made of."""
+
+    @property
+    def model(self) -> dict[str, Any] | None:
+        """The model that the file is for."""
+        ...
+
+    @property
+    def made(self) -> dict[str, Any] | None:
+        """How the file was made."""
+        ...
+
+
+def model_and_made(content: Made) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The content that must be equal: the model, of which the name is not compared, and how the file was made."""
+    return without_name(content.model), content.made
 
 
 def check_free(out: str | Path, method: str, facts: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from kvpolicy.allocators.duo import RECENT, SINKS
 from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, without_name
+from kvpolicy.calibration.finished import check_free_file, model_and_made
 from kvpolicy.calibration.listener import Listener, listening
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.discovery import Sites, find_sites
@@ -253,4 +253,4 @@ def _no_rope(model: nn.Module, layer_idx: int, what: str) -> KVPolicyError:
 
 def _compared(content: HeadFile) -> object:
     """The content that must be equal; the name of the model is not compared."""
-    return without_name(content.model), content.made, content.sinks, content.recent
+    return *model_and_made(content), content.sinks, content.recent

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, without_name
+from kvpolicy.calibration.finished import check_free_file, model_and_made
 from kvpolicy.calibration.listener import Listener, check_finite, listening
 from kvpolicy.hf.identity import identity
 from kvpolicy.protocols import Needs, Seen, State, View
@@ -67,7 +67,7 @@ def calibrate_triattention(
     made = {"text_sha256": text_sha256(windows), "windows": len(windows), "tokens": count}
     facts = CenterFile({}, identity(model, name), made)
     if not force:
-        check_free_file(out, load_centers, facts, _compared)
+        check_free_file(out, load_centers, facts, model_and_made)
     content = CenterFile(query_centers(model, windows, progress=progress), facts.model, made)
     save_centers(out, content)
     return content
@@ -140,8 +140,3 @@ class _Tap(Listener):
         sums.tokens += queries.shape[1]
         sums.total = Centers(*(before + more for before, more in zip(sums.total, new, strict=True)))
         return state
-
-
-def _compared(content: CenterFile) -> object:
-    """The content that must be equal; the name of the model is not compared."""
-    return without_name(content.model), content.made

@@ -28,7 +28,7 @@ def check_movable(store: LayerStore) -> None:
             "at their positions; try csr, kvquant or no codec."
         )
     needs = selector.needs
-    if needs.vectors or needs.unrotated_keys or needs.rotation or needs.query_moments is not None:
+    if needs.vectors or needs.key_rotation or needs.query_moments is not None:
         raise KVPolicyError(
             f"The selector must rank tokens by attention or position for them to be moved, got {selector}, which "
             "keeps statistics of their keys; try snapkv or h2o."

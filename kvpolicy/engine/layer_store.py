@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy.engine import decode, merging
 from kvpolicy.engine.attention import Past, ScoreTransform, attend
+from kvpolicy.engine.birth_scores import score_inputs
 from kvpolicy.engine.channel_sums import LargestQueries
 from kvpolicy.engine.decode import update_state
 from kvpolicy.engine.geometry import Geometry, step_nbytes
@@ -160,7 +161,7 @@ class LayerStore:
         """
         self.contents.note_sizes(pending.keys.shape[2])
         self.record(pending, rope_offset)
-        if self.spec.needs.unrotated_keys or self.spec.needs.rotation:
+        if self.spec.needs.key_rotation:
             pending = pending._replace(rotation=KeyRotation(self.spec.rope, rope_offset))
         self.geometry.compress(pending, budget, massive=massive)
         # No buffer is full here, since a geometry demotes what it must: this call counts the free steps.
@@ -233,20 +234,19 @@ class LayerStore:
         layer.link.start()  # what selectors and mergers read to evict is not counted: only attention and its index
         # The slot still has the statistics of the token that it held before.
         state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.state)
-        scores = layer.score_inputs(forward) if self.spec.needs.layer_input else None
-        if scores is not None and isinstance(self.spec.selector, ScoresInputs):
-            state = self.spec.selector.with_scores(state, scores)
+        selector, needs = self.spec.selector, self.spec.needs
+        if needs.layer_input and isinstance(selector, ScoresInputs):
+            state = selector.with_scores(state, score_inputs(selector, layer.gate, forward))
         counts = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.counts)
         data = SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts)
         if merge is not None:
             slot, data = merging.with_merge(slot, data, merge)
         self.geometry.write(slot, data, None if valid is None else valid[:, None].expand_as(slot))
-        needs = self.spec.needs
         out, weights = self.geometry.attend(q, transform, needs.decode_attn)
         layer.link.stop()
         if needs.decode_attn or needs.vectors:
             view = view._replace(token=new_token(q, k, v, position[:, 0], needs, self.spec.rope))
-            update_state(self.spec.selector, tensors.state, weights if needs.decode_attn else None, view, valid)
+            update_state(selector, tensors.state, weights if needs.decode_attn else None, view, valid)
         if layer.undo is not None:
             layer.undo.end()
         return out

@@ -154,8 +154,7 @@ class PolicyLayer(CacheLayerMixin):
                     first = start * part.shape[1]
                     flags[:, first : first + part.shape[1] or None] |= part
             self.massive = flags
-        needs = self.store.spec.needs
-        if rope_offset is not None and (needs.unrotated_keys or needs.rotation):
+        if rope_offset is not None and self.store.spec.needs.key_rotation:
             offset = rope_offset.to(pending.flags.device)
             if self.pending is not None and self.rope_offset is not None:
                 # A row without a token in the newest chunk has no position there, and keeps the offset that it has.

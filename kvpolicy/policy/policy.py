@@ -292,7 +292,7 @@ class Policy:
         if any(own.codec.traits.key_space == "unrotated" for own in self.distinct):
             return "codec"
         every = [own.selector.needs for own in self.distinct]
-        undone = any(each.unrotated_keys or each.rotation or each.query_moments is not None for each in every)
+        undone = any(each.key_rotation or each.query_moments is not None for each in every)
         return "selector" if undone else ""
 
     @property

@@ -186,6 +186,11 @@ class Needs(NamedTuple):
         )
 
     @property
+    def key_rotation(self) -> bool:
+        """Whether it must be known after a prompt how its keys are rotated."""
+        return self.unrotated_keys or self.rotation
+
+    @property
     def candidates(self) -> bool:
         """Whether keys and values of the candidates are needed after a prompt."""
         return self.vectors or self.prompt_vectors or self.output_norms or self.unrotated_keys

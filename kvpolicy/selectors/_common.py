@@ -22,6 +22,24 @@ def keep_always(priority: Tensor, protected: Tensor) -> Tensor:
     return priority.masked_fill(protected, torch.inf)
 
 
+def unranked_first(score: Tensor, view: View, ranked: Tensor, most: float) -> Tensor:
+    """Scores at most `most`, above which stand the tokens that came after the last ranking, by age: [B, H, N].
+
+    Args:
+        score: Of each token, [B, H, N] fp32; of tokens that were not ranked, anything.
+        view: The tokens.
+        ranked: Tokens that each row had seen when it was ranked, [B] int64.
+        most: No score is larger.
+    """
+    return torch.where(view.positions >= ranked[:, None, None], view.positions.float() + most, score)
+
+
+def recent_tokens(view: View, fraction: float) -> Tensor:
+    """Which tokens are the newest ones of a fraction of the budget, and always the newest one, [B, H, N] bool."""
+    # In floating point, 0.07 * 100 is slightly more than 7, and would be rounded up to 8.
+    return view.newest((view.budget.double() * fraction - 1e-9).ceil().long().clamp_min(1))
+
+
 def check_kernel(owner: object, kernel: int) -> None:
     """Refuse a width of a pooling that has no middle.
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.selectors.tensor_files import FileKind, Parsed
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.model_identity import check_same_model
 from kvpolicy.spec.tables import shorten
 
 KEY = "kvpolicy_centers"
@@ -99,16 +98,14 @@ def check_centers(content: CenterFile, path: str, model: ModelInfo) -> None:
     Raises:
         KVPolicyError: If layers, heads or weights differ.
     """
-    what = CENTERS.named(path)
-    if content.model is not None:
-        check_same_model(content.model, what, model, remedy=f"{CENTERS.remedy} on this model")
+    CENTERS.check_model(path, content.model, model)
     for layer_idx in model.indices:
         found = content.centers.get(layer_idx)
         heads = 0 if found is None else found.mean.shape[0]
         if found is None or (heads != 1 and heads % model.heads) or found.mean.shape[1] != model.head_dim:
             got = "none" if found is None else list(found.mean.shape)
             raise KVPolicyError(
-                f"{what} must have centers for the query heads of {model.heads} KV heads of dimension "
+                f"{CENTERS.named(path)} must have centers for the query heads of {model.heads} KV heads of dimension "
                 f"{model.head_dim}, as the model has, got {got} in layer {layer_idx}; {CENTERS.remedy} on this model."
             )
 

@@ -20,7 +20,7 @@ from kvpolicy.protocols import (
     View,
     scoped,
 )
-from kvpolicy.selectors._common import keep_always
+from kvpolicy.selectors._common import keep_always, unranked_first
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
@@ -192,8 +192,7 @@ class ExpectedAttention(Selector):
 
     def priority(self, state: Expectation, view: View) -> Tensor:
         """Sinks and the newest token are always kept, then tokens that were not scored yet, by age: [B, H, N]."""
-        unscored = view.positions >= state.ranked[:, None, None]
-        priority = torch.where(unscored, view.positions.float() + _MOST, state.score)
+        priority = unranked_first(state.score, view, state.ranked, _MOST)
         return keep_always(priority, view.newest(1) | (view.positions < self.sinks))
 
 

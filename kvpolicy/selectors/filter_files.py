@@ -16,7 +16,6 @@ from torch import Tensor
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.selectors.tensor_files import FileKind, Parsed
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.model_identity import check_same_model
 from kvpolicy.spec.tables import shorten
 
 KEY = "kvpolicy_filters"
@@ -81,16 +80,14 @@ def check_filters(content: FilterFile, path: str, model: ModelInfo) -> None:
     Raises:
         KVPolicyError: If layers, heads or weights differ.
     """
-    what = FILTERS.named(path)
-    if content.model is not None:
-        check_same_model(content.model, what, model, remedy=f"{FILTERS.remedy} on this model")
+    FILTERS.check_model(path, content.model, model)
     for layer_idx in model.indices:
         found = content.filters.get(layer_idx)
         if found is None or found.shape[0] not in (1, model.heads) or found.shape[1] != model.head_dim:
+            got = "none" if found is None else list(found.shape)
             raise KVPolicyError(
-                f"{what} must have filters for {model.heads} KV heads of dimension {model.head_dim}, as the model has, "
-                f"got {'none' if found is None else list(found.shape)} in layer {layer_idx}; {FILTERS.remedy} on this "
-                "model."
+                f"{FILTERS.named(path)} must have filters for {model.heads} KV heads of dimension {model.head_dim}, as "
+                f"the model has, got {got} in layer {layer_idx}; {FILTERS.remedy} on this model."
             )
 
 

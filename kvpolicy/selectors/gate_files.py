@@ -20,7 +20,6 @@ from torch import Tensor
 from kvpolicy.protocols import ALL_HEADS, ModelInfo
 from kvpolicy.selectors.tensor_files import FileKind, Parsed
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.model_identity import check_same_model
 from kvpolicy.spec.tables import shorten
 
 KEY = "kvpolicy_gates"
@@ -147,16 +146,14 @@ def check_gates(content: GateFile, path: str, model: ModelInfo) -> None:
     Raises:
         KVPolicyError: If layers, heads, the hidden size or weights differ.
     """
-    what = GATES.named(path)
-    if content.model is not None:
-        check_same_model(content.model, what, model, remedy=f"{GATES.remedy} on this model")
+    GATES.check_model(path, content.model, model)
     for layer_idx in model.indices:
         gate = content.gates.get(layer_idx)
         hidden = 0 if gate is None else gate.hidden
         if gate is None or gate.bias.shape[0] not in (1, model.heads) or model.hidden not in (0, hidden):
             got = "none" if gate is None else f"{gate.bias.shape[0]} KV heads and {hidden}"
             raise KVPolicyError(
-                f"{what} must have gates of {model.heads} KV heads and the hidden size "
+                f"{GATES.named(path)} must have gates of {model.heads} KV heads and the hidden size "
                 f"{model.hidden or hidden or 'of the model'}, as the model has, got {got} in layer {layer_idx}; "
                 f"{GATES.remedy} on this model."
             )

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
-from kvpolicy.selectors._common import group_mean, keep_always
+from kvpolicy.selectors._common import group_mean, keep_always, recent_tokens
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_range
 from kvpolicy.spec.validation import check_fields
@@ -68,9 +68,7 @@ class H2O(Scored):
 
     def priority(self, state: Scores, view: View) -> Tensor:
         """The window is always kept, other tokens by accumulated attention: [B, H, N]."""
-        # In floating point, 0.07 * 100 is slightly more than 7, and would be rounded up to 8.
-        window = (view.budget.double() * self.recent - 1e-9).ceil().long().clamp_min(1)
-        return keep_always(state.score, view.newest(window))
+        return keep_always(state.score, recent_tokens(view, self.recent))
 
     def attention(self, state: Scores) -> Tensor:
         """The score of each token: [B, H, N]."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.draws import exponentials, mixed
 from kvpolicy.protocols import AttentionRows, DecodeMode, Needs, Ranks, Seen, Selector, State, View, scoped
-from kvpolicy.selectors._common import group_mean, keep_always
+from kvpolicy.selectors._common import group_mean, keep_always, recent_tokens
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min, check_range
@@ -132,9 +132,7 @@ class Keyformer(Selector):
 
     def priority(self, state: Perturbed, view: View) -> Tensor:
         """The window is always kept, other tokens by what they have accumulated: [B, H, N]."""
-        # In floating point, 0.07 * 100 is slightly more than 7, and would be rounded up to 8.
-        window = (view.budget.double() * self.recent - 1e-9).ceil().long().clamp_min(1)
-        return keep_always(state.score, view.newest(window))
+        return keep_always(state.score, recent_tokens(view, self.recent))
 
     def attention(self, state: Perturbed) -> Tensor:
         """The score of each token: [B, H, N]."""

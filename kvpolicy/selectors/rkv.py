@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, Selector, State, View, scoped
-from kvpolicy.selectors._common import check_kernel, keep_always
+from kvpolicy.selectors._common import check_kernel, keep_always, unranked_first
 from kvpolicy.selectors._redundancy import mean_cosines
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min, check_range
 from kvpolicy.spec.validation import check_fields
 
-_UNRANKED = 2.0
-"""No mixture of attention and redundancy is that large: above stand the tokens that were not ranked yet."""
+_MOST = 2.0
+"""No mixture of attention and redundancy is that large."""
 
 
 @scoped(queries="head", ranked="row")
@@ -155,8 +155,7 @@ class RKV(Selector):
 
     def priority(self, state: Reasoned, view: View) -> Tensor:
         """The newest tokens are always kept, then tokens that were not ranked yet, by age: [B, H, N]."""
-        unranked = view.positions >= state.ranked[:, None, None]
-        priority = torch.where(unranked, view.positions.float() + _UNRANKED, state.score)
+        priority = unranked_first(state.score, view, state.ranked, _MOST)
         return keep_always(priority, view.newest(self._width(view)))
 
     def _width(self, view: View) -> Tensor:

@@ -22,9 +22,11 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from kvpolicy.protocols import ModelInfo
 from kvpolicy.spec.embedded_names import EMBEDDED, embedded_file
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.formats import check_format, replace_file, stamp
+from kvpolicy.spec.model_identity import check_same_model
 
 Content = TypeVar("Content")
 
@@ -137,6 +139,20 @@ class FileKind(Generic[Content]):
         if facts.get("sha256") != digest({key: value for key, value in facts.items() if key != "sha256"}, tensors):
             raise KVPolicyError(f"{what} must be as it was written, got an edited or damaged one; {self.remedy}.")
         return self.parse(Parsed(tensors, facts.get("model"), facts.get("made")), path)
+
+    def check_model(self, path: str, wanted: Mapping[str, Any] | None, model: ModelInfo) -> None:
+        """Refuse a model that a file was not made for.
+
+        Args:
+            path: The file as the user wrote it.
+            wanted: The model of the file; None for one that fits any model of its shapes.
+            model: The model to check.
+
+        Raises:
+            KVPolicyError: If sizes or weights differ.
+        """
+        if wanted is not None:
+            check_same_model(wanted, self.named(path), model, remedy=f"{self.remedy} on this model")
 
     def _unreadable(self, path: str, error: Exception) -> KVPolicyError:
         reason = error.strerror if isinstance(error, OSError) else str(error)

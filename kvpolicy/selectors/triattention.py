@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, ModelInfo, Needs, Seen, Selector, State, View, scoped
-from kvpolicy.selectors._common import keep_always
+from kvpolicy.selectors._common import keep_always, unranked_first
 from kvpolicy.selectors.center_files import Centers, check_centers, load_centers
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
@@ -17,7 +17,7 @@ from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import check_fields
 
 _MOST = 2.0**20
-"""Scores end here, and tokens that were not ranked yet stand above; positions added to it are exact in fp32."""
+"""Scores end here; positions that are added to twice as much are exact in fp32."""
 
 _TILE = 2048
 """Keys that are scored at once."""
@@ -139,8 +139,7 @@ class TriAttention(Selector):
 
     def priority(self, state: Placed, view: View) -> Tensor:
         """The newest token is always kept, then tokens that were not ranked yet, by age: [B, H, N]."""
-        unranked = view.positions >= state.ranked[:, None, None]
-        priority = torch.where(unranked, view.positions.float() + 2 * _MOST, state.score)
+        priority = unranked_first(state.score, view, state.ranked, 2 * _MOST)
         return keep_always(priority, view.newest(1))
 
     def _centers(self, heads: int, view: View, device: torch.device) -> Centers:

@@ -253,8 +253,8 @@ MUTATIONS = (
     Mutation(
         name="a generated token has the score of an empty slot",
         file="kvpolicy/engine/layer_store.py",
-        old="state = self.spec.selector.with_scores(state, scores)",
-        new="state = self.spec.selector.with_scores(state, 0 * scores)",
+        old="state = selector.with_scores(state, score_inputs(selector, layer.gate, forward))",
+        new="state = selector.with_scores(state, 0 * score_inputs(selector, layer.gate, forward))",
         tests=("tests/selectors/test_kvzap.py",),
     ),
     Mutation(

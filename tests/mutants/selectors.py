@@ -91,9 +91,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="a window is rounded up by its floating-point error",
-        file="kvpolicy/selectors/h2o.py",
-        old="self.recent - 1e-9).ceil()",
-        new="self.recent).ceil()",
+        file="kvpolicy/selectors/_common.py",
+        old="fraction - 1e-9).ceil()",
+        new="fraction).ceil()",
         tests=("tests/selectors/test_limits.py",),
     ),
     Mutation(
