@@ -13,6 +13,9 @@ os.environ.setdefault("KVPOLICY_KERNELS", "0")
 import pytest
 import torch
 
+# Programs of Triton run in Python where no GPU is; Triton reads this when it is imported.
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
+
 # Before pytest imports a module of the package for its doctests: it would load a second copy of that module, whose
 # classes and tables are not those that the tests see.
 from kvpolicy import registry

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any, TypeVar
@@ -93,6 +93,16 @@ def _missing_compiler(device: str) -> str:
     return missing
 
 
+@cache
+def _kernels(device: str) -> Mapping[str, Callable[..., Any]]:
+    """What runs in place of functions on a type of device, by their names; what it returns None for is compiled."""
+    if device != "cuda":
+        return {}
+    from kvpolicy.kernels import gpu_reads  # needs Triton
+
+    return gpu_reads.READS
+
+
 def obstacle(device: str = "cpu") -> str:
     """Reason why functions are not compiled on a type of device, as a clause; empty if they are."""
     if device not in DEVICES:
@@ -150,6 +160,10 @@ def call(function: Callable[..., T], *tensors: Tensor, **options: Any) -> T:
         warnings.simplefilter("ignore")  # of PyTorch's own, which are errors where a program makes them so
         try:
             tensors = tuple(map(_ordinary, tensors))
+            by_hand = _kernels(tensors[0].device.type).get(function.__name__)
+            done = None if by_hand is None else by_hand(*tensors, **options)
+            if done is not None:
+                return done
             kernel = _compiled.get(key)
             return _first_call(key, function, tensors, options) if kernel is None else kernel(*tensors)
         except Exception as error:  # a compiler that is there may not work, and the plain function always does

@@ -147,7 +147,8 @@ def report(records: list[Record]) -> list[str]:
 def _shape(records: list[Record], batch: int, tokens: int) -> list[str]:
     own = [record for record in records if (record["case"]["batch"], record["case"]["tokens"]) == (batch, tokens)]
     found = {(record["case"]["codec"], record["case"]["way"]): record for record in own if record["status"] == "ok"}
-    lines = [_row(key, record, found) for key, record in found.items()]
+    order = [("", "bf16"), ("", "fp32"), *((codec, way) for codec in CODECS for way in WAYS)]
+    lines = [_row(key, found[key], found) for key in order if key in found]
     title = f"**One layer, {batch} x {tokens:,} tokens**: {HEADS} KV heads of 128, {GROUP} query heads each"
     columns = ["codes", "read", "MiB", "score, us", "mix, us", "over dense bf16", "time over that of the bytes"]
     failed = [

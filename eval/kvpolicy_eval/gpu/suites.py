@@ -92,6 +92,8 @@ def long(shape: str, prompts: tuple[int, ...], new: int) -> Iterator[Series]:
         "snapkv@0.2",
         "kvcrush/snapkv@0.2",
         "squeeze:profile=PROFILE+window@0.2",
+        "tokenwise:bits=4",
+        "snapkv+tokenwise:bits=4@0.2",
         "kivi:bits=4",
         "snapkv+kivi:bits=4@0.2",
         "csr",
@@ -101,7 +103,7 @@ def long(shape: str, prompts: tuple[int, ...], new: int) -> Iterator[Series]:
         methods = [("dynamic", "eager", ""), ("static", "graphs", ""), ("kvpress", "eager", "SnapKVPress")]
         methods += [("policy", mode, policy) for policy in policies for mode in ("eager", "graphs")]
         for method, mode, policy in methods:
-            until_full = "kivi" not in policy and "csr" not in policy
+            until_full = not any(codec in policy for codec in ("kivi", "csr", "tokenwise"))
             yield Series(f"long {prompt}", shape, prompt, new, method, mode, policy, LONG_BATCHES, until_full)
 
 
@@ -109,5 +111,5 @@ def plan_suites(shape: str) -> list[Series]:
     """All series of the real shapes, of one of them, or of the tiny shape."""
     if shape == "tiny":
         return [*table3("tiny", 32, 16, (1, 4)), *long("tiny", (64,), 24)]
-    series = [*table3("mistral-7b", 512, 1024, PAPER_BATCHES), *long("llama-3-8b", (32768, 131072), 128)]
+    series = [*table3("mistral-7b", 512, 1024, PAPER_BATCHES), *long("llama-3-8b", (8192, 32768, 131072), 128)]
     return [one for one in series if shape in ("all", one.shape)]
