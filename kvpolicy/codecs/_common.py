@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -60,6 +60,35 @@ class SingleStage(Codec, Stage, Protocol):
     def layout(self, tokens: int) -> Layout:
         """Full-precision slots for pinned tokens, the residual and one block; everything else is encoded."""
         return ordinary_layout(traits_for(self, tokens), tokens)
+
+
+@runtime_checkable
+class TwoSides(SingleStage, Protocol):
+    """A codec of one stage whose keys and values are encoded apart, so that another codec can wrap it.
+
+    The wrapper may give it keys of fewer channels than values. So the fields of its codes with `value` in their name
+    belong to values and all others to keys, and what reads or writes one side uses tensors of the other side for their
+    widths only. It has no calibrated tensors. A subclass has `write_keys` and `write_values` instead of `write`.
+    """
+
+    __slots__ = ()
+
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        """Encode tokens into slots, in place; see `Stage.write`."""
+        self.write_keys(store, keys, slots, write_mask, occupied)
+        self.write_values(store, values, slots, write_mask, occupied)
+
+    def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
+        """Encode the keys of tokens; see `Stage.write`."""
+        ...
+
+    def write_values(
+        self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        """Encode the values of tokens; see `Stage.write`."""
+        ...
 
 
 def is_empty_head(write_mask: Tensor, occupied: Tensor) -> Tensor:

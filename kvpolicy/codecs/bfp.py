@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import (
     ENCODED_AT_ONCE,
-    SingleStage,
+    TwoSides,
     is_empty_head,
     mix_by_chunks,
     put,
@@ -50,7 +50,7 @@ class BFPCodes(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BFP(SingleStage):
+class BFP(TwoSides):
     """Store short mantissas, with one exponent per block of channels.
 
     The largest element of a block determines the resolution of the others. So key channels are sorted by size first,
@@ -130,28 +130,30 @@ class BFP(SingleStage):
             value_scale=zeros(slots, 0 if exact else blocks),
         )
 
-    def write(
-        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
-    ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
+    def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
+        """Encode keys into slots, in the channel order of their heads; see `Stage.write`."""
         codes: BFPCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
         _fit_order(codes, keys, write_mask, occupied)
         for at in token_ranges(keys.shape[2]):
-            self._write(codes, keys[:, :, at].float(), values[:, :, at].float(), slots[:, :, at], write_mask[:, :, at])
+            some = keys[:, :, at].float()
+            encoded = self._encode(some.gather(-1, codes.order.long().expand_as(some)))
+            for target, data in zip((codes.keys, codes.key_scale), encoded, strict=True):
+                put(target, data, slots[:, :, at], write_mask[:, :, at])
 
-    def _write(self, codes: BFPCodes, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor) -> None:
-        """Encode tokens in the channel order of their heads."""
-        mantissas, exponents = self._encode(keys.gather(-1, codes.order.long().expand_as(keys)))
-        put(codes.keys, mantissas, slots, write_mask)
-        put(codes.key_scale, exponents, slots, write_mask)
-        if self.exact_values:
-            put(codes.values, values.clamp(-FP16, FP16).half(), slots, write_mask)
+    def write_values(
+        self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        """Encode values into slots, in place; see `Stage.write`."""
+        codes: BFPCodes = store.codes
+        if values.shape[2] == 0 or codes.values.shape[2] == 0:
             return
-        mantissas, exponents = self._encode(values)
-        put(codes.values, mantissas, slots, write_mask)
-        put(codes.value_scale, exponents, slots, write_mask)
+        for at in token_ranges(values.shape[2]):
+            some = values[:, :, at].float()
+            encoded = (some.clamp(-FP16, FP16).half(),) if self.exact_values else self._encode(some)
+            for target, data in zip((codes.values, codes.value_scale), encoded, strict=False):
+                put(target, data, slots[:, :, at], write_mask[:, :, at])
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._blocks import Blocks, blocks_of
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import SingleStage, mix_by_chunks, put, score_by_chunks, take, to_groups
+from kvpolicy.codecs._common import TwoSides, mix_by_chunks, put, score_by_chunks, take, to_groups
 from kvpolicy.codecs._uniform import (
     dequantize,
     encode,
@@ -55,7 +55,7 @@ class KIVICodes(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KIVI(SingleStage):
+class KIVI(TwoSides):
     """Quantize keys per channel and values per token, both in groups.
 
     Keys have outlier channels, so a group of keys is one channel of `group_size` tokens. Values have none, so a group
@@ -130,15 +130,38 @@ class KIVI(SingleStage):
             value_zero=zeros(slots, value_groups, torch.float16),
         )
 
-    def write(
-        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
-    ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
+    def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
+        """Encode keys into slots, in place; see `Stage.write`."""
         codes: KIVICodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
-        self._write_keys(codes, keys.float(), slots, write_mask, occupied)
-        self._write_values(codes, values.float(), slots, write_mask)
+        keys = keys.float()
+        # The codes of occupied slots refer to the scale of their group, so it can only be fitted to an empty group.
+        blocks = blocks_of(slots, write_mask, occupied, self.group_size)
+        # The bounds of a block to which nothing is written are infinite. It is not new, so nothing of it is stored.
+        is_long = is_compiled(keys)
+        bounds = call(_block_bounds, keys, blocks.tokens()) if is_long else _bounds(keys, blocks, slots, write_mask)
+        scale, zero = scale_and_zero(*bounds, self.bits)
+        put(codes.key_scale, scale.half(), blocks.which, blocks.is_new)
+        put(codes.key_zero, zero.half(), blocks.which, blocks.is_new)
+        # Read back, since a token may also go to an older group, which keeps its scale and zero.
+        group = slots.div(self.group_size, rounding_mode="floor")
+        if is_long:
+            encoded = call(_encode_keys, keys, group, codes.key_scale, codes.key_zero, bits=self.bits)
+        else:
+            encoded = _encode_keys(keys, group, codes.key_scale, codes.key_zero, self.bits)
+        put(codes.keys, encoded, slots, write_mask)
+
+    def write_values(
+        self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        """Encode values into slots, in place; see `Stage.write`."""
+        codes: KIVICodes = store.codes
+        if values.shape[2] == 0 or codes.values.shape[2] == 0:
+            return
+        parts = quantize(values.float(), self.bits, values.shape[-1] // codes.value_scale.shape[-1])
+        for target, part in zip(codes[3:], parts, strict=True):
+            put(target, part, slots, write_mask)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
@@ -175,28 +198,6 @@ class KIVI(SingleStage):
         if is_fused(codes.values, self.bits, codes.key_scale.shape[-1]):
             return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)
         return mix_by_chunks(self.values, store, weights, self.group_size)
-
-    def _write_keys(self, codes: KIVICodes, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
-        # The codes of occupied slots refer to the scale of their group, so it can only be fitted to an empty group.
-        blocks = blocks_of(slots, write_mask, occupied, self.group_size)
-        # The bounds of a block to which nothing is written are infinite. It is not new, so nothing of it is stored.
-        is_long = is_compiled(keys)
-        bounds = call(_block_bounds, keys, blocks.tokens()) if is_long else _bounds(keys, blocks, slots, write_mask)
-        scale, zero = scale_and_zero(*bounds, self.bits)
-        put(codes.key_scale, scale.half(), blocks.which, blocks.is_new)
-        put(codes.key_zero, zero.half(), blocks.which, blocks.is_new)
-        # Read back, since a token may also go to an older group, which keeps its scale and zero.
-        group = slots.div(self.group_size, rounding_mode="floor")
-        if is_long:
-            encoded = call(_encode_keys, keys, group, codes.key_scale, codes.key_zero, bits=self.bits)
-        else:
-            encoded = _encode_keys(keys, group, codes.key_scale, codes.key_zero, self.bits)
-        put(codes.keys, encoded, slots, write_mask)
-
-    def _write_values(self, codes: KIVICodes, values: Tensor, slots: Tensor, write_mask: Tensor) -> None:
-        parts = quantize(values, self.bits, values.shape[-1] // codes.value_scale.shape[-1])
-        for target, part in zip(codes[3:], parts, strict=True):
-            put(target, part, slots, write_mask)
 
 
 def _encode_keys(keys: Tensor, group: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import (
     ENCODED_AT_ONCE,
-    SingleStage,
+    TwoSides,
     is_empty_head,
     mix_by_chunks,
     put,
@@ -58,7 +58,7 @@ class TokenWiseCodes(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenWise(SingleStage):
+class TokenWise(TwoSides):
     """Quantize each token separately, after normalizing the key channels.
 
     A group consists of channels of one token of one head, with a scale and a zero in fp16. So every slot can be reused
@@ -140,26 +140,31 @@ class TokenWise(SingleStage):
             value_zero=zeros(slots, zeros_per_token),
         )
 
-    def write(
-        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
-    ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
+    def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
+        """Encode keys into slots, in place; see `Stage.write`."""
         codes: TokenWiseCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
         if self.normalize:
             _fit(codes, keys, write_mask, occupied)
-        groups = codes.key_scale.shape[-1]
-        targets = (codes.keys, codes.key_scale, codes.key_zero, codes.values, codes.value_scale, codes.value_zero)
+        targets = (codes.keys, codes.key_scale, codes.key_zero)
         for at in token_ranges(keys.shape[2]):
             some = keys[:, :, at].float()
             if self.normalize:
                 # Read back as fp16, also where they were just fitted: decoding has no other numbers.
                 some = (some - codes.channel_zero.float()) / codes.channel_scale.float()
-            encoded = (*self._encode(some, groups), *self._encode(values[:, :, at].float(), groups))
-            for target, data in zip(targets, encoded, strict=True):
-                if target.shape[-1]:
-                    put(target, data, slots[:, :, at], write_mask[:, :, at])
+            self._put(targets, some, slots[:, :, at], write_mask[:, :, at])
+
+    def write_values(
+        self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        """Encode values into slots, in place; see `Stage.write`."""
+        codes: TokenWiseCodes = store.codes
+        if values.shape[2] == 0 or codes.values.shape[2] == 0:
+            return
+        targets = (codes.values, codes.value_scale, codes.value_zero)
+        for at in token_ranges(values.shape[2]):
+            self._put(targets, values[:, :, at].float(), slots[:, :, at], write_mask[:, :, at])
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
@@ -189,6 +194,12 @@ class TokenWise(SingleStage):
         if not self._is_fused(codes.values, codes.channel_scale.shape[-1], store.page_slots):
             return mix_by_chunks(self.values, store, weights)
         return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self._code_bits())
+
+    def _put(self, targets: tuple[Tensor, Tensor, Tensor], x: Tensor, slots: Tensor, write_mask: Tensor) -> None:
+        """Write the codes, scales and zeros of `x` [B, H, n, D]."""
+        for target, data in zip(targets, self._encode(x, targets[1].shape[-1]), strict=True):
+            if target.shape[-1]:
+                put(target, data, slots, write_mask)
 
     def _is_fused(self, codes: Tensor, head_dim: int, page_slots: int | None) -> bool:
         return self.bits != "fp8" and is_fused(codes, self.bits, head_dim, page_slots)

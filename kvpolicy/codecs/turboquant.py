@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import (
     ENCODED_AT_ONCE,
-    SingleStage,
+    TwoSides,
     mix_by_chunks,
     put,
     score_by_chunks,
@@ -59,7 +59,7 @@ class TurboQuantCodes(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TurboQuant(SingleStage):
+class TurboQuant(TwoSides):
     """Quantize each token separately: the direction of a key with fixed levels, a value by its range.
 
     Random signs and a Hadamard transform turn any key into one whose channels are nearly normally distributed. So the
@@ -134,18 +134,16 @@ class TurboQuant(SingleStage):
             value_zero=zeros(groups, torch.float16),
         )
 
-    def write(
-        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
-    ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
+    def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
+        """Encode keys into slots, in place; see `Stage.write`."""
         codes: TurboQuantCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
         for at in token_ranges(keys.shape[2]):
-            self._write(codes, keys[:, :, at], values[:, :, at], slots[:, :, at], write_mask[:, :, at])
+            self._write_keys(codes, keys[:, :, at], slots[:, :, at], write_mask[:, :, at])
 
-    def _write(self, codes: TurboQuantCodes, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor) -> None:
-        """Encode tokens at once."""
+    def _write_keys(self, codes: TurboQuantCodes, keys: Tensor, slots: Tensor, write_mask: Tensor) -> None:
+        """Encode keys at once."""
         mixed = mix(keys.float(), self.seed)
         norm = _norm(mixed)
         # The channels of a unit vector of D elements have a variance of 1 / D; the levels are for a variance of 1.
@@ -154,9 +152,18 @@ class TurboQuant(SingleStage):
         code = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
         put(codes.keys, pack(code, self.bits), slots, write_mask)
         put(codes.key_scale, norm.clamp(max=FP16).half(), slots, write_mask)
+
+    def write_values(
+        self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        """Encode values into slots, in place; see `Stage.write`."""
+        codes: TurboQuantCodes = store.codes
+        if values.shape[2] == 0 or codes.values.shape[2] == 0:
+            return
         group = values.shape[-1] // codes.value_scale.shape[-1]
-        for target, data in zip(codes[2:], quantize(values.float(), self.bits, group), strict=True):
-            put(target, data, slots, write_mask)
+        for at in token_ranges(values.shape[2]):
+            for target, data in zip(codes[2:], quantize(values[:, :, at].float(), self.bits, group), strict=True):
+                put(target, data, slots[:, :, at], write_mask[:, :, at])
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""

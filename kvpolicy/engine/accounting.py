@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpolicy.engine.state import tensors
+from kvpolicy.engine.state import fields, tensors
 
 
 def bytes_by_kind(
@@ -23,7 +23,7 @@ def bytes_by_kind(
 
     Args:
         exact: Keys and values in full precision.
-        codes: The codes of each stage, NamedTuples; the names of their fields tell scales and zero points.
+        codes: The codes of each stage, (nested) NamedTuples; the names of their fields tell scales and zero points.
         positions: Positions of the slots.
         state: The selector's state.
         counters: Lengths, budgets and limits of the rows.
@@ -32,7 +32,7 @@ def bytes_by_kind(
     """
     kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
     for stage in codes:
-        for name, tensor in zip(stage._fields, stage, strict=True):
+        for name, tensor in fields(stage):
             kinds["scales" if "scale" in name or "zero" in name else "codes"] += tensor.nbytes
     kinds["positions"] = positions.nbytes
     kinds["statistics"] = sum(t.nbytes for t in tensors(state))

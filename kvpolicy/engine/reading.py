@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.engine.state import fields
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.in_memory import in_memory
 from kvpolicy.kernels.largest import largest
@@ -427,18 +428,11 @@ def channel_salience(sums: AbsoluteSums, count: Tensor, ranks: Ranks) -> Tensor:
 
 def key_codes(codes: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The tensors of codes that scores are computed from: all but those of values, by the names of their fields."""
-    return tuple(tensor for name, tensor in _named(codes) if "value" not in name)
+    return tuple(tensor for name, tensor in fields(codes) if "value" not in name)
 
 
 def unscanned(buffer: tuple[Tensor, Tensor], codes: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Tensors that are still read after a scan of a layer's keys; with codes, a scan reads the coded keys alone."""
     if not codes:
         return (buffer[1],)
-    return (*buffer, *(tensor for name, tensor in _named(codes) if "value" in name))
-
-
-def _named(codes: tuple[Any, ...]) -> list[tuple[str, Tensor]]:
-    """The tensors of codes with the names of their fields."""
-    return [
-        (name, tensor) for stage in codes for name, tensor in zip(getattr(stage, "_fields", ()), stage, strict=False)
-    ]
+    return (*buffer, *(tensor for name, tensor in fields(codes) if "value" in name))

@@ -49,6 +49,15 @@ def tensors(state: State) -> Iterator[Tensor]:
             yield from tensors(part)
 
 
+def fields(state: State, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a state with the name of its field, in the innermost tuple; `name` is that of a tensor alone."""
+    if isinstance(state, Tensor):
+        yield name, state
+    else:
+        for field, part in zip(getattr(state, "_fields", [""] * len(state)), state, strict=True):
+            yield from fields(part, field)
+
+
 def slot_tensors(state: State) -> Iterator[Tensor]:
     """The tensors of a state with one entry per slot."""
     if isinstance(state, Tensor):

@@ -6,11 +6,12 @@
 
 A policy that is made from a file stands alone: `tuned:file=plan.json@0.1`.
 
-Parts come in any order, at most one of each kind. A selector wraps a selector, and an allocator wraps a head allocator
-through its field `heads`. Spaces around `+`, `/`, `:`, `=` and `@` are ignored. As it is written, a spec contains no
-comma and no character that a shell would interpret. The type of a value is that of the strategy's field. A string value
-may contain slashes if its strategy wraps no strategy of its own kind; in a value of an allocator, a slash before the
-name of a head allocator is written `%2F`. `%` escapes everything except letters, digits and `_.-/`.
+Parts come in any order, at most one of each kind. A selector wraps a selector, a codec a codec and a reader a reader;
+an allocator wraps a head allocator through its field `heads`. Spaces around `+`, `/`, `:`, `=` and `@` are ignored. As
+it is written, a spec contains no comma and no character that a shell would interpret. The type of a value is that of
+the strategy's field. A string value may contain slashes if its strategy wraps no strategy of its own kind; in a value
+of an allocator, a slash before the name of a head allocator is written `%2F`. `%` escapes everything except letters,
+digits and `_.-/`.
 
 A strategy whose options or values were renamed declares the former names, which still parse: `ALIASES` maps an option
 to its present name, and `VALUE_ALIASES` the values of an option, by its present name, to the present values.
@@ -37,6 +38,9 @@ from kvpolicy.spec.tables import shorten
 _MAX_TERMS = 8  # of one part: bounds the recursion for hostile input
 WRAPPING = ("base", "heads")
 """The fields through which a strategy wraps another."""
+
+_BASES: dict[Kind, str] = {"selector": "h2o", "codec": "tokenwise", "reader": "quest"}
+"""A strategy of each kind that others wrap, for messages."""
 
 _SPACES = re.compile(r"\s*([+/:=@])\s*")
 _NAME = re.compile(r"[^:/=]*")
@@ -234,7 +238,8 @@ def _unknown_option(name: str, key: str, value: str, known: list[str]) -> str:
     if key == "heads":
         return f"The head allocator of {name!r} must be written after '/', got the option 'heads'; try {name}/adakv."
     if key == "base":
-        return f"The base of {name!r} must be written after '/', got the option 'base'; try {name}/h2o."
+        inner = _BASES.get(lookup(name)[0], "BASE")
+        return f"The base of {name!r} must be written after '/', got the option 'base'; try {name}/{inner}."
     if not known:
         return f"{name!r} must be given without options, got {got}; try {name}."
     advice = suggest_option(key, known, value, budget="@{}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpolicy.engine.page_codes import by_field
 from kvpolicy.engine.pages import for_pages
-from kvpolicy.engine.state import map_state, tensors
+from kvpolicy.engine.state import fields, map_state, tensors
 from kvpolicy.protocols import Calibration, Codec, Stage, StageStore
 
 ROWS = 2
@@ -185,6 +185,5 @@ def copy(store: StageStore) -> StageStore:
 
 def changed(one: Any, other: Any) -> str:
     """The name of the first tensor that differs between two codes; empty if they are bit-identical."""
-    names = getattr(one, "_fields", None) or [f"tensor {at}" for at, _ in enumerate(tensors(one))]
-    pairs = zip(names, tensors(one), tensors(other), strict=True)
-    return next((name for name, first, second in pairs if not torch.equal(first, second)), "")
+    pairs = enumerate(zip(fields(one), tensors(other), strict=True))
+    return next((name or f"tensor {at}" for at, ((name, first), second) in pairs if not torch.equal(first, second)), "")

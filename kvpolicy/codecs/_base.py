@@ -1,0 +1,114 @@
+"""Codecs that wrap another one, their base, as in `think/tokenwise:bits=4`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.codecs._common import TwoSides, mix_by_chunks, put, score_by_chunks, take, token_ranges
+from kvpolicy.codecs._uniform import FP16
+from kvpolicy.codecs.plain import Plain
+from kvpolicy.protocols import At, Codec, RotaryView, StageStore, Traits, traits_for
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+
+
+class HalfCodes(NamedTuple):
+    """Vectors in fp16.
+
+    Attributes:
+        keys: [B, H, C, D] fp16.
+        values: [B, H, C, D] fp16.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+class Half(TwoSides):
+    """Store vectors in fp16, clipped to its range: what a wrapper uses where its base is `Plain`."""
+
+    __slots__ = ()
+
+    def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> HalfCodes:
+        """Empty codes for `slots` slots."""
+        keys = torch.zeros(batch, heads, slots, head_dim, dtype=torch.float16, device=device)
+        return HalfCodes(keys, torch.zeros_like(keys))
+
+    def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
+        """Write keys to slots, in place; see `Stage.write`."""
+        _put(store.codes.keys, keys, slots, write_mask)
+
+    def write_values(
+        self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        """Write values to slots, in place; see `Stage.write`."""
+        _put(store.codes.values, values, slots, write_mask)
+
+    def keys(self, store: StageStore, at: At) -> Tensor:
+        """Keys of the slots `at`, [B, H, n, D] fp32."""
+        return take(store.codes.keys, at).float()
+
+    def values(self, store: StageStore, at: At) -> Tensor:
+        """Values of the slots `at`, [B, H, n, D] fp32."""
+        return take(store.codes.values, at).float()
+
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
+        """Products of queries with the key of every slot; see `Stage.score`."""
+        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
+
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
+        """Weighted sum of the values of all slots; see `Stage.mix`."""
+        return mix_by_chunks(self.values, store, weights)
+
+
+def _put(target: Tensor, x: Tensor, slots: Tensor, write_mask: Tensor) -> None:
+    if target.shape[2] == 0:
+        return
+    for at in token_ranges(x.shape[2]):
+        put(target, x[:, :, at].float().clamp(-FP16, FP16).half(), slots[:, :, at], write_mask[:, :, at])
+
+
+def check_base(owner: object, base: object) -> None:
+    """Refuse what a codec cannot wrap: it wraps `Plain` and codecs with two sides.
+
+    Raises:
+        KVPolicyTypeError: If it is no codec.
+        KVPolicyError: If it is a codec whose keys and values cannot have different widths.
+    """
+    name = type(owner).__name__
+    if not isinstance(base, Codec):
+        raise KVPolicyTypeError(f"{name}.base must be a codec, got {base!r}; try TokenWise().")
+    if not isinstance(base, Plain | TwoSides):
+        raise KVPolicyError(
+            f"{name}.base must encode keys and values apart, each by itself, got {base}; try tokenwise, kivi, "
+            "turboquant or bfp."
+        )
+
+
+def inner_of(base: Codec) -> TwoSides:
+    """The stage that stores what a wrapper passes on: the base itself, or fp16 where it is `Plain`."""
+    return base if isinstance(base, TwoSides) else Half()
+
+
+def base_traits(base: Codec, tokens: int | None) -> Traits:
+    """The traits of a base for rows of `tokens` tokens; see `SizedCodec`."""
+    return base.traits if tokens is None else traits_for(base, tokens)
+
+
+def keys_only(codes: Any) -> Any:
+    """Codes of which the fields of values have no slots, and take no bytes."""
+    return _side(codes, lambda name: "value" not in name)
+
+
+def values_only(codes: Any) -> Any:
+    """Codes of which the fields of keys have no slots, and take no bytes."""
+    return _side(codes, lambda name: "value" in name)
+
+
+def _side(codes: Any, stays: Callable[[str], bool]) -> Any:
+    # Contiguous, so that the memory of the tensor that is left out is not held.
+    parts = zip(codes._fields, codes, strict=True)
+    return type(codes)(*[t if stays(name) else t[:, :, :0].clone() for name, t in parts])
