@@ -18,6 +18,7 @@ from kvpolicy.calibration.heads import calibrate_heads as calibrate_heads
 from kvpolicy.calibration.heads import head_scores as head_scores
 from kvpolicy.calibration.kvquant import fit_kvquant as fit_kvquant
 from kvpolicy.calibration.levels import calibrate_kvquant as calibrate_kvquant
+from kvpolicy.calibration.lowrank import calibrate_lowrank as calibrate_lowrank
 from kvpolicy.calibration.qfilters import calibrate_qfilters as calibrate_qfilters
 from kvpolicy.calibration.qfilters import query_filters as query_filters
 from kvpolicy.calibration.triattention import calibrate_triattention as calibrate_triattention

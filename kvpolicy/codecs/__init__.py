@@ -6,6 +6,7 @@ from kvpolicy.codecs.csr import CSR as CSR
 from kvpolicy.codecs.gear import GEAR as GEAR
 from kvpolicy.codecs.kivi import KIVI as KIVI
 from kvpolicy.codecs.kvquant import KVQuant as KVQuant
+from kvpolicy.codecs.lowrank import LowRank as LowRank
 from kvpolicy.codecs.mikv import MiKV as MiKV
 from kvpolicy.codecs.plain import Plain as Plain
 from kvpolicy.codecs.rotate import RotateKV as RotateKV

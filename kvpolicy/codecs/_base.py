@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import TwoSides, mix_by_chunks, put, score_by_chunks, take, token_ranges
+from kvpolicy.codecs._common import TwoSides, add_rest, mix_by_chunks, put, score_by_chunks, take, token_ranges
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.plain import Plain
+from kvpolicy.kernels.compiled import call, is_compiled
+from kvpolicy.kernels.fused_half import as_pairs, in_order_of_channels, in_order_of_pairs, mix_half, score_half
+from kvpolicy.kernels.fused_read import in_blocks
 from kvpolicy.protocols import At, Codec, RotaryView, StageStore, Traits, traits_for
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
@@ -57,11 +60,19 @@ class Half(TwoSides):
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot; see `Stage.score`."""
-        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
+        keys = store.codes.keys
+        if rope is not None or not is_compiled(keys):
+            return score_by_chunks(self.keys, store, queries, rope, keys.shape[2])
+        pairs = as_pairs(keys)
+        return call(score_half, pairs, in_order_of_pairs(queries.float(), pairs))
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
-        return mix_by_chunks(self.values, store, weights)
+        if not is_compiled(store.codes.values):
+            return mix_by_chunks(self.values, store, weights)
+        pairs = as_pairs(store.codes.values)
+        mixed = call(mix_half, in_blocks(pairs), in_blocks(weights.float(), 3))
+        return add_rest(in_order_of_channels(mixed, pairs), lambda at: self.values(store, at), weights)
 
 
 def _put(target: Tensor, x: Tensor, slots: Tensor, write_mask: Tensor) -> None:

@@ -229,13 +229,18 @@ def apart(function: F) -> F:
 
 @torch.library.custom_op("kvpolicy::apart", mutates_args=())
 def _call_apart(name: str, tensors: list[Tensor], options: str, values: list[int]) -> Tensor:
-    return call(_apart[name], *tensors, **dict(zip(options.split(","), values, strict=True)))
+    return call(_apart[name], *tensors, **_options(options, values))
 
 
 @_call_apart.register_fake
 def _(name: str, tensors: list[Tensor], options: str, values: list[int]) -> Tensor:
-    out = _apart[name](*tensors, **dict(zip(options.split(","), values, strict=True)))
+    out = _apart[name](*tensors, **_options(options, values))
     return out.new_empty(out.shape)
+
+
+def _options(names: str, values: list[int]) -> dict[str, int]:
+    """Options of an operation that takes their names, joined by commas, and their values."""
+    return dict(zip(names.split(",") if names else (), values, strict=True))
 
 
 def widen(t: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ B, H, G = ROWS, 3, 2
 
 def trial(stage: Stage, slots: int, dim: int) -> Trial:
     """The stage, with room for some slots of every head."""
-    return Trial(stage, slots, H, dim)
+    return Trial(stage, slots, H, dim, calibration=stage.load_calibration(0, "cpu"))
 
 
 def draw(count: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:

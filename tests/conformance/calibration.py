@@ -55,7 +55,20 @@ def _kvquant() -> tuple[dict[str, Any], dict[str, Tensor]]:
     return {}, tensors
 
 
-_MADE = {"csr": _csr, "kvquant": _kvquant}
+def _lowrank() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Bases that all heads share, with more energy in the first directions."""
+    tensors: dict[str, Tensor] = {}
+    for layer in range(LAYERS):
+        for number, part in enumerate(("keys.pre", "keys.post", "values", "queries")):
+            seed = 400 + 4 * layer + number
+            tensors[f"{part}.basis.{layer}"] = torch.linalg.qr(_random(1, DIM, DIM, seed=seed)).Q.half()
+            tensors[f"{part}.energy.{layer}"] = 4 * 0.6 ** torch.arange(DIM)[None] + 0.01 * (number + 1)
+            if part != "queries":
+                tensors[f"{part}.mean.{layer}"] = _random(1, DIM, seed=seed + 100) / 4
+    return {}, tensors
+
+
+_MADE = {"csr": _csr, "kvquant": _kvquant, "lowrank": _lowrank}
 
 
 def filters(heads: int = 1) -> FilterFile:
@@ -108,6 +121,6 @@ def calibration(method: str, layer: int, seed: int = 0) -> Calibration:
     if method not in _MADE:
         return {}
     meta, tensors = _MADE[method]()
-    if method == "kvquant":
+    if method in ("kvquant", "lowrank"):
         return {name.rpartition(".")[0]: t for name, t in tensors.items() if name.endswith(f".{layer}")}
     return {name: tensors[f"{name}.{layer % 2}"] for name in meta["groups"]}

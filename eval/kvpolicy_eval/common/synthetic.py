@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from kvpolicy import CSR, KVQuant
+from kvpolicy import CSR, KVQuant, LowRank
 from kvpolicy.codecs._files import save
 from kvpolicy.protocols import Codec
 
@@ -68,4 +68,14 @@ def with_random_calibration(
                     tensors[f"{side}.norm.b{bits}.{layer}"] = torch.tensor([1.0, 0.0])
         save(str(folder / "kvquant"), "kvquant", meta, tensors)
         return dataclasses.replace(codec, calibration=str(folder / "kvquant"))
+    if isinstance(codec, LowRank):
+        tensors = {}
+        for layer in range(layers):
+            for part in ("keys.pre", "keys.post", "values", "queries"):
+                basis = torch.linalg.qr(torch.randn(1, head_dim, head_dim, generator=generator)).Q
+                tensors[f"{part}.basis.{layer}"] = basis.half()
+                tensors[f"{part}.energy.{layer}"] = torch.linspace(2, 1, head_dim)[None]
+                tensors[f"{part}.mean.{layer}"] = torch.zeros(1, head_dim)
+        save(str(folder / "lowrank"), "lowrank", meta, tensors)
+        return dataclasses.replace(codec, calibration=str(folder / "lowrank"))
     return codec

@@ -168,6 +168,39 @@ def kvquant(
 
 
 @app.command()
+def lowrank(
+    model: Model,
+    text: Text,
+    out: Out,
+    more: More = None,
+    length: Length = 1024,
+    windows: Windows = 64,
+    seed: Seed = 0,
+    device: Device = "",
+    dtype: Dtype = "auto",
+    quiet: Quiet = False,
+    force: Force = False,
+    key_spaces: Annotated[
+        str, typer.Option(metavar="NAMES", help="Whether keys are taken rotated, unrotated or both.")
+    ] = "rotated,unrotated",
+) -> None:
+    """Find the directions in which keys and values vary most, for the codec lowrank.
+
+    It takes one forward pass of each window, without gradients.
+    """
+    spaces = parse_names(key_spaces)
+    from kvpolicy.calibration import calibrate_lowrank
+
+    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    meta = calibrate_lowrank(
+        loaded, sampled, out, key_spaces=spaces, name=_name(model), progress=not quiet, force=force
+    )
+    for part, share in meta["energy"].items():
+        print(f"{part}: {share:.3f} of the variance in a quarter of the directions")
+    print(f"Wrote {out}. Use it with lowrank:calibration={out}")
+
+
+@app.command()
 def channels(
     model: Model,
     text: Text,

@@ -1,0 +1,256 @@
+"""LowRank: keys and values as products with few calibrated directions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.codecs import _files, _projection
+from kvpolicy.codecs._base import base_traits, check_base, inner_of, keys_only, values_only
+from kvpolicy.codecs._buffer import buffer_sizes
+from kvpolicy.codecs._common import ENCODED_AT_ONCE, SingleStage, score_by_chunks, token_ranges
+from kvpolicy.codecs._projection import Projection
+from kvpolicy.codecs.plain import Plain
+from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, RotaryView, StageStore, Traits
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_choice, check_min
+from kvpolicy.spec.validation import AutoInt, check_fields
+
+
+class LowRankCalibration(NamedTuple):
+    """The calibrated tensors of one layer, the fields of two `Projection`.
+
+    Attributes:
+        key_mean: [1, H, 1, D] fp32.
+        key_encode: [1, H, D, r] fp32.
+        key_decode: [1, H, r, D] fp32.
+        value_mean: [1, H, 1, D] fp32.
+        value_encode: [1, H, D, s] fp32.
+        value_decode: [1, H, s, D] fp32.
+    """
+
+    key_mean: Tensor
+    key_encode: Tensor
+    key_decode: Tensor
+    value_mean: Tensor
+    value_encode: Tensor
+    value_decode: Tensor
+
+    @property
+    def keys(self) -> Projection:
+        """The projection of keys."""
+        return Projection(*self[:3])
+
+    @property
+    def values(self) -> Projection:
+        """The projection of values."""
+        return Projection(*self[3:])
+
+
+class LowRankCodes(NamedTuple):
+    """The tensors of one layer.
+
+    Attributes:
+        keys: Latent keys as the base stores vectors of `rank` channels; its fields of values have no slots.
+        values: Latent values likewise, of `value_rank` channels.
+    """
+
+    keys: Any
+    values: Any
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowRank(SingleStage):
+    """Store the products of keys and values with a few calibrated directions of each head.
+
+    The keys of a head vary little in most directions, and so do its values. `kvpolicy calibrate lowrank` finds the
+    directions in which they vary most, by principal components. A token is stored as its latent vectors, the
+    coordinates along the first `rank` of them, so that its bytes fall with the rank. Values are summed as latent
+    vectors, and only the sum is decoded. So are scores of rotated keys: the query is projected instead of the keys.
+    Unrotated keys need fewer directions, but each of them is decoded and rotated in every step.
+
+    Args:
+        base: The codec that stores latent vectors: `plain`, which stores them in fp16, or one that encodes keys and
+            values apart, such as `tokenwise`.
+        rank: Directions of keys, at most the head dimension. `auto`: a quarter of the head dimension.
+        value_rank: Directions of values. `auto`: as many as of keys.
+        key_space: Whether keys are projected as attention sees them (`rotated`) or with the rotary embedding undone
+            (`unrotated`).
+        basis: `keys`: the directions in which keys vary most. `scores`: directions that leave the least error in the
+            products with calibrated queries, for rotated keys.
+        residual_length: How many of the newest tokens always stay in full precision. `auto`: one for every 32 tokens of
+            the budget, less the block if `block_size` is `auto` too; at most 32. With another base than `plain`, that
+            of the base is used.
+        block_size: How many tokens are encoded at a time during decode. `auto`: one for every 32 tokens of the budget,
+            at least 1 and at most 32. With another base than `plain`, that of the base is used.
+        calibration: Folder of the calibration, or the name of an embedded model, `tiny` or `tiny-4k`.
+
+    Raises:
+        KVPolicyError: If a parameter is out of range, or `basis` is `scores` for unrotated keys.
+
+    Examples:
+        >>> LowRank(rank=8).layout(1000)
+        Layout(exact=31, coded=(1000,))
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("snapkv+lowrank:rank=16/tokenwise:bits=2@0.5").codec)
+        'lowrank:rank=16/tokenwise:bits=2'
+
+    Source:
+        One codec for methods whose compressed keys and values are their projections onto a calibrated basis: Palu
+        (arXiv:2407.21118), EigenAttention (arXiv:2408.05646), MatryoshkaKV (arXiv:2410.14731) without its training,
+        and SVD, ASVD (arXiv:2312.05821) and SVD-LLM (arXiv:2403.07378) of the key and value projections. A truncated
+        SVD of W S, followed by the inverse of S, is a projection of the outputs of W, and with whitened inputs it is
+        the one with the least error: the principal components. The papers were read in part (unverified in full).
+        Differences: directions are those of each KV head alone, since the heads of a selector may keep different
+        tokens (Palu joins groups of heads, EigenAttention all keys of a layer). The mean is subtracted first, which
+        takes no rank. All layers have the same rank (Palu: by Fisher information; EigenAttention: by error). Weights
+        stay as they are: queries are projected in each step instead of by folded weights. Latent vectors are fp16, or
+        codes of the base without a Hadamard transform (Palu folds one into the weights). `basis=scores` is in none of
+        them: EigenAttention stacks keys and queries instead.
+    """
+
+    base: Codec = field(default_factory=Plain)
+    rank: AutoInt = "auto"
+    value_rank: AutoInt = "auto"
+    key_space: Literal["rotated", "unrotated"] = "rotated"
+    basis: Literal["keys", "scores"] = "keys"
+    residual_length: AutoInt = "auto"
+    block_size: AutoInt = "auto"
+    calibration: str = "tiny"
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_fields(self)
+        check_base(self, self.base)
+        check_choice(self, key_space=("rotated", "unrotated"), basis=("keys", "scores"))
+        check_min(self, rank=1, value_rank=1, residual_length=0, block_size=1)
+        if self.basis == "scores" and self.key_space == "unrotated":
+            raise KVPolicyError(
+                "LowRank.basis must be 'keys' with key_space='unrotated', whose scores depend on positions, got "
+                "'scores'; try key_space=rotated."
+            )
+        if self.base != Plain() and (self.residual_length, self.block_size) != ("auto", "auto"):
+            raise KVPolicyError(
+                f"LowRank.residual_length and block_size must be auto over {type(self.base).__name__}, whose own are used, "
+                f"got {self.residual_length} and {self.block_size}; try giving them to the base."
+            )
+        if not self.calibration:
+            raise KVPolicyError("LowRank.calibration must be a folder or 'tiny', got an empty string; try 'tiny'.")
+
+    @property
+    def traits(self) -> Traits:
+        """The code of a token does not depend on other tokens."""
+        return self.traits_for(None)
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
+        if self.base == Plain():
+            residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
+            return Traits(block=block, residual=residual, key_space=self.key_space, at_once=ENCODED_AT_ONCE)
+        # The fields of the codes are nested, and the calibrated tensors differ by head.
+        return base_traits(self.base, tokens)._replace(key_space=self.key_space, per_head=None)
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise KVPolicyError if a rank is too large, or the calibration is missing, incomplete or of another model."""
+        for name, rank in zip(("rank", "value_rank"), self._ranks(model.head_dim), strict=True):
+            if rank > model.head_dim:
+                raise KVPolicyError(
+                    f"LowRank.{name} must be at most the head dimension, {model.head_dim}, got {rank}; try "
+                    f"{name}={max(1, model.head_dim // 4)}."
+                )
+        for rank in {*self._ranks(model.head_dim)}:
+            self.base.check(model._replace(head_dim=rank))
+        _files.check_model(_files.load(self.calibration, "lowrank"), self.calibration, model)
+        for layer_idx in model.indices:
+            encode = self._of_keys(layer_idx, model.head_dim, "cpu").encode
+            _projection.of_values(self.calibration, 1, layer_idx, "cpu")
+            if encode.shape[1] not in (1, model.heads) or encode.shape[2] != model.head_dim:
+                raise KVPolicyError(
+                    f"The calibration {self.calibration!r} must be for {model.heads} KV heads of dimension "
+                    f"{model.head_dim}, as the model has, got {encode.shape[1]} of dimension {encode.shape[2]}; try "
+                    "kvpolicy calibrate lowrank on this model."
+                )
+
+    def load_calibration(
+        self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS
+    ) -> LowRankCalibration:
+        """The projections of a layer."""
+        width = _projection.width(self.calibration, layer_idx)
+        of_values = _projection.of_values(self.calibration, self._ranks(width)[1], layer_idx, device, heads)
+        return LowRankCalibration(*self._of_keys(layer_idx, width, device, heads), *of_values)
+
+    def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> LowRankCodes:
+        """Empty codes for `slots` slots."""
+        inner = inner_of(self.base)
+        keys, values = (inner.alloc(batch, heads, slots, rank, device) for rank in self._ranks(head_dim))
+        return LowRankCodes(keys_only(keys), values_only(values))
+
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        """Encode tokens into slots, in place; see `Stage.write`."""
+        inner = inner_of(self.base)
+        latent = _latents(store.calibration.keys, keys), _latents(store.calibration.values, values)
+        inner.write_keys(_keys_of(store), latent[0], slots, write_mask, occupied)
+        inner.write_values(_values_of(store), latent[1], slots, write_mask, occupied)
+
+    def keys(self, store: StageStore, at: At) -> Tensor:
+        """Keys of the slots `at` in the key space of the codec, [B, H, n, D] fp32."""
+        return store.calibration.keys.decoded(inner_of(self.base).keys(_keys_of(store), at))
+
+    def values(self, store: StageStore, at: At) -> Tensor:
+        """Values of the slots `at`, [B, H, n, D] fp32."""
+        return store.calibration.values.decoded(inner_of(self.base).values(_values_of(store), at))
+
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
+        """Products of queries with the key of every slot, of latent vectors where keys are rotated; see `Stage`."""
+        if rope is not None:
+            slots = rope.occupied.shape[2]
+            return score_by_chunks(self._rough_keys, store, queries, rope, slots, self.traits.group_size)
+        projection = store.calibration.keys
+        own = queries.float()
+        scores = inner_of(self.base).score(_keys_of(store), own @ projection.decode.mT, None)
+        return scores + own @ projection.mean.mT
+
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
+        """Weighted sum of the values of all slots, of which only the sum is decoded; see `Stage.mix`."""
+        projection = store.calibration.values
+        own = weights.float()
+        mixed = inner_of(self.base).mix(_values_of(store), own)
+        return mixed @ projection.decode + own.sum(-1, keepdim=True) * projection.mean
+
+    def _rough_keys(self, store: StageStore, at: At) -> Tensor:
+        latents = inner_of(self.base).keys(_keys_of(store), at)
+        return store.calibration.keys.roughly_decoded(latents)
+
+    def _ranks(self, head_dim: int) -> tuple[int, int]:
+        """Directions of keys and of values."""
+        keys = max(1, head_dim // 4) if self.rank == "auto" else self.rank
+        return keys, keys if self.value_rank == "auto" else self.value_rank
+
+    def _of_keys(
+        self, layer_idx: int, head_dim: int, device: torch.device | str, heads: slice = ALL_HEADS
+    ) -> Projection:
+        rank = self._ranks(head_dim)[0]
+        return _projection.of_keys(self.calibration, self.key_space, self.basis, rank, layer_idx, device, heads)
+
+
+def _keys_of(store: StageStore) -> StageStore:
+    """The store of latent keys."""
+    return store._replace(codes=store.codes.keys, calibration=())
+
+
+def _values_of(store: StageStore) -> StageStore:
+    """The store of latent values."""
+    return store._replace(codes=store.codes.values, calibration=())
+
+
+def _latents(projection: Projection, x: Tensor) -> Tensor:
+    """Latent vectors of all tokens, of which few pass through fp64 at a time, [B, H, n, r] fp32."""
+    found = [projection.latents(x[:, :, at]) for at in token_ranges(x.shape[2])]
+    return torch.cat(found, 2) if found else x.new_zeros(*x.shape[:3], projection.encode.shape[-1]).float()
