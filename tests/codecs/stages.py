@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import Stage, StageStore
 from kvpolicy.testing import stage_checks as stage_rules
 from kvpolicy.testing.stage_checks import ROWS, Trial, changed
@@ -116,7 +117,7 @@ def check_finite(stage: Stage, slots: int, dim: int) -> None:
         store = empty(stage, slots, dim)
         stage.write(store, x, x, at(range(slots)), flags([True] * slots), flags([False] * slots))
         stage.write(store, -x[:, :, :1], 1e6 + x[:, :, :1], at([1]), flags([True]), flags([True] * slots))
-        assert all(part.isfinite().all() for part in (*read(stage, store, slots), *store.codes))
+        assert all(part.isfinite().all() for part in (*read(stage, store, slots), *tensors(store.codes)))
 
 
 def check_order(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) -> None:
