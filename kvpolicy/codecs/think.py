@@ -98,8 +98,8 @@ class ThinK(SingleStage):
         for name in ("residual_length", "block_size"):
             if getattr(self, name) != "auto" and not isinstance(self.base, Plain):
                 raise KVPolicyError(
-                    f"ThinK.{name} must be auto with a base, which has its own, got {getattr(self, name)}; try it as an "
-                    "option of the base."
+                    f"ThinK.{name} must be auto with a base, which has its own, got {getattr(self, name)}; try it as "
+                    "an option of the base."
                 )
 
     @property

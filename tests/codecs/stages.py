@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.state import tensors
-from kvpolicy.protocols import Stage, StageStore
+from kvpolicy.protocols import Codec, Stage, StageStore
 from kvpolicy.testing import stage_checks as stage_rules
 from kvpolicy.testing.stage_checks import ROWS, Trial, changed
 from kvpolicy.testing.stage_checks import copy as copy
@@ -19,7 +19,8 @@ B, H, G = ROWS, 3, 2
 
 def trial(stage: Stage, slots: int, dim: int) -> Trial:
     """The stage, with room for some slots of every head."""
-    return Trial(stage, slots, H, dim)
+    squares = stage.traits.query_squares if isinstance(stage, Codec) else 0
+    return Trial(stage, slots, H, dim, query_squares=squares)
 
 
 def draw(count: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:

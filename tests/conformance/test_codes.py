@@ -117,6 +117,7 @@ def test_attention_is_that_of_what_is_read(name: str) -> None:
 def test_bits_of_a_number(name: str, bits: float) -> None:
     """What one more token takes, per number of key and value, where the head dimension is 128."""
     few, more = (
-        sum(part.nbytes for part in tensors(CASES[name].stage.alloc(1, 1, slots, 128, "meta"))) for slots in (1000, 2000)
+        sum(part.nbytes for part in tensors(CASES[name].stage.alloc(1, 1, slots, 128, "meta")))
+        for slots in (1000, 2000)
     )
     assert (more - few) * 8 / 1000 / 256 == bits

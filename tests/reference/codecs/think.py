@@ -79,12 +79,12 @@ class Head:
 def codec(config: Config, calibration: Books) -> Codec:
     """The codec as the engine sees it."""
     base = {key: value for key, value in config["base"].items() if key != "name"}
-    inner: Codec | None = None
-    if config["base"]["name"] != "plain":
-        inner = version("codec", config["base"]["name"]).codec(base, calibration)
-        block, group_size, residual = inner.block, inner.group_size, inner.residual
-    else:
+    name: str = config["base"]["name"]
+    inner: Codec | None = None if name == "plain" else version("codec", name).codec(base, calibration)
+    if inner is None:
         block, group_size, residual = config["block_size"], 1, config["residual_length"]
+    else:
+        block, group_size, residual = inner.block, inner.group_size, inner.residual
 
     def coder(stage: int, layer: int, head: int) -> Coder:
         sides = [Halves() if inner is None else inner.coder(stage, layer, head) for _ in range(2)]
