@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvpolicy.codecs.plain import Plain as Plain
     from kvpolicy.codecs.rotate import RotateKV as RotateKV
     from kvpolicy.codecs.staircase import Staircase as Staircase
+    from kvpolicy.codecs.think import ThinK as ThinK
     from kvpolicy.codecs.tokenwise import TokenWise as TokenWise
     from kvpolicy.codecs.turboquant import TurboQuant as TurboQuant
     from kvpolicy.codecs.zipcache import ZipCache as ZipCache

@@ -97,6 +97,7 @@ CODECS = {
     "csr": "kvpolicy.codecs.csr:CSR",
     "mikv": "kvpolicy.codecs.mikv:MiKV",
     "zipcache": "kvpolicy.codecs.zipcache:ZipCache",
+    "think": "kvpolicy.codecs.think:ThinK",
 }
 READERS = {
     "all": "kvpolicy.readers.all:ReadAll",
@@ -180,6 +181,7 @@ SUMMARIES = {
     "csr": "Store each vector as a sum of a few atoms of a dictionary, found by matching pursuit.",
     "mikv": "Store the tokens of highest priority in high precision, and all others in few bits instead of evicting them.",  # noqa: E501
     "zipcache": "Quantize each token separately, with more bits for tokens of higher priority.",
+    "think": "Store fewer channels of keys, those that contribute most to the scores of the newest queries.",
     "all": "Read every kept token in every decode step.",
     "exact": "Read every key, and the values of the tokens with the largest attention weights.",
     "quest": "Read the pages of tokens whose keys may have the largest product with the query.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -82,6 +82,9 @@ def _put(target: Tensor, x: Tensor, slots: Tensor, write_mask: Tensor) -> None:
         put(target, x[:, :, at].float().clamp(-FP16, FP16).half(), slots[:, :, at], write_mask[:, :, at])
 
 
+_HALF = Half()
+
+
 def check_base(owner: object, base: object) -> None:
     """Refuse what a codec cannot wrap: it wraps `Plain` and codecs with two sides.
 
@@ -101,7 +104,8 @@ def check_base(owner: object, base: object) -> None:
 
 def inner_of(base: Codec) -> TwoSides:
     """The stage that stores what a wrapper passes on: the base itself, or fp16 where it is `Plain`."""
-    return base if isinstance(base, TwoSides) else Half()
+    # Not asked whether it has two sides, which a compiler would have to trace: `check_base` did.
+    return _HALF if isinstance(base, Plain) else cast(TwoSides, base)
 
 
 def base_traits(base: Codec, tokens: int | None) -> Traits:

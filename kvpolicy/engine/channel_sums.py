@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import largest_queries
+from kvpolicy.engine.attention import QueryWindow, largest_queries, newest_columns
 from kvpolicy.engine.reading import AbsoluteSums, absolute_sums
-from kvpolicy.engine.statistic import Candidates, Coming, Tile
+from kvpolicy.engine.statistic import Candidates, Coming, Tile, WindowStatistic, newest_of
+from kvpolicy.protocols import Ranks
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,54 @@ class LargestQueries:
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> LargestQueries:
         """The same with `fn` of the largest queries."""
         return LargestQueries(None if self.absmax is None else fn(self.absmax))
+
+
+@dataclass(frozen=True)
+class QuerySquares(WindowStatistic):
+    """The newest queries, for codecs with `Traits.query_squares`.
+
+    Attributes:
+        width: How many of each row.
+        window: The queries so far; None before a prompt.
+    """
+
+    width: int
+    window: QueryWindow | None = None
+
+    @property
+    def reads_past(self) -> bool:
+        """Keys are not looked at."""
+        return False
+
+    def columns(self, coming: Coming) -> Tensor:
+        """The newest columns."""
+        return newest_columns(coming.valid, coming.shape, self.width, coming.seen.device)
+
+    def newest(self, window: QueryWindow) -> QueryWindow:
+        """As many as in one piece."""
+        return newest_of(window, self.width)
+
+    def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
+        """Nothing that a selector sees."""
+        return {}
+
+    def mean(self, ranks: Ranks, heads: int) -> tuple[Tensor, Tensor]:
+        """The mean square of each channel over the queries of a KV head, and which rows have a query.
+
+        Args:
+            ranks: The ranks that hold the other query heads of these KV heads.
+            heads: KV heads.
+
+        Returns:
+            [B, H, D] fp32, 0 in rows without a query; and [B] bool.
+        """
+        assert self.window is not None
+        queries, at = self.window
+        there = at >= 0
+        # In fp64, so that it does not matter how many absent queries stand between the others.
+        square = queries.double().square().masked_fill(~there[:, None, :, None], 0).sum(2)
+        mean = square / there.sum(-1).clamp_min(1)[:, None, None]
+        return ranks.group_mean(mean.unflatten(1, (heads, -1))).float(), there.any(-1)
 
 
 @dataclass(frozen=True)

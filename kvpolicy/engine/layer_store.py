@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpolicy.engine import decode, merging
 from kvpolicy.engine.attention import Past, ScoreTransform, attend
 from kvpolicy.engine.birth_scores import score_inputs
-from kvpolicy.engine.channel_sums import LargestQueries
+from kvpolicy.engine.channel_sums import LargestQueries, QuerySquares
 from kvpolicy.engine.decode import update_state
 from kvpolicy.engine.geometry import Geometry, step_nbytes
 from kvpolicy.engine.host import on_host
@@ -195,6 +195,11 @@ class LayerStore:
             # Ranks that replicate a KV head have different queries of it, and must still write the same codes.
             largest = self.contents.ranks.largest(queries.absmax)
             limits.query_absmax.copy_(torch.maximum(limits.query_absmax, largest))
+        newest = pending.statistic(QuerySquares)
+        if newest is not None:
+            square, seen = newest.mean(self.contents.ranks, limits.query_square.shape[1])
+            # A row without a query in this prompt keeps what it has.
+            limits.query_square.copy_(torch.where(seen[:, None, None], square, limits.query_square))
 
     # a decode step
 

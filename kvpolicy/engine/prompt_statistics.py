@@ -11,7 +11,7 @@ from kvpolicy.engine.attention_sum import AttentionSum
 from kvpolicy.engine.below_mean import BelowMean
 from kvpolicy.engine.birth_scores import BirthScores
 from kvpolicy.engine.block_attention import BlockAttention
-from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
+from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries, QuerySquares
 from kvpolicy.engine.decayed_sum import DecayedSum
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.newest_queries import NewestQueries
@@ -21,12 +21,13 @@ from kvpolicy.engine.query_moments import Moments
 from kvpolicy.engine.recent_queries import RecentQueries
 from kvpolicy.engine.reduced_rows import ReducedRows
 from kvpolicy.engine.statistic import Coming, Statistic, Tile
-from kvpolicy.protocols import Forward
+from kvpolicy.protocols import Forward, Traits
 
 
 def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
     """The statistics that the parts of a layer need of a prompt, before it begins."""
     needs = layer.spec.prompt_needs
+    codec = Traits() if layer.tensors.limits is None else layer.spec.codec_traits
     found: list[Statistic | None] = [
         AttentionSum() if needs.attn_sum else None,
         RecentQueries(needs.window_queries) if needs.window_queries else None,
@@ -38,7 +39,8 @@ def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
         None if needs.query_moments is None else Moments(needs.query_moments),
         BlockAttention(needs.block_queries, needs.block_first) if needs.block_queries else None,
         BirthScores() if needs.layer_input else None,
-        LargestQueries() if layer.tensors.limits is not None and layer.spec.codec_traits.query_absmax else None,
+        LargestQueries() if codec.query_absmax else None,
+        QuerySquares(codec.query_squares) if codec.query_squares else None,
         ChannelSums() if layer.measures_salience else None,
     ]
     return tuple(each for each in found if each is not None)

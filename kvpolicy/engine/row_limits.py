@@ -43,6 +43,8 @@ class RowLimits(NamedTuple):
         pins: Positions that stay in full precision, [B, H or 1, pinned] int32, -1 for none.
         rope_offset: Offset of the rotary positions from a row's positions, [B] int64; empty unless keys are unrotated.
         query_absmax: Largest absolute query of each channel, [B, H, D] fp32; empty unless the codec needs it.
+        query_square: Mean square of each channel of the newest queries of the last prompt, [B, H, D] fp32; empty unless
+            the codec needs it.
     """
 
     flush_threshold: Tensor
@@ -52,6 +54,7 @@ class RowLimits(NamedTuple):
     pins: Tensor
     rope_offset: Tensor
     query_absmax: Tensor
+    query_square: Tensor
 
 
 def buffer_slots(codec: Codec, tokens: int) -> int:
@@ -85,6 +88,7 @@ def alloc_limits(
         pins=torch.full((batch, pin_heads, traits.pinned), -1, dtype=torch.int32, device=device),
         rope_offset=torch.zeros(batch if unrotated else 0, dtype=torch.int64, device=device),
         query_absmax=torch.zeros(batch if traits.query_absmax else 0, heads, head_dim, device=device),
+        query_square=torch.zeros(batch if traits.query_squares else 0, heads, head_dim, device=device),
     )
 
 

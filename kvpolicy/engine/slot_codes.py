@@ -60,9 +60,10 @@ class SlotCodes:
         layer = self._layer
         tensors = layer.tensors
         limits = tensors.limits
-        wanted = limits is not None and layer.spec.codec_traits.query_absmax
-        absmax = limits.query_absmax if limits is not None and wanted else None
-        return StageStore(tensors.codes[stage], layer.calibrations[stage], self.atoms(), absmax)
+        traits = layer.spec.codec_traits
+        absmax = limits.query_absmax if limits is not None and traits.query_absmax else None
+        square = limits.query_square if limits is not None and traits.query_squares else None
+        return StageStore(tensors.codes[stage], layer.calibrations[stage], self.atoms(), absmax, square)
 
     def _slot_rotary(self, stage: int) -> SlotRotary | None:
         tensors = self._layer.tensors

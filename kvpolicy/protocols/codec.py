@@ -92,6 +92,8 @@ class Traits(NamedTuple):
         recode_all: Whether all tokens are encoded again, instead of one block, whenever the full-precision buffer is
             full.
         query_absmax: Whether the codec needs the largest absolute query of each channel in the prompt.
+        query_squares: Of how many of a prompt's newest queries the codec needs the mean square of each channel; 0 for
+            none.
         searches: Whether `Stage.score` hides most slots, and so is a reader by itself.
         per_head: Names of the fields of the codes with one entry per head, [B, H, X, ...], where X does not depend on
             the slots; every other one has one entry per slot, which depends on nothing but its own token and the
@@ -109,6 +111,7 @@ class Traits(NamedTuple):
     pinned: int = 0
     recode_all: bool = False
     query_absmax: bool = False
+    query_squares: int = 0
     searches: bool = False
     per_head: tuple[str, ...] | None = None
     at_once: int = 0
@@ -123,7 +126,8 @@ class Traits(NamedTuple):
         """
         alone = self.per_head is not None and self.group_size == 1 and self.pins == "none"
         ordinary = self.key_space == "rotated" and self.demote_by == "age"
-        return alone and ordinary and not (self.recode_all or self.query_absmax or self.searches)
+        looks = self.query_absmax or self.query_squares
+        return alone and ordinary and not (self.recode_all or looks or self.searches)
 
 
 class StageStore(NamedTuple):
@@ -136,6 +140,8 @@ class StageStore(NamedTuple):
             dtype, zero for an empty slot; None unless `Traits.pins` is `newest` and slots were reserved.
         query_absmax: Largest absolute query of each channel in the prompt, over a KV head's query heads, [B, H, D]
             fp32; None unless `Traits.query_absmax`.
+        query_square: Mean square of each channel of the newest queries of the last prompt, over a KV head's query
+            heads, [B, H, D] fp32, 0 before a prompt; None unless `Traits.query_squares`.
         page_slots: Slots of an average head in all rows if every page of the codes is read as a row of one head; None
             if rows and heads of the codes are those of the cache.
     """
@@ -144,6 +150,7 @@ class StageStore(NamedTuple):
     calibration: Calibration = ()
     atoms: tuple[Tensor, Tensor] | None = None
     query_absmax: Tensor | None = None
+    query_square: Tensor | None = None
     page_slots: int | None = None
 
 

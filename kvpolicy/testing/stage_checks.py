@@ -30,6 +30,7 @@ class Trial:
         group_size: Tokens are written in multiples of it.
         calibration: The result of `Stage.load_calibration`.
         query_absmax: Whether the store has `query_absmax`.
+        query_squares: Whether the store has `query_square`; of how many queries does not matter.
     """
 
     stage: Stage
@@ -39,6 +40,7 @@ class Trial:
     group_size: int = 1
     calibration: Calibration = ()
     query_absmax: bool = False
+    query_squares: int = 0
 
     def draw(self, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Random keys and values for every slot of every row."""
@@ -46,11 +48,10 @@ class Trial:
 
     def empty(self, rows: int = ROWS) -> StageStore:
         """The tensors of the stage before the first write."""
-        query_absmax = None
-        if self.query_absmax:
-            query_absmax = torch.linspace(0, 5, self.dim).expand(rows, self.heads, self.dim)
+        ramp = torch.linspace(0, 5, self.dim).expand(rows, self.heads, self.dim)
         codes = self.stage.alloc(rows, self.heads, self.slots, self.dim, "cpu")
-        return StageStore(codes, self.calibration, query_absmax=query_absmax)
+        absmax, square = (ramp if wanted else None for wanted in (self.query_absmax, self.query_squares))
+        return StageStore(codes, self.calibration, query_absmax=absmax, query_square=square)
 
     def write(self, store: StageStore, keys: Tensor, values: Tensor, slots: Sequence[int], write_mask: Tensor) -> None:
         """Write tokens to the same slots of every head, all of them empty; `write_mask` is [n] or [B, H, n]."""
@@ -77,8 +78,9 @@ def check_stages(part: Codec, heads: int, dim: int) -> None:
     """
     group_size = part.traits.group_size
     slots = 2 * group_size * -(-8 // group_size)
+    looks = part.traits.query_absmax, part.traits.query_squares
     for stage in part.stages:
-        trial = Trial(stage, slots, heads, dim, group_size, stage.load_calibration(0, "cpu"), part.traits.query_absmax)
+        trial = Trial(stage, slots, heads, dim, group_size, stage.load_calibration(0, "cpu"), *looks)
         check_rows(trial, str(part))
         check_inactive(trial, str(part))
         if part.traits.fits_pages:

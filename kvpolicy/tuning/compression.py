@@ -187,4 +187,5 @@ def _seen_by(policy: Policy) -> Any:
     """What of a policy determines its pending prompt; policies in which it is equal share one."""
     needs = needs_of(policy)
     scores = policy.selector if needs.layer_input else None  # which the selector computes itself
-    return needs, policy.codec.traits.query_absmax, scores
+    traits = policy.codec.traits
+    return needs, traits.query_absmax, traits.query_squares, scores

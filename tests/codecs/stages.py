@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import Stage, StageStore
+from kvpolicy.engine.state import tensors
+from kvpolicy.protocols import Codec, Stage, StageStore
 from kvpolicy.testing import stage_checks as stage_rules
 from kvpolicy.testing.stage_checks import ROWS, Trial, changed
 from kvpolicy.testing.stage_checks import copy as copy
@@ -18,7 +19,8 @@ B, H, G = ROWS, 3, 2
 
 def trial(stage: Stage, slots: int, dim: int) -> Trial:
     """The stage, with room for some slots of every head."""
-    return Trial(stage, slots, H, dim, calibration=stage.load_calibration(0, "cpu"))
+    squares = stage.traits.query_squares if isinstance(stage, Codec) else 0
+    return Trial(stage, slots, H, dim, calibration=stage.load_calibration(0, "cpu"), query_squares=squares)
 
 
 def draw(count: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -116,7 +118,7 @@ def check_finite(stage: Stage, slots: int, dim: int) -> None:
         store = empty(stage, slots, dim)
         stage.write(store, x, x, at(range(slots)), flags([True] * slots), flags([False] * slots))
         stage.write(store, -x[:, :, :1], 1e6 + x[:, :, :1], at([1]), flags([True]), flags([True] * slots))
-        assert all(part.isfinite().all() for part in (*read(stage, store, slots), *store.codes))
+        assert all(part.isfinite().all() for part in (*read(stage, store, slots), *tensors(store.codes)))
 
 
 def check_order(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) -> None:

@@ -107,6 +107,7 @@ class Fake:
     pinned: int = 0
     recode_all: bool = False
     query_absmax: bool = False
+    query_squares: int = 0
 
     @property
     def traits(self) -> Traits:
@@ -120,6 +121,7 @@ class Fake:
             pinned=self.pinned,
             recode_all=self.recode_all,
             query_absmax=self.query_absmax,
+            query_squares=self.query_squares,
         )
 
     @property

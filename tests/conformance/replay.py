@@ -171,8 +171,16 @@ def reference_merger(merger: Any) -> dict[str, Any]:
 def reference_codec(codec: Any) -> codecs.Codec | None:
     """A codec as the reference takes it; None for `plain`."""
     name = name_of(type(codec))
-    config = dataclasses.asdict(codec)
+    config = _codec_config(codec)
     return codecs.make(name, config, lambda layer: calibration(name, layer, config.get("seed", 0)))
+
+
+def _codec_config(codec: Any) -> dict[str, Any]:
+    """All parameters of a codec; those of its base beside its name."""
+    config: dict[str, Any] = {field.name: getattr(codec, field.name) for field in dataclasses.fields(codec)}
+    if "base" in config:
+        config["base"] = {"name": name_of(type(config["base"])), **_codec_config(config["base"])}
+    return config
 
 
 class Verdict(NamedTuple):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvpolicy.codecs._rotation import mix
+from kvpolicy.engine.state import tensors
 from tests.conformance.twins import CASES, DATA, SLOTS, B, H, Twin, signs, tokens
 from tests.reference.codecs import rotate
 from tests.sampling import product
@@ -74,9 +75,9 @@ def test_a_head_whose_tokens_are_all_gone_starts_anew(name: str) -> None:
 def test_heads_without_an_active_token_stay_as_they_are(name: str) -> None:
     twin = Twin(CASES[name], 32)
     twin.write(tokens(32, "normal", [0, 1, 2, 3], [], seed=1))
-    before = [part.clone() for part in twin.store.codes]
+    before = [part.clone() for part in tensors(twin.store.codes)]
     twin.write(tokens(32, "huge", [4, 5], [(b, 1, j) for b in range(B) for j in range(2)], seed=2))
-    for old, new in zip(before, twin.store.codes, strict=True):
+    for old, new in zip(before, tensors(twin.store.codes), strict=True):
         assert torch.equal(old[:, 1] if old.shape[1] == H else old, new[:, 1] if old.shape[1] == H else new)
     twin.check()
 
@@ -105,6 +106,9 @@ def test_attention_is_that_of_what_is_read(name: str) -> None:
         ("turboquant-4", 4.1875),
         ("turboquant-3", 3.1875),
         ("rotate-2", 2.1875),
+        ("think-none", 16),
+        ("think-half", 12),
+        ("think-tokenwise", (80 * 4 + 5 * 32 + 128 * 4 + 8 * 32) / 256),
         ("kvquant-3", 3.3125),
         ("csr-prompt-atoms", 2.0),
         ("csr-fp8", 0.75),
@@ -113,6 +117,7 @@ def test_attention_is_that_of_what_is_read(name: str) -> None:
 def test_bits_of_a_number(name: str, bits: float) -> None:
     """What one more token takes, per number of key and value, where the head dimension is 128."""
     few, more = (
-        sum(part.nbytes for part in CASES[name].stage.alloc(1, 1, slots, 128, "meta")) for slots in (1000, 2000)
+        sum(part.nbytes for part in tensors(CASES[name].stage.alloc(1, 1, slots, 128, "meta")))
+        for slots in (1000, 2000)
     )
     assert (more - few) * 8 / 1000 / 256 == bits

@@ -85,6 +85,7 @@ _OPTIONS: dict[str, dict[str, list[object]]] = {
         "nnz": [4], "value_chunks": [1, 2, 4], "key_space": ["unrotated", "rotated"], "prompt_atoms": [0, 1, 3],
         "index": ["int16", "packed"], "solver": ["mp", "refit", "omp"], "outlier_atoms": [0, 1, 3],
     },
+    "think": {"ratio": [0.0, 0.4, 0.9], "window": [1, 4, 32]},
     "mikv": {"high": [0.0, 0.2, 0.75, 1.0], "high_bits": [8, 16], "bits": [2, 3, 4], "group_size": [2, 8]},
 }  # fmt: skip
 
@@ -119,10 +120,16 @@ def draw_codec(dice: Random) -> str:
         return f"zipcache:high={dice.choice(['0.0', '0.3', '1.0'])}:bits=3:recode_every={dice.randint(1, 9)}"
     options = {key: dice.choice(values) for key, values in (_OPTIONS.get(name) or _choices(name)).items()}
     sizes = {"residual_length": dice.choice([0, 1, 4]), "block_size": dice.randint(1, 6)}
-    options |= {key: size for key, size in sizes.items() if key in parameters(name)}
+    own = {key: size for key, size in sizes.items() if key in parameters(name)}
+    base = dice.choice(["", "kivi:bits=4:group_size=4", "tokenwise:group_size=4", "bfp"]) if name == "think" else ""
+    if base:
+        own = {"residual_length": sizes["residual_length"]} if base.startswith("kivi") else own
+        base = "/" + ":".join([base, *(f"{key}={size}" for key, size in own.items())])
+    else:
+        options |= own
     if name in ("csr", "kvquant"):
         options["dictionary" if name == "csr" else "calibration"] = write(name)
-    return ":".join([name, *(f"{key}={value}" for key, value in options.items())])
+    return ":".join([name, *(f"{key}={value}" for key, value in options.items())]) + base
 
 
 def draw_merger(dice: Random) -> str:

@@ -15,11 +15,12 @@ from kvpolicy.codecs.csr import CSR, CSRDictionaries
 from kvpolicy.codecs.kvquant import KVQuant, KVQuantCalibration
 from kvpolicy.codecs.mikv import MiKVStage
 from kvpolicy.codecs.rotate import RotateKV
+from kvpolicy.codecs.think import ThinK
 from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.codecs.turboquant import TurboQuant
 from kvpolicy.codecs.zipcache import ZipCacheStage
 from kvpolicy.protocols import Stage, StageStore
-from kvpolicy.registry import lookup, names
+from kvpolicy.registry import lookup, name_of, names
 from tests.reference.codecs import Lone, bfp, csr, kvquant, make, mikv, rotate, tokenwise, turboquant, zipcache
 from tests.reference.coding import Given
 
@@ -149,6 +150,37 @@ def zipcache_case(**config: Any) -> Case:
     return Case(ZipCacheStage(**config), lambda dim, b, h: zipcache.Head(config, dim), plain_store)
 
 
+class ThinKHead:
+    """The reference of a head of ThinK, which writes tokens with their slots, as one that codes one at a time."""
+
+    def __init__(self, codec: ThinK, query_square: Tensor) -> None:
+        base = {"name": name_of(type(codec.base)), **dataclasses.asdict(codec.base)}  # pyright: ignore
+        sizes = {"residual_length": 0, "block_size": 1}
+        slow = make("think", {"ratio": codec.ratio, "window": codec.window, **sizes, "base": base})
+        assert slow is not None
+        self.coder, self.given = slow.coder(0, 0, 0), Given(query_square=query_square)
+
+    def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        self.coder.write([*range(len(keys))], [*zip(keys, values, strict=True)], [False], self.given)
+
+    def code(self, key: Tensor, value: Tensor) -> tuple[Any, Tensor, Tensor]:
+        return None, *self.coder.write([0], [(key, value)], [True], self.given)[0]
+
+
+def think_case(**config: Any) -> Case:
+    codec = ThinK(**config)
+
+    def query_square(dim: int) -> Tensor:
+        square = torch.rand(B, H, dim, generator=torch.Generator().manual_seed(6)) * 9
+        square[0, :, 4], square[1, 1] = 0, 0
+        return square
+
+    def store(stage: Stage, dim: int) -> StageStore:
+        return plain_store(stage, dim)._replace(query_square=query_square(dim))
+
+    return Case(codec, lambda dim, b, h: ThinKHead(codec, query_square(dim)[b, h]), store)
+
+
 CASES: dict[str, Case] = {
     **{f"tokenwise-{bits}": tokenwise_case(bits=bits) for bits in (2, 3, 4, 8, "fp8")},
     "tokenwise-raw": tokenwise_case(bits=4, normalize=False, group_size=32),
@@ -167,6 +199,11 @@ CASES: dict[str, Case] = {
     **{f"mikv-{bits}": mikv_case(bits=bits, group_size=128) for bits in (2, 3, 8)},
     "mikv-groups": mikv_case(bits=4, group_size=24),
     **{f"zipcache-{bits}": zipcache_case(bits=bits) for bits in (2, 3, 4, 8)},
+    "think-none": think_case(ratio=0.0),
+    "think-half": think_case(ratio=0.5),
+    "think-most": think_case(ratio=0.99),
+    "think-tokenwise": think_case(base=TokenWise(bits=4, group_size=16)),
+    "think-bfp": think_case(base=BFP(mantissa=4), ratio=0.7),
     "bfp-exact": bfp_case(block_channels=64, exact_values=True),
 }
 

@@ -287,6 +287,23 @@ def test_the_largest_queries_are_those_of_all_prompts() -> None:
         assert store.tensors.limits is not None and torch.equal(store.tensors.limits.query_absmax, largest)
 
 
+def test_the_squares_of_queries_are_those_of_the_last_prompt_of_a_row() -> None:
+    store = LayerStore(LayerSpec(0, StreamingLLM(sinks=SINKS), Fake(query_squares=3), "evict"))
+    want = torch.zeros(ROWS, HEADS, DIM)
+    for seed, rows in enumerate([[True, True], [True, False], [False, True]]):
+        q, k, v = draw(6, seed)
+        if not seed:
+            store.initialize(k, group=GROUP)
+        valid = torch.tensor(rows)[:, None].expand(ROWS, 6)
+        _, pending = store.attend_prompt(q, k, v, valid, SCALE)
+        keep = torch.tensor([12, 12])
+        store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep, keep))
+        own = q[:, :, -3:].square().mean(2).unflatten(1, (HEADS, GROUP)).mean(2)
+        want = torch.where(valid[:, :1, None], own, want)
+        assert store.tensors.limits is not None
+        torch.testing.assert_close(store.tensors.limits.query_square, want)
+
+
 def test_recoding_leaves_rows_that_are_not_due_as_they_are() -> None:
     """Every tensor of a row whose buffer is not full, while that of the other row is."""
     codec = Exact(block=3, residual=0, recode_all=True)

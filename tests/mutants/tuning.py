@@ -39,7 +39,7 @@ MUTATIONS = (
     Mutation(
         name="policies share statistics of queries that one does not ask for",
         file="kvpolicy/tuning/compression.py",
-        old="return needs, policy.codec.traits.query_absmax, scores",
+        old="return needs, traits.query_absmax, traits.query_squares, scores",
         new="return needs, scores",
         tests=MEASURE,
     ),

@@ -69,10 +69,12 @@ class Given(NamedTuple):
     Attributes:
         own: Keys and values of the head's frozen slots, [W, D] each; None where nothing was frozen.
         query_absmax: Largest |query| of each channel in the prompts, [D].
+        query_square: Mean square of each channel of the newest queries of the last prompt, [D].
     """
 
     own: Pair | None = None
     query_absmax: Tensor | None = None
+    query_square: Tensor | None = None
 
 
 class Coder(Protocol):
@@ -109,6 +111,7 @@ class Codec:
     pins: Literal["none", "first", "massive", "newest"] = "none"
     pinned: int = 0
     recode_all: bool = False
+    query_squares: int = 0
 
 
 def as_it_is(key: Tensor, position: int) -> Tensor:

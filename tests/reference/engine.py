@@ -168,6 +168,8 @@ class ReferenceLayer:
             attention = self._with_held(attention)
             self._note(q, hidden, first)
             q = q if self._held_queries is None else torch.cat([self._held_queries, q], 1)
+            if self.mover is not None and q.shape[1]:
+                self.mover.note_prompt([q[self._query_heads(h)] for h in range(len(self.heads))])
             self._held, self._held_queries = (attention, q) if held else (None, None)
             if not held:
                 self._replay(texts, scale, softcap, sinks)

@@ -94,6 +94,7 @@ class Mover:
         self.settled = False
         self.margin = math.inf
         self.query_absmax: list[Tensor | None] = [None] * heads
+        self.query_square: list[Tensor | None] = [None] * heads
         self.heads: list[Head] = []
 
     def note_queries(self, queries: list[Tensor]) -> None:
@@ -102,6 +103,12 @@ class Mover:
             self.head_dim = some.shape[-1]
             peak, old = some.abs().amax(0).float(), self.query_absmax[h]
             self.query_absmax[h] = peak if old is None else torch.maximum(peak, old)
+
+    def note_prompt(self, queries: list[Tensor]) -> None:
+        """Remember the mean square of each channel of the newest queries [G, n, D] of each KV head in a prompt."""
+        if self.codec.query_squares:
+            newest = [some[:, -self.codec.query_squares :].double() for some in queries]
+            self.query_square = [some.square().mean((0, 1)).float() for some in newest]
 
     def settle(
         self, heads: list[Head], order: Callable[[Head], list[Token]], tokens: int, seen: int, massive: set[int]
@@ -211,7 +218,7 @@ class Mover:
         head, part = self.heads[h], self.heads[h].parts[stage]
         assert len(slots) == len(tokens), "a slot for every token"
         live = [position is not None for position in part.slots]
-        given = Given(head.atoms, self.query_absmax[h])
+        given = Given(head.atoms, self.query_absmax[h], self.query_square[h])
         pairs = [t.stored or (self.undo(t.key.float(), t.position), t.value.float()) for t in tokens]
         for token, slot, (key, value) in zip(tokens, slots, part.coder.write(slots, pairs, live, given), strict=True):
             part.slots[slot] = token.position

@@ -64,6 +64,7 @@ COMBINATIONS = (
     "squeeze+kvcrush/snapkv+tokenwise:bits=4",
     "h2o+tokenwise:bits=4",
     "kvzip+tokenwise:bits=4",
+    "snapkv+think/tokenwise:bits=4",
 )
 
 HELD_IN_CODES = "uniform/adakv+kvzip+tokenwise:bits=4"

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvpolicy import Policy, registry
+from kvpolicy.spec.grammar import first_name
 
 VARIANTS = {
     "tokenwise": ["tokenwise:bits=8", "tokenwise:bits=fp8", "tokenwise", "tokenwise:bits=3", "tokenwise:bits=2"],
@@ -15,6 +16,7 @@ VARIANTS = {
     "turboquant": ["turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2"],
     "csr": ["csr:nnz=16", "csr:nnz=8", "csr:nnz=8:coef=fp8:index=packed", "csr:nnz=4"],
     "mikv": ["mikv", "mikv:high_bits=8"],
+    "think": ["think", "think/tokenwise"],
 }
 """Options with which a codec is compared, in the order of their bits per element; others have their defaults only."""
 
@@ -39,7 +41,7 @@ def with_ranking(codec: str, ranking: str = "h2o") -> str:
         codec: Spec of the codec.
         ranking: Selector that is added for codecs which need a ranking of tokens.
     """
-    _, kind = registry.lookup(codec.partition(":")[0])
+    _, kind = registry.lookup(first_name(codec))
     return f"{ranking}+{codec}" if kind().traits.demote_by == "priority" else codec
 
 
@@ -56,9 +58,17 @@ def short_windows(codec: str) -> str:
         return codec
     policy = Policy.parse(with_ranking(codec))
     part: Any = policy.codec
+    spec = str(dataclasses.replace(policy, codec=_shortened(part)))
+    return spec.split("+")[-1].split("@")[0]
+
+
+def _shortened(part: Any) -> Any:
+    """A codec with short full-precision buffers, or with such a base if it has one, whose buffer is its own."""
+    base = getattr(part, "base", None)
+    if base is not None and base.stages:
+        return dataclasses.replace(part, base=_shortened(base))
     fields = {field.name for field in dataclasses.fields(part)}
     options = {name: value for name, value in _SHORT.items() if name in fields}
     if part.traits.group_size == 1:  # then the option counts channels, and not tokens
         options.pop("group_size", None)
-    spec = str(dataclasses.replace(policy, codec=dataclasses.replace(part, **options)))
-    return spec.split("+")[-1].split("@")[0]
+    return dataclasses.replace(part, **options)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.state import tensors
 from kvpolicy.kernels import compiled
 from kvpolicy_eval.bench.codecs import Case, Dense
 from kvpolicy_eval.common.markdown import table
@@ -84,7 +85,7 @@ def _measure(case: Record, folder: Path) -> Record:
     with compiled.switched(False):  # how codes are made does not matter here
         layer = Case(codec, case["tokens"], folder, device, GROUP, case["batch"], HEADS)
     if case["codec"]:
-        nbytes = sum(t.nbytes for codes in layer.layer.tensors.codes for t in codes)
+        nbytes = sum(t.nbytes for t in tensors(layer.layer.tensors.codes))
         del layer.keys, layer.values
         with compiled.switched(case["way"] == "fused"):
             return {**_times(layer, device), "nbytes": nbytes, "bytes_per_s": _bandwidth(device)}

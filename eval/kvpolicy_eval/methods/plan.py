@@ -43,6 +43,7 @@ CODECS = {
     "rotate": ["rotate:bits=4", "rotate:bits=2"],
     "turboquant": ["turboquant:bits=4", "turboquant:bits=2"],
     "csr": ["csr:nnz=8", "csr:nnz=4"],
+    "think": ["think", "think:ratio=0.6", "think/tokenwise"],
     "zipcache": ["zipcache:recode_every=16"],
 }
 """Codecs of a codec's page, to which policies without a codec are added; others have their defaults only."""

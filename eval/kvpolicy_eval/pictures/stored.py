@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 
 import kvpolicy
 from kvpolicy import Policy
+from kvpolicy.engine.state import fields
 from kvpolicy_eval.common.codecs import with_ranking
 from kvpolicy_eval.common.synthetic import one_layer_config, with_random_calibration
 from kvpolicy_eval.pictures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILION
@@ -62,7 +63,7 @@ def stored(codec: str) -> dict[str, float]:
         sizes = dict.fromkeys(COLORS, 0)
         for stage, slots in zip(policy.codec.stages, layer.layout.coded, strict=True):
             codes: Any = stage.alloc(1, HEADS, slots, DIM, "meta")
-            for name, tensor in zip(codes._fields, codes, strict=True):
+            for name, tensor in fields(codes):
                 sizes[_PARTS.get(name.rsplit("_", 1)[-1], "codes")] += tensor.nbytes
     by_kind = layer.nbytes
     sizes["exact tokens"] = by_kind["exact"]

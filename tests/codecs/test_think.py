@@ -1,0 +1,262 @@
+"""ThinK: which channels are kept, what is read of them, and its bases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import BFP, CSR, KIVI, Plain, Policy, PolicyCache, RotateKV, ThinK, TokenWise, TurboQuant
+from kvpolicy.distortion import distortion
+from kvpolicy.engine.state import tensors
+from kvpolicy.protocols import Codec, ModelInfo, Stage, StageStore
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from tests.codecs import stages
+from tests.codecs.stages import B, H, at, draw, empty, fill, flags
+from tests.conformance.models import build
+from tests.reference.codecs.think import channels
+
+C, D = 12, 16
+BASES = [TokenWise(bits=4), KIVI(bits=4, group_size=4), TurboQuant(), BFP()]
+
+
+def squares(codec: ThinK, keys: Tensor, query_square: Tensor, mask: Tensor | None = None) -> StageStore:
+    """A store after the keys of every slot were written."""
+    rows, heads, count, dim = keys.shape
+    store = StageStore(codec.alloc(rows, heads, count, dim, "cpu"), query_square=query_square)
+    slots = torch.arange(count).expand(rows, heads, count)
+    mask = torch.ones(rows, heads, count, dtype=torch.bool) if mask is None else mask
+    codec.write(store, keys, keys, slots, mask, torch.zeros(rows, heads, count, dtype=torch.bool))
+    return store
+
+
+def test_it_is_a_codec_and_a_stage() -> None:
+    codec = ThinK(residual_length=32, block_size=32)
+    assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
+    assert (codec.traits.block, codec.traits.group_size, codec.traits.residual) == (32, 1, 32)
+    assert [codec.layout(tokens) for tokens in (63, 64, 1000)] == [(63, ()), (64, (32,)), (64, (968,))]
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+def test_the_buffer_and_the_groups_are_those_of_the_base(base: Any) -> None:
+    codec = ThinK(base=base)
+    for tokens in (1, 40, 63, 64, 500, 5000):
+        assert codec.layout(tokens) == base.layout(tokens)
+        assert codec.traits_for(tokens) == base.traits_for(tokens)._replace(per_head=None, query_squares=32)
+
+
+def test_the_channels_of_the_largest_products_are_kept() -> None:
+    """By hand: the products are 4, 9, 0.5 and 8; queries and keys alone would choose others."""
+    query_square = torch.tensor([4.0, 1.0, 0.5, 0.5])[None, None]
+    keys = torch.tensor([[1.0, 3.0, 1.0, 4.0], [-1.0, -3.0, 1.0, -4.0]])[None, None]
+    store = squares(ThinK(ratio=0.5), keys, query_square)
+    assert store.codes.channels.tolist() == [[[[1, 3]]]]
+    assert ThinK(ratio=0.5).keys(store, slice(0, 2)).tolist() == [[[[0, 3, 0, 4], [0, -3, 0, -4]]]]
+    assert torch.equal(ThinK(ratio=0.5).values(store, slice(0, 2)), keys)
+
+
+@pytest.mark.parametrize("count", [1, 2, 30])
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.4, 0.95])
+def test_channels_are_those_of_the_slow_version(count: int, ratio: float) -> None:
+    generator = torch.Generator().manual_seed(count)
+    for kind in range(5):
+        keys = torch.randn(2, 3, count, D, generator=generator).bfloat16().float()
+        query_square = torch.rand(2, 3, D, generator=generator)
+        if kind == 1:
+            keys = keys.sign()  # all scores are those of the queries
+        if kind in (1, 2):
+            query_square = (query_square * 3).round()  # ties, and channels that no query looks at
+        if kind == 3:
+            query_square = torch.zeros_like(query_square)
+        if kind == 4:
+            keys, query_square = torch.ones_like(keys), torch.ones_like(query_square)
+        mask = torch.rand(2, 3, count, generator=generator) < 0.7
+        mask[..., 0] = True
+        junk = keys.masked_fill(~mask[..., None], torch.nan)
+        codec = ThinK(ratio=ratio)
+        found = squares(codec, junk, query_square, mask).codes.channels
+        for row in range(2):
+            for head in range(3):
+                own = [*keys[row, head][mask[row, head]]]
+                want, _ = channels(query_square[row, head].tolist(), own, codec.kept(D))
+                assert found[row, head, 0].tolist() == want
+
+
+def test_no_channel_is_lost_at_ratio_0() -> None:
+    """Only the rounding to fp16 is left; numbers of fp16 are exact."""
+    codec = ThinK(ratio=0.0)
+    store, keys, values = fill(codec, C, D)
+    assert torch.equal(codec.keys(store, slice(0, C)), keys.half().float())
+    assert torch.equal(codec.values(store, slice(0, C)), values.half().float())
+
+
+@pytest.mark.parametrize("base", [Plain(), *BASES], ids=str)
+def test_a_score_is_that_of_keys_whose_other_channels_are_0(base: Any) -> None:
+    """The indexed form is the form that sets channels to 0."""
+    codec = ThinK(base=base, ratio=0.5)
+    store, keys, _ = fill(codec, C, D)
+    decoded = codec.keys(store, slice(0, C))
+    kept = torch.zeros(B, H, D, dtype=torch.bool).scatter(-1, store.codes.channels[:, :, 0].long(), True)
+    assert int(kept.sum()) == B * H * 8 and not decoded.masked_select(~kept[:, :, None]).any()
+    queries = torch.randn(B, H, 2, D)
+    want = queries @ keys.masked_fill(~kept[:, :, None], 0).mT
+    torch.testing.assert_close(codec.score(store, queries, None), queries @ decoded.mT, atol=1e-3, rtol=1e-5)
+    if isinstance(base, Plain):
+        assert decoded.masked_select(kept[:, :, None]).all()
+        torch.testing.assert_close(codec.score(store, queries, None), want, atol=0.1, rtol=1e-3)
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+def test_values_are_those_of_the_base_alone(base: Any) -> None:
+    codec = ThinK(base=base)
+    store, keys, values = fill(codec, C, D)
+    alone = StageStore(base.alloc(B, H, C, D, "cpu"))
+    base.write(alone, keys, values, at(range(C)), flags([True] * C), flags([False] * C))
+    weights = torch.rand(B, H, 2, C)
+    assert torch.equal(codec.values(store, slice(0, C)), base.values(alone, slice(0, C)))
+    assert torch.equal(codec.mix(store, weights), base.mix(alone, weights))
+
+
+@pytest.mark.parametrize("base", [Plain(), *BASES], ids=str)
+@pytest.mark.parametrize("dim", [8, 64, 80, 256])
+def test_it_is_a_good_stage(base: Any, dim: int) -> None:
+    codec = ThinK(base=base)
+    stages.check_rows(codec, C, dim)
+    stages.check_ways_to_read(codec, C, dim, codec.traits.group_size)
+
+
+@pytest.mark.parametrize("base", [Plain(), *BASES], ids=str)
+def test_slots_are_taken_again(base: Any) -> None:
+    codec = ThinK(base=base)
+    stages.check_inactive(codec, C, D)
+    stages.check_finite(codec, C, D)
+    stages.check_overwrite(codec, C, D, ("channels",))
+    stages.check_order(codec, C, D, ("channels",))
+
+
+def test_an_empty_head_chooses_again() -> None:
+    codec = ThinK()
+    store, keys, values = fill(codec, C, D)
+    before = store.codes.channels.clone()
+    flipped = keys * torch.logspace(4, -4, D)  # now the first channels are the largest
+    stays = flags([slot > 0 for slot in range(C)]).clone()
+    codec.write(store, flipped, values, at(range(C)), flags([slot == 0 for slot in range(C)]), stays)
+    assert torch.equal(store.codes.channels, before)
+    stays[0, 0] = False
+    codec.write(store, flipped, values, at(range(C)), flags([True] * C), stays)
+    changed = (store.codes.channels != before).any(-1)[..., 0]
+    assert changed[0, 0] and int(changed.sum()) == 1
+
+
+def test_longer_than_a_chunk() -> None:
+    stages.check_ways_to_read(ThinK(), 2100, 8)
+
+
+def test_how_many_channels_are_kept() -> None:
+    assert [ThinK().kept(dim) for dim in (1, 2, 7, 64, 128)] == [1, 2, 5, 39, 77]
+    assert [ThinK(base=TokenWise()).kept(dim) for dim in (1, 2, 7, 12, 64, 128)] == [1, 2, 7, 8, 40, 80]
+    assert ThinK(ratio=1 - 2**-53).kept(256) == 1
+
+
+@pytest.mark.parametrize(
+    ("codec", "nbytes"),
+    [(ThinK(), 2 * 77 + 2 * 128), (ThinK(base=TokenWise()), 40 + 4 + 64 + 4), (ThinK(base=KIVI(bits=4)), 130)],
+    ids=str,
+)
+def test_bytes_are_known_without_memory(codec: Any, nbytes: int) -> None:
+    few, more = ([*tensors(codec.alloc(2, 8, slots, 128, "meta"))] for slots in (1024, 2048))
+    assert all(part.device.type == "meta" for part in few)
+    assert sum(t.nbytes for t in more) - sum(t.nbytes for t in few) == 2 * 8 * 1024 * nbytes
+
+
+def test_the_error_of_scores_is_small_where_channels_are() -> None:
+    """Keys in four large channels of ten: the six that are left out are 1 % of the squares."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, 400, 10, generator=generator) * torch.tensor([0.1] * 4 + [1.0] * 6)
+    result = distortion(ThinK(), x, x)
+    assert result.keys < 0.01 and result.values < 1e-6
+    assert distortion(ThinK(ratio=0.7), x, x).keys > 0.3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ratio": 1.0}, r"ThinK\.ratio must be less than 1, got 1\.0; try 0\.4"),
+        ({"ratio": -0.1}, r"ThinK\.ratio must be between 0 and 1, got -0\.1"),
+        ({"ratio": float("nan")}, r"ThinK\.ratio must be between 0 and 1, got nan"),
+        ({"window": 0}, r"ThinK\.window must be at least 1, got 0"),
+        ({"base": CSR()}, r"ThinK\.base must encode keys and values apart, each by itself, got CSR"),
+        ({"base": RotateKV()}, r"ThinK\.base must encode keys and values apart"),
+        ({"base": ThinK()}, r"ThinK\.base must encode keys and values apart"),
+        ({"base": KIVI(), "block_size": 4}, r"ThinK\.block_size must be auto with a base, which has its own, got 4"),
+        ({"base": KIVI(), "residual_length": 4}, r"ThinK\.residual_length must be auto with a base"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        ThinK(**given)
+
+
+def test_what_no_model_can_have() -> None:
+    with pytest.raises(KVPolicyTypeError, match=r"ThinK\.base must be a codec, got 4"):
+        ThinK(base=4)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(KVPolicyError, match=r"The head dimension must be at most 256 for ThinK, got 512"):
+        ThinK().check(ModelInfo(1, 1, 512))
+    with pytest.raises(KVPolicyError, match=r"must be a multiple of 2 for KIVI\.bits=4, got 7"):
+        ThinK(base=KIVI(bits=4)).check(ModelInfo(1, 1, 7))
+    for base in (Plain(), *BASES):
+        ThinK(base=base).check(ModelInfo(1, 1, 128))
+    with pytest.raises(KVPolicyError, match=r"The codec must encode every token by itself to be combined with AdaKV"):
+        Policy.parse("uniform/adakv+snapkv+think@0.2")
+
+
+def test_specs() -> None:
+    for spec in ("snapkv+think@0.2", "think", "snapkv+think/kivi:bits=4@0.2", "think:ratio=0.5/tokenwise:bits=2"):
+        assert str(Policy.parse(spec)) == spec
+        assert Policy.parse(spec) == eval(repr(Policy.parse(spec)), vars(kvpolicy) | {"Policy": Policy})
+    assert Policy.parse("think/plain") == Policy.parse("full+think@1.0") == Policy(codec=ThinK())
+    assert Policy.parse("think/kivi:bits=4").codec == ThinK(base=KIVI(bits=4))
+    with pytest.raises(KVPolicyError, match="'think' must wrap a codec, got the selector 'h2o'"):
+        Policy.parse("think/h2o")
+
+
+@pytest.mark.parametrize(
+    "spec", ["snapkv+think@0.5", "snapkv+think/tokenwise@0.5", "snapkv+think/kivi:group_size=4@0.5"]
+)
+def test_a_model_holds_what_the_plan_says_and_a_file_keeps_it(spec: str, tmp_path: Path) -> None:
+    model = build("llama", layers=2)
+    ids = torch.randint(3, 20, (1, 60), generator=torch.Generator().manual_seed(1))
+    with kvpolicy.attach(model, spec), torch.inference_mode():
+        cache = PolicyCache(model, prompt=60, new=12)
+        model(ids, past_key_values=cache)
+        assert cache.plan is not None and cache.plan.nbytes == cache.nbytes
+        cache.save(tmp_path / "one.safetensors")
+        again = PolicyCache.load(model, tmp_path / "one.safetensors")
+        for step in range(8):
+            one, other = (model(ids[:, step : step + 1], past_key_values=c).logits for c in (cache, again))
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("base", [Plain(), TokenWise(), KIVI(bits=4, group_size=4)], ids=str)
+def test_it_compiles_without_breaks(base: Any) -> None:
+    stages.check_compiled(ThinK(base=base), C, D, "aot_eager", torch.testing.assert_close)
+
+
+@pytest.mark.slow
+def test_it_compiles_with_inductor() -> None:
+    stages.check_compiled(ThinK(), C, D, "inductor", torch.testing.assert_close)
+    stages.check_compiled(ThinK(base=TokenWise()), C, D, "inductor", torch.testing.assert_close)
+
+
+def test_empty_writes_change_nothing() -> None:
+    store = empty(ThinK(), C, D)
+    nothing = torch.zeros(B, H, 0, D)
+    ThinK().write(store, nothing, nothing, at([]), flags([]), flags([False] * C))
+    assert not any(t.any() for t in tensors(store.codes))
+    keys, values = draw(2, D)
+    none = StageStore(ThinK().alloc(B, H, 0, D, "cpu"), query_square=store.query_square)
+    ThinK().write(none, keys, values, at([0, 1]), flags([True, True]), flags([]))
