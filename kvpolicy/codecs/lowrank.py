@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,6 +114,8 @@ class LowRank(SingleStage):
         them: EigenAttention stacks keys and queries instead.
     """
 
+    WRAPS_ITSELF: ClassVar[bool] = False
+
     base: Codec = field(default_factory=Plain)
     rank: AutoInt = "auto"
     value_rank: AutoInt = "auto"
@@ -136,8 +138,8 @@ class LowRank(SingleStage):
             )
         if self.base != Plain() and (self.residual_length, self.block_size) != ("auto", "auto"):
             raise KVPolicyError(
-                f"LowRank.residual_length and block_size must be auto over {type(self.base).__name__}, whose own are used, "
-                f"got {self.residual_length} and {self.block_size}; try giving them to the base."
+                f"LowRank.residual_length and block_size must be auto over {type(self.base).__name__}, whose own are "
+                f"used, got {self.residual_length} and {self.block_size}; try giving them to the base."
             )
         if not self.calibration:
             raise KVPolicyError("LowRank.calibration must be a folder or 'tiny', got an empty string; try 'tiny'.")

@@ -9,9 +9,8 @@ A policy that is made from a file stands alone: `tuned:file=plan.json@0.1`.
 Parts come in any order, at most one of each kind. A selector wraps a selector, a codec a codec and a reader a reader;
 an allocator wraps a head allocator through its field `heads`. Spaces around `+`, `/`, `:`, `=` and `@` are ignored. As
 it is written, a spec contains no comma and no character that a shell would interpret. The type of a value is that of
-the strategy's field. A string value may contain slashes if its strategy wraps no strategy of its own kind; in a value
-of an allocator, a slash before the name of a head allocator is written `%2F`. `%` escapes everything except letters,
-digits and `_.-/`.
+the strategy's field. A string value may contain slashes; where its strategy wraps another, a slash before the name of
+one that it may wrap is written `%2F`. `%` escapes everything except letters, digits and `_.-/`.
 
 A strategy whose options or values were renamed declares the former names, which still parse: `ALIASES` maps an option
 to its present name, and `VALUE_ALIASES` the values of an option, by its present name, to the present values.
@@ -196,12 +195,10 @@ def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], str | None]:
     rest = text[len(name) :]
     inner: str | None = None
     wrapped = _wraps(cls)
-    if wrapped == "base":
-        rest, slash, after = rest.partition("/")
-        inner = after if slash else None
-    elif wrapped == "heads":
-        # In a value, a slash is followed by the name of a head allocator only where it wraps one.
-        found = re.match("/", rest) or _before_heads().search(rest)
+    if wrapped:
+        # In a value of text, a slash is followed by the name of what may be wrapped only where it is.
+        is_plain = wrapped == "base" and not _takes_text(cls)
+        found = re.search("/", rest) if is_plain else re.match("/", rest) or _before_inner(cls).search(rest)
         if found:
             rest, inner = rest[: found.start()], rest[found.end() :]
     elif rest.startswith("/"):  # not an option, since the values of options come after ':'
@@ -301,12 +298,12 @@ def _show_term(strategy: object, name: str = "") -> str:
         if key in WRAPPING:
             base = f"/{_show_term(value)}"
         else:
-            shown = _show_value(value, _hints(cls)[key], slash="base" not in fields_of(cls))
-            terms.append(f"{key}={_before_heads().sub('%2F', shown) if 'heads' in fields_of(cls) else shown}")
+            shown = _show_value(value, _hints(cls)[key])
+            terms.append(f"{key}={_before_inner(cls).sub('%2F', shown) if _wraps(cls) else shown}")
     return ":".join(terms) + base
 
 
-def _show_value(value: Any, hint: Any, *, slash: bool) -> str:
+def _show_value(value: Any, hint: Any) -> str:
     constants, _ = _choices(hint)
     if value in constants or value is None or isinstance(value, bool):
         return _show_constant(value)
@@ -320,15 +317,15 @@ def _show_value(value: Any, hint: Any, *, slash: bool) -> str:
             f"An option must be a number, a bool, a string or None to be written in a spec, got a "
             f"{type(value).__name__}; keep the policy as an object."
         )
-    text = _quoted(value, slash=slash)
+    text = _quoted(value)
     taken = text in [_show_constant(constant) for constant in constants]  # a file called "none" is not None
     return f"%{ord(text[0]):02X}{text[1:]}" if taken else text
 
 
-def _quoted(text: str, *, slash: bool = True) -> str:
-    """A string as a spec has it; a slash stays as it is unless it would wrap a strategy."""
+def _quoted(text: str) -> str:
+    """A string as a spec has it."""
     # `quote` leaves `~` as it is, which a shell may expand. File names need not be UTF-8, hence the surrogates.
-    return quote(text, safe="/" if slash else "", errors="surrogateescape").replace("~", "%7E")
+    return quote(text, safe="/", errors="surrogateescape").replace("~", "%7E")
 
 
 def _show_constant(constant: Any) -> str:
@@ -336,9 +333,20 @@ def _show_constant(constant: Any) -> str:
     return str(constant).lower() if constant is None or isinstance(constant, bool) else str(constant)
 
 
-def _before_heads() -> re.Pattern[str]:
-    """A slash that the name of a head allocator follows."""
-    return re.compile(f"/(?=(?:{'|'.join(map(re.escape, names('head_allocator')))})(?:[:/]|$))")
+def _takes_text(cls: type[Any]) -> bool:
+    """Whether an option of a strategy may be any string, such as the name of a file."""
+    return any(str in _choices(hint)[1] for key, hint in _hints(cls).items() if key not in WRAPPING)
+
+
+def _before_inner(cls: type[Any]) -> re.Pattern[str]:
+    """A slash that the name of a strategy follows which one of this class may wrap.
+
+    A class that wraps none of its own says so by `WRAPS_ITSELF`, so that a folder may have its name.
+    """
+    own = name_of(cls)
+    inner = names("head_allocator") if _wraps(cls) == "heads" else names(lookup(own)[0])
+    others = inner if getattr(cls, "WRAPS_ITSELF", True) else [name for name in inner if name != own]
+    return re.compile(f"/(?=(?:{'|'.join(map(re.escape, others))})(?:[:/]|$))")
 
 
 def _default(field: Field[Any]) -> Any:

@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotate": {"sinks": 2},
     "csr": {"nnz": 4, "prompt_atoms": 2, "dictionary": str(write("csr"))},
     "kvquant": {"sinks": 2, "calibration": str(write("kvquant"))},
+    "lowrank": {"rank": 4, "calibration": str(write("lowrank"))},
     "gear": {"group_size": 8},
     "kivi": {"group_size": 8},
 }

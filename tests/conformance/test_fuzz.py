@@ -75,6 +75,9 @@ def draw_selector(dice: Random, *, wrap: bool = True, of: Sequence[str] = BASES)
     return ":".join([name, *options, f"decode={dice.choice(['evict', 'evict', 'grow'])}"])
 
 
+WRAPS = ("lowrank", "think")
+"""Codecs over other codecs."""
+
 _OPTIONS: dict[str, dict[str, list[object]]] = {
     "tokenwise": {"bits": [2, 3, 4, 8, "fp8"], "group_size": [2, 4, 8], "normalize": ["true", "false"]},
     "bfp": {"mantissa": [3, 4, 5, 6, 8], "block_channels": [1, 3, 8], "exact_values": ["true", "false"]},
@@ -84,6 +87,9 @@ _OPTIONS: dict[str, dict[str, list[object]]] = {
     "csr": {
         "nnz": [4], "value_chunks": [1, 2, 4], "key_space": ["unrotated", "rotated"], "prompt_atoms": [0, 1, 3],
         "index": ["int16", "packed"], "solver": ["mp", "refit", "omp"], "outlier_atoms": [0, 1, 3],
+    },
+    "lowrank": {
+        "rank": [1, 4, 8], "value_rank": ["auto", 2], "key_space": ["unrotated", "rotated"], "basis": ["keys"],
     },
     "think": {"ratio": [0.0, 0.4, 0.9], "window": [1, 4, 32]},
     "mikv": {"high": [0.0, 0.2, 0.75, 1.0], "high_bits": [8, 16], "bits": [2, 3, 4], "group_size": [2, 8]},
@@ -121,13 +127,13 @@ def draw_codec(dice: Random) -> str:
     options = {key: dice.choice(values) for key, values in (_OPTIONS.get(name) or _choices(name)).items()}
     sizes = {"residual_length": dice.choice([0, 1, 4]), "block_size": dice.randint(1, 6)}
     own = {key: size for key, size in sizes.items() if key in parameters(name)}
-    base = dice.choice(["", "kivi:bits=4:group_size=4", "tokenwise:group_size=4", "bfp"]) if name == "think" else ""
+    base = dice.choice(["", "kivi:bits=4:group_size=4", "tokenwise:group_size=4", "bfp"]) if name in WRAPS else ""
     if base:
         own = {"residual_length": sizes["residual_length"]} if base.startswith("kivi") else own
         base = "/" + ":".join([base, *(f"{key}={size}" for key, size in own.items())])
     else:
         options |= own
-    if name in ("csr", "kvquant"):
+    if name in ("csr", "kvquant", "lowrank"):
         options["dictionary" if name == "csr" else "calibration"] = write(name)
     return ":".join([name, *(f"{key}={value}" for key, value in options.items())]) + base
 

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._files import save
 from kvpolicy.codecs._rotation import mix
 from kvpolicy.codecs.bfp import BFP
 from kvpolicy.codecs.csr import CSR, CSRDictionaries
 from kvpolicy.codecs.kvquant import KVQuant, KVQuantCalibration
+from kvpolicy.codecs.lowrank import LowRank
 from kvpolicy.codecs.mikv import MiKVStage
+from kvpolicy.codecs.plain import Plain
 from kvpolicy.codecs.rotate import RotateKV
 from kvpolicy.codecs.think import ThinK
 from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.codecs.turboquant import TurboQuant
 from kvpolicy.codecs.zipcache import ZipCacheStage
-from kvpolicy.protocols import Stage, StageStore
+from kvpolicy.protocols import Codec, Stage, StageStore
 from kvpolicy.registry import lookup, name_of, names
 from tests.reference.codecs import Lone, bfp, csr, kvquant, make, mikv, rotate, tokenwise, turboquant, zipcache
-from tests.reference.coding import Given
+from tests.reference.coding import Coder, Given
 
 B, H, SLOTS = 2, 2, 8
 CLOSE = 1e-5
@@ -181,7 +187,61 @@ def think_case(**config: Any) -> Case:
     return Case(codec, lambda dim, b, h: ThinKHead(codec, query_square(dim)[b, h]), store)
 
 
+class LowRankHead:
+    """The reference of a head of LowRank, which writes tokens with their slots, as one that codes one at a time."""
+
+    def __init__(self, coder: Coder) -> None:
+        self.coder = coder
+
+    @property
+    def margin(self) -> float:
+        return getattr(self.coder, "margin", math.inf)
+
+    def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        self.coder.write([*range(len(keys))], [*zip(keys, values, strict=True)], [False], Given())
+
+    def code(self, key: Tensor, value: Tensor) -> tuple[Any, Tensor, Tensor]:
+        return None, *self.coder.write([0], [(key, value)], [True], Given())[0]
+
+
+def lowrank_case(base: Codec | None = None, **config: Any) -> Case:
+    """Bases of each head, onto which the data of the tests, which lie far from the mean, are projected."""
+
+    def books(dim: int, h: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(10 * dim + h)
+        found: dict[str, Tensor] = {}
+        for part in ("keys.post", "values", "queries"):
+            basis = torch.linalg.qr(torch.randn(1, dim, dim, generator=generator)).Q.half()
+            energy, mean = torch.logspace(1, -1, dim)[None], torch.randn(1, dim, generator=generator)
+            found |= {f"{part}.basis": basis, f"{part}.energy": energy, f"{part}.mean": mean}
+        return found
+
+    stage = LowRank(base=base or Plain(), **config)
+    inner = {"name": name_of(type(stage.base)), **dataclasses.asdict(stage.base)}  # pyright: ignore
+
+    def head(dim: int, b: int, h: int) -> Any:
+        sizes = {"residual_length": 0, "block_size": 1}
+        given = {"basis": stage.basis, "key_space": "rotated", **sizes, "base": inner}
+        slow = make("lowrank", {**given, "rank": stage.rank, "value_rank": stage.value_rank}, lambda _: books(dim, h))
+        assert slow is not None
+        return LowRankHead(slow.coder(0, 0, 0))
+
+    def store(_: Stage, dim: int) -> StageStore:
+        folder = Path(tempfile.mkdtemp())
+        each = [books(dim, h) for h in range(H)]
+        tensors = {f"{name}.0": torch.cat([own[name] for own in each]) for name in each[0]}
+        save(folder, "lowrank", {"model": None, "head_dim": dim}, tensors)
+        own = dataclasses.replace(stage, calibration=str(folder))
+        return StageStore(own.alloc(B, H, SLOTS, dim, "cpu"), own.load_calibration(0, "cpu"))
+
+    return Case(stage, head, store)
+
+
 CASES: dict[str, Case] = {
+    "lowrank-one": lowrank_case(rank=1),
+    "lowrank-unequal": lowrank_case(rank=3, value_rank=8),
+    "lowrank-scores": lowrank_case(rank=4, basis="scores"),
+    "lowrank-tokenwise": lowrank_case(TokenWise(bits=8), rank=8),
     **{f"tokenwise-{bits}": tokenwise_case(bits=bits) for bits in (2, 3, 4, 8, "fp8")},
     "tokenwise-raw": tokenwise_case(bits=4, normalize=False, group_size=32),
     "tokenwise-fp8-raw": tokenwise_case(bits="fp8", normalize=False, group_size=16),

@@ -22,6 +22,7 @@ CODECS = {
     "kvquant": "kvquant:bits=3:calibration={model}",
     "turboquant": "turboquant:bits=4",
     "csr": "csr:nnz=8:dictionary={model}",
+    "lowrank": "lowrank:rank=16:key_space=unrotated:calibration={model}",
 }
 """Codecs with options; others have their defaults. `{model}` names the calibration of the model."""
 

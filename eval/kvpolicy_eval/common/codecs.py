@@ -17,6 +17,7 @@ VARIANTS = {
     "csr": ["csr:nnz=16", "csr:nnz=8", "csr:nnz=8:coef=fp8:index=packed", "csr:nnz=4"],
     "mikv": ["mikv", "mikv:high_bits=8"],
     "think": ["think", "think/tokenwise"],
+    "lowrank": ["lowrank:rank=32", "lowrank:rank=32/tokenwise"],
 }
 """Options with which a codec is compared, in the order of their bits per element; others have their defaults only."""
 

@@ -43,6 +43,13 @@ CODECS = {
     "rotate": ["rotate:bits=4", "rotate:bits=2"],
     "turboquant": ["turboquant:bits=4", "turboquant:bits=2"],
     "csr": ["csr:nnz=8", "csr:nnz=4"],
+    "lowrank": [
+        "lowrank:rank=16",
+        "lowrank:rank=8",
+        "lowrank:rank=8:key_space=unrotated",
+        "lowrank:rank=16:basis=scores",
+        "lowrank:rank=16/tokenwise:bits=4",
+    ],
     "think": ["think", "think:ratio=0.6", "think/tokenwise"],
     "zipcache": ["zipcache:recode_every=16"],
 }

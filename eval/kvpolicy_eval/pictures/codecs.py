@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from kvpolicy import registry
 from kvpolicy_eval.common.codecs import short_windows, with_ranking
-from kvpolicy_eval.pictures.codecs_channels import think
+from kvpolicy_eval.pictures.codecs_channels import lowrank, think
 from kvpolicy_eval.pictures.codecs_grid import bfp, gear, kivi, tokenwise
 from kvpolicy_eval.pictures.codecs_levels import csr, kvquant, rotate, turboquant
 from kvpolicy_eval.pictures.codecs_tiers import mikv, plain, staircase, zipcache
@@ -31,6 +31,7 @@ _OWN: dict[str, Draw] = {
     "mikv": mikv,
     "zipcache": zipcache,
     "think": think,
+    "lowrank": lowrank,
 }
 
 

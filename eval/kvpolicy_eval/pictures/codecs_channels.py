@@ -1,4 +1,4 @@
-"""The picture of think, a codec that stores fewer channels of keys."""
+"""Pictures of codecs that store fewer channels: think and lowrank."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from kvpolicy.calibration.qfilters import sample_queries
+from kvpolicy.codecs import _projection
+from kvpolicy.codecs._files import load
 from kvpolicy_eval.pictures.panels import canvas
 from kvpolicy_eval.pictures.style import BLUE, GREY, VERMILION
-from kvpolicy_eval.pictures.tensors import HEAD, after, originals
+from kvpolicy_eval.pictures.tensors import HEAD, LAYER, PROMPT, after, embedded, originals
 
 THINK = "think:residual_length=8:block_size=8"
 RATIO = 0.4
@@ -55,4 +58,53 @@ def think() -> Figure:
     second.set_ylabel("share of all scores in them")
     second.set_title("heads of the layer")
     second.legend(loc="upper left")
+    return figure
+
+
+def variance() -> dict[str, Tensor]:
+    """The share of the variance of a head's keys and values in the first n directions, for n from 0 to D."""
+    tensors = load("tiny", "lowrank").tensors
+    parts = {"values": "values", "unrotated keys": "keys.pre", "rotated keys": "keys.post"}
+    shares: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        energy = tensors[f"{part}.energy.{LAYER}"][HEAD]
+        shares[name] = torch.cat([torch.zeros(1), (energy / energy.sum()).cumsum(0)])
+    return shares
+
+
+def score_errors() -> dict[str, Tensor]:
+    """The squared error of products of a head's queries and keys, over that of their mean over keys, by rank."""
+    model, ids = embedded()
+    of_heads = sample_queries(model, [ids[0, :PROMPT]], tokens=PROMPT)[LAYER].unflatten(0, (len(originals().keys), -1))
+    queries = of_heads[HEAD].flatten(0, 1)
+    keys = originals().keys[HEAD]
+    scores = queries @ keys.mT
+    size = (scores - scores.mean(-1, keepdim=True)).square().mean()
+    errors: dict[str, Tensor] = {}
+    for basis in ("keys", "scores"):
+        found: list[Tensor] = []
+        for rank in range(1, keys.shape[-1] + 1):
+            of_keys = _projection.of_keys("tiny", "rotated", basis, rank, LAYER, "cpu", slice(HEAD, HEAD + 1))
+            decoded = of_keys.decoded(of_keys.latents(keys[None, None]))[0, 0]
+            found.append((queries @ decoded.mT - scores).square().mean() / size)
+        errors[basis] = torch.stack(found)
+    return errors
+
+
+def lowrank() -> Figure:
+    """Variance in the first directions, and the error of scores by the number of directions."""
+    figure, (first, second) = canvas(2, ["lowrank", "lowrank/tokenwise", "lowrank/kivi"])
+    for (name, shares), color in zip(variance().items(), (GREY, BLUE, VERMILION), strict=True):
+        first.plot(torch.arange(len(shares)), shares, color=color, label=name)
+    first.set_xlabel("directions")
+    first.set_ylabel("share of the variance")
+    first.set_title("directions of a head")
+    first.legend(loc="lower right")
+    for (name, errors), color in zip(score_errors().items(), (BLUE, VERMILION), strict=True):
+        second.plot(torch.arange(1, len(errors) + 1), errors, color=color, label=f"basis={name}")
+    second.set_ylim(0, None)
+    second.set_xlabel("directions of rotated keys")
+    second.set_ylabel("squared error of scores")
+    second.set_title("scores of held-out text")
+    second.legend(loc="upper right")
     return figure

@@ -37,7 +37,7 @@ class Originals(NamedTuple):
 
 
 @cache
-def _embedded() -> tuple[Any, Tensor]:
+def embedded() -> tuple[Any, Tensor]:
     """The model, and the token ids of the text, [1, N]."""
     model, tokenizer = kvpolicy.tiny()
     return model, tokenizer(held_out()[:1600], return_tensors="pt").input_ids
@@ -46,7 +46,7 @@ def _embedded() -> tuple[Any, Tensor]:
 @cache
 def originals(layer_idx: int = LAYER) -> Originals:
     """Tensors of a layer after the prompt, from the full cache."""
-    model, ids = _embedded()
+    model, ids = embedded()
     full = DynamicCache(config=model.config)
     sites = find_sites(model)
     with torch.inference_mode():
@@ -68,7 +68,7 @@ def after(policy: str, steps: int = 0, new: int = 1) -> LayerStore:
         steps: Decode steps.
         new: New tokens that the cache has capacity for.
     """
-    model, ids = _embedded()
+    model, ids = embedded()
     with kvpolicy.attach(model, policy), torch.inference_mode():
         policy_cache = kvpolicy.PolicyCache(model, policy, prompt=PROMPT, new=new)
         model(ids[:, :PROMPT], past_key_values=policy_cache)

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..coding import Codec, Config, Given
-from ..scalars import LARGEST_HALF, Coded, complete, half, half_tie, vector
-from ._common import Alone, Books, Calibration, lone, only
+from ..coding import Codec, Coder, Config, Given, Pair
+from ..scalars import LARGEST_HALF, half_tie, vector
+from ..versions import version
+from ._common import Books, Calibration, ordinary
+from .think import Halves
 
-DEFAULTS: Config = {"rank": 2, "value_rank": 2, "basis": "keys", "key_space": "rotated"}
 SMALL = "lowrank:rank=3:value_rank=5:residual_length=2:block_size=3:calibration=FOLDER/lowrank"
 
 Matrix = list[list[float]]
@@ -80,53 +81,72 @@ def weighted(have: Calibration, part: str, head: int, rank: int) -> tuple[Matrix
 
 
 class Head:
-    """One KV head; nothing is fitted.
+    """One KV head: its projections, and what codes coordinates of keys and of values.
 
     Attributes:
-        margin: How near a coordinate came to a tie of fp16, as a share of the largest number of its vector.
+        margin: How near a coordinate came to a tie of fp16, as a share of the largest one of its vector, or what the
+            coders say of theirs.
     """
 
-    def __init__(self, keys: Side, values: Side) -> None:
-        """Start, with the projections of keys and of values."""
-        self.sides = keys, values
+    def __init__(self, keys: Side, values: Side, coders: tuple[Coder, Coder]) -> None:
+        """Start; the coders code pairs of one side, of which the other half is not read."""
+        self.sides, self.coders = (keys, values), coders
         self.margin = math.inf
 
-    def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        """Nothing depends on the sequence."""
+    def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:
+        """See `stages.Coder`."""
+        found: list[list[Tensor]] = []
+        for number, (side, coder) in enumerate(zip(self.sides, self.coders, strict=True)):
+            sums = [self._coordinates(side, token[number], isinstance(coder, Halves)) for token in tokens]
+            pairs = coder.write(slots, [(x, x) for x in sums], live, given)
+            self.margin = min(self.margin, getattr(coder, "margin", math.inf))
+            found.append([decoded(side, pair[number]) for pair in pairs])
+        return [*zip(*found, strict=True)]
 
-    def code(self, key: Tensor, value: Tensor) -> Coded:
-        """Coordinates of a token, and what is read back of its key and value."""
-        key_codes, key_read = self._side(self.sides[0], key.double().tolist())
-        value_codes, value_read = self._side(self.sides[1], value.double().tolist())
-        return {"key": key_codes, "value": value_codes}, vector(key_read), vector(value_read)
+    def _coordinates(self, side: Side, x: Tensor, is_rounded: bool) -> Tensor:
+        centered = [a - m for a, m in zip(x.double().tolist(), side.mean, strict=True)]
+        sums = [dot(row, centered) for row in side.encode]
+        if is_rounded and any(sums):
+            size = max(map(abs, sums))
+            near = [half_tie(np.float32(min(max(c, -LARGEST_HALF), LARGEST_HALF))) / size for c in sums]
+            self.margin = min(self.margin, *near)
+        return vector([np.float32(c) for c in sums])
 
-    def _side(self, side: Side, xs: list[float]) -> tuple[list[float], list[np.float32]]:
-        centered = [x - m for x, m in zip(xs, side.mean, strict=True)]
-        sums = [min(max(dot(row, centered), -LARGEST_HALF), LARGEST_HALF) for row in side.encode]
-        size = max(map(abs, xs), default=0.0)
-        if size:
-            self.margin = min(self.margin, *(half_tie(np.float32(x)) / size for x in sums))
-        codes = [float(half(np.float32(x))) for x in sums]
-        read = [
-            m + math.fsum(c * row[d] for c, row in zip(codes, side.decode, strict=True))
-            for d, m in enumerate(side.mean)
-        ]
-        return codes, [np.float32(x) for x in read]
+
+def decoded(side: Side, coordinates: Tensor) -> Tensor:
+    """The vector that coordinates stand for."""
+    columns = zip(side.mean, zip(*side.decode, strict=True), strict=True)
+    return vector([np.float32(m + dot(coordinates.tolist(), [*column])) for m, column in columns])
 
 
 def codec(config: Config, calibration: Books) -> Codec:
     """The codec as the engine sees it."""
-    own = complete(DEFAULTS, only(config, DEFAULTS))
-    part = {"rotated": "keys.post", "unrotated": "keys.pre"}[own["key_space"]]
+    part = {"rotated": "keys.post", "unrotated": "keys.pre"}[config["key_space"]]
+    base = {key: value for key, value in config["base"].items() if key != "name"}
+    name: str = config["base"]["name"]
+    inner: Codec | None = None if name == "plain" else version("codec", name).codec(base, calibration)
+    if inner is None:
+        block, group_size, residual = config["block_size"], 1, config["residual_length"]
+    else:
+        block, group_size, residual = inner.block, inner.group_size, inner.residual
 
-    def make(layer: int, head: int, dim: int, given: Given) -> Alone:
+    def coder(stage: int, layer: int, head: int) -> Coder:
         have = calibration(layer)
-        rank = max(1, dim // 4) if own["rank"] == "auto" else own["rank"]
-        value_rank = rank if own["value_rank"] == "auto" else own["value_rank"]
+        dim = have["values.basis"].shape[-1]
+        rank = max(1, dim // 4) if config["rank"] == "auto" else config["rank"]
+        value_rank = rank if config["value_rank"] == "auto" else config["value_rank"]
         first = directions(have, part, head)[:rank]
-        of_keys = (first, first) if own["basis"] == "keys" else weighted(have, part, head, rank)
+        of_keys = (first, first) if config["basis"] == "keys" else weighted(have, part, head, rank)
         of_values = directions(have, "values", head)[:value_rank]
+        one, other = (Halves() if inner is None else inner.coder(stage, layer, head) for _ in range(2))
         keys = Side(of_row(have, f"{part}.mean", head), *of_keys)
-        return Head(keys, Side(of_row(have, "values.mean", head), of_values, of_values))
+        return Head(keys, Side(of_row(have, "values.mean", head), of_values, of_values), (one, other))
 
-    return lone(config, make, key_space=own["key_space"])
+    return Codec(
+        layout=lambda tokens: ordinary(tokens, block, group_size, residual),
+        coder=coder,
+        block=block,
+        group_size=group_size,
+        residual=residual,
+        key_space=config["key_space"],
+    )
