@@ -26,7 +26,7 @@ from kvpolicy.protocols import Forward
 
 def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
     """The statistics that the parts of a layer need of a prompt, before it begins."""
-    needs = layer.spec.prompt_needs
+    needs = layer.prompt_needs
     found: list[Statistic | None] = [
         AttentionSum() if needs.attn_sum else None,
         RecentQueries(needs.window_queries) if needs.window_queries else None,
