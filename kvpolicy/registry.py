@@ -36,6 +36,13 @@ ALLOCATORS = {
     "squeeze": "kvpolicy.allocators.squeeze:SqueezeAttention",
     "kvcompose": "kvpolicy.allocators.kvcompose:KVCompose",
     "global": "kvpolicy.allocators.threshold:GlobalThreshold",
+    "zigzag": "kvpolicy.allocators.zigzag:ZigZagKV",
+    "cake": "kvpolicy.allocators.cake:CAKE",
+    "simlayer": "kvpolicy.allocators.simlayer:SimLayerKV",
+    "d2olayers": "kvpolicy.allocators.d2olayers:D2OLayers",
+    "lava": "kvpolicy.allocators.lava:LAVa",
+    "dynamickv": "kvpolicy.allocators.dynamickv:DynamicKV",
+    "mass": "kvpolicy.allocators.mass:AttentionMass",
 }
 HEAD_ALLOCATORS = {
     "even": "kvpolicy.allocators.even:Even",
