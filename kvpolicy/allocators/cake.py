@@ -27,7 +27,7 @@ LEAST_TEMPERATURE = 1e-3
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CAKE(Allocator):
-    """Give more budget to layers whose attention is spread over many tokens, and shifts between queries.
+    """Give more budget to layers whose attention is spread out and shifts between queries.
 
     The preference of a layer is the entropy of the attention of the newest queries, to the power `1 / entropy`, times
     its variance over these queries, to the power `1 / variance`; both are summed over heads and the tokens before the

@@ -19,7 +19,7 @@ from kvpolicy.spec.validation import check_fields
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicKV(Allocator):
-    """Give each layer as much as it has of the tokens that the newest queries of all layers attend to most.
+    """Give each layer as much as it has of the most attended tokens of all layers.
 
     Attention is summed over the newest queries and pooled along the tokens. The tokens of all heads of all layers are
     ranked together, and budgets are in proportion to how many of the best each layer has, of which there are as many as

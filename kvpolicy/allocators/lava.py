@@ -19,7 +19,7 @@ from kvpolicy.spec.validation import check_fields
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LAVa(Allocator):
-    """Give more budget to layers whose attention, times the size of values, is spread over more tokens and heads.
+    """Give more budget to layers whose scores are spread over more tokens and heads.
 
     The score of a token is its attention from the newest queries, pooled along the tokens, times the largest L1 norm of
     any value of the head. The metric of a layer is the entropy of the scores of all its heads and tokens.

@@ -16,7 +16,7 @@ from kvpolicy.spec.validation import check_fields
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMass(Allocator):
-    """Give more budget to layers that need more tokens to reach a share of their accumulated attention.
+    """Give more budget to layers that need more tokens to reach a share of their attention.
 
     The attention is summed over all queries of the prompt and all heads of the layer. The metric is how many of the
     tokens with the largest sums reach the share; budgets are in proportion to it.

@@ -18,7 +18,7 @@ from kvpolicy.spec.validation import check_fields
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimLayerKV(Allocator):
-    """Give lazy layers room for the first and the newest tokens, and divide the rest equally among the others.
+    """Let lazy layers keep the first and the newest tokens, and divide the rest among the others.
 
     The metric of a layer is the attention of the last query of the prompt to the first and the newest tokens, as a mean
     over the heads. Above a threshold, the layer is lazy.
