@@ -17,13 +17,20 @@ from kvpolicy.spec.version import __version__ as __version__
 if TYPE_CHECKING:
     # generated: imports
     from kvpolicy.allocators.adakv import AdaKV as AdaKV
+    from kvpolicy.allocators.cake import CAKE as CAKE
+    from kvpolicy.allocators.d2olayers import D2OLayers as D2OLayers
     from kvpolicy.allocators.duo import DuoAttention as DuoAttention
+    from kvpolicy.allocators.dynamickv import DynamicKV as DynamicKV
     from kvpolicy.allocators.even import Even as Even
     from kvpolicy.allocators.kvcompose import KVCompose as KVCompose
+    from kvpolicy.allocators.lava import LAVa as LAVa
+    from kvpolicy.allocators.mass import AttentionMass as AttentionMass
     from kvpolicy.allocators.pyramid import Pyramid as Pyramid
+    from kvpolicy.allocators.simlayer import SimLayerKV as SimLayerKV
     from kvpolicy.allocators.squeeze import SqueezeAttention as SqueezeAttention
     from kvpolicy.allocators.threshold import GlobalThreshold as GlobalThreshold
     from kvpolicy.allocators.uniform import Uniform as Uniform
+    from kvpolicy.allocators.zigzag import ZigZagKV as ZigZagKV
     from kvpolicy.calibration.layer_profile import profile as profile
     from kvpolicy.codecs.bfp import BFP as BFP
     from kvpolicy.codecs.csr import CSR as CSR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import string
 from collections.abc import Iterator
 from contextlib import suppress
@@ -125,7 +126,7 @@ def test_a_path_of_a_codec_that_wraps_may_hold_the_name_of_a_codec(path: str, ba
     policy = Policy.parse("window@0.5")
     policy = dataclasses.replace(policy, codec=dataclasses.replace(codec, calibration=path))  # pyright: ignore
     assert Policy.parse(str(policy)) == policy
-    assert ("%2F" in str(policy)) == (path in ("a/kivi", "a/tokenwise:x"))
+    assert ("%2F" in str(policy)) == (path == "a/kivi")
 
 
 @pytest.mark.parametrize("path", ["a/adakv", "even/adakv/b.json", "/duo", "a/duo:x", "adakv", "a/adakv.json"])

@@ -101,7 +101,7 @@ def of_allocator(case: Case) -> list[str]:
     length = torch.tensor([case.prompt] * case.batch)
     budgets = divide(
         case.policy,
-        {"": None, "cosine": cosines, "curve": torch.ones_like(cosines)}[metric],
+        {"": None, "cosine": cosines}.get(metric, torch.ones_like(cosines)),
         length,
         length + case.new,
         [case.model.shape] * layers,
@@ -113,6 +113,11 @@ def of_allocator(case: Case) -> list[str]:
     if metric == "curve":
         return [
             "Here: the tokens of all layers are compared after each prompt, for each row, and budgets depend on the "
+            f"result. If all layers are alike: {text}."
+        ]
+    if metric == "attention":
+        return [
+            "Here: each layer is measured by its attention during prefill, for each row, and budgets depend on the "
             f"result. If all layers are alike: {text}."
         ]
     return [

@@ -29,6 +29,7 @@ from kvpolicy.protocols import (
     Gate,
     LayerShape,
     Layout,
+    Needs,
     Ranks,
     ScoresInputs,
     State,
@@ -130,6 +131,12 @@ class LayerContents:
     def can_run_out(self) -> bool:
         """Whether a step may find no free slot, because it must wait for a demotion or for more slots."""
         return self.spec.grows or self.may_exceed_plan or sum(self.layout.coded) > 0
+
+    @property
+    def prompt_needs(self) -> Needs:
+        """The statistics that the parts need of a prompt that comes now: the allocator those of a first one."""
+        has_unbegun = any(count == 0 for count in self.expected_len)
+        return self.spec.prompt_needs | self.spec.allocator_needs if has_unbegun else self.spec.prompt_needs
 
     @property
     def measures_salience(self) -> bool:

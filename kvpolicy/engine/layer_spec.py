@@ -23,6 +23,7 @@ from kvpolicy.protocols import (
 from kvpolicy.readers.all import ReadAll
 
 _DROP = Drop()
+_NONE = Needs()
 _READ_ALL = ReadAll()
 
 
@@ -40,6 +41,7 @@ class LayerSpec:
         heads: Divides the pages of a row among its heads; None if all heads have equally many slots.
         rope: The rotary embedding, if keys are coded unrotated, or the selector needs queries or keys without it.
         projection: Reads the output projection, if the selector needs the norms of values behind it.
+        allocator_needs: The statistics of a row's first prompt that the allocator needs.
         grows: Whether generated tokens are kept in addition to the budget.
         key_rope: The rotary embedding, if keys are coded unrotated.
         needs: What the selector needs.
@@ -60,6 +62,7 @@ class LayerSpec:
     heads: HeadAllocator | None = None
     rope: Rope | None = None
     projection: Projection | None = None
+    allocator_needs: Needs = _NONE
 
     grows: bool = field(init=False)
     key_rope: Rope | None = field(init=False)

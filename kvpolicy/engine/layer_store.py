@@ -114,7 +114,7 @@ class LayerStore:
             The output [B, Hq, P, D], and the prompt, earlier chunks included.
         """
         past = self.past() if held is None else held.after(self.past())
-        out, attn_sum = attend(q, k, v, transform, past, valid, self.spec.prompt_needs.attn_sum)
+        out, attn_sum = attend(q, k, v, transform, past, valid, self.contents.prompt_needs.attn_sum)
         pending = see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
         return out, self.end_prompt(pending, held)
 
@@ -133,7 +133,7 @@ class LayerStore:
         """
         past = self.past() if held is None else held.after(self.past())
         statistics = PromptStatistics(self.contents, valid, columns, held)
-        return PromptTiles(k, q.shape[1], columns, valid, past, statistics, self.spec.prompt_needs.attn_sum)
+        return PromptTiles(k, q.shape[1], columns, valid, past, statistics, self.contents.prompt_needs.attn_sum)
 
     @on_host
     def end_prompt(self, pending: PendingPrompt, held: PendingPrompt | None) -> PendingPrompt:

@@ -26,7 +26,7 @@ from kvpolicy.protocols import Forward, Traits
 
 def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
     """The statistics that the parts of a layer need of a prompt, before it begins."""
-    needs = layer.spec.prompt_needs
+    needs = layer.prompt_needs
     codec = Traits() if layer.tensors.limits is None else layer.spec.codec_traits
     found: list[Statistic | None] = [
         AttentionSum() if needs.attn_sum else None,

@@ -18,11 +18,12 @@ from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf.added_whole import counted, exceed, whole_budgets
 from kvpolicy.hf.attachment import CODES, HOLD, Attachment
-from kvpolicy.hf.curves import shares_by_worth
+from kvpolicy.hf.curves import curves_of, shares_of
 from kvpolicy.hf.division import Expected, divide_budget
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.history import History, note_forward
 from kvpolicy.hf.layer import PolicyLayer, make_store
+from kvpolicy.hf.layer_metrics import measure_attention, measured_metrics
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.running_forward import RunningForward
 from kvpolicy.hf.tiles import Tile
@@ -33,8 +34,6 @@ from kvpolicy.protocols import Forward, LayerMetric, Ranks
 from kvpolicy.reporting.logging import log_extended
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import at_least
-
-CURVE: LayerMetric = "curve"
 
 
 class CacheForward(Cache):
@@ -287,7 +286,10 @@ class CacheForward(Cache):
             facts = self._prompt_facts(layer)
             layer.hold(pending, facts["massive"], facts["rope_offset"])
             return
-        if self.wants_cosines or self._wants_curves:
+        if self._wants("attention"):
+            number, pending = measure_attention(self.policy.allocator, layer.store, pending)
+            self._forward.attention[layer.layer_idx] = number
+        if self.wants_cosines or self._wants("curve", "attention"):
             layer.keep(pending)
             self._forward.waiting.append(layer)
             return
@@ -330,8 +332,8 @@ class CacheForward(Cache):
         """Divide the budget, and compress every layer with a pending prompt."""
         waiting = self._forward.waiting
         self._forward.waiting = []
-        if waiting and self._wants_curves:
-            self._measure_curves(waiting)
+        if waiting and self._wants("curve", "attention"):
+            self._measure_layers(waiting)
         for number, layer in enumerate(waiting):
             # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
             pending, known = layer.release()
@@ -391,11 +393,10 @@ class CacheForward(Cache):
         """Whether the residual stream of layers is still to be measured."""
         return (self._forward.first is not None or bool(self._metrics)) and self.policy.layer_metric == "cosine"
 
-    @property
-    def _wants_curves(self) -> bool:
-        """Whether the tokens of all layers are to be compared before the budget is divided."""
+    def _wants(self, *metrics: LayerMetric) -> bool:
+        """Whether all layers are to be compared by one of these metrics before the budget is divided."""
         unbegun = self._forward.unbegun
-        return self.policy.layer_metric == CURVE and unbegun is not None and bool(unbegun.any())
+        return self.policy.layer_metric in metrics and unbegun is not None and bool(unbegun.any())
 
     @property
     def wants_massive(self) -> bool:
@@ -439,7 +440,7 @@ class CacheForward(Cache):
             self.guard.massive[layer_idx] = found & first.to(found.device)[:, None]
 
     def cosines(self) -> Tensor:
-        """The measured metric of each layer, [B, L]: cosines, or with the metric `curve` shares of the budget."""
+        """The measured metric of each layer, [B, L]; shares of the budget if it has many numbers of each."""
         held = None if self._cosines is None else torch.tensor(self._cosines)
         if not self._metrics:
             assert held is not None, "no prompt was measured"
@@ -452,21 +453,25 @@ class CacheForward(Cache):
 
     # budgets
 
-    def _measure_curves(self, layers: list[PolicyLayer]) -> None:
-        """Compare what the tokens of all layers are worth, and note the share of each layer.
+    def _measure_layers(self, layers: list[PolicyLayer]) -> None:
+        """Compare layers by what their tokens are worth, or by their attention, and note the metric of each layer.
 
-        A row keeps the shares of its first prompt: slots that were made for a layer are not given to another.
+        A row keeps that of its first prompt: slots that were made for a layer are not given to another.
         """
         pending = layers[0].pending
         unbegun = self._forward.unbegun
         assert pending is not None and unbegun is not None
-        # The budgets are not known yet: selectors reckon with equal ones.
-        self._divide(layers[0], pending.decoded(), torch.ones(len(unbegun), len(layers), device="cpu"))
-        assert self._forward.tokens is not None
-        shares = shares_by_worth(self.policy, layers, self._forward.tokens)
+        metrics = measured_metrics(self.policy.allocator, layers, self._forward.attention)
+        if metrics is None or metrics.dim() > 2:
+            # The budgets are not known yet: selectors reckon with equal ones.
+            self._divide(layers[0], pending.decoded(), torch.ones(len(unbegun), len(layers), device="cpu"))
+            tokens = self._forward.tokens
+            assert tokens is not None
+            drawn = curves_of(self.policy, layers, tokens) if metrics is None else metrics
+            metrics = shares_of(self.policy, drawn, tokens)
         if self._cosines is not None:
-            shares = torch.where(unbegun.cpu()[:, None], shares, torch.tensor(self._cosines))
-        self._cosines = shares.tolist()
+            metrics = torch.where(unbegun.cpu()[:, None], metrics, torch.tensor(self._cosines))
+        self._cosines = metrics.tolist()
 
     def _divide(self, first: PolicyLayer, pending: PendingPrompt, metrics: Tensor | None = None) -> None:
         """Divide the budget among layers, from the rows' lengths after the pending prompt of the first layer.

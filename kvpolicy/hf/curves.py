@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.host import outside_autocast
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.layer_metrics import stack_layers
 from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import DrawsCurves
 
 
-def shares_by_worth(policy: Policy, layers: list[PolicyLayer], even: Tokens) -> Tensor:
-    """The share of the budget that each layer gets by the curves of all, [B, L] fp32; rows sum to 1.
+def curves_of(policy: Policy, layers: list[PolicyLayer], even: Tokens) -> Tensor:
+    """The curve of each layer, [B, L, N] fp32.
 
     Args:
-        policy: A policy with such an allocator.
+        policy: A policy with an allocator that draws them.
         layers: The layers, whose prompts wait for their budgets.
         even: The division of the budget into equal parts, with which selectors reckon meanwhile.
     """
@@ -30,8 +29,17 @@ def shares_by_worth(policy: Policy, layers: list[PolicyLayer], even: Tokens) -> 
         with outside_autocast(pending.keys.device):
             worth = layer.store.worth(pending, even.keep[:, number])
             curves.append(allocator.curve(worth, layer.layer_idx).float().cpu())
-    longest = max(curve.shape[-1] for curve in curves)
-    drawn = torch.stack([F.pad(each, (0, longest - each.shape[-1]), value=-torch.inf) for each in curves], 1)
+    return stack_layers(curves)
+
+
+def shares_of(policy: Policy, metrics: Tensor, even: Tokens) -> Tensor:
+    """The share of the budget that each layer gets by many numbers of each, [B, L] fp32; rows sum to 1.
+
+    Args:
+        policy: The policy.
+        metrics: The numbers, [B, L, ...].
+        even: The division of the budget into equal parts.
+    """
     total = even.keep.sum(-1)
-    budgets = allocator.budgets(drawn, total, policy.min_tokens, even.last, len(layers))
+    budgets = policy.allocator.budgets(metrics, total, policy.min_tokens, even.last, metrics.shape[1])
     return (budgets.double() / total[:, None]).float()

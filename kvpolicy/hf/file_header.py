@@ -21,6 +21,7 @@ MAX_DEPTH = 64
 """Lists and objects inside each other; a policy nests a few strategies."""
 
 _MAX_SCALE = 2**20
+_MAX_METRIC = 2.0**40
 """The factor of the products of queries and keys is below 1 in most models."""
 
 
@@ -153,7 +154,7 @@ _HEADER: dict[str, Any] = {
         ),
         "new": _Maybe(_SIZE),
         "end": _Maybe(_Many(_SIZE)),
-        "cosines": _Maybe(_Many(_Many(_number(-2, 2)))),
+        "cosines": _Maybe(_Many(_Many(_number(-_MAX_METRIC, _MAX_METRIC)))),
         "columns": _COUNT,
     },
     "plan": _Maybe(_PLAN),

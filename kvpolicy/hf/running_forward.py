@@ -25,6 +25,7 @@ class RunningForward:
         valid: Which of its tokens are not padding, [B, P] bool; None if all are, or nothing asks.
         tokens: The division of the budget; None before the first layer has attended.
         waiting: Layers with a prompt that awaits its budget.
+        attention: Numbers of layers that are measured by their attention, [B, ...] on the host, by index.
     """
 
     one_token: bool = False
@@ -37,3 +38,4 @@ class RunningForward:
     valid: Tensor | None = None
     tokens: Tokens | None = None
     waiting: list[PolicyLayer] = field(default_factory=list)
+    attention: dict[int, Tensor] = field(default_factory=dict)

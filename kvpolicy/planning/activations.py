@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvpolicy.engine.attention import MASK_ELEMENTS, MASK_ROWS, TILE_ELEMENTS
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import LayerShape
+from kvpolicy.protocols import LayerShape, Needs, attention_of
 
 FP32 = 4
 """Bytes of an element of fp32."""
@@ -282,6 +282,10 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
         chosen += held + 2 * FP32 * scores
     if needs.query_moments is not None:
         chosen += 5 * FP32 * min(TILE_ELEMENTS // 4, tile.tokens * prefill.widths.queries)
+    if policy.layer_metric == "attention":
+        rows, observed = _measured_bytes(prefill, attention_of(policy.allocator), piece, tile)
+        attended += rows
+        scored = max(scored, rows + observed)
     if policy.merger.traits.when != "never":
         # Tiles of cosines between evicted and kept tokens, and keys and values in fp32.
         cosines = max(TILE_ELEMENTS, SHORTEST_TILE * piece.batch * shape.heads * prefill.slots)
@@ -298,6 +302,23 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
     converted = at_once * shape.heads * shape.head_dim * 40
     placed = joined + vectors + candidates * 64 + ordered + converted
     return max(attended, scored, chosen, placed)
+
+
+def _measured_bytes(prefill: Prefill, needs: Needs, piece: Piece, tile: Piece) -> tuple[int, int]:
+    """Bytes of the statistics by which an allocator measures a layer.
+
+    Returns:
+        Those that are held while the piece comes, and those with which they are reduced, one KV head at a time.
+    """
+    shape = prefill.shape
+    new = piece.batch * piece.columns
+    held = FP32 * _heads(prefill) * new if needs.attn_sum else 0
+    if needs.attn_sum:  # as in `_statistics`: attention is computed in tiles
+        held += _tile_bytes(_heads(prefill) * piece.keys, tile.columns)
+    window = min(needs.window_queries, piece.columns)
+    # Sorted numbers of each token and head with their order, and the values of a head.
+    reduced = _heads(prefill) * new * 9 * FP32 + new * shape.head_dim * 2 * FP32
+    return held, reduced + _heads(prefill) // max(shape.heads, 1) * new * window * (SCORE_NBYTES + FP32)
 
 
 def _block_bytes(prefill: Prefill, block: int, piece: Piece, tile: Piece) -> tuple[int, int]:

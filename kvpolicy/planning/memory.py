@@ -18,7 +18,7 @@ from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Codec, LayerShape, Layout, ScoresInputs
+from kvpolicy.protocols import Codec, LayerShape, Layout, ScoresInputs, attention_of
 
 DIGEST_NBYTES = 8
 """Bytes of each row's mask digest, which the first layer of a cache holds."""
@@ -38,6 +38,7 @@ def layer_spec(
         heads=policy.heads,
         rope=rope,
         projection=projection,
+        allocator_needs=attention_of(policy.allocator),
     )
 
 

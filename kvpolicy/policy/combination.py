@@ -11,6 +11,7 @@ from kvpolicy.protocols import (
     DrawsCurves,
     HeadAllocator,
     LoadsSalience,
+    MeasuresAttention,
     Merger,
     Reader,
     Reranks,
@@ -45,6 +46,11 @@ def check_together(policy: Any) -> None:
         )
     if policy.allocator.layer_metric == "curve":
         check_curves(policy.allocator, policy.selector)
+    if policy.allocator.layer_metric == "attention" and not isinstance(policy.allocator, MeasuresAttention):
+        raise KVPolicyTypeError(
+            "The allocator must have attention and a method measure(seen) for layer_metric='attention', got "
+            f"{shorten(repr(policy.allocator))}, which lacks one; see kvpolicy.protocols.MeasuresAttention."
+        )
 
 
 def check_curves(allocator: Allocator, selector: Selector) -> None:

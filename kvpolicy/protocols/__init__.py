@@ -7,11 +7,16 @@ D head dim, L layers.
 """
 
 from kvpolicy.protocols.allocator import Allocator as Allocator
+from kvpolicy.protocols.allocator import AttentionNeeds as AttentionNeeds
 from kvpolicy.protocols.allocator import DividesHeads as DividesHeads
 from kvpolicy.protocols.allocator import DrawsCurves as DrawsCurves
 from kvpolicy.protocols.allocator import HeadAllocator as HeadAllocator
 from kvpolicy.protocols.allocator import HeadRequest as HeadRequest
+from kvpolicy.protocols.allocator import LayerAttention as LayerAttention
 from kvpolicy.protocols.allocator import LayerMetric as LayerMetric
+from kvpolicy.protocols.allocator import MeasuresAttention as MeasuresAttention
+from kvpolicy.protocols.allocator import Reduction as Reduction
+from kvpolicy.protocols.allocator import attention_of as attention_of
 from kvpolicy.protocols.allocator import heads_of as heads_of
 from kvpolicy.protocols.codec import ALL_HEADS as ALL_HEADS
 from kvpolicy.protocols.codec import At as At

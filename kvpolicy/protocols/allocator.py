@@ -7,14 +7,20 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from kvpolicy.protocols.codec import ModelInfo
+from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
 from kvpolicy.protocols.selector import View
+from kvpolicy.protocols.statistics import Needs
 
-LayerMetric = Literal["", "cosine", "curve"]
-"""The metric of layers: none, how little attention changes the residual stream, or the worth of their tokens.
+LayerMetric = Literal["", "cosine", "curve", "attention"]
+"""The metric of layers: none, how little attention changes the residual stream, the worth of their tokens, or numbers
+of their attention.
 
 It is measured in a row's first prompt, or in the first chunk of it. Of curves, which `DrawsCurves` draws, the share of
-the budget that each layer got by them is kept for later prompts.
+the budget that each layer got by them is kept for later prompts, and so it is of more than one number of attention.
 """
+
+Reduction = Literal["mean", "variance", "entropy", "total", "value_size"]
+"""A reduction of the attention of a prompt: see the attributes of `LayerAttention`, which have these names."""
 
 
 @runtime_checkable
@@ -22,7 +28,7 @@ class Allocator(Protocol):
     """How many tokens may each layer keep?
 
     A class that inherits from it needs one method, `budgets`. An object that has all members is accepted whatever its
-    class. Optional abilities are `DividesHeads` and `DrawsCurves`.
+    class. Optional abilities are `DividesHeads`, `DrawsCurves` and `MeasuresAttention`.
     """
 
     __slots__ = ()
@@ -37,7 +43,8 @@ class Allocator(Protocol):
 
         Args:
             metrics: The values of `layer_metric`, [B, L] fp32, or None. With the metric `curve`, curves [B, L, N] of
-                rows in their first prompt, filled with -inf where a layer has fewer tokens, or shares [B, L].
+                rows in their first prompt, filled with -inf where a layer has fewer tokens, or shares [B, L]. With the
+                metric `attention`, what `measure` returned for each layer, [B, L] or [B, L, ...], or shares [B, L].
             total: Tokens of all layers together, [B] int64. The rows of the result sum to it.
             floor: The fewest tokens that any layer may get.
             ceiling: The most tokens that any layer of a row can use, [B] int64.
@@ -120,6 +127,75 @@ class DrawsCurves(Protocol):
             layer_idx: Index of the layer.
         """
         ...
+
+
+class AttentionNeeds(NamedTuple):
+    """The statistics of a prompt's attention that an allocator needs.
+
+    Attributes:
+        reductions: Names of the reductions.
+        queries: How many of the newest queries the first three are over.
+    """
+
+    reductions: tuple[Reduction, ...] = ()
+    queries: int = 0
+
+    @property
+    def statistics(self) -> Needs:
+        """What must be gathered of a prompt for them."""
+        over_window = {"mean", "variance", "entropy"} & {*self.reductions}
+        return Needs(window_queries=self.queries if over_window else 0, attn_sum="total" in self.reductions)
+
+
+class LayerAttention(NamedTuple):
+    """The attention of a layer in a prompt, as it was reduced for an allocator; None for what it did not ask for.
+
+    Attributes:
+        positions: Position of each token of the prompt in its row, [B, N] int64, ascending; then -1 for padding.
+        length: Tokens of each row, [B] int64.
+        queries: How many of its newest queries were reduced, [B] int64; fewer than were asked for in a short row.
+        ranks: The ranks that hold the layer's other heads.
+        kv_heads: KV heads of the layer on this rank, H.
+        mean: The mean over these queries, [B, Hq, N] fp32.
+        variance: Their unbiased variance, [B, Hq, N] fp32; 0 for a single query.
+        entropy: The sum of -A ln(A + 1e-10) over them, [B, Hq, N] fp32.
+        total: The sum over all queries, [B, Hq, N] fp32.
+        value_size: The largest sum of absolute elements of any token's value, [B, H] fp32.
+    """
+
+    positions: Tensor
+    length: Tensor
+    queries: Tensor
+    ranks: Ranks = SINGLE_RANK
+    kv_heads: int = 1
+    mean: Tensor | None = None
+    variance: Tensor | None = None
+    entropy: Tensor | None = None
+    total: Tensor | None = None
+    value_size: Tensor | None = None
+
+
+@runtime_checkable
+class MeasuresAttention(Protocol):
+    """An optional ability of an allocator, with the metric `attention`: it measures a layer by its attention."""
+
+    @property
+    def attention(self) -> AttentionNeeds:
+        """The statistics that it needs."""
+        ...
+
+    def measure(self, seen: LayerAttention) -> Tensor:
+        """A finite number of a layer in each row, [B] fp32, or many, [B, ...], of which some may be -inf for none.
+
+        They are of all heads of the model: see `LayerAttention.ranks`. Where the last dimensions of layers differ, they
+        are filled with -inf.
+        """
+        ...
+
+
+def attention_of(allocator: object) -> Needs:
+    """The statistics of a prompt that an allocator needs; none without `MeasuresAttention`."""
+    return allocator.attention.statistics if isinstance(allocator, MeasuresAttention) else Needs()
 
 
 def heads_of(allocator: object) -> HeadAllocator | None:

@@ -82,6 +82,19 @@ class Ranks:
         parts = [every[rank, :, :count] for rank, count in enumerate(self.heads) if rank % self.replicas == 0]
         return torch.cat(parts, 1)
 
+    def all_queries(self, x: Tensor) -> Tensor:
+        """A tensor of this rank's query heads as one of all of the model's, [B, Hq, ...] -> [B, Hq of the model, ...].
+
+        All dimensions but that of heads must be equal on all ranks.
+        """
+        if not self.queries:
+            return x
+        every = x.new_zeros(x.shape[0], sum(self.queries), *x.shape[2:], dtype=torch.float64)
+        first = sum(self.queries[: self.rank])
+        own = self.queries[self.rank]
+        every[:, first : first + own] = x[:, :own].double()
+        return self.total(every).to(x.dtype)
+
     def mine(self, line: Tensor) -> Tensor:
         """This rank's slice of a tensor over all query heads, [Hq of the model, ...] -> [Hq, ...]."""
         if not self.queries:

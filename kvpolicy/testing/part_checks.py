@@ -20,7 +20,9 @@ from kvpolicy.protocols import (
     HeadAllocator,
     HeadRequest,
     HeadShape,
+    LayerAttention,
     LayerMetric,
+    MeasuresAttention,
     Merger,
     Reader,
     Selector,
@@ -47,10 +49,15 @@ def check_budgets(part: Allocator, layers: int) -> None:
     known = get_args(LayerMetric)
     assert metric in known, f"{part}: layer_metric must be one of {known}, got {metric!r}"
     assert metric != "curve" or isinstance(part, DrawsCurves), f"{part}: lacks a method curve for its layer_metric"
+    measures = isinstance(part, MeasuresAttention)
+    assert metric != "attention" or measures, f"{part}: lacks attention or measure for its layer_metric"
     total = torch.tensor([20, 15, 66]) * layers
     ceiling = torch.tensor([60, 20, 90])
     drawn = torch.rand(3, layers, 90, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
-    metrics = {"": None, "cosine": drawn[:, :, 0], "curve": drawn}[metric]
+    if isinstance(part, MeasuresAttention) and metric == "attention":
+        metrics = torch.stack([_measured(part, drawn[:, layer]) for layer in range(layers)], 1)
+    else:
+        metrics = {"": None, "cosine": drawn[:, :, 0], "curve": drawn}[metric]
     budgets = _budgets(part, metrics, total, ceiling, layers)
     shown = f"{budgets.tolist()} for {layers} layers"
     assert budgets.sum(-1).tolist() == total.tolist(), f"{part}: budgets must sum to {total.tolist()}, got {shown}"
@@ -64,6 +71,32 @@ def check_budgets(part: Allocator, layers: int) -> None:
         alone = _budgets(part, None if metrics is None else metrics[one], total[one], ceiling[one], layers)
         same = torch.equal(alone, budgets[one])
         assert same, f"{part}: the budgets of a row must not depend on other rows, got others without them"
+
+
+def _measured(part: MeasuresAttention, drawn: Tensor) -> Tensor:
+    """The numbers of a layer of two query heads by drawn statistics [B, N], after checking them."""
+    batch, tokens = drawn.shape
+    both = torch.stack([drawn / drawn.sum(-1, keepdim=True), drawn.flip(-1) / drawn.sum(-1, keepdim=True)], 1)
+    given: dict[str, Tensor] = {
+        "mean": both,
+        "variance": both / 10,
+        "entropy": -(both * both.log()),
+        "total": both * tokens,
+        "value_size": both[:, :, 0],
+    }
+    seen = LayerAttention(
+        torch.arange(tokens).expand(batch, -1),
+        torch.full((batch,), tokens),
+        torch.full((batch,), min(part.attention.queries, tokens)),
+        kv_heads=2,
+    )._replace(**{name: given[name] for name in part.attention.reductions})
+    numbers: Any = part.measure(seen)
+    is_tensor = isinstance(numbers, Tensor) and len(numbers) == batch
+    is_finite = (
+        is_tensor and bool((numbers < torch.inf).all()) and (numbers.dim() > 1 or bool(numbers.isfinite().all()))
+    )
+    assert is_finite, f"{part}: measure must return finite numbers of each row, got {_describe(numbers)}"
+    return numbers.float()
 
 
 def _budgets(part: Allocator, metrics: Tensor | None, total: Tensor, ceiling: Tensor, layers: int) -> Tensor:

@@ -41,6 +41,9 @@ SELECTORS = {
 Values of the tasks have four tokens, which a narrow pooling loses; a window of 128 is as long as many of their budgets.
 """
 
+ALLOCATORS = {"simlayer": "simlayer:recent=16:threshold=0.5"}
+"""Allocators with options: the prompts are shorter than the tokens that a lazy layer keeps by default."""
+
 VARIANTS = ("expected:decode=grow:moments=prompt", "keydiff:decode=grow")
 """Selectors once more, with options that change what they hold."""
 
@@ -121,7 +124,11 @@ def entries(model: str = "tiny") -> list[Entry]:
     found = [Entry("full", "all tokens")]
     found += [Entry(SELECTORS.get(name, name), "selector") for name in registry.SELECTORS if name != "full"]
     found += [Entry(spec, "selector") for spec in VARIANTS]
-    found += [Entry(f"{name}+{SELECTOR}", "allocator") for name in registry.ALLOCATORS if name != "uniform"]
+    found += [
+        Entry(f"{ALLOCATORS.get(name, name)}+{SELECTOR}", "allocator")
+        for name in registry.ALLOCATORS
+        if name != "uniform"
+    ]
     found += [
         Entry(f"uniform/{HEAD_ALLOCATORS.get(name, name)}+{SELECTOR}", "head allocator")
         for name in registry.HEAD_ALLOCATORS

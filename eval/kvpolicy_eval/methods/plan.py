@@ -35,6 +35,9 @@ SELECTORS = {
 }
 """Policies of a selector's page, without budgets and without the baseline; others have their defaults only."""
 
+ALLOCATORS = {"simlayer": "simlayer:recent=16:threshold=0.5"}
+"""Allocators with options: the prompts are shorter than the tokens that a lazy layer keeps by default."""
+
 CODECS = {
     "plain": [],
     "tokenwise": ["tokenwise", "tokenwise:bits=2"],
@@ -113,7 +116,7 @@ def selection_policies(name: str) -> list[str]:
         return list(ALLOCATOR_SELECTORS)
     compares = registry.lookup(name)[1]().layer_metric == "curve"
     selectors = CURVE_SELECTORS if compares else ALLOCATOR_SELECTORS
-    return [policy for selector in selectors for policy in (selector, f"{name}+{selector}")]
+    return [policy for selector in selectors for policy in (selector, f"{ALLOCATORS.get(name, name)}+{selector}")]
 
 
 def codec_policies(name: str) -> list[str]:

@@ -74,7 +74,11 @@ def bars(axes: Any, allocator: str, colors: list[str] | None = None, *, labelled
         axes.set_ylabel(f"tokens, of {scene().length}")
 
 
-_OWN: dict[str, Draw] = {"pyramid": pyramid, "squeeze": squeeze}
+_OWN: dict[str, Draw] = {
+    "pyramid": pyramid,
+    "squeeze": squeeze,
+    "simlayer": partial(picture, "simlayer:recent=16:threshold=0.5"),
+}
 
 PICTURES: dict[str, Draw] = {name: _OWN.get(name, partial(picture, name)) for name in registry.ALLOCATORS}
 """Pictures by the name of the allocator."""

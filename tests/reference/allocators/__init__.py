@@ -2,7 +2,8 @@
 
 A file has `budgets`, which takes the allocator's parameters, the metric of each layer (None for an allocator that has
 none), the tokens of all layers, the number of layers, and the fewest and most tokens of a layer. `SMALL` is a spec
-with numbers that fit tiny models.
+with numbers that fit tiny models. The file of an allocator that measures attention has `measure`, too: the metric of a
+layer by a prompt.
 """
 
 from __future__ import annotations

@@ -1,0 +1,50 @@
+"""Helpers shared by allocators that measure layers by their attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpolicy.spec.budget import waterfill
+
+SLACK = 1e-6
+"""The relative amount of a mass that may lack where a share of it counts as reached; attention is fp32."""
+
+
+def number_reaching(mass: Tensor, share: float) -> Tensor:
+    """How many of the largest numbers reach a share of the sum of all, [...] int64, at least 1.
+
+    Args:
+        mass: Numbers of at least 0, [..., N].
+        share: The share, in (0, 1].
+
+    Examples:
+        >>> number_reaching(torch.tensor([[0.1, 0.6, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25]]), 0.8).tolist()
+        [2, 4]
+    """
+    ranked = mass.sort(dim=-1, descending=True).values
+    reached = ranked.cumsum(-1, dtype=torch.float64)
+    least = share * (1 - SLACK) * reached[..., -1:]
+    return ((reached < least).sum(-1) + 1).clamp_max(mass.shape[-1])
+
+
+def before_window(positions: Tensor, length: Tensor, queries: Tensor) -> Tensor:
+    """Which tokens stand before the queries that were reduced, [B, N] bool; see `LayerAttention`."""
+    return (positions >= 0) & (positions < (length - queries)[:, None])
+
+
+def divide_in_proportion(weights: Tensor, total: Tensor, floor: int, ceiling: Tensor, bound: float = 0.0) -> Tensor:
+    """Tokens of each layer in proportion to weights, [B, L] int64; the same for all where all weights are 0.
+
+    Args:
+        weights: Numbers of at least 0, [B, L].
+        total: Tokens of all layers together, [B] int64.
+        floor: The fewest tokens of a layer.
+        ceiling: The most tokens that a layer of each row can use, [B] int64.
+        bound: The fraction of an even division that every layer has, of which the rest is divided.
+    """
+    weights = weights.double().to(total.device)
+    weights = torch.where(weights.sum(-1, keepdim=True) > 0, weights, 1)
+    even = total.double()[:, None] / weights.shape[-1]
+    shares = weights / weights.sum(-1, keepdim=True)
+    return waterfill(bound * even + (1 - bound) * total[:, None] * shares, total, floor, ceiling)

@@ -1,0 +1,94 @@
+"""CAKE: more budget for layers whose attention is spread out and shifts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpolicy.allocators._attention import before_window, divide_in_proportion
+from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_min
+from kvpolicy.spec.validation import check_fields
+
+LEAST_ENTROPY = 1e-6
+"""What the entropy is raised to before its logarithm is taken: attention is fp32, which does not resolve less."""
+
+LEAST_VARIANCE = 1e-12
+"""The same for the variance."""
+
+LEAST_TEMPERATURE = 1e-3
+"""The least temperature."""
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CAKE(Allocator):
+    """Give more budget to layers whose attention is spread out and shifts between queries.
+
+    The preference of a layer is the entropy of the attention of the newest queries, to the power `1 / entropy`, times
+    its variance over these queries, to the power `1 / variance`; both are summed over heads and the tokens before the
+    queries. Budgets are in proportion to preferences. The metric is the logarithm of the preference.
+
+    Args:
+        entropy: Temperature of the entropy; the larger, the less it counts.
+        variance: Temperature of the variance.
+        window: The number of queries.
+        heads: How the budget of a layer is divided among its KV heads; None for the same budget in every head.
+
+    Examples:
+        >>> import torch
+        >>> preference = torch.tensor([[1.0, 3.0, 6.0]])
+        >>> CAKE().budgets(preference.log(), torch.tensor([300]), 1, torch.tensor([1000]), 3).tolist()
+        [[30, 90, 180]]
+
+    Source: CAKE (arXiv:2503.12491), and its authors' code. Differences from the code: attention is fp32 and not
+    rounded to bf16 before the variance; every row has its own budgets; what a layer cannot use goes to the other
+    layers in proportion, and none is lost; rounding preserves the total; budgets are divided once, after all
+    layers, which gives those of the authors' cascade; and short prompts are compressed too. The temperatures are 1,
+    those that were tuned for a model are on the page of the method. The score by which CAKE ranks tokens, mean plus
+    variance, is no part of the allocator.
+    """
+
+    entropy: float = 1.0
+    variance: float = 1.0
+    window: int = 32
+    heads: HeadAllocator | None = None
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_fields(self)
+        for name, value in (("entropy", self.entropy), ("variance", self.variance)):
+            if value < LEAST_TEMPERATURE:
+                raise KVPolicyError(f"CAKE.{name} must be at least {LEAST_TEMPERATURE:g}, got {value}; try 1.0.")
+        check_min(self, window=1)
+
+    @property
+    def layer_metric(self) -> LayerMetric:
+        """Numbers of attention."""
+        return "attention"
+
+    @property
+    def attention(self) -> AttentionNeeds:
+        """Entropy and variance over the newest queries."""
+        return AttentionNeeds(("variance", "entropy"), self.window)
+
+    def measure(self, seen: LayerAttention) -> Tensor:
+        """The logarithm of the preference, [B] fp32."""
+        before = before_window(seen.positions, seen.length, seen.queries)[:, None]
+        preference = torch.zeros_like(seen.length, dtype=torch.float64)
+        entropy = seen.entropy, self.entropy, LEAST_ENTROPY
+        variance = seen.variance, self.variance, LEAST_VARIANCE
+        for found, temperature, least in (entropy, variance):
+            assert found is not None, "entropy and variance were requested"
+            by_head = torch.where(before, found, 0).sum(-1, dtype=torch.float64)
+            preference += seen.ranks.all_queries(by_head).sum(-1).clamp_min(least).log() / temperature
+        return preference.float()
+
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
+        assert metrics is not None, "cake measures the attention of every layer"
+        return divide_in_proportion(torch.softmax(metrics.double(), -1), total, floor, ceiling)

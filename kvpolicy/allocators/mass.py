@@ -1,0 +1,68 @@
+"""AttentionMass: budgets by the tokens that reach a share of a layer's attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvpolicy.allocators._attention import divide_in_proportion, number_reaching
+from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMass(Allocator):
+    """Give more budget to layers that need more tokens to reach a share of their attention.
+
+    The attention is summed over all queries of the prompt and all heads of the layer. The metric is how many of the
+    tokens with the largest sums reach the share; budgets are in proportion to it.
+
+    Args:
+        share: The share of the attention that must be reached, in (0, 1].
+        heads: How the budget of a layer is divided among its KV heads; None for the same budget in every head.
+
+    Examples:
+        >>> import torch
+        >>> tokens = torch.tensor([[10.0, 30.0, 60.0]])  # that are needed in each layer
+        >>> AttentionMass().budgets(tokens, torch.tensor([300]), 1, torch.tensor([1000]), 3).tolist()
+        [[30, 90, 180]]
+
+    Source: ZipVL (arXiv:2410.08584), its number of important tokens; no code of its authors is public. Differences:
+    the number is no budget by itself but a share of one, so that the total is fixed; sums are not divided by how
+    many queries see a token; and attention is not restricted to the important tokens.
+    """
+
+    share: float = 0.975
+    heads: HeadAllocator | None = None
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_fields(self)
+        if not 0 < self.share <= 1:
+            raise KVPolicyError(
+                f"AttentionMass.share must be greater than 0 and at most 1, got {self.share}; try 0.975."
+            )
+
+    @property
+    def layer_metric(self) -> LayerMetric:
+        """Numbers of attention."""
+        return "attention"
+
+    @property
+    def attention(self) -> AttentionNeeds:
+        """The sum over all queries."""
+        return AttentionNeeds(("total",))
+
+    def measure(self, seen: LayerAttention) -> Tensor:
+        """Tokens that are needed to reach the share, [B] fp32."""
+        assert seen.total is not None, "the sum was requested"
+        return number_reaching(seen.ranks.head_mean(seen.total), self.share).float()
+
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
+        assert metrics is not None, "mass measures the attention of every layer"
+        return divide_in_proportion(metrics, total, floor, ceiling)

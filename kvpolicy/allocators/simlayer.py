@@ -1,0 +1,87 @@
+"""SimLayerKV: lazy layers, which attend to the first and the newest tokens, keep only those."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpolicy.allocators._attention import divide_in_proportion
+from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_min
+from kvpolicy.spec.validation import check_fields
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimLayerKV(Allocator):
+    """Let lazy layers keep the first and the newest tokens, and divide the rest among the others.
+
+    The metric of a layer is the attention of the last query of the prompt to the first and the newest tokens, as a mean
+    over the heads. Above a threshold, the layer is lazy.
+
+    Args:
+        sinks: The number of first tokens, at least 0.
+        recent: The number of newest tokens, the last query's own included.
+        threshold: The attention above which a layer is lazy, in (0, 1].
+        heads: How the budget of a layer is divided among its KV heads; None for the same budget in every head.
+
+    Examples:
+        >>> import torch
+        >>> share = torch.tensor([[0.5, 0.95, 0.7]])  # of the attention, on these tokens
+        >>> SimLayerKV(recent=16).budgets(share, torch.tensor([300]), 1, torch.tensor([1000]), 3).tolist()
+        [[140, 20, 140]]
+
+    Source: SimLayerKV (arXiv:2410.13846), and kvpress (SimLayerKVPress), which also judges a layer at the last
+    query of the prompt (the authors: at the first generated token). Differences: the total is fixed. A lazy layer
+    gets at most an even share; what it does not need is divided equally among the others, which do not keep the
+    whole prompt. Which tokens a lazy layer keeps is up to the selector, such as `streaming`; the default threshold
+    is that of Llama-3.
+    """
+
+    sinks: int = 4
+    recent: int = 1024
+    threshold: float = 0.9
+    heads: HeadAllocator | None = None
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_fields(self)
+        if not 0 < self.threshold <= 1:
+            raise KVPolicyError(
+                f"SimLayerKV.threshold must be greater than 0 and at most 1, got {self.threshold}; try 0.9."
+            )
+        check_min(self, sinks=0, recent=1)
+
+    @property
+    def layer_metric(self) -> LayerMetric:
+        """Numbers of attention."""
+        return "attention"
+
+    @property
+    def attention(self) -> AttentionNeeds:
+        """The attention of the last query."""
+        return AttentionNeeds(("mean",), 1)
+
+    def measure(self, seen: LayerAttention) -> Tensor:
+        """Attention to the first and the newest tokens, [B] fp32, as a mean over the query heads."""
+        assert seen.mean is not None, "the mean was requested"
+        positions, length = seen.positions, seen.length[:, None]
+        near = (positions >= 0) & ((positions < self.sinks) | (positions >= length - self.recent))
+        by_head = torch.where(near[:, None], seen.mean, 0).sum(-1, dtype=torch.float64)
+        return seen.ranks.all_queries(by_head).mean(-1).float()
+
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
+        assert metrics is not None, "simlayer measures the attention of every layer"
+        is_lazy = metrics.to(total.device) > self.threshold
+        even = total.double()[:, None] / layers
+        lazy = even.clamp_max(self.sinks + self.recent)
+        count = is_lazy.sum(-1, keepdim=True)
+        rest = (total[:, None] - count * lazy) / (layers - count).clamp_min(1)
+        # All layers are lazy: an even division.
+        lazy = torch.where(count < layers, lazy, even)
+        return divide_in_proportion(torch.where(is_lazy, lazy, rest), total, floor, ceiling)

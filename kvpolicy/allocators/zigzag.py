@@ -1,0 +1,78 @@
+"""ZigZagKV: more budget for layers whose attention is spread over more tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpolicy.allocators._attention import divide_in_proportion, number_reaching
+from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_min
+from kvpolicy.spec.validation import check_fields
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZigZagKV(Allocator):
+    """Give more budget to layers whose attention needs more tokens.
+
+    The metric of a layer is the number of tokens that its heads need to reach a share of their attention, which the
+    newest queries of the prompt have on average. Every layer has a part of an even division, and the rest is divided in
+    proportion to the metric.
+
+    Args:
+        mass: The share of the attention that must be reached, in (0, 1].
+        bound: The fraction of an even division that every layer has, in [0, 1].
+        window: The number of queries.
+        heads: How the budget of a layer is divided among its KV heads; None for the same budget in every head.
+
+    Examples:
+        >>> import torch
+        >>> tokens = torch.tensor([[10.0, 30.0, 60.0]])  # that are needed in each layer
+        >>> ZigZagKV().budgets(tokens, torch.tensor([300]), 1, torch.tensor([1000]), 3).tolist()
+        [[44, 92, 164]]
+
+    Source: ZigZagKV (arXiv:2412.09036). No code of its authors is public; `mass` and `bound` are those of a port to
+    kvpress (pull request 238). Differences from the port: the number of tokens is a mean over query heads, of
+    attention that is not pooled; every row has its own budgets; what a layer cannot use goes to the other layers in
+    proportion; rounding preserves the total.
+    """
+
+    mass: float = 0.9
+    bound: float = 0.2
+    window: int = 32
+    heads: HeadAllocator | None = None
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_fields(self)
+        if not 0 < self.mass <= 1:
+            raise KVPolicyError(f"ZigZagKV.mass must be greater than 0 and at most 1, got {self.mass}; try 0.9.")
+        if not 0 <= self.bound <= 1:
+            raise KVPolicyError(f"ZigZagKV.bound must be at least 0 and at most 1, got {self.bound}; try 0.2.")
+        check_min(self, window=1)
+
+    @property
+    def layer_metric(self) -> LayerMetric:
+        """Numbers of attention."""
+        return "attention"
+
+    @property
+    def attention(self) -> AttentionNeeds:
+        """The mean over the newest queries."""
+        return AttentionNeeds(("mean",), self.window)
+
+    def measure(self, seen: LayerAttention) -> Tensor:
+        """Tokens that are needed to reach the share, [B] fp32, as a mean over the query heads."""
+        assert seen.mean is not None, "the mean was requested"
+        needed = number_reaching(seen.mean, self.mass)
+        return seen.ranks.all_queries(needed.double()).mean(-1, dtype=torch.float64).float()
+
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
+        assert metrics is not None, "zigzag measures the attention of every layer"
+        return divide_in_proportion(metrics, total, floor, ceiling, self.bound)

@@ -1,0 +1,268 @@
+"""Allocators that measure layers by their attention: what they measure, and the budgets that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy.engine import layer_store
+from kvpolicy.engine.attention import ScoreTransform, attend
+from kvpolicy.engine.attention_sum import AttentionSum
+from kvpolicy.engine.layer_attention import layer_attention
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.recent_queries import RecentQueries
+from kvpolicy.engine.statistic import Coming, Tile
+from kvpolicy.protocols import SINGLE_RANK, LayerMetric, MeasuresAttention, Needs
+from kvpolicy.registry import lookup, name_of, names
+from kvpolicy.selectors.h2o import H2O
+from kvpolicy.testing import check
+from tests.conformance.models import build
+from tests.conformance.play import make_batch, play
+from tests.reference import allocators
+from tests.reference.allocators._measuring import Prompt, prompt_of
+from tests.reference.versions import small, version
+
+NAMES = [name for name in names("allocator") if lookup(name)[1]().layer_metric == "attention"]
+TURNS = [47, 1, 1, 9, 1]
+"""A prompt, steps, and a later prompt."""
+SHAPES = {
+    "usual": (4, 2, 23),
+    "one head": (1, 1, 23),
+    "one token": (4, 2, 1),
+    "two tokens": (2, 2, 2),
+    "short": (4, 1, 5),
+}
+"""Query heads, KV heads and tokens of a prompt."""
+
+
+def part(name: str) -> Any:
+    """The allocator with small numbers."""
+    return Policy.parse(f"{small('allocator', name)}+window@0.5").allocator
+
+
+def config_of(allocator: Any) -> dict[str, Any]:
+    return dataclasses.asdict(allocator)
+
+
+def slow_metric(allocator: Any, prompt: Prompt) -> Any:
+    return version("allocator", name_of(type(allocator))).measure(config_of(allocator), prompt)
+
+
+def slow_budgets(allocator: Any, metrics: Any, total: int, floor: int, ceiling: int) -> list[int]:
+    name = name_of(type(allocator))
+    return allocators.budgets(name, config_of(allocator), metrics, total, len(metrics), floor, ceiling)
+
+
+def draw(kind: str, shape: str, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, [B, ..., n, 8]."""
+    heads, kv_heads, tokens = SHAPES[shape]
+    generator = torch.Generator().manual_seed(len(kind) + tokens)
+    q, k, v = (torch.randn(rows, count, tokens, 8, generator=generator) for count in (heads, kv_heads, kv_heads))
+    if kind == "equal":  # every token has equal attention
+        k = torch.zeros_like(k)
+    if kind == "one token":  # has all of it
+        q, k = q.abs(), k * 1e-3
+        k[:, :, 0] = 60
+    if kind == "ties":
+        k, v = k[:, :, :1].expand_as(k).clone(), v.sign()
+        k[:, :, ::3] = 0
+    if kind == "no values":
+        v = torch.zeros_like(v)
+    return q, k, v
+
+
+def pending_of(q: Tensor, k: Tensor, v: Tensor, needs: Needs, valid: Tensor | None = None) -> PendingPrompt:
+    """The prompt as a layer holds it, in which the selector asked for wider statistics than the allocator."""
+    coming = Coming(valid, q.shape[2], torch.zeros(len(q), dtype=torch.int64), None)
+    transform = ScoreTransform(8**-0.5)
+    recent = RecentQueries(needs.window_queries + 3).begun(coming).added(Tile(q, k, 0, valid, True))
+    summed = AttentionSum(attend(q, k, v, transform, None, valid, True)[1])
+    return PendingPrompt(k, v, valid, transform, (summed, recent))
+
+
+def measured(allocator: Any, pending: PendingPrompt) -> Tensor:
+    return allocator.measure(layer_attention(pending, allocator.attention, SINGLE_RANK))
+
+
+def assert_close(got: Tensor, want: Any) -> None:
+    if isinstance(want, list) and isinstance(want[0], list):
+        want = torch.tensor([[-torch.inf if w is None else w for w in line] for line in want])
+    torch.testing.assert_close(got, torch.as_tensor(want, dtype=torch.float32), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keeps_the_rules(name: str) -> None:
+    check(part(name))
+    check(lookup(name)[1]())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["random", "equal", "one token", "ties", "no values"])
+def test_measures_as_the_slow_version(name: str, shape: str, kind: str) -> None:
+    allocator = part(name)
+    q, k, v = draw(kind, shape)
+    got = measured(allocator, pending_of(q, k, v, allocator.attention.statistics))
+    assert_close(got[0], slow_metric(allocator, prompt_of(q[0], k[0], v[0], 8**-0.5)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_measured_as_if_alone(name: str) -> None:
+    """Whatever its padding, also between its tokens."""
+    allocator = part(name)
+    q, k, v = draw("random", "usual", rows=3)
+    valid = torch.ones(3, 23, dtype=torch.bool)
+    valid[1, :9] = False
+    valid[2, [0, 5, 6, 20]] = False
+    together = measured(allocator, pending_of(q, k, v, allocator.attention.statistics, valid))
+    for row in range(3):
+        own_q, own_k, own_v = (t[row : row + 1, :, valid[row]] for t in (q, k, v))
+        alone = measured(allocator, pending_of(own_q, own_k, own_v, allocator.attention.statistics))[0]
+        assert_close(together[row][..., : alone.shape[-1]] if alone.dim() else together[row], alone)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_budgets_as_the_slow_version(name: str) -> None:
+    """At the least budget, at the largest one, and with a layer that needs more than it can use."""
+    allocator = part(name)
+    q, k, v = draw("random", "usual", rows=5)
+    q = q * torch.tensor([0.2, 1.0, 3.0, 0.0, 6.0])[:, None, None, None]
+    q[4], k[4] = q[4].abs(), k[4] * 1e-3
+    k[4, :, 0] = 60  # all attention of the last layer is on one token
+    prompts = [prompt_of(q[row], k[row], v[row], 8**-0.5) for row in range(5)]
+    metrics = measured(allocator, pending_of(q, k, v, allocator.attention.statistics))[None]  # rows as layers
+    slow = [slow_metric(allocator, prompt) for prompt in prompts] if metrics.dim() > 2 else metrics[0].tolist()
+    spread: list[int] = []
+    for total in (10, 23, 50, 60, 113, 115):
+        got = allocator.budgets(metrics, torch.tensor([total]), 2, torch.tensor([23]), 5)[0].tolist()
+        assert sum(got) == total and got == slow_budgets(allocator, slow, total, 2, 23), total
+        spread.append(max(got) - min(got))
+    assert max(spread) > 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_are_alike_share_equally(name: str) -> None:
+    """Before a prompt, in one layer, and where nothing was measured."""
+    allocator = part(name)
+    total, ceiling = torch.tensor([10, 10]), torch.tensor([30, 30])
+    for number in (0.0, 1.0, -90.0):
+        metrics = torch.full((2, 4), number)
+        assert allocator.budgets(metrics, total, 1, ceiling, 4).tolist() == [[3, 3, 2, 2]] * 2
+    assert allocator.budgets(torch.ones(2, 1), total, 1, ceiling, 1).tolist() == [[10], [10]]
+
+
+def prompts_of(tape: Any, b: int) -> list[Prompt]:
+    found: list[Prompt] = []
+    for turn in (own[0] for own in tape.values()):
+        q, k, v, _ = turn.row(b)
+        found.append(prompt_of(q.float(), k.float(), v.float(), turn.kernel.scale))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("selector", ["window", "snapkv:window=9", "h2o+kivi:bits=4:group_size=4:residual_length=4"])
+def test_in_a_model(name: str, selector: str) -> None:
+    """Rows are alone in their budgets, also under selectors that see no attention, or more of it."""
+    policy = Policy.parse(f"{small('allocator', name)}+{selector}@0.5")
+    lengths = [47, 30]
+    tape, cache, _ = play(build("llama", layers=4), policy, lengths, TURNS)
+    for b, length in enumerate(lengths):
+        slow = [slow_metric(policy.allocator, prompt) for prompt in prompts_of(tape, b)]
+        total = allocators.base_budget(0.5, length) * 4
+        keep = [own[0].keep[b] for own in tape.values()]
+        assert sum(keep) == total
+        if isinstance(slow[0], list):
+            assert keep == slow_budgets(policy.allocator, slow, total, 1, length + (cache.new or 0))
+        else:
+            assert_close(cache.cosines()[b], slow)
+            exact = cache.cosines()[b].tolist()
+            assert keep == slow_budgets(policy.allocator, exact, total, 1, length + (cache.new or 0))
+    assert cache.plan is not None and cache.plan.measured and cache.plan.nbytes == cache.nbytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_and_held_chunks_have_the_budgets_of_one_piece(name: str) -> None:
+    model = build("llama", layers=4)
+    ids, _ = make_batch([60], [60], 0)
+
+    def budgets(pieces: int, selector: str = "window", **how: Any) -> list[list[int]]:
+        with torch.no_grad(), kvpolicy.attach(model, f"{small('allocator', name)}+{selector}@0.3", **how):
+            cache = PolicyCache(model, prompt=ids.shape[1], new=0)
+            for piece in ids.chunk(pieces, 1):
+                model(piece, past_key_values=cache)
+            return [layer.budget.tolist() for layer in cache.policy_layers]
+
+    whole = budgets(1)
+    assert budgets(1, tile=16) == whole
+    assert budgets(3, chunks="hold") == whole
+    assert budgets(1, "kvzip:chunk=9:sinks=2") == whole
+    assert budgets(1, "kvzip:chunk=9:sinks=2+tokenwise:bits=8:group_size=4:residual_length=4:block_size=4") == whole
+    assert budgets(3)[0] != [] and sum(sum(row) for row in budgets(3)) == sum(sum(row) for row in whole)
+
+
+@pytest.mark.parametrize("name", ["cake", "mass", "dynamickv"])
+def test_a_later_prompt_has_the_metric_of_the_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured again, and no statistics are gathered for it."""
+    kind = lookup(name)[1]
+    sums: list[bool] = []
+    count: list[int] = []
+    real, gather = kind.measure, layer_store.attend
+    monkeypatch.setattr(kind, "measure", lambda *given: (count.append(1), real(*given))[1])
+    monkeypatch.setattr(layer_store, "attend", lambda *given: (sums.append(given[-1]), gather(*given))[1])
+    tape, cache, _ = play(build("llama", layers=3), f"{small('allocator', name)}+window@0.4", [40], TURNS)
+    assert len(count) == 3
+    assert sums == [name == "mass"] * 3 + [False] * 3
+    first, last = ([own[turn].keep[0] for own in tape.values()] for turn in (0, 3))
+    assert sum(last) > sum(first)
+    for before, after in zip(first, last, strict=True):
+        assert abs(before / sum(first) - after / sum(last)) < 0.05
+    assert cache.plan is not None and cache.plan.nbytes == cache.nbytes
+
+
+def test_selectors_choose_as_without_the_allocator() -> None:
+    """Also where the allocator asks for more queries than they do."""
+    model = build("llama", layers=1)
+    plain, measuring = (
+        play(model, f"{name}snapkv:window=4@0.5", [47, 30], TURNS)[0] for name in ("", "cake:window=20+")
+    )
+    assert [turn.kept for turn in plain[0]] == [turn.kept for turn in measuring[0]]
+
+
+class Plain:
+    """An allocator that asks for attention and cannot measure it."""
+
+    layer_metric: LayerMetric = "attention"
+
+    def budgets(self, metrics: Any, total: Any, floor: int, ceiling: Any, layers: int) -> Any:
+        raise NotImplementedError
+
+
+def test_an_allocator_without_a_measure_is_refused() -> None:
+    assert not isinstance(Plain(), MeasuresAttention)
+    with pytest.raises(TypeError, match=r"must have attention and a method measure\(seen\)"):
+        Policy(allocator=Plain(), selector=H2O(), budget=0.5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("zigzag:mass=0", r"ZigZagKV.mass must be greater than 0 and at most 1, got 0.*; try 0.9"),
+        ("zigzag:bound=1.5", "ZigZagKV.bound must be at least 0 and at most 1, got 1.5; try 0.2"),
+        ("zigzag:window=0", "window must be"),
+        ("cake:entropy=0", r"CAKE.entropy must be at least 0.001, got 0.*; try 1.0"),
+        ("cake:variance=-1", r"CAKE.variance must be at least 0.001, got -1.*; try 1.0"),
+        ("simlayer:threshold=2", r"SimLayerKV.threshold must be greater than 0 and at most 1, got 2.*; try 0.9"),
+        ("lava:kernel=4", "LAVa.kernel must be odd, got 4; try 5"),
+        ("dynamickv:kernel=6", "DynamicKV.kernel must be odd, got 6; try 7"),
+        ("mass:share=0", r"AttentionMass.share must be greater than 0 and at most 1, got 0.*; try 0.975"),
+    ],
+)
+def test_parameters_are_checked(spec: str, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        Policy.parse(f"{spec}+snapkv@0.2")
