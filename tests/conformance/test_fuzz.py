@@ -85,7 +85,7 @@ _OPTIONS: dict[str, dict[str, list[object]]] = {
         "nnz": [4], "value_chunks": [1, 2, 4], "key_space": ["unrotated", "rotated"], "prompt_atoms": [0, 1, 3],
         "index": ["int16", "packed"], "solver": ["mp", "refit", "omp"], "outlier_atoms": [0, 1, 3],
     },
-    "think": {"ratio": [0.0, 0.4, 0.9], "window": [1, 4, 32]},
+    "think": {"ratio": [0.0, 0.4, 0.7], "window": [1, 4, 32]},
     "mikv": {"high": [0.0, 0.2, 0.75, 1.0], "high_bits": [8, 16], "bits": [2, 3, 4], "group_size": [2, 8]},
 }  # fmt: skip
 
