@@ -57,11 +57,21 @@ class Half(TwoSides):
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot; see `Stage.score`."""
-        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
+        return score_by_chunks(_half_keys, store, queries, rope, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
-        return mix_by_chunks(self.values, store, weights)
+        return mix_by_chunks(_half_values, store, weights)
+
+
+def _half_keys(store: StageStore, at: At) -> Tensor:
+    """Keys as they are stored: a model in fp16 multiplies them without a copy."""
+    return take(store.codes.keys, at)
+
+
+def _half_values(store: StageStore, at: At) -> Tensor:
+    """Values as they are stored."""
+    return take(store.codes.values, at)
 
 
 def _put(target: Tensor, x: Tensor, slots: Tensor, write_mask: Tensor) -> None:
