@@ -62,17 +62,27 @@ class Half(TwoSides):
         """Products of queries with the key of every slot; see `Stage.score`."""
         keys = store.codes.keys
         if rope is not None or not is_compiled(keys):
-            return score_by_chunks(self.keys, store, queries, rope, keys.shape[2])
+            return score_by_chunks(_half_keys, store, queries, rope, keys.shape[2])
         pairs = as_pairs(keys)
         return call(score_half, pairs, in_order_of_pairs(queries.float(), pairs))
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
         if not is_compiled(store.codes.values):
-            return mix_by_chunks(self.values, store, weights)
+            return mix_by_chunks(_half_values, store, weights)
         pairs = as_pairs(store.codes.values)
         mixed = call(mix_half, in_blocks(pairs), in_blocks(weights.float(), 3))
         return add_rest(in_order_of_channels(mixed, pairs), lambda at: self.values(store, at), weights)
+
+
+def _half_keys(store: StageStore, at: At) -> Tensor:
+    """Keys as they are stored: a model in fp16 multiplies them without a copy."""
+    return take(store.codes.keys, at)
+
+
+def _half_values(store: StageStore, at: At) -> Tensor:
+    """Values as they are stored."""
+    return take(store.codes.values, at)
 
 
 def _put(target: Tensor, x: Tensor, slots: Tensor, write_mask: Tensor) -> None:

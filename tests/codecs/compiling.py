@@ -35,6 +35,7 @@ def call_directly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     compile_all(monkeypatch)
     for module in (
         "codecs.kivi",
+        "codecs._base",
         "codecs._uniform",
         "codecs.gear",
         "codecs.kvquant",

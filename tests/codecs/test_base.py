@@ -39,7 +39,7 @@ def written(stage: Any, dim: int, keys: Tensor | None, values: Tensor | None) ->
     return store
 
 
-@pytest.mark.parametrize("stage", BASES, ids=str)
+@pytest.mark.parametrize("stage", BASES, ids=lambda stage: type(stage).__name__)
 def test_each_side_is_stored_and_read_without_the_other(stage: Any) -> None:
     """A side alone has the codes, the scores and the sums of both together, whatever the width of the other side."""
     generator = torch.Generator().manual_seed(9)

@@ -36,10 +36,19 @@ def calibration(folder: Path, heads: int = H, layers: int = 1, **meta: Any) -> s
 @pytest.fixture
 def made(tmp_path: Path) -> Any:
     folder = calibration(tmp_path / "bases")
-    return lambda **options: LowRank(**{"rank": 5, "value_rank": 3, "calibration": folder, **options})
+
+    def make(**options: Any) -> LowRank:
+        every: dict[str, Any] = {"rank": 5, "value_rank": 3, "calibration": folder} | options
+        return LowRank(**every)
+
+    return make
 
 
-BASES = {"plain": {}, "tokenwise": {"base": TokenWise(bits=8)}, "kivi": {"base": KIVI(bits=8, group_size=4)}}
+BASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tokenwise": {"base": TokenWise(bits=8)},
+    "kivi": {"base": KIVI(bits=8, group_size=4)},
+}
 
 
 def test_it_is_a_codec_and_a_stage(made: Any) -> None:

@@ -91,7 +91,7 @@ _OPTIONS: dict[str, dict[str, list[object]]] = {
     "lowrank": {
         "rank": [1, 4, 8], "value_rank": ["auto", 2], "key_space": ["unrotated", "rotated"], "basis": ["keys"],
     },
-    "think": {"ratio": [0.0, 0.4, 0.9], "window": [1, 4, 32]},
+    "think": {"ratio": [0.0, 0.4, 0.7], "window": [1, 4, 32]},
     "mikv": {"high": [0.0, 0.2, 0.75, 1.0], "high_bits": [8, 16], "bits": [2, 3, 4], "group_size": [2, 8]},
 }  # fmt: skip
 

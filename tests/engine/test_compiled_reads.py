@@ -15,7 +15,10 @@ from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import CODECS, words
 
-POLICIES = [words("uniform", "h2o", codec) for codec in CODECS if codec != "plain"]
+UNCODED = ("plain", "think")
+"""Codecs that store numbers as they are."""
+POLICIES = [words("uniform", "h2o", codec) for codec in CODECS if codec not in UNCODED]
+OVER = [words("h2o", f"think/{words(codec, budget='')[:-1]}") for codec in ("tokenwise", "kivi", "turboquant", "bfp")]
 PAGES = [f"uniform/{words('adakv', 'snapkv', codec)}" for codec in ("tokenwise", "bfp", "turboquant")]
 
 
@@ -27,7 +30,7 @@ def converse(model: Any, policy: str) -> tuple[torch.Tensor, list[Any]]:
     return logits, [kept_positions(layer) for layer in cache.policy_layers]
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, *PAGES])
+@pytest.mark.parametrize("policy", [*POLICIES, *OVER, *PAGES])
 def test_compiled_functions_change_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", layers=2)
     wanted, kept = converse(model, policy)
