@@ -77,7 +77,7 @@ class LowRank(SingleStage):
     Args:
         base: The codec that stores latent vectors: `plain`, which stores them in fp16, or one that encodes keys and
             values apart, such as `tokenwise`.
-        rank: Directions of keys, at most the head dimension. `auto`: a quarter of the head dimension.
+        rank: Directions of keys, at most the head dimension. `auto`: half the head dimension.
         value_rank: Directions of values. `auto`: as many as of keys.
         key_space: Whether keys are projected as attention sees them (`rotated`) or with the rotary embedding undone
             (`unrotated`).
@@ -163,7 +163,7 @@ class LowRank(SingleStage):
             if rank > model.head_dim:
                 raise KVPolicyError(
                     f"LowRank.{name} must be at most the head dimension, {model.head_dim}, got {rank}; try "
-                    f"{name}={max(1, model.head_dim // 4)}."
+                    f"{name}={max(1, model.head_dim // 2)}."
                 )
         for rank in {*self._ranks(model.head_dim)}:
             self.base.check(model._replace(head_dim=rank))
@@ -232,7 +232,7 @@ class LowRank(SingleStage):
 
     def _ranks(self, head_dim: int) -> tuple[int, int]:
         """Directions of keys and of values."""
-        keys = max(1, head_dim // 4) if self.rank == "auto" else self.rank
+        keys = max(1, head_dim // 2) if self.rank == "auto" else self.rank
         return keys, keys if self.value_rank == "auto" else self.value_rank
 
     def _of_keys(

@@ -133,7 +133,7 @@ def codec(config: Config, calibration: Books) -> Codec:
     def coder(stage: int, layer: int, head: int) -> Coder:
         have = calibration(layer)
         dim = have["values.basis"].shape[-1]
-        rank = max(1, dim // 4) if config["rank"] == "auto" else config["rank"]
+        rank = max(1, dim // 2) if config["rank"] == "auto" else config["rank"]
         value_rank = rank if config["value_rank"] == "auto" else config["value_rank"]
         first = directions(have, part, head)[:rank]
         of_keys = (first, first) if config["basis"] == "keys" else weighted(have, part, head, rank)
