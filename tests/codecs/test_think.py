@@ -241,13 +241,15 @@ def test_a_model_holds_what_the_plan_says_and_a_file_keeps_it(spec: str, tmp_pat
             assert torch.equal(one, other)
 
 
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("base", [Plain(), TokenWise(), KIVI(bits=4, group_size=4)], ids=str)
 def test_it_compiles_without_breaks(base: Any) -> None:
     stages.check_compiled(ThinK(base=base), C, D, "aot_eager", torch.testing.assert_close)
 
 
 @pytest.mark.slow
-def test_it_compiles_with_inductor() -> None:
+@pytest.mark.filterwarnings("default")
+def test_it_compiles_to_kernels() -> None:
     stages.check_compiled(ThinK(), C, D, "inductor", torch.testing.assert_close)
     stages.check_compiled(ThinK(base=TokenWise()), C, D, "inductor", torch.testing.assert_close)
 
