@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy.allocators._attention import number_reaching
 from kvpolicy.engine import layer_store
 from kvpolicy.engine.attention import ScoreTransform, attend
 from kvpolicy.engine.attention_sum import AttentionSum
@@ -18,6 +19,7 @@ from kvpolicy.engine.layer_attention import layer_attention
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.recent_queries import RecentQueries
 from kvpolicy.engine.statistic import Coming, Tile
+from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.protocols import SINGLE_RANK, LayerMetric, MeasuresAttention, Needs
 from kvpolicy.registry import lookup, name_of, names
 from kvpolicy.selectors.h2o import H2O
@@ -25,7 +27,7 @@ from kvpolicy.testing import check
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, play
 from tests.reference import allocators
-from tests.reference.allocators._measuring import Prompt, prompt_of
+from tests.reference.allocators._measuring import Prompt, prompt_of, reaching
 from tests.reference.versions import small, version
 
 NAMES = [name for name in names("allocator") if lookup(name)[1]().layer_metric == "attention"]
@@ -94,6 +96,13 @@ def assert_close(got: Tensor, want: Any) -> None:
     if isinstance(want, list) and isinstance(want[0], list):
         want = torch.tensor([[-torch.inf if w is None else w for w in line] for line in want])
     torch.testing.assert_close(got, torch.as_tensor(want, dtype=torch.float32), rtol=1e-4, atol=2e-5)
+
+
+def test_equal_weights_reach_a_share_that_they_divide() -> None:
+    """Ten of 0.1, which is no sum of powers of two, have 0.9 in nine of them."""
+    for share, count in ((0.9, 9), (0.3, 3), (0.85, 9), (1.0, 10)):
+        assert int(number_reaching(torch.full((10,), 0.1), share)) == reaching([0.1] * 10, share) == count
+    assert int(number_reaching(torch.zeros(10), 0.9)) == reaching([0.0] * 10, 0.9) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -223,6 +232,18 @@ def test_a_later_prompt_has_the_metric_of_the_first(name: str, monkeypatch: pyte
     for before, after in zip(first, last, strict=True):
         assert abs(before / sum(first) - after / sum(last)) < 0.05
     assert cache.plan is not None and cache.plan.nbytes == cache.nbytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_wait_without_what_was_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a selector that sees no attention."""
+    held: list[int] = []
+    real = PolicyLayer.keep
+    monkeypatch.setattr(
+        PolicyLayer, "keep", lambda layer, pending: (held.append(len(pending.statistics)), real(layer, pending))[1]
+    )
+    play(build("llama", layers=2), f"{small('allocator', name)}+window@0.4", [40], TURNS[:2])
+    assert held == [0, 0]
 
 
 def test_selectors_choose_as_without_the_allocator() -> None:

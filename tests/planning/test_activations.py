@@ -66,6 +66,10 @@ WHOLE = [
     "keyformer",
     "rkv",
     "squeeze+snapkv",
+    "cake+window",
+    "lava+window",
+    "dynamickv+window",
+    "mass+snapkv",
     "snapkv+regress",
     "snapkv+regress:queries=replay",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 from ..coding import Config
 from ._measuring import Prompt, in_proportion, softmax
 
-SMALL = "cake:window=6"
+SMALL = "cake:window=6:entropy=1.5:variance=0.5"
 
 
 def measure(config: Config, prompt: Prompt) -> Any:
