@@ -225,8 +225,8 @@ MUTATIONS = (
     Mutation(
         name="a later prompt is measured again",
         file="kvpolicy/hf/cache_forward.py",
-        old="return self.policy.layer_metric == CURVE and unbegun is not None and bool(unbegun.any())",
-        new="return self.policy.layer_metric == CURVE and unbegun is not None",
+        old="return self.policy.layer_metric in metrics and unbegun is not None and bool(unbegun.any())",
+        new="return self.policy.layer_metric in metrics and unbegun is not None",
         tests=("tests/allocators/test_curves.py",),
     ),
     Mutation(
