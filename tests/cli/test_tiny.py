@@ -23,7 +23,7 @@ def test_facts_are_those_of_the_model(facts: Facts, run: Run) -> None:
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     assert (Path(found["path"]) / "config.json").exists()
     assert found["shape"]["kv_heads"] == config.num_key_value_heads
-    assert [entry["codec"] for entry in found["calibrations"]] == ["csr", "kvquant"]
+    assert [entry["codec"] for entry in found["calibrations"]] == ["csr", "kvquant", "lowrank"]
     scope: dict[str, Any] = {}
     exec(found["load"], scope)
     assert scope["model"].config.hidden_size == found["shape"]["hidden"]
