@@ -13,6 +13,7 @@ from kvpolicy import Policy
 from kvpolicy.distortion import coded_store
 from kvpolicy.planning.memory import DIGEST_NBYTES
 from kvpolicy.registry import names
+from kvpolicy.spec.grammar import first_name
 from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.common.codecs import _SHORT, CODECS, short_windows, with_ranking
 from kvpolicy_eval.common.heldout import HeldOutText
@@ -24,7 +25,7 @@ HEADS, DIM = 2, 128
 
 
 def test_every_codec_is_compared() -> None:
-    assert {codec.split(":")[0] for codec in CODECS} == set(names("codec"))
+    assert {first_name(codec) for codec in CODECS} == set(names("codec"))
 
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "plain"])
