@@ -228,8 +228,8 @@ def names(kind: Kind | None = None) -> tuple[str, ...]:
     """The registered names, all or those of one kind, sorted.
 
     Examples:
-        >>> names("allocator")
-        ('global', 'kvcompose', 'pyramid', 'squeeze', 'uniform')
+        >>> names("head_allocator")
+        ('adakv', 'duo', 'even')
     """
     return tuple(sorted(name for name, (its, _) in _table().items() if kind in (None, its)))
 

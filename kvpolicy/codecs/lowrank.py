@@ -97,8 +97,8 @@ class LowRank(SingleStage):
         >>> LowRank(rank=8).layout(1000)
         Layout(exact=31, coded=(1000,))
         >>> from kvpolicy import Policy
-        >>> str(Policy.parse("snapkv+lowrank:rank=16/tokenwise:bits=2@0.5").codec)
-        'lowrank:rank=16/tokenwise:bits=2'
+        >>> str(Policy.parse("snapkv+lowrank:rank=16/tokenwise:bits=2@0.5"))
+        'snapkv+lowrank:rank=16/tokenwise:bits=2@0.5'
 
     Source:
         One codec for methods whose compressed keys and values are their projections onto a calibrated basis: Palu

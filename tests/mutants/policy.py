@@ -57,7 +57,7 @@ MUTATIONS = (
     Mutation(
         name="a file name that contains a head allocator is read as one",
         file="kvpolicy/spec/grammar.py",
-        old="{_before_heads().sub('%2F', shown) if 'heads' in fields_of(cls) else shown}",
+        old="{_before_inner(cls).sub('%2F', shown) if _wraps(cls) else shown}",
         new="{shown}",
         tests=("tests/test_grammar.py",),
     ),

@@ -23,6 +23,7 @@ from kvpolicy.allocators.profile import save_profile
 from kvpolicy.codecs._files import save
 from kvpolicy.engine import selection
 from kvpolicy.engine.output_norms import absolute_norms
+from kvpolicy.engine.state import tensors
 from kvpolicy.parallel.runtime import share
 from kvpolicy.planning.curves import save_layers
 from kvpolicy.selectors.center_files import save_centers
@@ -154,7 +155,8 @@ def differences(one: PolicyCache, some: PolicyCache, held: slice, to_the_bit: bo
         for stage, (a, b) in enumerate(zip(stage_codes(left), stage_codes(right), strict=True)):
             if index and not to_the_bit:
                 break
-            parts |= {f"stage {stage}: {name}": pair for name, *pair in zip(a._fields, a, b, strict=True)}
+            pairs = enumerate(zip(tensors(a), tensors(b), strict=True))
+            parts |= {f"stage {stage}: tensor {number}": pair for number, pair in pairs}
         for name, (whole, part) in parts.items():
             own = whole[:, held] if whole.shape[1] > 1 else whole
             if own.shape != part.shape or not torch.equal(own, part):
