@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy.engine.state import tensors
 from tests.conformance.access import ranks_of, stage_codes
 from tests.conformance.policies import CODECS, SELECTORS, every_pair, words
 from tests.deepspeed.checkpoints import make, save
@@ -60,7 +61,7 @@ def _share_of(one: PolicyCache, some: PolicyCache, held: slice) -> tuple[float, 
             kept += len({*whole} & {*part} - {-1})
             all_kept += len({*whole} - {-1})
         for a, b in zip(stage_codes(left), stage_codes(right), strict=True):
-            for x, y in zip(a, b, strict=True):
+            for x, y in zip(tensors(a), tensors(b), strict=True):
                 own = x[:, held] if x.shape[1] > 1 else x
                 if x.dtype in (torch.uint8, torch.int8, torch.int16) and own.shape == y.shape:
                     codes += int((own == y).sum())
