@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from kvpolicy.protocols import Allocator, LayerMetric
 from kvpolicy.spec.budget import waterfill
+from kvpolicy.spec.errors import KVPolicyError
 
 SLACK = 1e-6
 """The relative amount of a mass that may lack where a share of it counts as reached; attention is fp32."""
+
+
+class ByAttention(Allocator, Protocol):
+    """An allocator that measures layers by their attention: a subclass has `attention`, `measure` and `budgets`."""
+
+    __slots__ = ()
+
+    @property
+    def layer_metric(self) -> LayerMetric:
+        """Numbers of attention."""
+        return "attention"
+
+
+def check_odd(owner: object, kernel: int) -> None:
+    """Refuse a width of a pooling that has no middle.
+
+    Raises:
+        KVPolicyError: Naming the class of the owner.
+    """
+    if kernel % 2 == 0:
+        raise KVPolicyError(f"{type(owner).__name__}.kernel must be odd, got {kernel}; try {kernel + 1}.")
 
 
 def number_reaching(mass: Tensor, share: float) -> Tensor:

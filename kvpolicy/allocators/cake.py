@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators._attention import before_window, divide_in_proportion
-from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
+from kvpolicy.allocators._attention import ByAttention, before_window, divide_in_proportion
+from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
 
 LEAST_ENTROPY = 1e-6
-"""What the entropy is raised to before its logarithm is taken: attention is fp32, which does not resolve less."""
+"""The entropy is raised to this before its logarithm is taken: attention is fp32, which does not resolve less."""
 
 LEAST_VARIANCE = 1e-12
 """The same for the variance."""
@@ -26,7 +26,7 @@ LEAST_TEMPERATURE = 1e-3
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CAKE(Allocator):
+class CAKE(ByAttention):
     """Give more budget to layers whose attention is spread out and shifts between queries.
 
     The preference of a layer is the entropy of the attention of the newest queries, to the power `1 / entropy`, times
@@ -65,11 +65,6 @@ class CAKE(Allocator):
             if value < LEAST_TEMPERATURE:
                 raise KVPolicyError(f"CAKE.{name} must be at least {LEAST_TEMPERATURE:g}, got {value}; try 1.0.")
         check_min(self, window=1)
-
-    @property
-    def layer_metric(self) -> LayerMetric:
-        """Numbers of attention."""
-        return "attention"
 
     @property
     def attention(self) -> AttentionNeeds:

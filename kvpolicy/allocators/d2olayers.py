@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators._attention import divide_in_proportion
-from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
+from kvpolicy.allocators._attention import ByAttention, divide_in_proportion
+from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.validation import check_fields
 
 EPSILON = 1e-6
-"""What is added to the difference of the largest and the smallest variance of a layer, as in the authors' code."""
+"""Added to the difference of the largest and the smallest variance of a layer, as in the authors' code."""
 
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class D2OLayers(Allocator):
+class D2OLayers(ByAttention):
     """Give more budget to layers in which few heads concentrate their attention.
 
     Of each head, the attention is summed over all queries, and the variance of these sums over the tokens says how much
@@ -46,11 +46,6 @@ class D2OLayers(Allocator):
     def __post_init__(self) -> None:
         """Check the parameters."""
         check_fields(self)
-
-    @property
-    def layer_metric(self) -> LayerMetric:
-        """Numbers of attention."""
-        return "attention"
 
     @property
     def attention(self) -> AttentionNeeds:

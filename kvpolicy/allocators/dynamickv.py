@@ -8,17 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.allocators._attention import before_window, divide_in_proportion
-from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
+from kvpolicy.allocators._attention import ByAttention, before_window, check_odd, divide_in_proportion
+from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
 
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DynamicKV(Allocator):
+class DynamicKV(ByAttention):
     """Give each layer as much as it has of the most attended tokens of all layers.
 
     Attention is summed over the newest queries and pooled along the tokens. The tokens of all heads of all layers are
@@ -51,13 +50,7 @@ class DynamicKV(Allocator):
         """Check the parameters."""
         check_fields(self)
         check_min(self, window=1, kernel=1)
-        if self.kernel % 2 == 0:
-            raise KVPolicyError(f"DynamicKV.kernel must be odd, got {self.kernel}; try {self.kernel + 1}.")
-
-    @property
-    def layer_metric(self) -> LayerMetric:
-        """Numbers of attention."""
-        return "attention"
+        check_odd(self, self.kernel)
 
     @property
     def attention(self) -> AttentionNeeds:

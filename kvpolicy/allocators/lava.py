@@ -8,17 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.allocators._attention import divide_in_proportion
-from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
+from kvpolicy.allocators._attention import ByAttention, check_odd, divide_in_proportion
+from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
 
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LAVa(Allocator):
+class LAVa(ByAttention):
     """Give more budget to layers whose scores are spread over more tokens and heads.
 
     The score of a token is its attention from the newest queries, pooled along the tokens, times the largest L1 norm of
@@ -50,13 +49,7 @@ class LAVa(Allocator):
         """Check the parameters."""
         check_fields(self)
         check_min(self, window=1, kernel=1)
-        if self.kernel % 2 == 0:
-            raise KVPolicyError(f"LAVa.kernel must be odd, got {self.kernel}; try {self.kernel + 1}.")
-
-    @property
-    def layer_metric(self) -> LayerMetric:
-        """Numbers of attention."""
-        return "attention"
+        check_odd(self, self.kernel)
 
     @property
     def attention(self) -> AttentionNeeds:

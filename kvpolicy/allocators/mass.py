@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvpolicy.allocators._attention import divide_in_proportion, number_reaching
-from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
+from kvpolicy.allocators._attention import ByAttention, divide_in_proportion, number_reaching
+from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import check_fields
@@ -15,7 +15,7 @@ from kvpolicy.spec.validation import check_fields
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionMass(Allocator):
+class AttentionMass(ByAttention):
     """Give more budget to layers that need more tokens to reach a share of their attention.
 
     The attention is summed over all queries of the prompt and all heads of the layer. The metric is how many of the
@@ -46,11 +46,6 @@ class AttentionMass(Allocator):
             raise KVPolicyError(
                 f"AttentionMass.share must be greater than 0 and at most 1, got {self.share}; try 0.975."
             )
-
-    @property
-    def layer_metric(self) -> LayerMetric:
-        """Numbers of attention."""
-        return "attention"
 
     @property
     def attention(self) -> AttentionNeeds:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators._attention import divide_in_proportion
-from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
+from kvpolicy.allocators._attention import ByAttention, divide_in_proportion
+from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
@@ -17,7 +17,7 @@ from kvpolicy.spec.validation import check_fields
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimLayerKV(Allocator):
+class SimLayerKV(ByAttention):
     """Let lazy layers keep the first and the newest tokens, and divide the rest among the others.
 
     The metric of a layer is the attention of the last query of the prompt to the first and the newest tokens, as a mean
@@ -55,11 +55,6 @@ class SimLayerKV(Allocator):
                 f"SimLayerKV.threshold must be greater than 0 and at most 1, got {self.threshold}; try 0.9."
             )
         check_min(self, sinks=0, recent=1)
-
-    @property
-    def layer_metric(self) -> LayerMetric:
-        """Numbers of attention."""
-        return "attention"
 
     @property
     def attention(self) -> AttentionNeeds:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators._attention import divide_in_proportion, number_reaching
-from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
+from kvpolicy.allocators._attention import ByAttention, divide_in_proportion, number_reaching
+from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
@@ -17,7 +17,7 @@ from kvpolicy.spec.validation import check_fields
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ZigZagKV(Allocator):
+class ZigZagKV(ByAttention):
     """Give more budget to layers whose attention needs more tokens.
 
     The metric of a layer is the number of tokens that its heads need to reach a share of their attention, which the
@@ -55,11 +55,6 @@ class ZigZagKV(Allocator):
         if not 0 <= self.bound <= 1:
             raise KVPolicyError(f"ZigZagKV.bound must be at least 0 and at most 1, got {self.bound}; try 0.2.")
         check_min(self, window=1)
-
-    @property
-    def layer_metric(self) -> LayerMetric:
-        """Numbers of attention."""
-        return "attention"
 
     @property
     def attention(self) -> AttentionNeeds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,6 +27,28 @@ class Listener(Selector, Protocol):
     def priority(self, state: State, view: View) -> Tensor:
         """Its position."""
         return view.positions.float()
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums of tensors over vectors of a layer.
+
+    Attributes:
+        count: The number of vectors.
+        total: The sums, fp64 on the CPU; none before the first vectors.
+    """
+
+    count: int = 0
+    total: tuple[Tensor, ...] = ()
+
+    def add(self, count: int, *new: Tensor) -> None:
+        """Add the sums over more vectors."""
+        self.count += count
+        self.total = tuple(before + more for before, more in zip(self.total, new, strict=True)) if self.total else new
+
+    def means(self) -> tuple[Tensor, ...]:
+        """The sums over the number of vectors."""
+        return tuple(t / self.count for t in self.total)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.finished import check_free
-from kvpolicy.calibration.listener import Listener, check_finite, listening
+from kvpolicy.calibration.listener import Listener, Sums, check_finite, listening
 from kvpolicy.codecs import _files
 from kvpolicy.hf.identity import identity
 from kvpolicy.protocols import Needs, Seen, State, View
@@ -164,17 +164,8 @@ def collect_moments(
     for layer, parts in sorted(tap.found.items()):
         for part, sums in parts.items():
             check_finite(part, layer, *sums.total)
-            moments = Moments(*(t / sums.vectors for t in sums.total))
-            found.setdefault(layer, {})[part] = moments
+            found.setdefault(layer, {})[part] = Moments(*sums.means())
     return found
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Sums over the vectors of a layer."""
-
-    vectors: int
-    total: Moments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -187,7 +178,7 @@ class _Tap(Listener):
     """
 
     unrotated: bool
-    found: dict[int, dict[str, _Sums]] = field(default_factory=dict[int, dict[str, _Sums]])
+    found: dict[int, dict[str, Sums]] = field(default_factory=dict[int, dict[str, Sums]])
 
     @property
     def needs(self) -> Needs:
@@ -205,8 +196,5 @@ class _Tap(Listener):
         own = self.found.setdefault(view.layer_idx, {})
         for part, vectors in parts.items():
             x = vectors.double()
-            new = Moments(x.sum(1).cpu(), (x.mT @ x).cpu())
-            sums = own.setdefault(part, _Sums(0, Moments(*map(torch.zeros_like, new))))
-            sums.vectors += x.shape[1]
-            sums.total = Moments(*(before + more for before, more in zip(sums.total, new, strict=True)))
+            own.setdefault(part, Sums()).add(x.shape[1], x.sum(1).cpu(), (x.mT @ x).cpu())
         return state

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.finished import check_free_file, model_and_made
-from kvpolicy.calibration.listener import Listener, check_finite, listening
+from kvpolicy.calibration.listener import Listener, Sums, check_finite, listening
 from kvpolicy.hf.identity import identity
 from kvpolicy.protocols import Needs, Seen, State, View
 from kvpolicy.selectors.center_files import CenterFile, Centers, load_centers, save_centers
@@ -101,18 +101,10 @@ def query_centers(model: nn.Module, windows: Sequence[Tensor], *, progress: bool
     with listening(model, tap) as run:
         for ids in tqdm(as_windows(windows), desc="centers", disable=not progress):
             run(ids)
-    found = {layer: Centers(*(t / sums.tokens for t in sums.total)) for layer, sums in sorted(tap.found.items())}
+    found = {layer: Centers(*sums.means()) for layer, sums in sorted(tap.found.items())}
     for layer, centers in found.items():
         check_finite("the queries", layer, *centers)
     return {layer: Centers(*(t.float() for t in centers)) for layer, centers in found.items()}
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Sums over the queries of a layer, fp64 on the CPU."""
-
-    tokens: int
-    total: Centers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -123,7 +115,7 @@ class _Tap(Listener):
         found: The sums of each layer so far.
     """
 
-    found: dict[int, _Sums] = field(default_factory=dict[int, _Sums])
+    found: dict[int, Sums] = field(default_factory=dict[int, Sums])
 
     @property
     def needs(self) -> Needs:
@@ -135,8 +127,6 @@ class _Tap(Listener):
         assert seen.moments is not None and seen.pair_lengths is not None
         queries = seen.forward.queries[0]  # [Hq, P, D]
         lengths = torch.stack([seen.pair_lengths(head).double().sum(0).cpu() for head in queries])
-        new = Centers(seen.moments.total[0].flatten(0, 1).double().cpu(), lengths)
-        sums = self.found.setdefault(view.layer_idx, _Sums(0, Centers(*map(torch.zeros_like, new))))
-        sums.tokens += queries.shape[1]
-        sums.total = Centers(*(before + more for before, more in zip(sums.total, new, strict=True)))
+        total = seen.moments.total[0].flatten(0, 1).double().cpu()
+        self.found.setdefault(view.layer_idx, Sums()).add(queries.shape[1], total, lengths)
         return state

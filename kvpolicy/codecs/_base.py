@@ -8,14 +8,26 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import TwoSides, add_rest, mix_by_chunks, put, score_by_chunks, take, token_ranges
+from kvpolicy.codecs._buffer import buffer_sizes
+from kvpolicy.codecs._common import (
+    ENCODED_AT_ONCE,
+    TwoSides,
+    add_rest,
+    mix_by_chunks,
+    put,
+    score_by_chunks,
+    take,
+    token_ranges,
+)
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.kernels.compiled import call, is_compiled
-from kvpolicy.kernels.fused_half import as_pairs, in_order_of_channels, in_order_of_pairs, mix_half, score_half
+from kvpolicy.kernels.fused_half import HALVES, as_pairs, mix_half, score_half
 from kvpolicy.kernels.fused_read import in_blocks
+from kvpolicy.kernels.words import in_order_of_channels, in_order_of_places
 from kvpolicy.protocols import At, Codec, RotaryView, StageStore, Traits, traits_for
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.validation import AutoInt
 
 
 class HalfCodes(NamedTuple):
@@ -64,7 +76,7 @@ class Half(TwoSides):
         if rope is not None or not is_compiled(keys):
             return score_by_chunks(_half_keys, store, queries, rope, keys.shape[2])
         pairs = as_pairs(keys)
-        return call(score_half, pairs, in_order_of_pairs(queries.float(), pairs))
+        return call(score_half, pairs, in_order_of_places(queries.float(), pairs, HALVES))
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
@@ -72,7 +84,7 @@ class Half(TwoSides):
             return mix_by_chunks(_half_values, store, weights)
         pairs = as_pairs(store.codes.values)
         mixed = call(mix_half, in_blocks(pairs), in_blocks(weights.float(), 3))
-        return add_rest(in_order_of_channels(mixed, pairs), lambda at: self.values(store, at), weights)
+        return add_rest(in_order_of_channels(mixed, pairs, HALVES), lambda at: self.values(store, at), weights)
 
 
 def _half_keys(store: StageStore, at: At) -> Tensor:
@@ -118,9 +130,29 @@ def inner_of(base: Codec) -> TwoSides:
     return _HALF if isinstance(base, Plain) else cast(TwoSides, base)
 
 
-def base_traits(base: Codec, tokens: int | None) -> Traits:
-    """The traits of a base for rows of `tokens` tokens; see `SizedCodec`."""
-    return base.traits if tokens is None else traits_for(base, tokens)
+def wrapper_traits(base: Codec, tokens: int | None, residual: AutoInt, block: AutoInt) -> Traits:
+    """The traits of a codec over a base for rows of `tokens` tokens; its codes do not fit pages.
+
+    Args:
+        base: The base.
+        tokens: See `SizedCodec`.
+        residual: The residual of the wrapper, if the base is `Plain`, which has none.
+        block: The block of the wrapper likewise.
+    """
+    if isinstance(base, Plain):
+        residual, block = buffer_sizes(tokens, residual=residual, block=block)
+        return Traits(block=block, residual=residual, at_once=ENCODED_AT_ONCE)
+    return (base.traits if tokens is None else traits_for(base, tokens))._replace(per_head=None)
+
+
+def keys_of(store: StageStore) -> StageStore:
+    """The tensors of keys in the store of a wrapper, as the base takes them."""
+    return store._replace(codes=store.codes.keys, calibration=())
+
+
+def values_of(store: StageStore) -> StageStore:
+    """The tensors of values likewise."""
+    return store._replace(codes=store.codes.values, calibration=())
 
 
 def keys_only(codes: Any) -> Any:

@@ -39,7 +39,7 @@ class Projection(NamedTuple):
         return (latents.double() @ self.decode.double() + self.mean).float()  # see `latents`
 
     def roughly_decoded(self, latents: Tensor) -> Tensor:
-        """What `decoded` returns but for the rounding of fp32, in less time: for scores."""
+        """`decoded` but for the rounding of fp32, in less time: for scores."""
         return latents.float() @ self.decode + self.mean
 
 
@@ -67,14 +67,11 @@ def of_keys(
     Raises:
         KVPolicyError: If the calibration is missing, damaged, or lacks this layer or key space.
     """
-    part = key_dictionary(key_space)
-    mean, components = (_tensor(folder, f"{part}.{what}", layer_idx, heads) for what in ("mean", "basis"))
-    components = orthonormal(components)
+    mean, basis_of_keys, *others = (_tensor(folder, name, layer_idx, heads) for name in _names(key_space, basis))
+    components = orthonormal(basis_of_keys)
     if basis == "keys":
         return _projection(mean, components[..., :rank], components[..., :rank].mT, device)
-    queries, energy, variance = (
-        _tensor(folder, name, layer_idx, heads) for name in ("queries.basis", "queries.energy", f"{part}.energy")
-    )
+    variance, queries, energy = others
     return _projection(mean, *score_optimal(components, variance, orthonormal(queries), energy, rank), device)
 
 
@@ -87,9 +84,23 @@ def of_values(
     return _projection(mean, components, components.mT, device)
 
 
-def width(folder: str, layer_idx: int) -> int:
-    """The dimension of a vector of a layer, D; raises like `of_values`."""
-    return _tensor(folder, "values.basis", layer_idx).shape[-1]
+def shape_of(folder: str, key_space: str, basis: str, layer_idx: int) -> tuple[int, int]:
+    """The KV heads of a layer, or 1 if they share a basis, and the dimension of a key; nothing is decomposed.
+
+    Raises:
+        KVPolicyError: As `of_keys` and `of_values`.
+    """
+    keys = [_tensor(folder, name, layer_idx) for name in _names(key_space, basis)]
+    for what in ("mean", "basis"):
+        _tensor(folder, f"values.{what}", layer_idx)
+    return keys[1].shape[0], keys[1].shape[-1]
+
+
+def _names(key_space: str, basis: str) -> tuple[str, ...]:
+    """The tensors that the projection of keys is made of."""
+    part = key_dictionary(key_space)
+    of_queries = () if basis == "keys" else (f"{part}.energy", "queries.basis", "queries.energy")
+    return f"{part}.mean", f"{part}.basis", *of_queries
 
 
 def orthonormal(basis: Tensor) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs import _files, _projection
-from kvpolicy.codecs._base import base_traits, check_base, inner_of, keys_only, values_only
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import ENCODED_AT_ONCE, SingleStage, score_by_chunks, token_ranges
+from kvpolicy.codecs._base import check_base, inner_of, keys_of, keys_only, values_of, values_only, wrapper_traits
+from kvpolicy.codecs._common import SingleStage, score_by_chunks, token_ranges
 from kvpolicy.codecs._projection import Projection
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, RotaryView, StageStore, Traits
@@ -136,7 +135,7 @@ class LowRank(SingleStage):
                 "LowRank.basis must be 'keys' with key_space='unrotated', whose scores depend on positions, got "
                 "'scores'; try key_space=rotated."
             )
-        if self.base != Plain() and (self.residual_length, self.block_size) != ("auto", "auto"):
+        if not isinstance(self.base, Plain) and (self.residual_length, self.block_size) != ("auto", "auto"):
             raise KVPolicyError(
                 f"LowRank.residual_length and block_size must be auto over {type(self.base).__name__}, whose own are "
                 f"used, got {self.residual_length} and {self.block_size}; try giving them to the base."
@@ -151,11 +150,8 @@ class LowRank(SingleStage):
 
     def traits_for(self, tokens: int | None) -> Traits:
         """The traits for rows of `tokens` tokens; see `SizedCodec`."""
-        if self.base == Plain():
-            residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
-            return Traits(block=block, residual=residual, key_space=self.key_space, at_once=ENCODED_AT_ONCE)
-        # The fields of the codes are nested, and the calibrated tensors differ by head.
-        return base_traits(self.base, tokens)._replace(key_space=self.key_space, per_head=None)
+        own = wrapper_traits(self.base, tokens, self.residual_length, self.block_size)
+        return own._replace(key_space=self.key_space)
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if a rank is too large, or the calibration is missing, incomplete or of another model."""
@@ -169,12 +165,11 @@ class LowRank(SingleStage):
             self.base.check(model._replace(head_dim=rank))
         _files.check_model(_files.load(self.calibration, "lowrank"), self.calibration, model)
         for layer_idx in model.indices:
-            encode = self._of_keys(layer_idx, model.head_dim, "cpu").encode
-            _projection.of_values(self.calibration, 1, layer_idx, "cpu")
-            if encode.shape[1] not in (1, model.heads) or encode.shape[2] != model.head_dim:
+            heads, width = _projection.shape_of(self.calibration, self.key_space, self.basis, layer_idx)
+            if heads not in (1, model.heads) or width != model.head_dim:
                 raise KVPolicyError(
                     f"The calibration {self.calibration!r} must be for {model.heads} KV heads of dimension "
-                    f"{model.head_dim}, as the model has, got {encode.shape[1]} of dimension {encode.shape[2]}; try "
+                    f"{model.head_dim}, as the model has, got {heads} of dimension {width}; try "
                     "kvpolicy calibrate lowrank on this model."
                 )
 
@@ -182,7 +177,7 @@ class LowRank(SingleStage):
         self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS
     ) -> LowRankCalibration:
         """The projections of a layer."""
-        width = _projection.width(self.calibration, layer_idx)
+        _, width = _projection.shape_of(self.calibration, self.key_space, self.basis, layer_idx)
         of_values = _projection.of_values(self.calibration, self._ranks(width)[1], layer_idx, device, heads)
         return LowRankCalibration(*self._of_keys(layer_idx, width, device, heads), *of_values)
 
@@ -198,16 +193,16 @@ class LowRank(SingleStage):
         """Encode tokens into slots, in place; see `Stage.write`."""
         inner = inner_of(self.base)
         latent = _latents(store.calibration.keys, keys), _latents(store.calibration.values, values)
-        inner.write_keys(_keys_of(store), latent[0], slots, write_mask, occupied)
-        inner.write_values(_values_of(store), latent[1], slots, write_mask, occupied)
+        inner.write_keys(keys_of(store), latent[0], slots, write_mask, occupied)
+        inner.write_values(values_of(store), latent[1], slots, write_mask, occupied)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at` in the key space of the codec, [B, H, n, D] fp32."""
-        return store.calibration.keys.decoded(inner_of(self.base).keys(_keys_of(store), at))
+        return store.calibration.keys.decoded(inner_of(self.base).keys(keys_of(store), at))
 
     def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
-        return store.calibration.values.decoded(inner_of(self.base).values(_values_of(store), at))
+        return store.calibration.values.decoded(inner_of(self.base).values(values_of(store), at))
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot, of latent vectors where keys are rotated; see `Stage`."""
@@ -216,18 +211,18 @@ class LowRank(SingleStage):
             return score_by_chunks(self._rough_keys, store, queries, rope, slots, self.traits.group_size)
         projection = store.calibration.keys
         own = queries.float()
-        scores = inner_of(self.base).score(_keys_of(store), own @ projection.decode.mT, None)
+        scores = inner_of(self.base).score(keys_of(store), own @ projection.decode.mT, None)
         return scores + own @ projection.mean.mT
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots, of which only the sum is decoded; see `Stage.mix`."""
         projection = store.calibration.values
         own = weights.float()
-        mixed = inner_of(self.base).mix(_values_of(store), own)
+        mixed = inner_of(self.base).mix(values_of(store), own)
         return mixed @ projection.decode + own.sum(-1, keepdim=True) * projection.mean
 
     def _rough_keys(self, store: StageStore, at: At) -> Tensor:
-        latents = inner_of(self.base).keys(_keys_of(store), at)
+        latents = inner_of(self.base).keys(keys_of(store), at)
         return store.calibration.keys.roughly_decoded(latents)
 
     def _ranks(self, head_dim: int) -> tuple[int, int]:
@@ -240,16 +235,6 @@ class LowRank(SingleStage):
     ) -> Projection:
         rank = self._ranks(head_dim)[0]
         return _projection.of_keys(self.calibration, self.key_space, self.basis, rank, layer_idx, device, heads)
-
-
-def _keys_of(store: StageStore) -> StageStore:
-    """The store of latent keys."""
-    return store._replace(codes=store.codes.keys, calibration=())
-
-
-def _values_of(store: StageStore) -> StageStore:
-    """The store of latent values."""
-    return store._replace(codes=store.codes.values, calibration=())
 
 
 def _latents(projection: Projection, x: Tensor) -> Tensor:

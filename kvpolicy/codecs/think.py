@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._base import base_traits, check_base, inner_of, keys_only, values_only
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import ENCODED_AT_ONCE, SingleStage, is_empty_head, sum_tokens
+from kvpolicy.codecs._base import check_base, inner_of, keys_of, keys_only, values_of, values_only, wrapper_traits
+from kvpolicy.codecs._common import SingleStage, is_empty_head, sum_tokens
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.protocols import At, Codec, ModelInfo, RotaryView, StageStore, Traits
@@ -109,12 +108,8 @@ class ThinK(SingleStage):
 
     def traits_for(self, tokens: int | None) -> Traits:
         """The traits for rows of `tokens` tokens; see `SizedCodec`."""
-        if isinstance(self.base, Plain):
-            residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
-            own = Traits(block=block, residual=residual, at_once=ENCODED_AT_ONCE)
-        else:
-            own = base_traits(self.base, tokens)
-        return own._replace(per_head=None, query_squares=self.window)
+        own = wrapper_traits(self.base, tokens, self.residual_length, self.block_size)
+        return own._replace(query_squares=self.window)
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if channels are too many for a byte, or the base cannot store such keys or values."""
@@ -151,38 +146,28 @@ class ThinK(SingleStage):
         _fit(codes.channels, store.query_square, keys, write_mask, occupied)
         inner = inner_of(self.base)
         few = _take_channels(keys, codes.channels)
-        inner.write_keys(_keys_of(store), few, slots, write_mask, occupied)
-        inner.write_values(_values_of(store), values, slots, write_mask, occupied)
+        inner.write_keys(keys_of(store), few, slots, write_mask, occupied)
+        inner.write_values(values_of(store), values, slots, write_mask, occupied)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, 0 in the channels that are not stored, [B, H, n, D] fp32."""
         assert store.query_square is not None, "the traits of ThinK request query_squares"
-        few = inner_of(self.base).keys(_keys_of(store), at)
+        few = inner_of(self.base).keys(keys_of(store), at)
         whole = few.new_zeros(*few.shape[:3], store.query_square.shape[-1])
         return whole.scatter(-1, store.codes.channels.long().expand_as(few), few)
 
     def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
-        return inner_of(self.base).values(_values_of(store), at)
+        return inner_of(self.base).values(values_of(store), at)
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot, in the kept channels; see `Stage.score`."""
         assert rope is None, "keys are encoded as attention sees them"
-        return inner_of(self.base).score(_keys_of(store), _take_channels(queries, store.codes.channels), None)
+        return inner_of(self.base).score(keys_of(store), _take_channels(queries, store.codes.channels), None)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
-        return inner_of(self.base).mix(_values_of(store), weights)
-
-
-def _keys_of(store: StageStore) -> StageStore:
-    """The tensors of keys, as the base takes them."""
-    return store._replace(codes=store.codes.keys)
-
-
-def _values_of(store: StageStore) -> StageStore:
-    """The tensors of values, as the base takes them."""
-    return store._replace(codes=store.codes.values)
+        return inner_of(self.base).mix(values_of(store), weights)
 
 
 def _take_channels(x: Tensor, channels: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ from kvpolicy.engine.statistic import Statistic, newest_of
 from kvpolicy.protocols import AttentionNeeds, LayerAttention, Needs, Ranks
 
 EPSILON = 1e-10
-"""What is added to attention weights inside a logarithm."""
+"""Added to attention weights inside a logarithm."""
 
 
 def layer_attention(pending: PendingPrompt, needs: AttentionNeeds, ranks: Ranks) -> LayerAttention:
-    """What an allocator needs of the attention of a prompt; of rows in their first prompt.
+    """The attention of a prompt, reduced as an allocator needs it; of rows in their first prompt.
 
     Args:
         pending: The prompt, with keys and values.

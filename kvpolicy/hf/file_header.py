@@ -21,8 +21,10 @@ MAX_DEPTH = 64
 """Lists and objects inside each other; a policy nests a few strategies."""
 
 _MAX_SCALE = 2**20
-_MAX_METRIC = 2.0**40
 """The factor of the products of queries and keys is below 1 in most models."""
+
+_MAX_METRIC = 2.0**40
+"""Numbers of attention are at most as large as a prompt has tokens, or are logarithms."""
 
 
 class _Kind(NamedTuple):

@@ -35,7 +35,7 @@ def measure_attention(allocator: Allocator, store: LayerStore, pending: PendingP
 def measured_metrics(
     allocator: Allocator, layers: Iterable[PolicyLayer], measured: Mapping[int, Tensor]
 ) -> Tensor | None:
-    """What was measured of every layer, [B, L] or [B, L, ...] fp32; None for an allocator that measures no attention.
+    """The numbers of every layer, [B, L] or [B, L, ...] fp32; None for an allocator that measures no attention.
 
     Args:
         allocator: The allocator.

@@ -95,7 +95,7 @@ def _missing_compiler(device: str) -> str:
 
 @cache
 def _kernels(device: str) -> Mapping[str, Callable[..., Any]]:
-    """What runs in place of functions on a type of device, by their names; what it returns None for is compiled."""
+    """Functions that stand for others on a type of device, by their names; what one returns None for is compiled."""
     if device != "cuda":
         return {}
     from kvpolicy.kernels import gpu_reads  # needs Triton

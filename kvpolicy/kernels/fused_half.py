@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kvpolicy.kernels.compiled import apart
 from kvpolicy.kernels.fused_elements import mix_elements, score_elements
-from kvpolicy.kernels.in_memory import in_memory
+
+HALVES = 2
+"""Numbers in a pair."""
 
 
 def as_pairs(t: Tensor) -> Tensor:
@@ -20,27 +22,13 @@ def as_pairs(t: Tensor) -> Tensor:
     return t.view(torch.float32) if is_whole and t.device.type == "cpu" else t
 
 
-def in_order_of_pairs(t: Tensor, vectors: Tensor) -> Tensor:
-    """Numbers of channels [..., D], first those of even channels, if `vectors` are pairs."""
-    if vectors.dtype == torch.float16:
-        return t
-    return in_memory(torch.cat((t[..., ::2], t[..., 1::2]), -1))
-
-
-def in_order_of_channels(t: Tensor, vectors: Tensor) -> Tensor:
-    """Numbers that `in_order_of_pairs` reordered, in the order of channels again, [..., D]."""
-    if vectors.dtype == torch.float16:
-        return t
-    return t.unflatten(-1, (2, -1)).mT.flatten(-2)
-
-
 @apart
 def score_half(vectors: Tensor, queries: Tensor) -> Tensor:
     """Products of queries with vectors.
 
     Args:
         vectors: By `as_pairs`.
-        queries: By `in_order_of_pairs`, [B, H, G, D] fp32.
+        queries: By `in_order_of_places` of `HALVES`, [B, H, G, D] fp32.
 
     Returns:
         [B, H, G, C] fp32.
@@ -53,7 +41,7 @@ def mix_half(vectors: Tensor, weights: Tensor) -> Tensor:
     """Sums of vectors [B, H, *S, W], by `as_pairs`, weighted by [B, H, G, *S] fp32.
 
     Returns:
-        In the order of pairs, [B, H, G, D] fp32.
+        In the order of places, [B, H, G, D] fp32.
     """
     return mix_elements(_parts(vectors), weights)
 

@@ -182,4 +182,4 @@ READS: dict[str, Callable[..., Tensor | None]] = {
     "score_token_groups": score_token_groups,
     "mix_channel_groups": mix_channel_groups,
 }
-"""What runs on a GPU in place of the functions of `fused_read`, by their names, which are unique; see `apart`."""
+"""These run on a GPU in place of the functions of `fused_read`, by their names, which are unique; see `apart`."""

@@ -142,7 +142,7 @@ class AttentionNeeds(NamedTuple):
 
     @property
     def statistics(self) -> Needs:
-        """What must be gathered of a prompt for them."""
+        """The statistics of a prompt from which they are computed."""
         over_window = {"mean", "variance", "entropy"} & {*self.reductions}
         return Needs(window_queries=self.queries if over_window else 0, attn_sum="total" in self.reductions)
 

@@ -72,9 +72,10 @@ def compare(allocator: str, selector: str, codec: str, family: str, rows: str, d
     check_budgets(policy, cache, tape, ROWS[rows])
     if dtype == "fp32":
         verdict = replay(policy, tape, twin=twin)
-        # Shares of windows of a few tokens are often nearly equal.
-        least = 2 if selector == "cur" else 5 * len(tape)
-        assert verdict.turns >= least, "most choices were within fp32's noise"
+        # Shares of windows of a few tokens are often nearly equal, in gemma4 from the second turn of a layer on.
+        least = 3 if selector == "cur" else 5
+        wanted = 2 if (selector, family) == ("cur", "gemma4") else len(tape) * least
+        assert verdict.turns >= wanted, "most choices were within fp32's noise"
     else:
         prompt = replay(policy, {layer: some[:1] for layer, some in tape.items()}, exact=False, twin=twin)
         # One bit that rounding turns moves a token, and with it every cut of KVCrush's order behind it.

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -227,12 +226,11 @@ def lowrank_case(base: Codec | None = None, **config: Any) -> Case:
         return LowRankHead(slow.coder(0, 0, 0))
 
     def store(_: Stage, dim: int) -> StageStore:
-        folder = Path(tempfile.mkdtemp())
         each = [books(dim, h) for h in range(H)]
         tensors = {f"{name}.0": torch.cat([own[name] for own in each]) for name in each[0]}
-        save(folder, "lowrank", {"model": None, "head_dim": dim}, tensors)
-        own = dataclasses.replace(stage, calibration=str(folder))
-        return StageStore(own.alloc(B, H, SLOTS, dim, "cpu"), own.load_calibration(0, "cpu"))
+        with tempfile.TemporaryDirectory() as folder:
+            save(folder, "lowrank", {"model": None, "head_dim": dim}, tensors)
+            return plain_store(dataclasses.replace(stage, calibration=folder), dim)
 
     return Case(stage, head, store)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy.kernels.fused_half import as_pairs, in_order_of_channels, in_order_of_pairs, mix_half, score_half
+from kvpolicy.kernels.fused_half import HALVES, as_pairs, mix_half, score_half
+from kvpolicy.kernels.words import in_order_of_channels, in_order_of_places
 
 
 def every_number() -> torch.Tensor:
@@ -19,7 +20,7 @@ def test_every_number_is_converted_exactly() -> None:
     pairs = as_pairs(vectors)
     assert pairs.dtype == torch.float32 and pairs.shape == (1, 1, 992, 32)
     queries = torch.eye(64)[None, None]
-    found = score_half(pairs, in_order_of_pairs(queries, pairs))[0, 0].mT
+    found = score_half(pairs, in_order_of_places(queries, pairs, HALVES))[0, 0].mT
     assert torch.equal(found, vectors[0, 0].float())
 
 
@@ -29,8 +30,10 @@ def test_products(width: int) -> None:
     pairs = as_pairs(vectors)
     assert (pairs.dtype == torch.float32) == (width % 2 == 0)
     queries, weights = torch.randn(2, 3, 4, width), torch.rand(2, 3, 4, 40)
-    torch.testing.assert_close(score_half(pairs, in_order_of_pairs(queries, pairs)), queries @ vectors.float().mT)
-    mixed = in_order_of_channels(mix_half(pairs, weights), pairs)
+    torch.testing.assert_close(
+        score_half(pairs, in_order_of_places(queries, pairs, HALVES)), queries @ vectors.float().mT
+    )
+    mixed = in_order_of_channels(mix_half(pairs, weights), pairs, HALVES)
     torch.testing.assert_close(mixed, weights @ vectors.float())
 
 

@@ -128,7 +128,7 @@ def _overheads(records: list[Record]) -> list[str]:
     lines: list[list[str]] = []
     for key, batches in methods.items():
         method, policy, mode = key
-        if method != "policy" or not any(name in policy for name in ("kvcrush", "kivi", "csr")):
+        if method != "policy" or not any(name in policy for name in ("kvcrush", "kivi", "csr", "tokenwise")):
             continue
         base: Method = ("static", "", "graphs") if mode == "graphs" else ("dynamic", "", "eager")
         if "kvcrush" in policy:

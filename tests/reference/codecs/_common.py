@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..coding import Codec, Coder, Config, Given, Pair
+from ..versions import version
 
 Calibration = dict[str, Tensor]
 """What was calibrated for one layer."""
@@ -75,6 +76,42 @@ def lone(config: Config, make: Callable[[int, int, int, Given], Alone], *, pinne
         block=block,
         residual=residual,
         pinned=pinned,
+        **more,
+    )
+
+
+def wrapped(
+    config: Config,
+    calibration: Books,
+    wrap: Callable[[int, int, Coder | None, Coder | None], Coder],
+    **more: Any,
+) -> Codec:
+    """A codec over its base.
+
+    Args:
+        config: Its parameters, with `base`: those of the base beside its name.
+        calibration: What was calibrated for each layer.
+        wrap: Makes the coder, for a layer and a head, of the base's coders of keys and of values; None without a base.
+        more: Further fields.
+    """
+    base = {key: value for key, value in config["base"].items() if key != "name"}
+    name: str = config["base"]["name"]
+    inner: Codec | None = None if name == "plain" else version("codec", name).codec(base, calibration)
+    if inner is None:
+        block, group_size, residual = config["block_size"], 1, config["residual_length"]
+    else:
+        block, group_size, residual = inner.block, inner.group_size, inner.residual
+
+    def coder(stage: int, layer: int, head: int) -> Coder:
+        keys, values = (None if inner is None else inner.coder(stage, layer, head) for _ in range(2))
+        return wrap(layer, head, keys, values)
+
+    return Codec(
+        layout=lambda tokens: ordinary(tokens, block, group_size, residual),
+        coder=coder,
+        block=block,
+        group_size=group_size,
+        residual=residual,
         **more,
     )
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..coding import Codec, Coder, Config, Given, Pair
 from ..scalars import LARGEST_HALF, half_tie, vector
-from ..versions import version
-from ._common import Books, Calibration, ordinary
+from ._common import Books, Calibration, wrapped
 from .think import Halves
 
 SMALL = "lowrank:rank=3:value_rank=5:residual_length=2:block_size=3:calibration=FOLDER/lowrank"
@@ -122,31 +121,17 @@ def decoded(side: Side, coordinates: Tensor) -> Tensor:
 def codec(config: Config, calibration: Books) -> Codec:
     """The codec as the engine sees it."""
     part = {"rotated": "keys.post", "unrotated": "keys.pre"}[config["key_space"]]
-    base = {key: value for key, value in config["base"].items() if key != "name"}
-    name: str = config["base"]["name"]
-    inner: Codec | None = None if name == "plain" else version("codec", name).codec(base, calibration)
-    if inner is None:
-        block, group_size, residual = config["block_size"], 1, config["residual_length"]
-    else:
-        block, group_size, residual = inner.block, inner.group_size, inner.residual
 
-    def coder(stage: int, layer: int, head: int) -> Coder:
+    def wrap(layer: int, head: int, of_keys: Coder | None, of_values: Coder | None) -> Coder:
         have = calibration(layer)
         dim = have["values.basis"].shape[-1]
         rank = max(1, dim // 2) if config["rank"] == "auto" else config["rank"]
         value_rank = rank if config["value_rank"] == "auto" else config["value_rank"]
         first = directions(have, part, head)[:rank]
-        of_keys = (first, first) if config["basis"] == "keys" else weighted(have, part, head, rank)
-        of_values = directions(have, "values", head)[:value_rank]
-        one, other = (Halves() if inner is None else inner.coder(stage, layer, head) for _ in range(2))
-        keys = Side(of_row(have, f"{part}.mean", head), *of_keys)
-        return Head(keys, Side(of_row(have, "values.mean", head), of_values, of_values), (one, other))
+        encode, decode = (first, first) if config["basis"] == "keys" else weighted(have, part, head, rank)
+        second = directions(have, "values", head)[:value_rank]
+        keys = Side(of_row(have, f"{part}.mean", head), encode, decode)
+        values = Side(of_row(have, "values.mean", head), second, second)
+        return Head(keys, values, (of_keys or Halves(), of_values or Halves()))
 
-    return Codec(
-        layout=lambda tokens: ordinary(tokens, block, group_size, residual),
-        coder=coder,
-        block=block,
-        group_size=group_size,
-        residual=residual,
-        key_space=config["key_space"],
-    )
+    return wrapped(config, calibration, wrap, key_space=config["key_space"])

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..coding import Codec, Coder, Config, Given, Pair
 from ..scalars import LARGEST_HALF, half, scalars, vector
-from ..versions import version
-from ._common import Books, ordinary
+from ._common import Books, wrapped
 
 SMALL = "think:ratio=0.4:residual_length=4:block_size=4"
 
@@ -78,23 +77,8 @@ class Head:
 
 def codec(config: Config, calibration: Books) -> Codec:
     """The codec as the engine sees it."""
-    base = {key: value for key, value in config["base"].items() if key != "name"}
-    name: str = config["base"]["name"]
-    inner: Codec | None = None if name == "plain" else version("codec", name).codec(base, calibration)
-    if inner is None:
-        block, group_size, residual = config["block_size"], 1, config["residual_length"]
-    else:
-        block, group_size, residual = inner.block, inner.group_size, inner.residual
 
-    def coder(stage: int, layer: int, head: int) -> Coder:
-        sides = [Halves() if inner is None else inner.coder(stage, layer, head) for _ in range(2)]
-        return Head(config, *sides)
+    def wrap(layer: int, head: int, keys: Coder | None, values: Coder | None) -> Coder:
+        return Head(config, keys or Halves(), values or Halves())
 
-    return Codec(
-        layout=lambda tokens: ordinary(tokens, block, group_size, residual),
-        coder=coder,
-        block=block,
-        group_size=group_size,
-        residual=residual,
-        query_squares=config["window"],
-    )
+    return wrapped(config, calibration, wrap, query_squares=config["window"])
