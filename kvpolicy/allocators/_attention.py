@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import Allocator, LayerMetric
+from kvpolicy.protocols import Allocator, Guarantee, LayerBounds, LayerMetric
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -58,7 +58,7 @@ def before_window(positions: Tensor, length: Tensor, queries: Tensor) -> Tensor:
     return (positions >= 0) & (positions < (length - queries)[:, None])
 
 
-def divide_in_proportion(weights: Tensor, total: Tensor, floor: int, ceiling: Tensor, bound: float = 0.0) -> Tensor:
+def divide_in_proportion(weights: Tensor, total: Tensor, floor: int, ceiling: Tensor, even: float = 0.0) -> Tensor:
     """Tokens of each layer in proportion to weights, [B, L] int64; the same for all where all weights are 0.
 
     Args:
@@ -66,10 +66,55 @@ def divide_in_proportion(weights: Tensor, total: Tensor, floor: int, ceiling: Te
         total: Tokens of all layers together, [B] int64.
         floor: The fewest tokens of a layer.
         ceiling: The most tokens that a layer of each row can use, [B] int64.
-        bound: The fraction of an even division that every layer has, of which the rest is divided.
+        even: The fraction of an even division that every layer has, of which the rest is divided.
     """
     weights = weights.double().to(total.device)
     weights = torch.where(weights.sum(-1, keepdim=True) > 0, weights, 1)
-    even = total.double()[:, None] / weights.shape[-1]
     shares = weights / weights.sum(-1, keepdim=True)
-    return waterfill(bound * even + (1 - bound) * total[:, None] * shares, total, floor, ceiling)
+    return waterfill(total[:, None] * shares, total, floor, ceiling, even)
+
+
+def bounds_in_proportion(
+    weights: Tensor,
+    lightest: Tensor,
+    heaviest: Tensor,
+    total: Tensor,
+    floor: int,
+    ceiling: Tensor,
+    layers: int,
+    even: float = 0.0,
+) -> LayerBounds:
+    """Bounds of layers whose tokens are in proportion to their weights: the heavier the others, the fewer they get.
+
+    Args:
+        weights: Of the layers that were measured, [B, K].
+        lightest: The least weight that another layer may have, [B] or [].
+        heaviest: The largest weight that another layer may have, [B] or [].
+        total: Tokens of all layers together, [B] int64.
+        floor: The fewest tokens of a layer.
+        ceiling: The most tokens that a layer of each row can use, [B] int64.
+        layers: Layers in all.
+        even: As in `divide_in_proportion`.
+    """
+    batch, measured = weights.shape
+
+    def divided(other: Tensor) -> Tensor:
+        others = other.double().to(weights.device).expand(batch)[:, None].expand(-1, layers - measured)
+        every = torch.cat([weights.double(), others], -1)
+        return divide_in_proportion(every, total, floor, ceiling, even)[:, :measured]
+
+    # A token more or less: rounding to whole tokens depends on all layers.
+    return LayerBounds((divided(heaviest) - 1).clamp_min(floor), divided(lightest) + 1)
+
+
+def guarantee_in_proportion(total: Tensor, floor: int, layers: int, least: float = 0.0) -> Guarantee:
+    """What holds for layers whose tokens are in proportion to their weights.
+
+    Args:
+        total: Tokens of all layers together, [B] int64.
+        floor: The fewest tokens of a layer.
+        layers: Layers in all.
+        least: The smallest share of the total that a layer may have.
+    """
+    fewest = (total.double() * least).floor().long() - 1
+    return Guarantee(fewest.clamp_min(floor), total + layers)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators._attention import ByAttention, before_window, divide_in_proportion
-from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
+from kvpolicy.allocators._attention import (
+    ByAttention,
+    before_window,
+    bounds_in_proportion,
+    divide_in_proportion,
+    guarantee_in_proportion,
+)
+from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
@@ -22,6 +29,12 @@ LEAST_VARIANCE = 1e-12
 
 LEAST_TEMPERATURE = 1e-3
 """The least temperature."""
+
+_ROUNDING = 1e-3
+"""By how much the logarithm of a preference may exceed the largest one, since attention is fp32."""
+
+_LARGEST_EXPONENT = 600.0
+"""Of a weight in a sum of fp64."""
 
 
 @named_options
@@ -48,7 +61,8 @@ class CAKE(ByAttention):
     Source: CAKE (arXiv:2503.12491), and its authors' code. Differences from the code: attention is fp32 and not
     rounded to bf16 before the variance; every row has its own budgets; what a layer cannot use goes to the other
     layers in proportion, and none is lost; rounding preserves the total; budgets are divided once, after all
-    layers, which gives those of the authors' cascade; and short prompts are compressed too. The temperatures are 1,
+    layers, which gives those of the authors' cascade (while the prompt runs, layers drop what no division can give
+    them); and short prompts are compressed too. The temperatures are 1,
     those that were tuned for a model are on the page of the method. The score by which CAKE ranks tokens, mean plus
     variance, is no part of the allocator.
     """
@@ -87,3 +101,21 @@ class CAKE(ByAttention):
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "cake measures the attention of every layer"
         return divide_in_proportion(torch.softmax(metrics.double(), -1), total, floor, ceiling)
+
+    def bounds(
+        self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
+    ) -> LayerBounds:
+        """The bounds of layers that were measured; see `BoundsBudgets`."""
+        highest = metrics.double().amax(-1).to(total.device)
+        # The most that entropy and variance can be: of even attention over all tokens, and of queries that each attend
+        # to one token of their own.
+        entropy = (queries * self.window * ceiling.double().log()).clamp_min(LEAST_ENTROPY)
+        variance = queries * self.window / max(self.window - 1, 1)
+        largest = entropy.log() / self.entropy + math.log(variance) / self.variance + _ROUNDING
+        heaviest = (largest - highest).clamp_max(_LARGEST_EXPONENT).exp()
+        weights = (metrics.double() - metrics.double().amax(-1, keepdim=True)).exp()
+        return bounds_in_proportion(weights, torch.zeros(()), heaviest, total, floor, ceiling, layers)
+
+    def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
+        """What holds whatever is measured; see `BoundsBudgets`."""
+        return guarantee_in_proportion(total, floor, layers)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators._attention import ByAttention, divide_in_proportion
-from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
+from kvpolicy.allocators._attention import (
+    ByAttention,
+    bounds_in_proportion,
+    divide_in_proportion,
+    guarantee_in_proportion,
+)
+from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.validation import check_fields
 
 EPSILON = 1e-6
 """Added to the difference of the largest and the smallest variance of a layer, as in the authors' code."""
+
+LIGHTEST = math.exp(-1)
+"""The weight of a layer with the metric 1, the largest one."""
 
 
 @named_options
@@ -68,3 +77,15 @@ class D2OLayers(ByAttention):
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "d2olayers measures the attention of every layer"
         return divide_in_proportion(torch.softmax(-metrics.double(), -1), total, floor, ceiling)
+
+    def bounds(
+        self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
+    ) -> LayerBounds:
+        """The bounds of layers that were measured; see `BoundsBudgets`."""
+        lightest = torch.tensor(LIGHTEST)
+        weights = (-metrics.double()).exp()
+        return bounds_in_proportion(weights, lightest, torch.ones(()), total, floor, ceiling, layers)
+
+    def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
+        """What holds whatever is measured; see `BoundsBudgets`."""
+        return guarantee_in_proportion(total, floor, layers, LIGHTEST / (LIGHTEST + layers - 1))

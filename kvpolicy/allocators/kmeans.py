@@ -16,7 +16,8 @@ def top_group(values: Tensor, groups: int) -> Tensor:
     """Find the group of the highest values in the optimal division of `values` into `groups`.
 
     Groups of numbers that minimize the sum of squares within groups are contiguous in sorted order, so the optimum is
-    found by dynamic programming. Among equally good divisions, the one with the largest top group is returned.
+    found by dynamic programming. Among equally good divisions, the one with the largest top group is returned. Equal
+    values stay together, unless all are equal.
 
     Args:
         values: [L].
@@ -39,6 +40,10 @@ def top_group(values: Tensor, groups: int) -> Tensor:
     tolerance = _RELATIVE_TIE * cost[0, -1] + _ROUNDING * ranked.square().amax()
     # The smallest start within the tolerance: without it, rounding would decide between equally good divisions.
     start = int((with_top_from <= with_top_from.amin() + tolerance).int().argmax())
+    # Within the tolerance, it may start between equal values, which stay together.
+    same = (ranked == ranked[start]).nonzero().flatten()
+    if len(same) < len(ranked):
+        start = int(same[0]) or int(same[-1]) + 1
     return torch.zeros_like(values, dtype=torch.bool).index_fill(0, order[start:], True)
 
 

@@ -8,8 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.allocators._attention import ByAttention, check_odd, divide_in_proportion
-from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
+from kvpolicy.allocators._attention import (
+    ByAttention,
+    bounds_in_proportion,
+    check_odd,
+    divide_in_proportion,
+    guarantee_in_proportion,
+)
+from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
@@ -74,3 +80,13 @@ class LAVa(ByAttention):
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "lava measures the attention of every layer"
         return divide_in_proportion(metrics, total, floor, ceiling)
+
+    def bounds(
+        self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
+    ) -> LayerBounds:
+        """The bounds of layers that were measured; see `BoundsBudgets`."""
+        return bounds_in_proportion(metrics, torch.zeros(()), torch.ones(()), total, floor, ceiling, layers)
+
+    def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
+        """What holds whatever is measured; see `BoundsBudgets`."""
+        return guarantee_in_proportion(total, floor, layers)

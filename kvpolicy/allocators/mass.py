@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from kvpolicy.allocators._attention import ByAttention, divide_in_proportion, number_reaching
-from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
+from kvpolicy.allocators._attention import (
+    ByAttention,
+    bounds_in_proportion,
+    divide_in_proportion,
+    guarantee_in_proportion,
+    number_reaching,
+)
+from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import check_fields
@@ -61,3 +68,13 @@ class AttentionMass(ByAttention):
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "mass measures the attention of every layer"
         return divide_in_proportion(metrics, total, floor, ceiling)
+
+    def bounds(
+        self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
+    ) -> LayerBounds:
+        """The bounds of layers that were measured; see `BoundsBudgets`."""
+        return bounds_in_proportion(metrics, torch.ones(()), ceiling, total, floor, ceiling, layers)
+
+    def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
+        """What holds whatever is measured; see `BoundsBudgets`."""
+        return guarantee_in_proportion(total, floor, layers)

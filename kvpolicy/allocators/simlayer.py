@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.allocators._attention import ByAttention, divide_in_proportion
-from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
+from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
@@ -80,3 +80,28 @@ class SimLayerKV(ByAttention):
         # All layers are lazy: an even division.
         lazy = torch.where(count < layers, lazy, even)
         return divide_in_proportion(torch.where(is_lazy, lazy, rest), total, floor, ceiling)
+
+    def bounds(
+        self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
+    ) -> LayerBounds:
+        """The bounds of layers that were measured; see `BoundsBudgets`."""
+        batch, measured = metrics.shape
+        even = (total // layers)[:, None]
+        # With more layers that are not lazy, each of them gets less; and so do the others, whom they leave less.
+        divided = [
+            self.budgets(
+                torch.cat([metrics, metrics.new_full((batch, layers - measured), other)], -1),
+                total,
+                floor,
+                ceiling,
+                layers,
+            )[:, :measured]
+            for other in (0.0, torch.inf)
+        ]
+        few, many = divided
+        return LayerBounds((few.minimum(many).minimum(even) - 1).clamp_min(floor), few.maximum(many).maximum(even) + 1)
+
+    def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
+        """What holds whatever is measured; see `BoundsBudgets`."""
+        even = total // layers
+        return Guarantee((even.clamp_max(self.sinks + self.recent) - 1).clamp_min(floor), 2 * (total + layers))

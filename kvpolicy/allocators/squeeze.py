@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.allocators.kmeans import top_group
 from kvpolicy.allocators.profile import load_profile
-from kvpolicy.protocols import Allocator, HeadAllocator
+from kvpolicy.protocols import Allocator, Guarantee, HeadAllocator, LayerBounds
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.spec.errors import KVPolicyError
@@ -90,6 +90,30 @@ class SqueezeAttention(Allocator):
         # Not a division by 0, since every other group has at least one layer.
         rest = (total[:, None] - count * kept) / (layers - count)
         return waterfill(torch.where(is_squeezed, kept, rest), total, floor, ceiling)
+
+    def bounds(
+        self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
+    ) -> LayerBounds:
+        """The bounds of layers that were measured; see `BoundsBudgets`."""
+        cosine = metrics.double().to(total.device)
+        # A layer that shares the rest has it in common with every layer of the same cosine or a lower one.
+        sharers = (cosine[:, None] <= cosine[:, :, None]).sum(-1)
+        most = self._most(sharers, total, ceiling, layers)
+        return LayerBounds(self.guarantee(total, floor, ceiling, layers).least[:, None].expand_as(most), most)
+
+    def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
+        """What holds whatever is measured; see `BoundsBudgets`."""
+        least = (self.keep_share * total.double() / layers).floor().long() - 1
+        sharers = torch.arange(1, layers + 1, device=total.device).expand(len(total), -1)
+        return Guarantee(least.clamp_min(floor), self._most(sharers, total, ceiling, layers).sum(-1))
+
+    def _most(self, sharers: Tensor, total: Tensor, ceiling: Tensor, layers: int) -> Tensor:
+        """The most tokens of layers that have the rest in common with at least `sharers` layers, [B, K]."""
+        sharers = sharers.clamp_min(self.groups - 1).clamp_max(layers)  # of every group but that of the highest
+        average = total.double()[:, None] / layers
+        most = average * (self.keep_share + (1 - self.keep_share) * layers / sharers)
+        usable = torch.maximum(ceiling.to(total.device), -(-total // layers))  # a surplus is divided evenly
+        return (most.ceil().long() + 1).minimum(usable[:, None])
 
     def _squeezed(self, cosine: Tensor) -> Tensor:
         """The layers with a reduced budget, [L] bool, for the `cosine` [L] of one row."""

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators._attention import ByAttention, divide_in_proportion, number_reaching
-from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
+from kvpolicy.allocators._attention import (
+    ByAttention,
+    bounds_in_proportion,
+    divide_in_proportion,
+    guarantee_in_proportion,
+    number_reaching,
+)
+from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
@@ -71,3 +77,14 @@ class ZigZagKV(ByAttention):
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "zigzag measures the attention of every layer"
         return divide_in_proportion(metrics, total, floor, ceiling, self.bound)
+
+    def bounds(
+        self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
+    ) -> LayerBounds:
+        """The bounds of layers that were measured; see `BoundsBudgets`."""
+        one = torch.ones(())
+        return bounds_in_proportion(metrics, one, ceiling, total, floor, ceiling, layers, self.bound)
+
+    def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
+        """What holds whatever is measured; see `BoundsBudgets`."""
+        return guarantee_in_proportion(total, floor, layers, self.bound / layers)

@@ -8,11 +8,14 @@ D head dim, L layers.
 
 from kvpolicy.protocols.allocator import Allocator as Allocator
 from kvpolicy.protocols.allocator import AttentionNeeds as AttentionNeeds
+from kvpolicy.protocols.allocator import BoundsBudgets as BoundsBudgets
 from kvpolicy.protocols.allocator import DividesHeads as DividesHeads
 from kvpolicy.protocols.allocator import DrawsCurves as DrawsCurves
+from kvpolicy.protocols.allocator import Guarantee as Guarantee
 from kvpolicy.protocols.allocator import HeadAllocator as HeadAllocator
 from kvpolicy.protocols.allocator import HeadRequest as HeadRequest
 from kvpolicy.protocols.allocator import LayerAttention as LayerAttention
+from kvpolicy.protocols.allocator import LayerBounds as LayerBounds
 from kvpolicy.protocols.allocator import LayerMetric as LayerMetric
 from kvpolicy.protocols.allocator import MeasuresAttention as MeasuresAttention
 from kvpolicy.protocols.allocator import Reduction as Reduction
@@ -49,6 +52,7 @@ from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import DecodesJointly as DecodesJointly
 from kvpolicy.protocols.selector import Gate as Gate
 from kvpolicy.protocols.selector import HoldsAttention as HoldsAttention
+from kvpolicy.protocols.selector import KeepsNested as KeepsNested
 from kvpolicy.protocols.selector import NewToken as NewToken
 from kvpolicy.protocols.selector import RanksWholeHeads as RanksWholeHeads
 from kvpolicy.protocols.selector import Reranks as Reranks
@@ -62,6 +66,7 @@ from kvpolicy.protocols.selector import View as View
 from kvpolicy.protocols.selector import alloc_state as alloc_state
 from kvpolicy.protocols.selector import compares_heads as compares_heads
 from kvpolicy.protocols.selector import joint_decode as joint_decode
+from kvpolicy.protocols.selector import nested_from as nested_from
 from kvpolicy.protocols.selector import scoped as scoped
 from kvpolicy.protocols.selector import whole_heads as whole_heads
 from kvpolicy.protocols.shapes import SMALLEST_HEAD as SMALLEST_HEAD

@@ -28,7 +28,7 @@ class Allocator(Protocol):
     """How many tokens may each layer keep?
 
     A class that inherits from it needs one method, `budgets`. An object that has all members is accepted whatever its
-    class. Optional abilities are `DividesHeads`, `DrawsCurves` and `MeasuresAttention`.
+    class. Optional abilities are `DividesHeads`, `DrawsCurves`, `MeasuresAttention` and `BoundsBudgets`.
     """
 
     __slots__ = ()
@@ -190,6 +190,58 @@ class MeasuresAttention(Protocol):
         They are of all heads of the model: see `LayerAttention.ranks`. Where the last dimensions of layers differ, they
         are filled with -inf.
         """
+        ...
+
+
+class LayerBounds(NamedTuple):
+    """What layers that were measured may get, whatever the others will measure.
+
+    Attributes:
+        least: The fewest tokens of each row, [B, K] int64.
+        most: The most tokens of each row, [B, K] int64.
+    """
+
+    least: Tensor
+    most: Tensor
+
+
+class Guarantee(NamedTuple):
+    """What holds for the layers of a row before any of them is measured.
+
+    Attributes:
+        least: The fewest tokens that a layer may get, [B] int64.
+        together: The most tokens that all measured layers together may get by their bounds, at any time, [B] int64.
+    """
+
+    least: Tensor
+    together: Tensor
+
+
+@runtime_checkable
+class BoundsBudgets(Protocol):
+    """An optional ability of an allocator that measures one number of each layer: it bounds the budgets to come.
+
+    While a prompt runs, a layer then holds no more of it than it may be given in the end. A bound is no guess: a
+    layer's budget, once all layers are measured, lies within all of its bounds.
+    """
+
+    def bounds(
+        self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
+    ) -> LayerBounds:
+        """Bound the budgets of the first layers; for the other arguments see `Allocator.budgets`.
+
+        Args:
+            metrics: The metric of each layer that was measured, [B, K] fp32, where K is less than or equal to L.
+            total: Tokens of all layers together, [B] int64.
+            floor: The fewest tokens that any layer may get.
+            ceiling: The most tokens that any layer of a row can use, [B] int64.
+            layers: L.
+            queries: Query heads of a layer of the model.
+        """
+        ...
+
+    def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
+        """What holds whatever is measured, for plans; for the arguments see `Allocator.budgets`."""
         ...
 
 

@@ -150,6 +150,21 @@ class RanksWholeHeads(Protocol):
 
 
 @runtime_checkable
+class KeepsNested(Protocol):
+    """An optional ability of a selector: of a first prompt, a small budget keeps tokens that a larger one keeps too.
+
+    `observe` then gives a token the same state under both budgets, and `priority` looks at each token by itself, so
+    that the tokens of the larger budget can be ranked again for the smaller one. An allocator that measures layers lets
+    them drop tokens while the prompt runs, before it knows their budgets.
+    """
+
+    @property
+    def nested_from(self) -> int | None:
+        """The smallest budget, in tokens, from which on this holds; None if it never does."""
+        ...
+
+
+@runtime_checkable
 class HoldsAttention(Protocol):
     """An optional ability of a selector: its state says how much attention each token has received."""
 
@@ -206,6 +221,11 @@ def whole_heads(selector: object) -> bool:
     return isinstance(selector, RanksWholeHeads) and bool(selector.whole_heads)
 
 
+def nested_from(selector: object) -> int | None:
+    """The budget from which on what is kept is nested; None without `KeepsNested`."""
+    return selector.nested_from if isinstance(selector, KeepsNested) else None
+
+
 def joint_decode(selector: object) -> bool:
     """Whether a decode step ranks a slot by all heads of the layer; without `DecodesJointly` it does not."""
     return isinstance(selector, DecodesJointly) and bool(selector.joint_decode)
@@ -220,7 +240,8 @@ class Selector(Protocol):
 
     A class that inherits from it needs one method, `priority`; the other members have defaults for a selector without
     state and without statistics. An object that has all members is accepted whatever its class. Optional abilities are
-    `ComparesHeads`, `DecodesJointly`, `Reranks`, `RanksWholeHeads`, `HoldsAttention`, `ChecksModel` and `ScoresInputs`.
+    `ComparesHeads`, `DecodesJointly`, `Reranks`, `RanksWholeHeads`, `KeepsNested`, `HoldsAttention`, `ChecksModel` and
+    `ScoresInputs`.
 
     Attributes:
         decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).

@@ -123,7 +123,7 @@ def _must_be(got: str) -> str:
     )
 
 
-def waterfill(target: Tensor, total: Tensor, floor: int, ceiling: Tensor) -> Tensor:
+def waterfill(target: Tensor, total: Tensor, floor: int, ceiling: Tensor, even: float = 0.0) -> Tensor:
     """Integer tokens per layer, close to fractional targets and within bounds.
 
     Every layer gets its target times one common factor, clamped to the bounds. What a layer cannot use thus goes to
@@ -135,6 +135,8 @@ def waterfill(target: Tensor, total: Tensor, floor: int, ceiling: Tensor) -> Ten
         total: Tokens of all layers together, [B] int64.
         floor: The fewest tokens of a layer.
         ceiling: The most tokens that a layer of each row can use, [B] int64.
+        even: The fraction of an even division that every layer has before the rest is divided by targets. More weight
+            for one layer then never gives another one more.
 
     Returns:
         [B, L] int64; rows sum to `total` exactly, and no row depends on another.
@@ -148,7 +150,7 @@ def waterfill(target: Tensor, total: Tensor, floor: int, ceiling: Tensor) -> Ten
     """
     targets = cast("list[list[float]]", target.tolist())  # pyright: ignore[reportUnknownMemberType]
     rows = zip(targets, _ints(total), _ints(ceiling), strict=True)
-    filled = [_fill_row(*row, floor) for row in rows]
+    filled = [_fill_row(*row, floor, even) for row in rows]
     return torch.tensor(filled, dtype=torch.int64, device=target.device).reshape(target.shape)
 
 
@@ -156,7 +158,7 @@ def _ints(values: Tensor) -> list[int]:
     return cast("list[int]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
-def _fill_row(target: list[float], total: int, ceiling: int, floor: int) -> list[int]:
+def _fill_row(target: list[float], total: int, ceiling: int, floor: int, even: float) -> list[int]:
     # Plain floats, row by row: a vectorized sum may round a row differently next to other rows.
     layers = len(target)
     if total >= layers * ceiling:
@@ -168,11 +170,11 @@ def _fill_row(target: list[float], total: int, ceiling: int, floor: int) -> list
             f"The budget must be at least {layers * floor} tokens in all, {floor} for each of {layers} layers, "
             f"got {total}."
         )
-    return _round(_fractions(target, total, floor, ceiling), total, ceiling)
+    return _round(_fractions(target, total, floor, ceiling, even * total / layers), total, ceiling)
 
 
-def _fractions(target: list[float], total: int, floor: int, ceiling: int) -> list[float]:
-    """Fractional tokens per layer: `factor * target`, clamped, where the factor makes the sum equal to `total`."""
+def _fractions(target: list[float], total: int, floor: int, ceiling: int, each: float) -> list[float]:
+    """Fractional tokens per layer: `each + factor * target`, clamped, with the factor by which they sum to `total`."""
     result = [0.0] * len(target)
     free = set(range(len(target)))
     rest = float(total)
@@ -180,7 +182,8 @@ def _fractions(target: list[float], total: int, floor: int, ceiling: int) -> lis
     while free:
         mass = math.fsum(target[index] for index in free)
         for index in free:
-            result[index] = rest * target[index] / mass if mass > 0 else rest / len(free)
+            above = rest - each * len(free)
+            result[index] = each + above * target[index] / mass if mass > 0 else rest / len(free)
         excess = math.fsum(min(max(result[index], floor), ceiling) - result[index] for index in free)
         # If clamping to the floor added more tokens than clamping to the ceiling removed, the factor can only
         # fall, so whatever is below the floor now stays there. Otherwise the same holds for the ceiling.

@@ -22,20 +22,25 @@ def base_budget(budget: int | float, length: int, floor: int = 1) -> int:
     raise ValueError(f"The budget {budget} leaves {base} tokens per layer; use at least {smallest}.")
 
 
-def _in_proportion(targets: list[Fraction], fixed: dict[int, Fraction], total: int) -> dict[int, Fraction]:
-    """What is not fixed, shared among the other layers in proportion to their targets."""
+def _in_proportion(
+    targets: list[Fraction], fixed: dict[int, Fraction], total: int, each: Fraction
+) -> dict[int, Fraction]:
+    """What is not fixed: `each` for every other layer, and the rest in proportion to their targets."""
     free = [i for i in range(len(targets)) if i not in fixed]
     left = total - sum(fixed.values())
     weight = sum(targets[i] for i in free)
-    return {i: left * targets[i] / weight if weight else Fraction(left) / len(free) for i in free}
+    rest = left - each * len(free)
+    return {i: each + rest * targets[i] / weight if weight else Fraction(left) / len(free) for i in free}
 
 
-def fill(targets: Sequence[Number], total: int, floor: int, ceiling: int) -> list[Fraction]:
-    """The one x_i = clamp(factor * t_i, floor, ceiling) whose sum is `total`."""
+def fill(
+    targets: Sequence[Number], total: int, floor: int, ceiling: int, each: Fraction = Fraction(0)
+) -> list[Fraction]:
+    """The one x_i = clamp(each + factor * t_i, floor, ceiling) whose sum is `total`."""
     goals = [exact(t) for t in targets]
     fixed: dict[int, Fraction] = {}
     while len(fixed) < len(goals):
-        wish = _in_proportion(goals, fixed, total)
+        wish = _in_proportion(goals, fixed, total, each)
         gap = {i: min(max(x, Fraction(floor)), Fraction(ceiling)) - x for i, x in wish.items()}
         if not any(gap.values()):
             return [fixed.get(i, wish.get(i, Fraction(0))) for i in range(len(goals))]
@@ -58,11 +63,13 @@ def round_to_total(amounts: Sequence[Fraction], total: int, ceiling: int | None 
     return whole
 
 
-def waterfill(targets: Sequence[Number], total: int, floor: int, ceiling: int) -> list[int]:
+def waterfill(
+    targets: Sequence[Number], total: int, floor: int, ceiling: int, each: Fraction = Fraction(0)
+) -> list[int]:
     """Whole budgets that sum to `total`, as near to the targets as floor and ceiling allow."""
     layers = len(targets)
     if total >= layers * ceiling:
         return round_to_total([Fraction(total, layers)] * layers, total)
     if total < layers * floor:
         raise ValueError(f"{total} tokens for {layers} layers: at least {layers * floor} are needed.")
-    return round_to_total(fill(targets, total, floor, ceiling), total, ceiling)
+    return round_to_total(fill(targets, total, floor, ceiling, each), total, ceiling)

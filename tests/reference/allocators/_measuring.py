@@ -87,8 +87,7 @@ def in_proportion(weights: Sequence[float], total: int, floor: int, ceiling: int
     layers = len(weights)
     every = sum(map(Fraction, weights))
     shares = [Fraction(weight) / every if every else Fraction(1, layers) for weight in weights]
-    least = exact(bound)
-    return waterfill([least * total / layers + (1 - least) * total * share for share in shares], total, floor, ceiling)
+    return waterfill([total * share for share in shares], total, floor, ceiling, exact(bound) * total / layers)
 
 
 def softmax(numbers: Sequence[float]) -> list[float]:
