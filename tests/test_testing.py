@@ -12,10 +12,23 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from kvpolicy import Policy, TokenWise
-from kvpolicy.protocols import DecodeMode, HeadRequest, ModelInfo, Needs, Seen, Selector, State, Traits, View
+from kvpolicy.protocols import (
+    DecodeMode,
+    Guarantee,
+    HeadRequest,
+    LayerBounds,
+    ModelInfo,
+    Needs,
+    Seen,
+    Selector,
+    State,
+    Traits,
+    View,
+)
 from kvpolicy.registry import lookup, names
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.testing.conformance import check
+from kvpolicy.testing.nesting_checks import FallingBounds
 from tests.conformance.policies import words
 
 SOME = ("squeeze", "adakv", "kvcrush", "kivi", "mikv")
@@ -59,6 +72,36 @@ class Layers:
         if self.how == "list":
             return cast("Any", found.tolist())
         return found.int() if self.how == "dtype" else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounded(FallingBounds):
+    """Bounds that can be wrong."""
+
+    how: str = "right"
+
+    def bounds(
+        self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
+    ) -> LayerBounds:
+        least, most = FallingBounds.bounds(self, metrics, total, floor, ceiling, layers, queries)
+        return LayerBounds(least + int(self.how == "least"), most // (3 if self.how == "most" else 1))
+
+    def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
+        least, together = FallingBounds.guarantee(self, total, floor, ceiling, layers)
+        return Guarantee(least + int(self.how == "guarantee"), together // (3 if self.how == "together" else 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving(Selector):
+    """Keeps the newest tokens, or those of the middle under a small budget, and says that this is nested."""
+
+    nested_from: int | None = 1
+    decode: DecodeMode = "evict"
+
+    def priority(self, state: State, view: View) -> Tensor:
+        worth = view.positions.float()
+        small = (view.budget < 20)[:, None, None]
+        return torch.where(small, -(worth - 40).abs(), worth).masked_fill(view.newest(1), torch.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +180,9 @@ def test_right_ones_pass() -> None:
     check(Layers())
     check(Heads())
     check(Tokens())
+    check(Bounded())
+    check(Halving(nested_from=None))
+    check(Halving(nested_from=20))
 
 
 @pytest.mark.parametrize(
@@ -150,6 +196,11 @@ def test_right_ones_pass() -> None:
         (Layers(how="random"), "budgets must be deterministic, got others in a second call"),
         (Layers(how="deep"), "must sum to .* for 1 layers"),
         (Layers(how="list"), "must be int64 .*, got a list"),
+        (Bounded(how="least"), "budgets must be within bounds"),
+        (Bounded(how="most"), "budgets must be within bounds"),
+        (Bounded(how="guarantee"), "guarantee must be at most the budgets"),
+        (Bounded(how="together"), "bounds must fit the guarantee"),
+        (Halving(), "must keep tokens that a larger one keeps, got others from 1 on"),
         (Heads(how="sum"), "pages must sum to"),
         (Heads(how="dtype"), r"divide must return int64 \[3, 2\], got int32"),
         (Heads(how="greedy"), "every head must have a page"),

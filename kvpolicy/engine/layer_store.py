@@ -29,7 +29,8 @@ from kvpolicy.engine.selection import worth_of
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_slots, map_state
 from kvpolicy.engine.token_batch import SlotData
-from kvpolicy.protocols import SINGLE_RANK, Forward, LayerShape, Layout, Ranks, ScoresInputs, Seen
+from kvpolicy.engine.trimming import can_trim, trim
+from kvpolicy.protocols import SINGLE_RANK, Forward, LayerBounds, LayerShape, Layout, Ranks, ScoresInputs, Seen
 
 
 class LayerStore:
@@ -159,13 +160,28 @@ class LayerStore:
             massive: The prompt's tokens with the largest activations, [B, P] bool, if the codec pins them.
             rope_offset: Offset of the rotary positions from the rows' positions, [B], if keys are ever unrotated.
         """
-        self.contents.note_sizes(pending.keys.shape[2])
+        self.contents.note_sizes(pending.columns)
         self.record(pending, rope_offset)
         if self.spec.needs.key_rotation:
             pending = pending._replace(rotation=KeyRotation(self.spec.rope, rope_offset))
         self.geometry.compress(pending, budget, massive=massive)
         # No buffer is full here, since a geometry demotes what it must: this call counts the free steps.
         self.demote()
+
+    @on_host
+    def trim(self, pending: PendingPrompt, bounds: LayerBounds, rope_offset: Tensor | None = None) -> PendingPrompt:
+        """A first prompt without the tokens that no budget to come keeps; as it is where that cannot be known.
+
+        Args:
+            pending: The prompt, from `attend_prompt`.
+            bounds: The fewest and the most tokens of each row that the layer may be given, [B] int64 each.
+            rope_offset: Offset of the rotary positions from the rows' positions, [B], if keys are ever unrotated.
+        """
+        if not can_trim(self.contents, pending, bounds.least):
+            return pending
+        if self.spec.needs.key_rotation and pending.trimmed is None:
+            pending = pending._replace(rotation=KeyRotation(self.spec.rope, rope_offset))
+        return trim(self.contents, self.geometry.held_slots(), pending, bounds.most)
 
     @on_host
     def worth(self, pending: PendingPrompt, keep: Tensor) -> Tensor:

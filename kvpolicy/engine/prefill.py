@@ -14,6 +14,7 @@ from kvpolicy.engine.prompt_codes import PromptCodes
 from kvpolicy.engine.replayed_queries import ReplayedQueries
 from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.statistic import Candidates, Statistic
+from kvpolicy.engine.trimmed_tokens import TrimmedTokens
 from kvpolicy.protocols import Calibration, Codec, Forward, Ranks
 
 Kind = TypeVar("Kind")
@@ -35,6 +36,7 @@ class PendingPrompt(NamedTuple):
         codes: Its keys and values as codes, if it waits as such.
         rotation: How its keys are rotated, once its budget is known, if the selector needs them without it.
         replayed: Queries of the replay, if the merger asks for some.
+        trimmed: What is known of the tokens that are left, if some were dropped: keys and values are theirs.
     """
 
     keys: Tensor
@@ -48,10 +50,13 @@ class PendingPrompt(NamedTuple):
     codes: PromptCodes | None = None
     rotation: KeyRotation | None = None
     replayed: ReplayedQueries | None = None
+    trimmed: TrimmedTokens | None = None
 
     @property
     def columns(self) -> int:
         """P."""
+        if self.trimmed is not None:
+            return self.trimmed.columns
         return self.keys.shape[2] if self.codes is None else self.codes.columns
 
     def encoded(self, codec: Codec, calibration: Calibration) -> PendingPrompt:
@@ -159,6 +164,7 @@ class PendingPrompt(NamedTuple):
             replay=of(self.replay),
             codes=None if self.codes is None else self.codes.map_rows(fn),
             replayed=None if self.replayed is None else ReplayedQueries(*map(fn, self.replayed)),
+            trimmed=None if self.trimmed is None else self.trimmed.map_rows(fn),
         )
 
     def owned(self) -> PendingPrompt:
@@ -172,6 +178,7 @@ class PendingPrompt(NamedTuple):
         """Bytes of its tensors."""
         parts = [self.keys, self.values, self.valid, self.replay, *(self.replayed or ())]
         parts += [tensor for each in self.statistics for tensor in each.tensors]
+        parts += [] if self.trimmed is None else self.trimmed.tensors
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]
         codes = 0 if self.codes is None else self.codes.nbytes

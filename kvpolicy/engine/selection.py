@@ -178,7 +178,7 @@ def select_tokens(ranking: Ranking, idle: Tensor | None = None, heads: HeadBudge
     positions = view.positions
     head_pages = None if heads is None else heads.divide(priority, view)
     count = view.budget[:, None] if heads is None or head_pages is None else head_pages * heads.size[:, None]
-    chosen = _highest(priority, view, count)
+    chosen = highest(priority, view, count)
     if idle is not None:  # alone, such a row would not have been selected from
         chosen = torch.where(idle[:, None, None], view.valid, chosen)
         state = select_rows(idle, before, state)
@@ -257,7 +257,7 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
     return positions.gather(-1, order), map_slots(lambda t: t.gather(-1, order), state), moved
 
 
-def _highest(priority: Tensor, view: View, count: Tensor) -> Tensor:
+def highest(priority: Tensor, view: View, count: Tensor) -> Tensor:
     """The `count` [B, H or 1] tokens of highest priority, ties to the earlier position, [B, H, N] bool."""
     priority = priority.masked_fill(~view.valid, -torch.inf)
     # Not `topk`, which leaves open which of equal tokens it returns, and takes one count for all rows.

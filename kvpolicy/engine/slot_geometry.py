@@ -32,6 +32,7 @@ from kvpolicy.engine.slot_demoter import SlotDemoter, assign_slots
 from kvpolicy.engine.slot_writer import SlotWriter
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import SlotData, TokenBatch
+from kvpolicy.engine.trimming import ranked_again
 from kvpolicy.engine.undo_log import Targets
 from kvpolicy.protocols import LayerShape, Layout, State, Tokens, View
 
@@ -81,7 +82,7 @@ class SlotGeometry:
         """
         layer = self.layer
         tensors = layer.tensors
-        layer.note_sizes(pending.keys.shape[2])
+        layer.note_sizes(pending.columns)
         self.index.is_current = False
         seen_before = tensors.length
         # Unlike in a step, not in place: `seen_before` is the same tensor and must keep the old lengths.
@@ -90,7 +91,10 @@ class SlotGeometry:
         past = self.codes.past() if pending.reads_past or merges else None
         keep = budget.keep.to(tensors.positions.device)
         # The ranking has no name here, so that its statistics are freed before the tokens are placed.
-        selected = select_tokens(layer.rank(self.held_slots(), pending, past, seen_before, keep), pending.idle)
+        if pending.trimmed is None:
+            selected = select_tokens(layer.rank(self.held_slots(), pending, past, seen_before, keep), pending.idle)
+        else:
+            selected = select_tokens(ranked_again(self._spec.selector, pending.trimmed, keep), pending.idle)
         keys, values = pending.keys, pending.values
         if layer.layout.exact:  # a first prompt is not copied whole
             keys = torch.cat([tensors.keys, keys], 2)

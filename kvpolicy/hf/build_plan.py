@@ -12,6 +12,7 @@ from kvpolicy.planning.memory import held_codes_bytes, planned_resident, prefill
 from kvpolicy.planning.notes import plan_notes
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.planning.tokens import Tokens
+from kvpolicy.planning.waiting import trimmed_bytes
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
 
@@ -73,6 +74,9 @@ def build_plan(
         return sum(held_codes_bytes(policy.at(index), batch, shape, count) for index in indices)
 
     in_codes = held_codes if coded else None
+    first = min(chunk or columns, columns)
+    measures = bool(policy.layer_metric) and not coded
+    trimmed = trimmed_bytes(policy, shape, tokens, prompt, first, len(indices)) if measures else None
     return CachePlan(
         policy=policy,
         batch=batch,
@@ -82,7 +86,7 @@ def build_plan(
         measured=measured,
         note=plan_notes(policy, layers, tokens.keep, prompt, measured=measured, coded=coded),
         resident_nbytes=planned_resident(policy, tuple(indices), held),
-        peak_nbytes=prefill_peak(policy, batch, shape, sizes, columns, prefilled, chunk, holds, in_codes),
+        peak_nbytes=prefill_peak(policy, batch, shape, sizes, columns, prefilled, chunk, holds, in_codes, trimmed),
         prefill=model.prefill(policy, layers, columns, chunk, tile, holds=holds),
         full_peak_nbytes=batch * columns * shape.token_nbytes * len(indices) + prefilled,
     )

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.editing import move_tokens
-from kvpolicy.engine.hidden_stats import CosineSum
 from kvpolicy.engine.host import on_host
 from kvpolicy.hf import history
 from kvpolicy.hf.attachment import attachment_of
@@ -22,6 +21,7 @@ from kvpolicy.hf.forward_guard import ForwardGuard
 from kvpolicy.hf.history import History
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.mask_digest import extend_digest, remove_from_digest
+from kvpolicy.hf.measured import Measured
 from kvpolicy.hf.model_spec import resolve_for
 from kvpolicy.hf.saved_cache import describe_cache, load_cache
 from kvpolicy.planning.memory import resident_bytes
@@ -234,14 +234,16 @@ class PolicyCache(CacheForward):
 
     def numbers(self) -> dict[str, Any]:
         """The numbers of the cache besides those of its layers, as JSON values."""
-        names = ("_prompt", "new", "_end", "_cosines")
-        return {name.lstrip("_"): getattr(self, name) for name in names} | {"columns": self.guard.columns}
+        told = {"prompt": self._prompt, "new": self.new, "end": self._end}
+        return told | {"cosines": self._measured.known, "columns": self.guard.columns}
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`."""
         self._prompt = numbers["prompt"]
         self._awaits = self._prompt is not None
-        self.new, self._end, self._cosines = (numbers[name] for name in ("new", "end", "cosines"))
+        self.new = numbers["new"]
+        self._end = numbers["end"]
+        self._measured.known = numbers["cosines"]
         self.guard.columns = numbers["columns"]
 
     def unmanaged_bytes(self) -> dict[int, int]:
@@ -418,8 +420,7 @@ class PolicyCache(CacheForward):
         if prompt is not None and prompt.dim():
             self.prompt = fn(prompt)
         self._end = None if self._end is None else fn(torch.tensor(self._end)).tolist()
-        self._cosines = None if self._cosines is None else fn(torch.tensor(self._cosines)).tolist()
-        self._metrics = {layer: CosineSum(*map(fn, sums)) for layer, sums in self._metrics.items()}  # of held chunks
+        self._measured.map_rows(fn)
 
     def reset(self) -> None:
         """Forget everything, what was announced too, so that the cache can be used for another prompt; see `expect`."""
@@ -429,8 +430,7 @@ class PolicyCache(CacheForward):
         self.prompt = self.new = None
         self.guard = ForwardGuard()
         self._end = None
-        self._cosines = None
-        self._metrics = {}
+        self._measured = Measured()
         self.holds_next = False
         self.forget_forward()
 

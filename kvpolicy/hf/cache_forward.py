@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.hidden_stats import CosineSum, massive_tokens, sum_cosines
+from kvpolicy.engine.hidden_stats import massive_tokens, sum_cosines
 from kvpolicy.engine.host import on_host, outside_autocast
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
@@ -18,12 +18,14 @@ from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf.added_whole import counted, exceed, whole_budgets
 from kvpolicy.hf.attachment import CODES, HOLD, Attachment
+from kvpolicy.hf.cascade import trim_waiting
 from kvpolicy.hf.curves import curves_of, shares_of
 from kvpolicy.hf.division import Expected, divide_budget
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.history import History, note_forward
 from kvpolicy.hf.layer import PolicyLayer, make_store
 from kvpolicy.hf.layer_metrics import measure_attention, measured_metrics
+from kvpolicy.hf.measured import Measured
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.running_forward import RunningForward
 from kvpolicy.hf.tiles import Tile
@@ -61,10 +63,9 @@ class CacheForward(Cache):
         self.history = History()
         # Lists, not tensors, so that `nbytes` counts every tensor that outlives a forward.
         self._end: list[int] | None = None  # tokens of each row once the last is generated
-        self._cosines: list[list[float]] | None = None  # the metric of each row and layer
+        self._measured = Measured()
         self.tile_size: int | None = None  # the most tokens that a layer takes at a time in the running forward
         self.tile: Tile | None = None  # the one that a layer takes at the moment
-        self._metrics: dict[int, CosineSum] = {}  # the running forward's, by layer
         self._forward = RunningForward()
         self.holds_next = False  # whether the next forward is added whole
 
@@ -84,6 +85,10 @@ class CacheForward(Cache):
     def policy_layers(self) -> list[PolicyLayer]:
         """The layers under the policy."""
         return [layer for layer in self.layers if isinstance(layer, PolicyLayer)]
+
+    @property
+    def _policy_indices(self) -> list[int]:
+        return [layer.layer_idx for layer in self.policy_layers]
 
     @property
     def has_prompt(self) -> bool:
@@ -292,6 +297,7 @@ class CacheForward(Cache):
         if self.wants_cosines or self._wants("curve", "attention"):
             layer.keep(pending)
             self._forward.waiting.append(layer)
+            self._trim_waiting("attention")
             return
         if layer is self.policy_layers[0]:
             self._divide(layer, pending)
@@ -310,9 +316,7 @@ class CacheForward(Cache):
         if self.plan is not None and exceed(self.policy_layers, forward):
             self.plan = counted(self.plan, self.policy_layers)
         if not waits:  # else the next chunk is measured as well
-            if self._metrics:
-                self._cosines = self.cosines().tolist()
-            self._metrics = {}
+            self._measured.end_prompt(self._policy_indices, self._forward.unbegun)
         self.forget_forward()
         # After all layers are compressed: if one fails, the layers disagree, and the guard refuses the next forward.
         self.guard.running = False
@@ -391,7 +395,7 @@ class CacheForward(Cache):
     @property
     def wants_cosines(self) -> bool:
         """Whether the residual stream of layers is still to be measured."""
-        return (self._forward.first is not None or bool(self._metrics)) and self.policy.layer_metric == "cosine"
+        return (self._forward.first is not None or bool(self._measured.sums)) and self.policy.layer_metric == "cosine"
 
     def _wants(self, *metrics: LayerMetric) -> bool:
         """Whether all layers are to be compared by one of these metrics before the budget is divided."""
@@ -417,8 +421,9 @@ class CacheForward(Cache):
         new = sum_cosines(
             residual, update, self._forward.valid if self.tile is None else self.tile.cut(self._forward.valid)
         )
-        # Earlier tiles and held chunks have been measured already.
-        self._metrics[layer_idx] = self._metrics[layer_idx].plus(new) if layer_idx in self._metrics else new
+        self._measured.add(layer_idx, new)
+        if self.tile is None or self.tile.is_last:
+            self._trim_waiting("cosine")
 
     def take_residual(self, layer_idx: int) -> Tensor | None:
         """The input of a layer that is being measured, [B, P, hidden], or that of its tile; None if none is."""
@@ -441,17 +446,18 @@ class CacheForward(Cache):
 
     def cosines(self) -> Tensor:
         """The measured metric of each layer, [B, L]; shares of the budget if it has many numbers of each."""
-        held = None if self._cosines is None else torch.tensor(self._cosines)
-        if not self._metrics:
-            assert held is not None, "no prompt was measured"
-            return held
-        new = torch.stack([self._metrics[layer.layer_idx].mean.cpu() for layer in self.policy_layers], -1)
-        unbegun = self._forward.unbegun
-        if held is None or unbegun is None:
-            return new
-        return torch.where(unbegun.cpu()[:, None], new, held)  # a row is measured on its first prompt
+        return self._measured.of_rows(self._policy_indices, self._forward.unbegun)
 
     # budgets
+
+    def _trim_waiting(self, metric: LayerMetric) -> None:
+        """Drop what no division to come can keep of the prompts that wait, once their metric is known."""
+        if self.policy.layer_metric == metric:
+            trim_waiting(self.policy, self._forward, self._measured, len(self.policy_layers), self._told())
+
+    def _told(self) -> Expected:
+        """The announced lengths of the rows."""
+        return Expected(self.prompt, self.new, None if self._end is None else torch.tensor(self._end))
 
     def _measure_layers(self, layers: list[PolicyLayer]) -> None:
         """Compare layers by what their tokens are worth, or by their attention, and note the metric of each layer.
@@ -469,9 +475,7 @@ class CacheForward(Cache):
             assert tokens is not None
             drawn = curves_of(self.policy, layers, tokens) if metrics is None else metrics
             metrics = shares_of(self.policy, drawn, tokens)
-        if self._cosines is not None:
-            metrics = torch.where(unbegun.cpu()[:, None], metrics, torch.tensor(self._cosines))
-        self._cosines = metrics.tolist()
+        self._measured.note(metrics, unbegun)
 
     def _divide(self, first: PolicyLayer, pending: PendingPrompt, metrics: Tensor | None = None) -> None:
         """Divide the budget among layers, from the rows' lengths after the pending prompt of the first layer.
@@ -488,11 +492,9 @@ class CacheForward(Cache):
             keep = whole_budgets(self.policy_layers, new)
         elif metrics is None and self.policy.layer_metric:
             metrics = self.cosines()
-        end = None if self._end is None else torch.tensor(self._end)
-        told = Expected(self.prompt, self.new, end)
         model = self.attachment.model_shape
         columns = first.get_seq_length()
         self._forward.tokens, self.plan, end = divide_budget(
-            self.policy, model, first.store, pending, told, metrics, columns, keep
+            self.policy, model, first.store, pending, self._told(), metrics, columns, keep
         )
         self._end = None if end is None else end.tolist()

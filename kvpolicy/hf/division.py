@@ -38,6 +38,28 @@ class Expected(NamedTuple):
     end: Tensor | None
 
 
+class RowLengths(NamedTuple):
+    """Lengths of the rows of a cache, on the host.
+
+    Attributes:
+        own: Tokens of each row so far, [B] int64.
+        prompt: Tokens of its whole prompt, as far as it was announced, [B] int64.
+        end: Tokens once the last is generated, [B] int64; None if unknown.
+    """
+
+    own: Tensor
+    prompt: Tensor
+    end: Tensor | None
+
+    @classmethod
+    def of(cls, store: LayerStore, pending: PendingPrompt, told: Expected) -> RowLengths:
+        """Lengths after a prompt of the first layer."""
+        own = pending.lengths(store.tensors.length).cpu()
+        prompt = at_least(own, told.prompt)
+        # Once per announcement: a chunk or turn that follows does not move the announced end.
+        return cls(own, prompt, prompt + told.new if told.new is not None and told.end is None else told.end)
+
+
 class Division(NamedTuple):
     """A divided budget.
 
@@ -76,16 +98,13 @@ def divide_budget(
     """
     batch, heads, _, dim = pending.keys.shape
     indices = model.evictable
-    own = pending.lengths(store.tensors.length).cpu()
-    length = at_least(own, told.prompt)
+    own, length, end = RowLengths.of(store, pending, told)
     dtype = pending.keys.dtype
     every = store.ranks.kv_heads(heads)
     shape = LayerShape(heads, dim, dtype, store.shape.group, every)
     # All ranks must divide a budget in bytes alike, so it is that of a rank with the most heads; bytes in the plan
     # are those of this rank.
     fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype, store.ranks.most_group(store.shape.group), every)
-    # Once per announcement: a chunk or turn that follows does not move the announced end.
-    end = length + told.new if told.new is not None and told.end is None else told.end
     columns += int((length - own).max())
     alone = model.unmanaged_bytes(batch, columns + (told.new or 0))
     most = model.unmanaged_bytes(batch, columns + (MAX_SIZE if told.new is None else told.new))  # full windows

@@ -156,11 +156,12 @@ def prefill_peak(
     chunk: int | None = None,
     holds: bool = False,
     held: Callable[[int], int] | None = None,
+    trimmed: int | None = None,
 ) -> int:
     """The most bytes that a cache holds while a prompt is prefilled, in one piece or in chunks.
 
     A layer's prompt is compressed as soon as its budget is known. With an allocator that measures layers, and with a
-    part that replays the context, every layer holds its prompt until the last has run.
+    part that replays the context, every layer holds its prompt until the last has run, or what may be kept of it.
 
     Args:
         policy: The policy.
@@ -172,6 +173,7 @@ def prefill_peak(
         chunk: Tokens that are prefilled at a time; None for all.
         holds: Whether chunks are held until the last one.
         held: Bytes of prompts of so many tokens that wait in all layers; those of keys and values by default.
+        trimmed: The most bytes of what waits of measured prompts; None if they wait whole.
     """
     prompt = batch * columns * shape.token_nbytes
     new = min(chunk or columns, columns)
@@ -192,7 +194,10 @@ def prefill_peak(
     if holds and piece < prompt:
         return held(columns) + plain + piece + unmanaged_nbytes
     if policy.layer_metric:  # layers are measured in the first chunk
-        return max(held(new) + min(plain, piece), sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes
+        waiting = held(new) + min(plain, piece)
+        if trimmed is not None:  # beside the newest layer's prompt, or the first one's slots
+            waiting = min(waiting, trimmed + max(piece, *layers))
+        return max(waiting, sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes
     if piece < prompt:  # all layers hold what was kept of the chunks before
         return sum(layers) + piece + unmanaged_nbytes
     # The last layer's prompt is alive when all others are compressed, and so is an earlier one's that is larger.

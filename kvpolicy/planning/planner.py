@@ -11,7 +11,7 @@ from kvpolicy.planning.by_layer import divide_by_layer
 from kvpolicy.planning.layer_plans import plan_layers
 from kvpolicy.planning.tokens import INITIAL_SLOTS, Tokens, expect_tokens, largest, most_tokens, tokens_of
 from kvpolicy.policy import LayeredPolicy, Policy
-from kvpolicy.protocols import LayerShape
+from kvpolicy.protocols import BoundsBudgets, LayerBounds, LayerShape
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import MAX_SIZE
@@ -47,12 +47,32 @@ def divide(
         return divide_by_layer(policy, prompt, end, shapes, unmanaged_nbytes, indices, whole or shapes[0])
     if isinstance(policy.budget, str):
         return _divide_bytes(policy, metrics, prompt, end, shapes, unmanaged_nbytes, indices)
-    floor = policy.min_tokens
-    base = tokens_of(policy.budget, prompt)
-    # A prompt that the selector's minimum covers is kept whole, so a smaller fraction of it is no error.
-    base = torch.where(prompt <= floor, base.clamp_min(floor), base)
-    _check_floor(policy, base, prompt)
+    base = base_tokens(policy, prompt)
     return _divide_tokens(policy, metrics, base, prompt, end, len(shapes), INITIAL_SLOTS)
+
+
+def bound_layers(
+    policy: Policy, metrics: Tensor, prompt: Tensor, end: Tensor | None, layers: int, queries: int
+) -> LayerBounds | None:
+    """What `divide` will give the layers that were measured, at least and at most.
+
+    Args:
+        policy: The policy.
+        metrics: The layer metric of the layers that were measured, [B, K].
+        prompt: Prompt length of each row, [B] int64.
+        end: Length of each row after the last new token, [B] int64; None if unknown.
+        layers: Layers under the policy.
+        queries: Query heads of a layer of the model.
+
+    Returns:
+        The bounds; None where nothing is known before all layers are measured: of a budget in bytes, and of an
+        allocator without `BoundsBudgets`.
+    """
+    if not isinstance(policy.allocator, BoundsBudgets) or isinstance(policy.budget, str):
+        return None
+    total = base_tokens(policy, prompt) * layers
+    ceiling = most_tokens(policy, prompt, end)
+    return policy.allocator.bounds(metrics, total, policy.min_tokens, ceiling, layers, queries)
 
 
 def tokens_of_share(policy: Policy, prompt: int, new: int, shapes: Sequence[LayerShape]) -> Tokens | None:
@@ -80,6 +100,17 @@ def tokens_of_share(policy: Policy, prompt: int, new: int, shapes: Sequence[Laye
     except KVPolicyError:
         # Of a fraction, nothing else is refused here than that it is below the smallest budget.
         return None
+
+
+def base_tokens(policy: Policy, prompt: Tensor) -> Tensor:
+    """Tokens that a layer keeps of each row on average, [B] int64, under a budget that is not in bytes."""
+    assert not isinstance(policy.budget, str)
+    floor = policy.min_tokens
+    base = tokens_of(policy.budget, prompt)
+    # A prompt that the selector's minimum covers is kept whole, so a smaller fraction of it is no error.
+    base = torch.where(prompt <= floor, base.clamp_min(floor), base)
+    _check_floor(policy, base, prompt)
+    return base
 
 
 def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:

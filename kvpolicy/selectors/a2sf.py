@@ -55,6 +55,7 @@ class A2SF(Scored):
     decode: DecodeMode = "evict"
 
     compares_heads: ClassVar[bool] = True
+    nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""

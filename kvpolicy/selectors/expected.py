@@ -94,6 +94,7 @@ class ExpectedAttention(Selector):
     decode: DecodeMode = "evict"
     moments: Literal["all", "prompt"] = "all"
     compares_heads: ClassVar[bool] = True
+    nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""

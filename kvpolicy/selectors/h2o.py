@@ -46,6 +46,7 @@ class H2O(Scored):
     decode: DecodeMode = "evict"
 
     compares_heads: ClassVar[bool] = True
+    nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""

@@ -54,6 +54,7 @@ class KVzap(Scored):
     window: int = 128
     decode: DecodeMode = "evict"
     compares_heads: ClassVar[bool] = True
+    nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""

@@ -56,6 +56,11 @@ class LagKV(Selector):
         check_min(self, sinks=0, lag=1)
 
     @property
+    def nested_from(self) -> int:
+        """Four lags: a smaller budget shrinks them."""
+        return 4 * self.lag
+
+    @property
     def needs(self) -> Needs:
         """Keys and values, of all tokens after a prompt and after every lag."""
         return Needs(vectors=True, rerank_every=self.lag)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,8 @@ class QFilters(Scored):
 
     file: str = "tiny"
     decode: DecodeMode = "evict"
+
+    nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""

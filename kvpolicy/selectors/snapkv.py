@@ -62,6 +62,11 @@ class SnapKV(Scored):
         check_kernel(self, self.kernel)
 
     @property
+    def nested_from(self) -> int:
+        """Twice the window: a smaller budget shrinks it."""
+        return 2 * self.window
+
+    @property
     def needs(self) -> Needs:
         """The attention of the observation window."""
         return Needs(window_queries=self.window)

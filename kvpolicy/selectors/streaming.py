@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -39,6 +40,8 @@ class StreamingLLM(Selector):
 
     sinks: int = 4
     decode: DecodeMode = "evict"
+
+    nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""

@@ -35,6 +35,7 @@ class TOVA(Scored):
 
     compares_heads: ClassVar[bool] = True
     joint_decode: ClassVar[bool] = True
+    nested_from: ClassVar[int | None] = 1
 
     @property
     def needs(self) -> Needs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +82,8 @@ class TriAttention(Selector):
     of_group: Literal["max", "mean"] = "max"
     normalize: bool = False
     decode: DecodeMode = "evict"
+
+    nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""

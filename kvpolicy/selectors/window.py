@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -32,6 +33,8 @@ class SlidingWindow(Selector):
     """
 
     decode: DecodeMode = "evict"
+
+    nested_from: ClassVar[int | None] = 1
 
     def priority(self, state: State, view: View) -> Tensor:
         """Higher priority for later tokens: [B, H, N]."""

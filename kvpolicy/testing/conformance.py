@@ -17,13 +17,14 @@ from kvpolicy.codecs.plain import Plain
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.policy import Policy, describe_missing, missing
-from kvpolicy.protocols import Allocator, Codec, HeadAllocator, Merger, Reader, Selector
+from kvpolicy.protocols import Allocator, Codec, HeadAllocator, Merger, Reader, Selector, nested_from
 from kvpolicy.registry import Kind, either, kinds
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
 from kvpolicy.spec.errors import KVPolicyTypeError
 from kvpolicy.spec.validation import check_instance
 from kvpolicy.testing.cache_checks import check_cache
+from kvpolicy.testing.nesting_checks import FallingBounds, FallingBudgets
 from kvpolicy.testing.part_checks import (
     check_batch,
     check_budgets,
@@ -58,7 +59,7 @@ def check(part: Allocator | HeadAllocator | Selector | Merger | Codec | Reader, 
     each head has room for what its selector always keeps, also where all priority is in one head.
 
     Selectors: priorities are fp32 and not NaN; states are [B, H, S]; `min_tokens` is a budget that works; a full budget
-    changes no logits.
+    changes no logits; what is kept is nested, if `nested_from` says so.
 
     Mergers: states are zero and have a row per batch row and a column per head; a prompt without an evicted token
     comes out bit for bit; keys, values and counts keep their shapes and are finite; a full budget changes no logits.
@@ -145,12 +146,27 @@ def _check_cache(part: Any, policy: Policy) -> None:
         if part.min_tokens <= _PROMPT:
             _run(model, dataclasses.replace(policy, budget=part.min_tokens), ids)
         _check_full_budget(model, dataclasses.replace(policy, budget=1.0), ids)
+        _check_nesting(model, policy, ids)
     if isinstance(part, Merger):
         _check_full_budget(model, policy, ids)
     # With H2O, the error of the codec changes the scores, and so the tokens that are kept.
     if isinstance(part, Codec) and not _needs_ranking(part):
         plain = _run(model, dataclasses.replace(policy, codec=Plain()), ids)
         assert kept == plain, f"{part} must keep the tokens that plain keeps, got others"
+
+
+def _check_nesting(model: Any, policy: Policy, ids: Tensor) -> None:
+    """Check that layers may drop tokens of a prompt before its budget is divided, if the selector says so."""
+    nested = nested_from(policy.selector)
+    if nested is None or 3 * nested > _PROMPT:  # nothing could be dropped
+        return
+    waits = dataclasses.replace(policy, allocator=FallingBudgets(), budget=max(2 * nested, 16))
+    trims = dataclasses.replace(waits, allocator=FallingBounds())
+    same = _run(model, waits, ids) == _run(model, trims, ids)
+    assert same, (
+        f"{policy.selector}: from a budget of nested_from tokens on, a smaller budget must keep tokens that a larger "
+        f"one keeps, got others from {nested} on; try nested_from = None"
+    )
 
 
 def _needs_ranking(codec: Codec) -> bool:

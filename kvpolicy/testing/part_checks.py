@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpolicy.engine.state import empty_slots, map_state, slot_tensors, tensors
 from kvpolicy.protocols import (
     Allocator,
+    BoundsBudgets,
     Candidates,
     Codec,
     DecodeMode,
@@ -64,6 +65,8 @@ def check_budgets(part: Allocator, layers: int) -> None:
     assert int(budgets.min()) >= 3, f"{part}: budgets must be at least the floor, 3, got {shown}"
     is_usable = bool((budgets <= ceiling[:, None]).all())
     assert is_usable, f"{part}: budgets must be at most the ceiling, {ceiling.tolist()}, got {shown}"
+    if isinstance(part, BoundsBudgets) and metrics is not None and metrics.dim() == 2:
+        _check_bounds(part, metrics, total, ceiling, budgets)
     again = _budgets(part, metrics, total, ceiling, layers)
     assert torch.equal(again, budgets), f"{part}: budgets must be deterministic, got others in a second call"
     for row in range(3):
@@ -71,6 +74,21 @@ def check_budgets(part: Allocator, layers: int) -> None:
         alone = _budgets(part, None if metrics is None else metrics[one], total[one], ceiling[one], layers)
         same = torch.equal(alone, budgets[one])
         assert same, f"{part}: the budgets of a row must not depend on other rows, got others without them"
+
+
+def _check_bounds(part: BoundsBudgets, metrics: Tensor, total: Tensor, ceiling: Tensor, budgets: Tensor) -> None:
+    """Check that budgets [B, L] are within the bounds that were known before all layers were measured."""
+    layers = metrics.shape[1]
+    least, together = part.guarantee(total, 3, ceiling, layers)
+    is_less = bool((budgets >= least[:, None]).all())
+    assert is_less, f"{part}: guarantee must be at most the budgets, got {least.tolist()} for {budgets.tolist()}"
+    for seen in range(1, layers + 1):
+        bounds = part.bounds(metrics[:, :seen], total, 3, ceiling, layers, 2)
+        own = budgets[:, :seen]
+        within = bool(((bounds.least <= own) & (own <= bounds.most)).all())
+        assert within, f"{part}: budgets must be within bounds, got {own.tolist()} for {bounds} after {seen} layers"
+        fits = bool((bounds.most.sum(-1) <= together).all())
+        assert fits, f"{part}: bounds must fit the guarantee {together.tolist()}, got {bounds.most.tolist()}"
 
 
 def _measured(part: MeasuresAttention, drawn: Tensor) -> Tensor:

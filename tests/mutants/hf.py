@@ -28,9 +28,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="measured cosines are not selected with the rows",
-        file="kvpolicy/hf/cache.py",
-        old="self._cosines = None if self._cosines is None else fn(torch.tensor(self._cosines)).tolist()",
-        new="self._cosines = None if self._cosines is None else list(self._cosines)",
+        file="kvpolicy/hf/measured.py",
+        old="self.known = None if self.known is None else fn(torch.tensor(self.known)).tolist()",
+        new="self.known = None if self.known is None else list(self.known)",
         tests=("tests/engine/test_squeeze.py",),
     ),
     Mutation(
@@ -226,8 +226,8 @@ MUTATIONS = (
     Mutation(
         name="a cache that is reset remembers what was measured",
         file="kvpolicy/hf/cache.py",
-        old="        self._end = None\n        self._cosines = None\n        self._metrics",
-        new="        self._end = None\n        self._metrics",
+        old="        self._end = None\n        self._measured = Measured()\n",
+        new="        self._end = None\n",
         tests=("tests/engine/test_conversations.py::test_a_reset_cache_is_new",),
     ),
     Mutation(
@@ -305,9 +305,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="a layer is measured in its last tile alone",
-        file="kvpolicy/hf/cache_forward.py",
-        old="self._metrics[layer_idx] = self._metrics[layer_idx].plus(new) if layer_idx in self._metrics else new",
-        new="self._metrics[layer_idx] = new",
+        file="kvpolicy/hf/measured.py",
+        old="self.sums[layer_idx] = self.sums[layer_idx].plus(new) if layer_idx in self.sums else new",
+        new="self.sums[layer_idx] = new",
         tests=(
             "tests/conformance/test_tiles.py",
             "tests/robust/test_tiles.py",

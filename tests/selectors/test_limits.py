@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpolicy import H2O, ExpectedAttention, KVzip, ProbeSalience, Scissorhands, SnapKV
-from kvpolicy.engine.selection import _highest  # pyright: ignore[reportPrivateUsage]
+from kvpolicy.engine.selection import highest
 from kvpolicy.protocols import Seen, View
 from kvpolicy.protocols.selector import Scores
 from kvpolicy.selectors import expected
@@ -35,7 +35,7 @@ def test_the_window_of_snapkv_is_at_most_half_the_budget(budget: int, window: in
 def test_sinks_leave_room_for_the_newest_token_alone() -> None:
     given = view(9, 6)
     priority = Scissorhands(sinks=5, recent=3).priority(Scores(torch.zeros(1, 1, 9)), given)
-    assert _highest(priority, given, given.budget[:, None])[0, 0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4, 8]
+    assert highest(priority, given, given.budget[:, None])[0, 0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4, 8]
 
 
 @pytest.mark.parametrize(("added", "left"), [(0, 1.0), (6, 0.25), (8, 0.0), (20, 0.0)])

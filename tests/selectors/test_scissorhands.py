@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpolicy.engine.selection import _highest  # pyright: ignore[reportPrivateUsage]
+from kvpolicy.engine.selection import highest
 from kvpolicy.protocols import View
 from kvpolicy.protocols.selector import Scores
 from kvpolicy.selectors.scissorhands import Scissorhands
@@ -20,14 +20,14 @@ def test_the_vector() -> None:
     view = View(torch.arange(6, dtype=torch.int32)[None, None], torch.tensor([6]), torch.tensor([4]), 0)
     ignored = -torch.tensor([[[0.1, 0.9, 0.2, 0.8, 0.3, 0.4]]])
     priority = Scissorhands(sinks=1, recent=1).priority(Scores(ignored), view)
-    assert _highest(priority, view, view.budget[:, None])[0, 0].nonzero()[:, 0].tolist() == [0, 1, 3, 5]
+    assert highest(priority, view, view.budget[:, None])[0, 0].nonzero()[:, 0].tolist() == [0, 1, 3, 5]
 
 
 def test_ties_keep_the_earlier_and_the_recent() -> None:
     view = View(torch.arange(9, dtype=torch.int32)[None, None], torch.tensor([9]), torch.tensor([6]), 0)
     for recent, kept in ((2, [0, 1, 2, 3, 7, 8]), (3, [0, 1, 2, 6, 7, 8]), (10, [0, 1, 2, 6, 7, 8])):
         priority = Scissorhands(recent=recent).priority(Scores(torch.zeros(1, 1, 9)), view)
-        assert _highest(priority, view, view.budget[:, None])[0, 0].nonzero()[:, 0].tolist() == kept
+        assert highest(priority, view, view.budget[:, None])[0, 0].nonzero()[:, 0].tolist() == kept
 
 
 def test_equal_weights_ignore_nothing() -> None:

@@ -1,0 +1,113 @@
+"""Trimming of a prompt that awaits its budget: it then holds no more tokens than its layer may be given.
+
+Its selector keeps nested sets of tokens (see `kvpolicy.protocols.KeepsNested`). So the tokens of the largest possible
+budget can be ranked again for the budget that the layer is given, and none that was dropped would have been kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries, QuerySquares
+from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.selection import Ranking, finite_priority, highest
+from kvpolicy.engine.state import map_slots, select_rows
+from kvpolicy.engine.token_batch import TokenBatch
+from kvpolicy.engine.trimmed_tokens import TrimmedTokens
+from kvpolicy.protocols import Selector, State, nested_from
+from kvpolicy.spec.errors import KVPolicyError
+
+LEAST_GAIN = 1 / 8
+"""A prompt that was trimmed is trimmed again if it then holds less by this fraction: tokens are copied each time."""
+
+_NOT_OF_TOKENS = (ChannelSums, LargestQueries, QuerySquares)
+"""Statistics of channels, which the codec and the reader want of the whole prompt."""
+
+
+def can_trim(layer: LayerContents, pending: PendingPrompt, least: Tensor) -> bool:
+    """Whether a prompt can be trimmed without a change of what is kept in the end.
+
+    Args:
+        layer: The layer.
+        pending: Its prompt.
+        least: The fewest tokens that it may be given, [B] int64.
+    """
+    nested = nested_from(layer.spec.selector)
+    # A merger wants what is evicted, and heads with budgets of their own may keep more than the layer on average.
+    drops = layer.spec.merger_traits.when == "never" and layer.spec.heads is None
+    if nested is None or not drops or layer.layout.slots or pending.codes is not None:
+        return False
+    return bool((least >= nested).all())
+
+
+def trim(layer: LayerContents, held: tuple[Tensor, State], pending: PendingPrompt, most: Tensor) -> PendingPrompt:
+    """Drop the tokens of a first prompt that are beyond the most that its layer may be given.
+
+    Args:
+        layer: The layer.
+        held: Positions and states of its slots, of which there are none.
+        pending: The prompt, for which `can_trim` holds.
+        most: The most tokens of each row that it may be given, [B] int64.
+
+    Returns:
+        The prompt with these tokens; the same if this frees too little.
+    """
+    most = most.to(layer.tensors.length.device)
+    trimmed = pending.trimmed
+    size = pending.keys.shape[2]
+    if int(most.max()) > size * (1 - LEAST_GAIN):
+        return pending
+    if trimmed is None:
+        ranking = layer.rank(held, pending, None, layer.tensors.length, most)
+        view, priority = ranking.view, ranking.priority
+        idle = pending.idle
+        state = ranking.state if idle is None else select_rows(idle, ranking.before, ranking.state)
+        keys, values = _in_order(ranking, pending)
+    else:
+        view = trimmed.view._replace(budget=most)
+        state = trimmed.state
+        priority = finite_priority(layer.spec.selector.priority(state, view))
+        keys, values = pending.keys, pending.values
+    chosen = highest(priority, view, most[:, None])
+    batch = TokenBatch(keys, values, view.positions, state, chosen).trimmed()
+    view = view._replace(positions=batch.positions.masked_fill(~batch.chosen, -1), alike=False)
+    kept = tuple(each for each in pending.statistics if isinstance(each, _NOT_OF_TOKENS))
+    smaller = pending._replace(
+        keys=batch.keys,
+        values=batch.values,
+        statistics=kept,
+        forward=None,
+        wants_vectors=False,
+        trimmed=TrimmedTokens(view, map_slots(torch.clone, batch.state), pending.columns),
+    )
+    return smaller.owned()
+
+
+def ranked_again(selector: Selector, trimmed: TrimmedTokens, keep: Tensor) -> Ranking:
+    """The tokens of a prompt that was trimmed, as they rank under the budget `keep` [B] int64 of its layer.
+
+    Raises:
+        KVPolicyError: If the budget is beyond the bound that the prompt was trimmed to.
+    """
+    lost = (keep > trimmed.view.budget) & (trimmed.view.length > trimmed.view.budget)
+    if bool(lost.any()):
+        row = int(lost.nonzero()[0])
+        raise KVPolicyError(
+            f"The bounds of an allocator must hold for its budgets, got a bound of {int(trimmed.view.budget[row])} and "
+            f"then a budget of {int(keep[row])} tokens; try kvpolicy.testing.check on it."
+        )
+    view = trimmed.view._replace(budget=keep)
+    priority = finite_priority(selector.priority(trimmed.state, view))
+    return Ranking(view, trimmed.state, trimmed.state, priority, None, None, None)
+
+
+def _in_order(ranking: Ranking, pending: PendingPrompt) -> tuple[Tensor, Tensor]:
+    """Keys and values of a prompt in the order of its ranking, [B, H, P, D]."""
+    if ranking.order is None:
+        return pending.keys, pending.values
+    index = ranking.order[..., None]
+    return pending.keys.gather(2, index.expand_as(pending.keys)), pending.values.gather(
+        2, index.expand_as(pending.values)
+    )

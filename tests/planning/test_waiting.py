@@ -1,0 +1,82 @@
+"""What waits while layers are measured is at most what a plan says, and plans say less where prompts are trimmed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvpolicy
+from kvpolicy import PolicyCache, attach
+from kvpolicy.hf.cache_forward import CacheForward
+from tests.conformance.models import VOCABULARY, build
+from tests.engine.parts import generator
+
+TOKENS = 400
+
+
+def most_held(spec: str, rows: int, tile: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
+    """The most bytes that a cache held after any layer took its prompt, those of the plan, and of all prompts."""
+    model = build("llama", layers=6)
+    ids = torch.randint(3, VOCABULARY, (rows, TOKENS), generator=generator(0))
+    held: list[int] = []
+    compress = CacheForward.compress
+
+    def counted(self: Any, layer: Any, pending: Any) -> None:
+        # The prompt of the newest layer is whole here.
+        held.append(sum(sum(each.held().values()) for each in self.policy_layers) + pending.nbytes)
+        compress(self, layer, pending)
+
+    monkeypatch.setattr(CacheForward, "compress", counted)
+    with attach(model, spec, tile=tile), torch.no_grad():
+        cache = PolicyCache(model)
+        model(ids, past_key_values=cache)
+    planned = kvpolicy.plan(model, spec, prompt=TOKENS, batch=rows)
+    return max(held), planned.peak_nbytes, planned.full_peak_nbytes
+
+
+@pytest.mark.parametrize("tile", [None, 64])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    ("spec", "share"),
+    [
+        ("squeeze+snapkv:window=4@0.1", 0.65),
+        ("squeeze+streaming@0.05", 0.45),
+        ("cake+h2o@0.1", 0.55),
+        ("d2olayers+keydiff@0.1", 0.55),
+        ("zigzag+snapkv:window=2@0.1", 0.55),
+    ],
+)
+def test_less_waits_and_no_more_than_planned(
+    spec: str, share: float, rows: int, tile: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, planned, whole = most_held(spec, rows, tile, monkeypatch)
+    # Statistics of the newest prompt are activations of the plan.
+    assert held <= planned * 1.2
+    assert held < share * whole
+    if rows == 1:  # of more rows, each layer may hold most of another one
+        assert planned < whole
+
+
+@pytest.mark.parametrize("spec", ["squeeze+kvcrush/snapkv@0.1", "dynamickv+h2o@0.1", "cake+snapkv+merge@0.1"])
+def test_whole_prompts_are_planned_where_none_is_trimmed(spec: str) -> None:
+    planned = kvpolicy.plan("llama-3.1-8b", spec, prompt=4096)
+    assert planned.peak_nbytes >= planned.full_peak_nbytes
+
+
+def test_codes_wait_whole() -> None:
+    """A prompt that waits in codes is not trimmed: its tokens have no keys."""
+    plain = kvpolicy.plan("llama-3.1-8b", "squeeze+snapkv+tokenwise@0.1", prompt=8192)
+    codes = kvpolicy.plan("llama-3.1-8b", "squeeze+snapkv+tokenwise@0.1", prompt=8192, hold="codes")
+    kivi = kvpolicy.plan("llama-3.1-8b", "squeeze+kvcrush/snapkv+tokenwise@0.1", prompt=8192, hold="codes")
+    assert codes.peak_nbytes == kivi.peak_nbytes != plain.peak_nbytes
+
+
+def test_the_peak_of_a_long_prompt() -> None:
+    """The figures that the pages print: the total of the budget and one prompt, of allocators by proportion."""
+    planned = kvpolicy.plan("llama-3.1-8b", "d2olayers+streaming@0.1", prompt=100_000)
+    one = planned.full_peak_nbytes / 32
+    assert planned.nbytes + one <= planned.peak_nbytes <= (planned.nbytes + one) * 1.2
+    squeeze = kvpolicy.plan("llama-3.1-8b", "squeeze+streaming@0.1", prompt=100_000)
+    assert squeeze.peak_nbytes < 0.35 * squeeze.full_peak_nbytes
