@@ -17,7 +17,7 @@ def top_group(values: Tensor, groups: int) -> Tensor:
 
     Groups of numbers that minimize the sum of squares within groups are contiguous in sorted order, so the optimum is
     found by dynamic programming. Among equally good divisions, the one with the largest top group is returned. Equal
-    values stay together, unless all are equal.
+    values stay together, unless there are fewer distinct ones than groups.
 
     Args:
         values: [L].
@@ -42,7 +42,7 @@ def top_group(values: Tensor, groups: int) -> Tensor:
     start = int((with_top_from <= with_top_from.amin() + tolerance).int().argmax())
     # Within the tolerance, it may start between equal values, which stay together.
     same = (ranked == ranked[start]).nonzero().flatten()
-    if len(same) < len(ranked):
+    if len(ranked.unique()) >= groups:
         start = int(same[0]) or int(same[-1]) + 1
     return torch.zeros_like(values, dtype=torch.bool).index_fill(0, order[start:], True)
 

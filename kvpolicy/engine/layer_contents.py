@@ -135,7 +135,10 @@ class LayerContents:
     @property
     def prompt_needs(self) -> Needs:
         """The statistics that the parts need of a prompt that comes now: the allocator those of a first one."""
-        has_unbegun = any(count == 0 for count in self.expected_len)
+        if self.spec.allocator_needs == Needs():  # without waiting for the device
+            return self.spec.prompt_needs
+        # Not by `expected_len`: a row that has not begun beside others has slots already.
+        has_unbegun = bool((self.tensors.length == 0).any())
         return self.spec.prompt_needs | self.spec.allocator_needs if has_unbegun else self.spec.prompt_needs
 
     @property

@@ -26,8 +26,7 @@ def trim_waiting(policy: Policy, forward: RunningForward, measured: Measured, ev
         told: The announced lengths.
     """
     layers = forward.waiting
-    begins = forward.unbegun is not None and bool(forward.unbegun.all())
-    if not layers or not begins or nested_from(policy.selector) is None:
+    if not layers or forward.unbegun is None or nested_from(policy.selector) is None:
         return
     indices = [layer.layer_idx for layer in layers]
     numbers = forward.attention

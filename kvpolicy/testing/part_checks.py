@@ -66,7 +66,8 @@ def check_budgets(part: Allocator, layers: int) -> None:
     is_usable = bool((budgets <= ceiling[:, None]).all())
     assert is_usable, f"{part}: budgets must be at most the ceiling, {ceiling.tolist()}, got {shown}"
     if isinstance(part, BoundsBudgets) and metrics is not None and metrics.dim() == 2:
-        _check_bounds(part, metrics, total, ceiling, budgets)
+        whole = ceiling.clamp_min(drawn.shape[-1])  # a layer can use all tokens that were measured
+        _check_bounds(part, metrics, total, whole, _budgets(part, metrics, total, whole, layers))
     again = _budgets(part, metrics, total, ceiling, layers)
     assert torch.equal(again, budgets), f"{part}: budgets must be deterministic, got others in a second call"
     for row in range(3):

@@ -287,3 +287,20 @@ def test_an_allocator_without_a_measure_is_refused() -> None:
 def test_parameters_are_checked(spec: str, message: str) -> None:
     with pytest.raises(KVPolicyError, match=message):
         Policy.parse(f"{spec}+snapkv@0.2")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_that_begins_in_a_later_forward_is_measured_as_alone(name: str) -> None:
+    """It has slots by then, since the other row needed some."""
+    model = build("llama", layers=4)
+    ids = torch.randint(3, 40, (2, 50), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    with kvpolicy.attach(model, f"{small('allocator', name)}+window@0.4"), torch.no_grad():
+        together, alone = PolicyCache(model), PolicyCache(model)
+        model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=together)
+        first = together.cosines()[0]
+        model(ids[:, 30:], attention_mask=mask, past_key_values=together)
+        model(ids[1:, 30:], past_key_values=alone)
+    assert_close(together.cosines()[1], alone.cosines()[0], atol=1e-4, rtol=1e-4)
+    assert torch.equal(together.cosines()[0], first)

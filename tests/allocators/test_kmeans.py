@@ -55,6 +55,12 @@ def test_close_values_do_not_cancel() -> None:
     assert top_group(values[:4], 3).tolist() == [False, False, True, True]
 
 
+def test_equal_values_stay_together() -> None:
+    """Also where a start between them costs less than the tolerance, and one before them costs more."""
+    values = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0 + 3.5e-5], dtype=torch.float64)
+    assert top_group(values, 3).tolist() == [False, True, True, True, True, True]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_scikit_learn_finds_no_better(seed: int) -> None:
     cluster = pytest.importorskip("sklearn.cluster")

@@ -20,6 +20,7 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import fields
 from kvpolicy.protocols import BoundsBudgets, LayerBounds, nested_from
 from kvpolicy.registry import lookup
+from kvpolicy.spec.errors import KVPolicyError
 from tests.conformance.bench import Bench
 from tests.conformance.fakes import Roll
 from tests.conformance.models import build
@@ -153,6 +154,38 @@ def test_a_budget_below_the_window_is_not_trimmed_for() -> None:
     assert prompt.pending is before
     prompt.trim([20], 12)
     assert prompt.pending.keys.shape[2] == 20 and prompt.pending.nbytes < before.nbytes
+
+
+def test_a_budget_beyond_the_bound_is_an_error() -> None:
+    """Tokens that were dropped cannot be kept."""
+    prompt = Prompt("window@9", "normal", [TOKENS], 0)
+    prompt.trim([20], 4)
+    with pytest.raises(KVPolicyError, match="got a bound of 20 and then a budget of 21 tokens"):
+        prompt.compressed([21])
+
+
+def test_a_row_that_begins_later_is_not_trimmed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that has slots ranks them with the prompt."""
+    model = build("llama", layers=6)
+    ids = torch.randint(3, 40, (2, 60), generator=generator(1))
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    held: list[int] = []
+    trim = LayerStore.trim
+
+    def counted(self: LayerStore, pending: PendingPrompt, *args: Any) -> PendingPrompt:
+        after = trim(self, pending, *args)
+        held.append(after.keys.shape[2])
+        return after
+
+    monkeypatch.setattr(LayerStore, "trim", counted)
+    with attach(model, "d2olayers+window@0.3"), torch.no_grad():
+        cache = PolicyCache(model)
+        model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
+        assert min(held) < 30
+        held.clear()
+        model(ids[:, 30:], attention_mask=mask, past_key_values=cache)
+    assert set(held) <= {30}
 
 
 def test_rows_of_a_trimmed_prompt_are_selected() -> None:
