@@ -128,9 +128,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="rows that were measured are measured again with others",
-        file="kvpolicy/hf/cache_forward.py",
-        old="return torch.where(unbegun.cpu()[:, None], new, held)",
-        new="return torch.where(unbegun.cpu()[:, None], new, new)",
+        file="kvpolicy/hf/measured.py",
+        old="else torch.where(unbegun.cpu()[:, None], new, held)",
+        new="else torch.where(unbegun.cpu()[:, None], new, new)",
         tests=(
             "tests/engine/test_announcements.py",
             "tests/robust/test_hybrid_metrics.py",
@@ -184,8 +184,8 @@ MUTATIONS = (
     Mutation(
         name="a later turn moves the announced end",
         file="kvpolicy/hf/division.py",
-        old="end = length + told.new if told.new is not None and told.end is None else told.end",
-        new="end = length + told.new if told.new is not None else told.end",
+        old="prompt + told.new if told.new is not None and told.end is None else told.end",
+        new="prompt + told.new if told.new is not None else told.end",
         tests=("tests/engine/test_announcements.py",),
     ),
     Mutation(

@@ -53,8 +53,8 @@ MUTATIONS = (
     Mutation(
         name="later chunks of a measured prompt take no memory",
         file="kvpolicy/planning/memory.py",
-        old="max(held(new) + min(plain, piece), sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes",
-        new="held(new) + min(plain, piece) + unmanaged_nbytes",
+        old="max(waiting, sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes",
+        new="waiting + unmanaged_nbytes",
         tests=("tests/planning/test_division.py",),
     ),
     Mutation(
