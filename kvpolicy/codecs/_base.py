@@ -21,10 +21,9 @@ from kvpolicy.codecs._common import (
 )
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.kernels.compiled import call, is_compiled
-from kvpolicy.kernels.fused_half import HALVES, as_pairs, mix_half, score_half
+from kvpolicy.kernels.compiled import call
+from kvpolicy.kernels.fused_half import is_read_whole, mix_half, score_half
 from kvpolicy.kernels.fused_read import in_blocks
-from kvpolicy.kernels.words import in_order_of_channels, in_order_of_places
 from kvpolicy.protocols import At, Codec, RotaryView, StageStore, Traits, traits_for
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.validation import AutoInt
@@ -73,18 +72,17 @@ class Half(TwoSides):
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot; see `Stage.score`."""
         keys = store.codes.keys
-        if rope is not None or not is_compiled(keys):
+        if rope is not None or not is_read_whole(keys):
             return score_by_chunks(_half_keys, store, queries, rope, keys.shape[2])
-        pairs = as_pairs(keys)
-        return call(score_half, pairs, in_order_of_places(queries.float(), pairs, HALVES))
+        return call(score_half, keys, queries.float())
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
-        if not is_compiled(store.codes.values):
+        held = store.codes.values
+        if not is_read_whole(held):
             return mix_by_chunks(_half_values, store, weights)
-        pairs = as_pairs(store.codes.values)
-        mixed = call(mix_half, in_blocks(pairs), in_blocks(weights.float(), 3))
-        return add_rest(in_order_of_channels(mixed, pairs, HALVES), lambda at: self.values(store, at), weights)
+        mixed = call(mix_half, in_blocks(held), in_blocks(weights.float(), 3))
+        return add_rest(mixed, lambda at: self.values(store, at), weights)
 
 
 def _half_keys(store: StageStore, at: At) -> Tensor:

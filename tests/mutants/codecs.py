@@ -398,11 +398,4 @@ MUTATIONS = (
         new="return scores",
         tests=("tests/codecs/test_lowrank.py",),
     ),
-    Mutation(
-        name="the sign of a number of fp16 is lost where it is read as a pair",
-        file="kvpolicy/kernels/fused_half.py",
-        old=" | ((bits & 0x8000) << 16)",
-        new="",
-        tests=("tests/kernels/test_fused_half.py",),
-    ),
 )

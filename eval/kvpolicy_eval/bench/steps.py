@@ -7,9 +7,13 @@ whole model, beside the stock model with a dynamic cache of the size that is kep
 from __future__ import annotations
 
 import argparse
+import atexit
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +22,7 @@ from transformers.cache_utils import DynamicCache
 
 import kvpolicy
 from kvpolicy import Policy
+from kvpolicy.codecs._files import save
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prompt_statistics import PromptStatistics
@@ -37,7 +42,9 @@ SLOTS = (1024, 4096, 8192, 16384, 65536)
 KEPT = (1024, 4096)
 STEPS = 32
 """Steps of one measurement of a model, so that KIVI's share of demoted blocks is in each."""
-LAYER_POLICIES = ("window", "h2o", "snapkv", "window+kivi", "window+tokenwise:bits=4")
+LOW_RANK = "window+lowrank:rank=16"
+"""A quarter of the channels. Its directions are random ones, which take the same time as calibrated ones."""
+LAYER_POLICIES = ("window", "h2o", "snapkv", "window+kivi", "window+tokenwise:bits=4", LOW_RANK)
 MODEL_LIMITS = {"window": 1.2, "snapkv": 1.2, "h2o": 1.4, "kvcrush": 1.4, "window+kivi": 1.8}
 """The largest time of an eager step over the stock model's that passes."""
 GROWTH = (8192, 1024, 10)
@@ -133,7 +140,8 @@ def full_store(policy: str, slots: int, prompt: int | None = None) -> LayerStore
         prompt: Tokens of the prompt; as many as the budget by default.
     """
     count = prompt or slots
-    parts = Policy.parse(f"{policy}@{slots}")
+    calibrated = f"{policy}:calibration={_directions()}" if policy == LOW_RANK else policy
+    parts = Policy.parse(f"{calibrated}@{slots}")
     projection = torch.randn(HEADS * DIM, HEADS * DIM, generator=torch.Generator().manual_seed(1))
     store = make_store(parts, 0, projection=lambda: projection)
     generator = torch.Generator().manual_seed(0)
@@ -151,6 +159,22 @@ def full_store(policy: str, slots: int, prompt: int | None = None) -> LayerStore
         store.tensors.columns.add_(count)
         store.compress(pending, RowBudget(budget, torch.zeros_like(budget), budget, torch.tensor([2 * count])))
     return store
+
+
+@cache
+def _directions() -> str:
+    """The folder of a calibration of `lowrank` with random directions."""
+    generator = torch.Generator().manual_seed(2)
+    found: dict[str, Tensor] = {}
+    for part in ("keys.pre", "keys.post", "values", "queries"):
+        found[f"{part}.basis.0"] = torch.linalg.qr(torch.randn(HEADS, DIM, DIM, generator=generator)).Q.half()
+        found[f"{part}.energy.0"] = torch.ones(HEADS, DIM)
+        if part != "queries":
+            found[f"{part}.mean.0"] = torch.zeros(HEADS, DIM)
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    save(folder, "lowrank", {"model": None, "head_dim": DIM}, found)
+    return folder
 
 
 def measure_layer(policy: str, sizes: Sequence[int], rounds: int, backend: str) -> list[LayerTimes]:
