@@ -108,7 +108,7 @@ def bounds_in_proportion(
 
 
 def guarantee_in_proportion(total: Tensor, floor: int, layers: int, least: float = 0.0) -> Guarantee:
-    """What holds for layers whose tokens are in proportion to their weights.
+    """Guarantees for layers whose tokens are in proportion to their weights.
 
     Args:
         total: Tokens of all layers together, [B] int64.

@@ -87,5 +87,5 @@ class D2OLayers(ByAttention):
         return bounds_in_proportion(weights, lightest, torch.ones(()), total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """What holds whatever is measured; see `BoundsBudgets`."""
+        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers, LIGHTEST / (LIGHTEST + layers - 1))

@@ -88,5 +88,5 @@ class LAVa(ByAttention):
         return bounds_in_proportion(metrics, torch.zeros(()), torch.ones(()), total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """What holds whatever is measured; see `BoundsBudgets`."""
+        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers)

@@ -76,5 +76,5 @@ class AttentionMass(ByAttention):
         return bounds_in_proportion(metrics, torch.ones(()), ceiling, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """What holds whatever is measured; see `BoundsBudgets`."""
+        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers)

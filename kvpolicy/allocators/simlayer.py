@@ -102,6 +102,6 @@ class SimLayerKV(ByAttention):
         return LayerBounds((few.minimum(many).minimum(even) - 1).clamp_min(floor), few.maximum(many).maximum(even) + 1)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """What holds whatever is measured; see `BoundsBudgets`."""
+        """Guarantees for any measurement; see `BoundsBudgets`."""
         even = total // layers
         return Guarantee((even.clamp_max(self.sinks + self.recent) - 1).clamp_min(floor), 2 * (total + layers))

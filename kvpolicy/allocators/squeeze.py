@@ -102,7 +102,7 @@ class SqueezeAttention(Allocator):
         return LayerBounds(self.guarantee(total, floor, ceiling, layers).least[:, None].expand_as(most), most)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """What holds whatever is measured; see `BoundsBudgets`."""
+        """Guarantees for any measurement; see `BoundsBudgets`."""
         least = (self.keep_share * total.double() / layers).floor().long() - 1
         sharers = torch.arange(1, layers + 1, device=total.device).expand(len(total), -1)
         return Guarantee(least.clamp_min(floor), self._most(sharers, total, ceiling, layers).sum(-1))

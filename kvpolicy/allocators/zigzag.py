@@ -86,5 +86,5 @@ class ZigZagKV(ByAttention):
         return bounds_in_proportion(metrics, one, ceiling, total, floor, ceiling, layers, self.bound)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """What holds whatever is measured; see `BoundsBudgets`."""
+        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers, self.bound / layers)

@@ -1,4 +1,4 @@
-"""What is known of the tokens of a prompt that was trimmed while it awaits its budget."""
+"""Positions and states of the tokens that are left of a trimmed prompt, which awaits its budget."""
 
 from __future__ import annotations
 

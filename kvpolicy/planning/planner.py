@@ -54,7 +54,7 @@ def divide(
 def bound_layers(
     policy: Policy, metrics: Tensor, prompt: Tensor, end: Tensor | None, layers: int, queries: int
 ) -> LayerBounds | None:
-    """What `divide` will give the layers that were measured, at least and at most.
+    """Bounds of the tokens that `divide` will give the layers that were measured.
 
     Args:
         policy: The policy.

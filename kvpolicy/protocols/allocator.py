@@ -194,7 +194,7 @@ class MeasuresAttention(Protocol):
 
 
 class LayerBounds(NamedTuple):
-    """What layers that were measured may get, whatever the others will measure.
+    """Bounds of the budgets of layers that were measured, for any metrics of the others.
 
     Attributes:
         least: The fewest tokens of each row, [B, K] int64.
@@ -206,7 +206,7 @@ class LayerBounds(NamedTuple):
 
 
 class Guarantee(NamedTuple):
-    """What holds for the layers of a row before any of them is measured.
+    """Guarantees for the layers of a row before any of them is measured.
 
     Attributes:
         least: The fewest tokens that a layer may get, [B] int64.
@@ -241,7 +241,7 @@ class BoundsBudgets(Protocol):
         ...
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """What holds whatever is measured, for plans; for the arguments see `Allocator.budgets`."""
+        """Guarantees for any measurement, for plans; for the arguments see `Allocator.budgets`."""
         ...
 
 
