@@ -15,7 +15,7 @@ class TrimmedTokens(NamedTuple):
     """The tokens of each head that may still be kept, by ascending position; see `kvpolicy.engine.trimming`.
 
     Attributes:
-        view: The tokens, [B, H, K]; the position is -1 where a head has fewer than others.
+        view: The tokens, [B, H, K]. A head that has fewer than others is filled with tokens that rank below them.
         state: The selector's state of each, and of each head and row, after it observed the prompt.
         columns: Tokens of the prompt.
     """

@@ -72,7 +72,7 @@ def trim(layer: LayerContents, held: tuple[Tensor, State], pending: PendingPromp
         keys, values = pending.keys, pending.values
     chosen = highest(priority, view, most[:, None])
     batch = TokenBatch(keys, values, view.positions, state, chosen).trimmed()
-    view = view._replace(positions=batch.positions.masked_fill(~batch.chosen, -1), alike=False)
+    view = view._replace(positions=batch.positions, alike=False)
     kept = tuple(each for each in pending.statistics if isinstance(each, _NOT_OF_TOKENS))
     smaller = pending._replace(
         keys=batch.keys,

@@ -80,13 +80,6 @@ MUTATIONS = (
         tests=TRIMMING,
     ),
     Mutation(
-        name="tokens that a head lacks keep a position",
-        file="kvpolicy/engine/trimming.py",
-        old="positions=batch.positions.masked_fill(~batch.chosen, -1)",
-        new="positions=batch.positions",
-        tests=TRIMMING,
-    ),
-    Mutation(
         name="a row without a token is observed",
         file="kvpolicy/engine/trimming.py",
         old="state = ranking.state if idle is None else select_rows(idle, ranking.before, ranking.state)",
