@@ -1,0 +1,89 @@
+"""The life of a layer on a device that is not the host's, which `test_host_memory.py` runs in a process of its own.
+
+Prompts, padded rows, steps that evict or grow, sorted slots, selected rows, a rollback, a crop and a file: everything
+that touches keys and values. What is computed is what the same calls compute on a CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine import cropping, rollback, snapshot
+from kvpolicy.engine.invariants import check_invariants
+from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.protocols import SINGLE_RANK
+from tests.engine.elsewhere import DEVICE, elsewhere, local
+from tests.readers.bench import Layer, draw
+
+HERE = torch.device("cpu")
+
+
+def live(policy: str, device: torch.device) -> tuple[Layer, list[Tensor]]:
+    """The layer after its life on a device, and every output."""
+    layer = Layer(policy, [13, 9] if "@" in policy else [26, 17], new=6)
+    outs: list[Tensor] = []
+
+    def there(*given: Tensor) -> list[Tensor]:
+        return [t.to(device) for t in given]
+
+    def steps(count: int, seed: int, rows: int, valid: bool = False) -> None:
+        for step in range(count):
+            mask = torch.tensor([[True], [step % 3 > 0]]) if valid else torch.ones(rows, 1, dtype=torch.bool)
+            outs.append(layer.step(*there(*draw(1, seed + step, batch=rows)), valid=mask.to(device)))
+            layer.between()
+
+    prompt = there(*draw(26, 1, batch=2), torch.arange(26) >= torch.tensor([[0], [9]]))
+    outs.append(layer.prompt(*prompt))
+    steps(4, 20, 2, valid=True)
+    layer.budgets = [budget + 5 for budget in layer.budgets]
+    outs.append(layer.prompt(*there(*draw(5, 77, batch=2))))
+    steps(12, 40, 2)
+    layer.store.map_rows(lambda t: t[torch.tensor([1, 0, 1], device=t.device)])
+    rollback.mark(layer.store.contents, layer.store.geometry, 4)
+    steps(4, 60, 3)
+    rollback.roll_back(layer.store.contents, layer.store.geometry, 2)
+    layer.store = reloaded(layer, device)
+    steps(2, 80, 3)
+    return layer, local(outs)
+
+
+def reloaded(layer: Layer, device: torch.device) -> LayerStore:
+    """A store that was filled with the content of another one."""
+    other = LayerStore(layer.store.spec)
+    held = snapshot.take(layer.store)
+    snapshot.put(other, held, SINGLE_RANK, torch.float32, device)
+    check_invariants(other, keeps_newest=False)
+    return other
+
+
+def crop(policy: str, device: torch.device) -> Tensor:
+    """The output of a step after a crop."""
+    layer = Layer(policy, [26], new=6)
+    layer.prompt(*(t.to(device) for t in draw(26, 3)))
+    held = layer.store.tensors
+    assert cropping.keeps_all(layer.store)
+    cropping.newest_tokens(layer.store, held.length - 2, 2, None)
+    cropping.crop(layer.store, 20, torch.tensor([20], device=device))
+    check_invariants(layer.store, keeps_newest=False)
+    return local(layer.step(*(t.to(device) for t in draw(1, 4))))
+
+
+def main(policies: list[str]) -> None:
+    """Compare both devices; `check_invariants` looks at where tensors lie after every change."""
+    with torch.no_grad(), elsewhere():
+        for policy in policies:
+            _, expected = live(policy, HERE)
+            layer, found = live(policy, DEVICE)
+            assert layer.store.tensors.device == DEVICE
+            assert layer.store.tensors.keys.device == (HERE if layer.store.spec.host else DEVICE), policy
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            if "@" not in policy:
+                torch.testing.assert_close(crop(policy, DEVICE), crop(policy, HERE), rtol=1e-4, atol=1e-5)
+            print("same", policy)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
