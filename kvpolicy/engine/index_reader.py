@@ -238,7 +238,7 @@ class IndexReader:
         link.whole((tensors.positions, tensors.counts))
         if shape is None or not tensors.reads:
             link.whole(tensors.codes)
-            link.all_vectors(buffer, tensors.device)
+            link.count_all_vectors(buffer)
             return
         index = tensors.reads.index
         link.whole(self.board.choice if shape.followed and self.board is not None else index)

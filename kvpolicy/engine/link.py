@@ -76,9 +76,13 @@ class Link:
     def all_vectors(self, vectors: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
         """Read all keys and values, on `device`."""
         keys, values = vectors
-        self.count_vectors(keys, keys.shape[2])
-        self.count_vectors(values, values.shape[2])
+        self.count_all_vectors(vectors)
         return (keys.to(device), values.to(device))
+
+    def count_all_vectors(self, vectors: tuple[Tensor, Tensor]) -> None:
+        """Count the reading of all keys and values."""
+        for source in vectors:
+            self.count_vectors(source, source.shape[2])
 
     def rows(self, source: Tensor, slots: Tensor) -> Tensor:
         """Read vectors of slots, on the device of `slots`.
@@ -112,7 +116,7 @@ class Link:
 
     def count_stored(self, target: Tensor, count: int) -> None:
         """Count the writing of `count` keys or values of each head of `target` [B, H, S, D]."""
-        if self._host and self._counts():
+        if target.shape[2] and self._host and self._counts():
             self.stored += target.nbytes // target.shape[2] * count
 
     def count_stage(self, codes: Any, size: int, count: int, group_size: int, page: int) -> None:

@@ -184,6 +184,20 @@ def test_chunks_are_beside_what_the_device_holds() -> None:
     assert plan.peak_nbytes == plan.device_nbytes + 100 * each
 
 
+def test_a_prompt_that_waits_is_on_the_device() -> None:
+    """Until its last chunk, the layer has no slots, and a step would copy nothing."""
+    model = build("llama", layers=2)
+    ids, mask = make_batch([20], [20, 10])
+    with kvpolicy.attach(model, "snapkv+labels:read=6:channels=3:dense=0:host=true@0.5", chunks="hold"):
+        cache = PolicyCache(model, prompt=30)
+        forward(model, ids, mask, 0, 20, cache)
+        waiting = cache.report()
+        assert (waiting.host_nbytes, waiting.loaded, waiting.stored) == (0, 0, 0)
+        assert waiting.layers[0].nbytes["waiting prompt"] > 0
+        forward(model, ids, mask, 20, 30, cache)
+        assert cache.report().host_nbytes > 0 and "waiting prompt" not in cache.report().layers[0].nbytes
+
+
 def test_beams_resets_and_files(tmp_path: Path) -> None:
     """What a cache can do otherwise, it can do with host memory, to the last bit."""
     model = build("llama", layers=2)
@@ -277,6 +291,7 @@ def test_the_link_counts_what_lies_in_host_memory() -> None:
     assert link.counted == (48 + 96, 48, 48)
     assert link.all_vectors((source, source), source.device)[0] is source
     assert link.counted == (48 + 288, 48 + 192, 48)
+    link.count_stored(source[:, :, :0], 1)
     link.stop()
     link.count_stored(source, 1)
     assert link.counted == (48 + 288, 48 + 192, 48)
