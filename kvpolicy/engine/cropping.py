@@ -46,7 +46,7 @@ def crop(store: LayerStore, columns: int, length: Tensor) -> None:
     for tensor in slot_tensors(tensors.state):
         tensor.masked_fill_(beyond, 0)
     for vectors in (tensors.keys, tensors.values):
-        vectors.masked_fill_(beyond[..., None].to(vectors.device), 0)
+        vectors.masked_fill_(beyond[..., None], 0)
     store.recount()
     store.geometry.fix_addresses()
 
@@ -57,7 +57,8 @@ def _truncate(layer: LayerContents, sizes: Sizes) -> None:
     layer.layout = Layout(sizes.exact)
     layer.capacity = sizes.capacity
     layer.expected_len = list(sizes.expected_len)
-    tensors.hold(tensors.keys[:, :, : sizes.exact].clone(), tensors.values[:, :, : sizes.exact].clone())
+    tensors.keys = tensors.keys[:, :, : sizes.exact].clone()
+    tensors.values = tensors.values[:, :, : sizes.exact].clone()
     tensors.positions = tensors.positions[..., : sizes.exact].clone()
     tensors.state = map_slots(lambda t: t[..., : sizes.exact].clone(), tensors.state)
     layer.set_budget(tensors.budget.new_tensor(sizes.budget))
@@ -76,7 +77,5 @@ def newest_tokens(store: LayerStore, length: Tensor, count: int, valid: Tensor |
     place = torch.arange(1, count + 1, device=length.device) if valid is None else valid.long().cumsum(-1)
     slots = (length[:, None] + place - 1).clamp_min(0)  # of padding, that of any token
     rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
-    at = tuple(index.to(tensors.keys.device) for index in (rows, slots))
-    vectors = (t.transpose(1, 2)[at].transpose(1, 2) for t in (tensors.keys, tensors.values))
-    keys, values = (t.contiguous().to(length.device) for t in vectors)
+    keys, values = (t.transpose(1, 2)[rows, slots].transpose(1, 2).contiguous() for t in (tensors.keys, tensors.values))
     return PendingPrompt(keys, values, valid, ScoreTransform(store.contents.scale))

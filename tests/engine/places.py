@@ -1,7 +1,7 @@
 """The life of a layer on a device that is not the host's, which `test_host_memory.py` runs in a process of its own.
 
-Prompts, padded rows, steps that evict or grow, sorted slots, selected rows, a rollback, a crop and a file: everything
-that touches keys and values. What is computed is what the same calls compute on a CPU.
+Prompts, padded rows, steps that evict or grow, sorted slots, selected rows, a rollback and a file: what touches keys
+and values. What is computed is what the same calls compute on a CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
-from kvpolicy.engine import cropping, rollback, snapshot
+from kvpolicy.engine import rollback, snapshot
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.protocols import SINGLE_RANK
@@ -59,18 +59,6 @@ def reloaded(layer: Layer, device: torch.device) -> LayerStore:
     return other
 
 
-def crop(policy: str, device: torch.device) -> Tensor:
-    """The output of a step after a crop."""
-    layer = Layer(policy, [26], new=6)
-    layer.prompt(*(t.to(device) for t in draw(26, 3)))
-    held = layer.store.tensors
-    assert cropping.keeps_all(layer.store)
-    cropping.newest_tokens(layer.store, held.length - 2, 2, None)
-    cropping.crop(layer.store, 20, torch.tensor([20], device=device))
-    check_invariants(layer.store, keeps_newest=False)
-    return local(layer.step(*(t.to(device) for t in draw(1, 4))))
-
-
 def main(policies: list[str]) -> None:
     """Compare both devices; `check_invariants` looks at where tensors lie after every change."""
     with torch.no_grad(), elsewhere():
@@ -80,8 +68,6 @@ def main(policies: list[str]) -> None:
             assert layer.store.tensors.device == DEVICE
             assert layer.store.tensors.keys.device == (HERE if layer.store.spec.host else DEVICE), policy
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-            if "@" not in policy:
-                torch.testing.assert_close(crop(policy, DEVICE), crop(policy, HERE), rtol=1e-4, atol=1e-5)
             print("same", policy)
 
 

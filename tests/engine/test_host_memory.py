@@ -19,6 +19,7 @@ from kvpolicy import KVPolicyError, Policy, PolicyCache, Reuse
 from kvpolicy.engine.host_memory import load_slots, pins, to_host
 from kvpolicy.engine.link import Link, StepBytes
 from kvpolicy.engine.reading import in_host_memory
+from kvpolicy.planning.plan_fields import plan_from_dict, plan_to_dict
 from kvpolicy.protocols import Index, Reader, ReaderTraits
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk
@@ -168,6 +169,22 @@ def test_a_budget_in_bytes_bounds_the_device() -> None:
     assert later.largest_batch(2**20) == 2**20 // host.device_nbytes > 2**20 // host.nbytes
 
 
+def test_plans_of_earlier_files_copy_nothing() -> None:
+    policy = Policy.parse("full+labels:read=16:channels=4:dense=1:host=true")
+    plan = kvpolicy.plan(build("llama", layers=2).config, policy, prompt=400, dtype=torch.float32)
+    content = plan_to_dict(plan) | {"columns": None}
+    assert plan_from_dict(policy, content, no_prefill).loaded == plan.loaded > 0 < plan.stored
+    for layer in content["layers"]:
+        del layer["loaded"], layer["stored"]
+    older = plan_from_dict(policy, content, no_prefill)
+    assert (older.loaded, older.stored, older.moved) == (0, 0, plan.moved)
+
+
+def no_prefill(*_: Any) -> Any:
+    """What a plan without the length of its prompt does not ask for."""
+    raise AssertionError
+
+
 def test_a_budget_in_bytes_of_layers_that_differ() -> None:
     reader = "labels:read=16:channels=4:dense=0"
     specs = [f"snapkv+{reader}:host=true@0.5", f"h2o+{reader}@0.5"] * 2
@@ -224,6 +241,23 @@ def test_beams_resets_and_files(tmp_path: Path) -> None:
             assert torch.equal(*logits[-2:]) and loaded.plan == cache.plan
             made.append([*logits, model.generate(ids[:1, :12], max_new_tokens=6, num_beams=3, do_sample=False)])
             ids, mask = ids.flip(0), mask.flip(0)
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_shifts(reader: str) -> None:
+    model = build("llama", layers=2)
+    ids, mask = make_batch([30], [30] + [1] * 8)
+    made: list[list[Tensor]] = []
+    for policy in policies("full", reader):
+        with kvpolicy.attach(model, policy):
+            cache = PolicyCache(model, new=8)
+            logits = [forward(model, ids, mask, 0, 30, cache)]
+            logits += [forward(model, ids, mask, 30 + step, 31 + step, cache) for step in range(4)]
+            cache.shift(20, -4)
+            logits += [forward(model, ids[:, 4:], mask[:, 4:], 30 + step, 31 + step, cache) for step in range(3)]
+            made.append(logits)
+            assert (cache.host_nbytes > 0) == ("host" in policy)
     assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
 
 
