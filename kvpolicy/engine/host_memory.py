@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,22 +27,27 @@ def to_host(t: Tensor, device: torch.device) -> Tensor:
     return held.copy_(t)
 
 
-def load_slots(source: Tensor, slots: Tensor) -> Tensor:
-    """Copy vectors of slots to the device of `slots`.
+def load_slots(sources: Sequence[Tensor], slots: Tensor) -> tuple[Tensor, ...]:
+    """Copy vectors of the same slots of several tensors to the device of `slots`.
 
     Args:
-        source: [B, H, S, D] in host memory, or still on the device, contiguous.
+        sources: [B, H, S, D] each, in host memory, or still on the device, contiguous.
         slots: [B, H, n] int64.
 
     Returns:
-        [B, H, n, D].
+        [B, H, n, D] each.
     """
-    batch, heads, size, dim = source.shape
-    flat = source.view(batch * heads * size, dim)
-    index = flat_slots(slots.to(source.device), size)
-    if not (source.is_cpu and pins(slots.device)):
-        return flat.index_select(0, index).view(*slots.shape, dim).to(slots.device)
-    # Gathered on the host into pinned memory, which torch reuses only after the copy from it has ended.
-    gathered = torch.empty(len(index), dim, dtype=source.dtype, pin_memory=True)
+    batch, heads, size, _ = sources[0].shape
+    index = flat_slots(slots.to(sources[0].device), size)  # waits for the device, once for all of them
+    flat = [source.view(batch * heads * size, -1) for source in sources]
+    return tuple(_gathered(source, index, slots.device).view(*slots.shape, -1) for source in flat)
+
+
+def _gathered(flat: Tensor, index: Tensor, device: torch.device) -> Tensor:
+    """Vectors of `flat` [N, D], gathered where they lie, on a device."""
+    if not (flat.is_cpu and pins(device)):
+        return flat.index_select(0, index).to(device)
+    # Into pinned memory, which torch reuses only after the copy from it has ended.
+    gathered = torch.empty(len(index), flat.shape[-1], dtype=flat.dtype, pin_memory=True)
     torch.index_select(flat, 0, index, out=gathered)
-    return gathered.to(slots.device, non_blocking=True).view(*slots.shape, dim)
+    return gathered.to(device, non_blocking=True)

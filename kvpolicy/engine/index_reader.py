@@ -114,15 +114,18 @@ class IndexReader:
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to slots [B, H, n] in full precision, as `attend_slots` does."""
         tensors = self._layer.tensors
+        group = q.shape[1] // slots.shape[1]
+        if self._spec.host:
+            keys, values = self._link.loaded_rows((tensors.keys, tensors.values), slots)
+            if sums_in_place(group, values):  # as without `host`, so that no result depends on where they lie
+                every = torch.arange(slots.shape[-1], device=slots.device).expand(slots.shape)
+                return attend_in_place(q, keys, values, every, occupied, transform, counts)
+            return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts)
         keys = self._link.rows(tensors.keys, slots)
-        in_place = sums_in_place(q.shape[1] // slots.shape[1], keys)
-        if in_place and not self._spec.host:
+        if sums_in_place(group, tensors.values):
             self._link.count_vectors(tensors.values, slots.shape[-1])
             return attend_in_place(q, keys, tensors.values, slots, occupied, transform, counts)
         values = self._link.rows(tensors.values, slots)
-        if in_place:  # the same sums of what was copied, so that no result depends on where it lies
-            every = torch.arange(slots.shape[-1], device=slots.device).expand(slots.shape)
-            return attend_in_place(q, keys, values, every, occupied, transform, counts)
         return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts)
 
     def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Chosen | None, Tensor | None]:

@@ -6,6 +6,7 @@ tensors on the device meta, so that it predicts the same numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,13 +95,19 @@ class Link:
         Returns:
             [B, H, n, D].
         """
-        self.count_vectors(source, slots.shape[-1])
         if self._host:
-            return load_slots(source, slots)
+            return self.loaded_rows((source,), slots)[0]
+        self.count_vectors(source, slots.shape[-1])
         batch, heads, size, dim = source.shape
         # An index of the flat view copies whole vectors: several times as fast as `gather`, which copies numbers.
         flat = source.view(batch * heads * size, dim).index_select(0, flat_slots(slots, size))
         return flat.view(batch, heads, slots.shape[-1], dim)
+
+    def loaded_rows(self, sources: Sequence[Tensor], slots: Tensor) -> tuple[Tensor, ...]:
+        """Read vectors of the same slots of keys and values in host memory, as `rows`."""
+        for source in sources:
+            self.count_vectors(source, slots.shape[-1])
+        return load_slots(sources, slots)
 
     def count_rows(self, source: Tensor, count: int) -> None:
         """Count the reading of `count` vectors of each head of `source` [B, H, S, ...]."""

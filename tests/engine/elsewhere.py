@@ -8,6 +8,7 @@ PyTorch cannot forget a device that it was given, so that this needs a process o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 DEVICE = torch.device("privateuseone", 0)
 COPIES = ("aten.copy_", "aten._to_copy")
+
+traffic = Counter[tuple[str, bool]]()
+"""Bytes that were copied `"there"` and `"back"`, of floating-point numbers (True) and of others."""
 
 
 class Remote(Tensor):
@@ -74,6 +78,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return kwargs.get("out", args[0] if args else found)
     if name == "aten._to_copy" and there != remote:  # of the same numbers, but not in the same memory
         found = found.clone()
+        traffic["there" if there else "back", found.is_floating_point()] += found.nbytes
     return tree_map_only(Tensor, Remote, found) if there else found
 
 

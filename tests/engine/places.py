@@ -15,8 +15,9 @@ from kvpolicy.engine import rollback, snapshot
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.protocols import SINGLE_RANK
-from tests.engine.elsewhere import DEVICE, elsewhere, local
-from tests.readers.bench import Layer, draw
+from tests.engine.elsewhere import DEVICE, elsewhere, local, traffic
+from tests.engine.parts import index_of
+from tests.readers.bench import HEADS, Layer, draw
 
 HERE = torch.device("cpu")
 
@@ -31,8 +32,13 @@ def live(policy: str, device: torch.device) -> tuple[Layer, list[Tensor]]:
 
     def steps(count: int, seed: int, rows: int, valid: bool = False) -> None:
         for step in range(count):
-            mask = torch.tensor([[True], [step % 3 > 0]]) if valid else torch.ones(rows, 1, dtype=torch.bool)
-            outs.append(layer.step(*there(*draw(1, seed + step, batch=rows)), valid=mask.to(device)))
+            mask = torch.tensor([[True], [step % 3 > 0]]) if valid else None
+            given = there(*draw(1, seed + step, batch=rows))
+            given += [] if mask is None else there(mask)
+            traffic.clear()
+            outs.append(layer.step(*given))
+            if device != HERE and mask is None and layer.store.contents.undo is None:
+                check_traffic(layer, rows)
             layer.between()
 
     prompt = there(*draw(26, 1, batch=2), torch.arange(26) >= torch.tensor([[0], [9]]))
@@ -48,6 +54,18 @@ def live(policy: str, device: torch.device) -> tuple[Layer, list[Tensor]]:
     layer.store = reloaded(layer, device)
     steps(2, 80, 3)
     return layer, local(outs)
+
+
+def check_traffic(layer: Layer, rows: int) -> None:
+    """The bytes that crossed between the devices are those that the layer counted, and the numbers of slots."""
+    moved = layer.store.step_bytes
+    assert traffic["there", True] == moved.loaded and traffic["back", True] == moved.stored
+    assert traffic["there", False] == 0
+    shape = index_of(layer.store).shape
+    numbers = 0
+    if layer.store.spec.host:  # of the new token, of its page, and of what was chosen
+        numbers = 1 + (0 if shape is None else shape.page + shape.slots)
+    assert traffic["back", False] == 8 * rows * HEADS * numbers
 
 
 def reloaded(layer: Layer, device: torch.device) -> LayerStore:

@@ -172,7 +172,7 @@ def test_a_budget_in_bytes_bounds_the_device() -> None:
 def test_plans_of_earlier_files_copy_nothing() -> None:
     policy = Policy.parse("full+labels:read=16:channels=4:dense=1:host=true")
     plan = kvpolicy.plan(build("llama", layers=2).config, policy, prompt=400, dtype=torch.float32)
-    content = plan_to_dict(plan) | {"columns": None}
+    content: dict[str, Any] = plan_to_dict(plan) | {"columns": None}
     assert plan_from_dict(policy, content, no_prefill).loaded == plan.loaded > 0 < plan.stored
     for layer in content["layers"]:
         del layer["loaded"], layer["stored"]
@@ -340,7 +340,8 @@ def test_memory_is_pinned_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert pins(torch.device("cuda")) and not pins(torch.device("cpu")) and not pins(torch.device("meta"))
     slots = torch.tensor([[[2, 0]]])
-    assert load_slots(torch.eye(3)[None, None], slots).tolist() == [[[[0, 0, 1], [1, 0, 0]]]]
+    one, other = load_slots((torch.eye(3)[None, None], torch.eye(3)[None, None] + 1), slots)
+    assert one.tolist() == [[[[0, 0, 1], [1, 0, 0]]]] == (other - 1).tolist()
 
 
 def test_another_device_than_the_host() -> None:

@@ -29,10 +29,17 @@ MUTATIONS = (
         tests=TESTS,
     ),
     Mutation(
+        name="a layer is copied whole to read a part of it",
+        file="kvpolicy/engine/host_memory.py",
+        old="return flat.index_select(0, index).to(device)",
+        new="return flat.to(device).index_select(0, index.to(device))",
+        tests=TESTS,
+    ),
+    Mutation(
         name="values in host memory are summed by other means",
         file="kvpolicy/engine/index_reader.py",
-        old="        if in_place:  # the same sums",
-        new="        if False:  # the same sums",
+        old="if sums_in_place(group, values):  # as without `host`",
+        new="if False:  # as without `host`",
         tests=TESTS,
     ),
     Mutation(
