@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpolicy.cli.formatting import counted, ranges, size
-from kvpolicy.engine.accounting import bytes_by_kind
+from kvpolicy.engine.accounting import HOST, bytes_by_kind
 from kvpolicy.engine.reading import chooses, read_shape
 from kvpolicy.engine.row_limits import buffer_slots
 from kvpolicy.planning.planner import divide
@@ -65,7 +65,8 @@ def of_budget(case: Case) -> list[str]:
     budget = case.policy.budget
     layers = len(case.planned.layers)
     if isinstance(budget, str):
-        text = f"{budget} for the whole cache, all bytes included, is {_tokens(case.kept)} per layer on average."
+        held = "on the device" if case.planned.host_nbytes else "included"
+        text = f"{budget} for the whole cache, all bytes {held}, is {_tokens(case.kept)} per layer on average."
     elif isinstance(budget, float) and budget == 1.0:
         text = f"The whole prompt is kept: {_tokens(case.prompt)} in each of {counted(layers, 'layer')}."
     else:
@@ -341,6 +342,18 @@ def of_reader(case: Case) -> list[str]:
         *([f"Layers {ranges(choosers)} choose for those behind them."] if shared else []),
         f"A step moves {size(case.planned.moved)} instead of {size(all_bytes)}; the index takes {size(index)} in "
         "addition to what is kept.",
+        *_of_host_memory(case.planned),
+    ]
+
+
+def _of_host_memory(planned: Any) -> list[str]:
+    """Explain what lies in host memory, and what a step copies."""
+    if not planned.host_nbytes:
+        return []
+    layers = ranges([layer.layer_idx for layer in planned.layers if HOST in layer.nbytes])
+    return [
+        f"Keys and values of layers {layers} lie in host memory, {size(planned.host_nbytes)}; a step copies "
+        f"{size(planned.loaded)} of them to the device, and {size(planned.stored)} from it."
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvpolicy.cli.formatting import counted, input_size, paragraph, size, table, terms
 from kvpolicy.cli.layer_table import layer_facts
+from kvpolicy.cli.transfers import transfer_text
 from kvpolicy.planning.curves import Curves, load_tuned
 from kvpolicy.planning.tuned import Reason, lengths, reasons
 from kvpolicy.policy import TunedPolicy
@@ -87,6 +88,8 @@ def render_by_layer(facts: dict[str, Any]) -> str:
     blocks.append(paragraph(f"Total: {size(nbytes)}, {nbytes / full:.3f} of the full cache ({size(full)})."))
     if facts["note"]:
         blocks.append(paragraph(f"{facts['note'][:1].upper()}{facts['note'][1:]}."))
+    if facts["link"]:
+        blocks.append(paragraph(transfer_text(facts["link"])))
     if tuned is not None:
         blocks += _evidence(tuned["evidence"])
     return "\n\n".join(blocks)

@@ -1,4 +1,4 @@
-"""Bytes of a layer's tensors by kind."""
+"""Bytes of a layer's tensors by kind, those in host memory apart."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from kvpolicy.engine.state import fields, tensors
+
+HOST = "host"
+"""The kind of the bytes of keys and values in host memory."""
 
 
 def bytes_by_kind(

@@ -56,8 +56,9 @@ def move_tokens(store: LayerStore, start: int, by: int, rope: Rope) -> None:
     # In full precision only: codes are of unrotated keys, which say nothing of positions.
     at = _key_positions(store)
     here = at.clamp_min(max(0, -by))  # an arbitrary position for empty slots
-    rotated = rope.rotate(rope.unrotate(tensors.keys, here), here + by).to(tensors.keys.dtype)
-    tensors.keys.copy_(torch.where((at >= start)[..., None], rotated, tensors.keys))
+    keys = tensors.keys.to(tensors.device)
+    rotated = rope.rotate(rope.unrotate(keys, here), here + by).to(keys.dtype)
+    tensors.keys.copy_(torch.where((at >= start)[..., None], rotated, keys))
     positions.add_(by * (positions >= start))
     if tensors.limits is not None:
         pins = tensors.limits.pins

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.layer_tensors import LayerTensors
-from kvpolicy.engine.link import Link
+from kvpolicy.engine.link import Link, StepBytes
 from kvpolicy.engine.merging import SlotMerge
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget
@@ -158,9 +158,14 @@ class Geometry(Protocol):
         ...
 
 
-def step_nbytes(geometry: Geometry) -> int:
-    """Bytes that a decode step reads of a layer, whose tensors may be on the device meta."""
-    link = Link()
+def step_bytes(geometry: Geometry, host: bool = False) -> StepBytes:
+    """Bytes that a decode step moves of a layer, whose tensors may be on the device meta.
+
+    Args:
+        geometry: The slots of the layer.
+        host: Whether its keys and values lie in host memory.
+    """
+    link = Link(host)
     link.start()
     geometry.count_read(link)
-    return link.moved
+    return link.counted

@@ -87,7 +87,10 @@ class IndexReader:
         if chosen is None or self.shape is None:
             exact = (tensors.keys, tensors.values)
             codes = tensors.codes if coded is not None else ()
-            self._link.whole((exact, tensors.codes) if scanned is None else unscanned(exact, codes))
+            if self._spec.host:
+                exact = self._link.all_vectors(exact, tensors.device)
+            else:
+                self._link.whole((exact, tensors.codes) if scanned is None else unscanned(exact, codes))
             occupied = tensors.positions >= 0
             return attend_slots(q, exact, coded, occupied, transform, want_weights, tensors.log_counts, scanned)
         occupied = (self._of_read(tensors.positions, chosen) >= 0) & self._of_read(None, chosen)
@@ -111,9 +114,16 @@ class IndexReader:
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to slots [B, H, n] in full precision, as `attend_slots` does."""
         tensors = self._layer.tensors
+        group = q.shape[1] // slots.shape[1]
+        if self._spec.host:
+            keys, values = self._link.loaded_rows((tensors.keys, tensors.values), slots)
+            if sums_in_place(group, values):  # as without `host`, so that no result depends on where they lie
+                every = torch.arange(slots.shape[-1], device=slots.device).expand(slots.shape)
+                return attend_in_place(q, keys, values, every, occupied, transform, counts)
+            return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts)
         keys = self._link.rows(tensors.keys, slots)
-        if sums_in_place(q.shape[1] // slots.shape[1], tensors.values):
-            self._link.count_rows(tensors.values, slots.shape[-1])
+        if sums_in_place(group, tensors.values):
+            self._link.count_vectors(tensors.values, slots.shape[-1])
             return attend_in_place(q, keys, tensors.values, slots, occupied, transform, counts)
         values = self._link.rows(tensors.values, slots)
         return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts)
@@ -230,7 +240,8 @@ class IndexReader:
         buffer = (tensors.keys, tensors.values)
         link.whole((tensors.positions, tensors.counts))
         if shape is None or not tensors.reads:
-            link.whole((buffer, tensors.codes))
+            link.whole(tensors.codes)
+            link.count_all_vectors(buffer)
             return
         index = tensors.reads.index
         link.whole(self.board.choice if shape.followed and self.board is not None else index)
@@ -238,7 +249,7 @@ class IndexReader:
         refreshed = shape.page * (2 if self._spec.merges_in_steps else 1) if index else 0
         is_coded = sum(self._layer.layout.coded) > 0
         if self._reads_all:  # keys that were scanned to choose are not read again
-            link.count_rows(tensors.keys, 0 if is_coded else refreshed)
+            link.count_vectors(tensors.keys, 0 if is_coded else refreshed)
             link.whole((buffer, tensors.codes))
             return
         scans = self._spec.reader_traits.scans_keys and not shape.followed
@@ -247,8 +258,8 @@ class IndexReader:
             self._count_decoded(link, shape)
             return
         link.whole(tensors.keys if scans else ())
-        link.count_rows(tensors.keys, refreshed + shape.slots)
-        link.count_rows(tensors.values, shape.slots)
+        link.count_vectors(tensors.keys, refreshed + shape.slots)
+        link.count_vectors(tensors.values, shape.slots)
 
     def _count_decoded(self, link: Link, shape: ReadShape) -> None:
         """Count on `link` the codes of the slots that a step decodes."""
@@ -277,7 +288,7 @@ class IndexReader:
         if shape != self.shape or shown != held:
             self.shape = shape
             old = tensors.reads
-            tensors.reads = alloc_index(self._spec, batch, layer.shape, layer.layout, tensors.keys.device)
+            tensors.reads = alloc_index(self._spec, batch, layer.shape, layer.layout, tensors.device)
             # What was fitted to the first prompt does not depend on the number of entries.
             for new, fitted in zip(all_tensors(tensors.reads), all_tensors(old), strict=True):
                 if new.shape == fitted.shape:
@@ -293,7 +304,7 @@ class IndexReader:
         self.set_limit()
         step = max(REBUILD_SLOTS // shape.page, 1)
         for start in range(0, shape.entries, step):
-            entries = torch.arange(start, min(start + step, shape.entries), device=tensors.keys.device)
+            entries = torch.arange(start, min(start + step, shape.entries), device=tensors.device)
             self.refresh(shape, tensors.reads, entries.expand(batch, heads, -1))
 
     def show(self) -> None:
@@ -388,7 +399,7 @@ class IndexReader:
         self._layer.steps_unsorted = 0
         order = torch.where(tensors.positions >= 0, tensors.positions, BEYOND).argsort(dim=-1, stable=True)
         # Every slot is in full precision here: a policy that evicts may not combine a codec with an `ordered` reader.
-        vectors = order[..., None].expand(tensors.keys.shape)
+        vectors = order.to(tensors.keys.device)[..., None].expand(tensors.keys.shape)
         tensors.keys.copy_(tensors.keys.gather(2, vectors))
         tensors.values.copy_(tensors.values.gather(2, vectors))
         tensors.positions.copy_(tensors.positions.gather(-1, order))

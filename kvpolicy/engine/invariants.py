@@ -28,6 +28,7 @@ def check_invariants(store: LayerStore, *, keeps_newest: bool = True) -> None:
     - A head of a row that has begun holds the row's newest token; with head budgets, it owns a page.
     - No head holds more tokens than its budget, its pages and its row's slots allow, and no buffer is full.
     - Nothing stands in a page without an owner, or in a slot that its row may not use.
+    - Keys and values that lie in host memory are those of the reader, and everything else is on the device.
     - An empty slot holds finite numbers, since its weight of 0 times an infinite one would be NaN.
     - Counters, limits, the reader's index and the number of bytes equal a recount.
 
@@ -42,6 +43,7 @@ def check_invariants(store: LayerStore, *, keeps_newest: bool = True) -> None:
         return
     positions = _positions_by_head(store)
     _check_rows(store)
+    _check_places(store)
     _check_positions(store, positions, keeps_newest)
     _check_budget(store, positions)
     if store.tensors.pages is not None:
@@ -85,6 +87,25 @@ def _check_rows(store: LayerStore) -> None:
     _require(len(layer.expected_len) == batch, store, "expected_len has all rows")
     _require(len(layer.schedule.ranked_len) == batch, store, "the rank schedule has all rows")
     _require(tensors.length <= tensors.columns, store, "a row has no more tokens than columns")
+
+
+def _check_places(store: LayerStore) -> None:
+    """Keys and values of a layer that looks at few of them lie in host memory, if its reader says so; nothing else."""
+    tensors = store.tensors
+    spec = store.spec
+    chosen = store.slots is not None and spec.reader_traits.source(store.layer_idx) is not None
+    looks_at_all = spec.reader_traits.source(store.layer_idx) == store.layer_idx and (
+        spec.reader_traits.choosers_read_all or spec.reader_traits.scans_keys
+    )
+    host = spec.reader_traits.host and chosen and not looks_at_all
+    _require(tensors.host == host, store, "keys and values lie where the reader says")
+    device = tensors.length.device
+    for name, part in tensors.parts().items():
+        own = torch.device("cpu") if host and name in ("keys", "values") else device
+        _require(all(t.device == own for t in all_tensors(part)), store, f"{name} lie on {own}")
+    vectors = tensors.keys.nbytes + tensors.values.nbytes
+    held = store.nbytes_by_kind()
+    _require((held["exact"], held.get("host", 0)) == ((0, vectors) if host else (vectors, 0)), store, "bytes by place")
 
 
 def _check_positions(store: LayerStore, positions: Tensor, keeps_newest: bool) -> None:
@@ -183,7 +204,8 @@ def _check_buffer(store: LayerStore) -> None:
         held = ((buffer >= 0) & usable).sum(-1)
         _require(held < tensors.limits.flush_threshold, store, "a full buffer was demoted")
     occupied = (buffer >= 0)[..., None]
-    for name, tensor in (("keys", tensors.keys), ("values", tensors.values)):
+    for name, held in (("keys", tensors.keys), ("values", tensors.values)):
+        tensor = held.to(occupied.device)
         if bool((tensor.isfinite() | ~occupied).all()):  # else the model gave what is not finite
             _require(tensor.isfinite() | occupied, store, f"{name} of empty slots are finite")
 

@@ -89,7 +89,7 @@ class LayerContents:
         self.largest_block = spec.codec_traits.block
         self.free_steps: float = 0
         self.steps_unsorted = 0
-        self.link = Link()
+        self.link = Link(spec.host)
         self.undo: UndoLog | None = None
         self.records_digest = False
         self.sizes = SizeHistory(not crop_obstacle(spec))
@@ -120,10 +120,11 @@ class LayerContents:
         """
         if not self.is_initialized:
             return
+        device = self.tensors.length.device  # keys and values may lie in host memory
         for held, new in ((self.tensors.keys, keys), (self.tensors.values, values)):
-            if held.dtype != new.dtype or held.device != new.device:
+            if held.dtype != new.dtype or device != new.device:
                 raise KVPolicyError(
-                    f"Keys and values must be {held.dtype} on {held.device} like the cache, got {new.dtype} on "
+                    f"Keys and values must be {held.dtype} on {device} like the cache, got {new.dtype} on "
                     f"{new.device}; try a new cache after moving the model or switching autocast."
                 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvpolicy.engine.output_norms import Projection
+from kvpolicy.engine.reading import in_host_memory
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.mergers.drop import Drop
 from kvpolicy.protocols import (
@@ -50,6 +51,7 @@ class LayerSpec:
         codec_traits: Traits of the codec.
         merger_traits: Traits of the merger.
         reader_traits: Traits of the reader.
+        host: Whether keys and values lie in host memory.
         merges_in_steps: Whether decode steps merge what they evict; a cache that grows evicts nothing.
     """
 
@@ -72,6 +74,7 @@ class LayerSpec:
     codec_traits: Traits = field(init=False)
     merger_traits: MergerTraits = field(init=False)
     reader_traits: ReaderTraits = field(init=False)
+    host: bool = field(init=False)
     merges_in_steps: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,6 +88,7 @@ class LayerSpec:
             "codec_traits": self.codec.traits,
             "merger_traits": self.merger.traits,
             "reader_traits": self.reader.traits,
+            "host": in_host_memory(self.reader, self.layer_idx),
             "merges_in_steps": self.merger.traits.when == "always" and self.decode != "grow",
         }
         for name, fact in facts.items():

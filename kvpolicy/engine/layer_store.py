@@ -12,11 +12,12 @@ from kvpolicy.engine.attention import Past, ScoreTransform, attend
 from kvpolicy.engine.birth_scores import score_inputs
 from kvpolicy.engine.channel_sums import LargestQueries, QuerySquares
 from kvpolicy.engine.decode import update_state
-from kvpolicy.engine.geometry import Geometry, step_nbytes
+from kvpolicy.engine.geometry import Geometry, step_bytes
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
+from kvpolicy.engine.link import StepBytes
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics, see_prompt
@@ -353,15 +354,20 @@ class LayerStore:
         return self.geometry.past()
 
     @property
+    def step_bytes(self) -> StepBytes:
+        """Bytes that the last decode step moved; those that a step would move if none has been counted."""
+        counted = self.contents.link.counted
+        if counted.moved or not self.is_initialized:
+            return counted
+        return step_bytes(self.geometry, self.spec.host)
+
+    @property
     def moved(self) -> int:
-        """Bytes that the last decode step read; the number that a step would read if none has been counted."""
-        link = self.contents.link
-        if link.moved or not self.is_initialized:
-            return link.moved
-        return step_nbytes(self.geometry)
+        """Bytes that a decode step reads; see `step_bytes`."""
+        return self.step_bytes.moved
 
     def nbytes_by_kind(self) -> dict[str, int]:
-        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts and undo log if any."""
+        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; others if any."""
         return self.contents.nbytes_by_kind()
 
     @property

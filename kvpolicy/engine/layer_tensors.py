@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.accounting import bytes_by_kind
+from kvpolicy.engine.accounting import HOST, bytes_by_kind
+from kvpolicy.engine.host_memory import to_host
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.page_codes import alloc_codes
 from kvpolicy.engine.pages import Pages, buffer_pages
@@ -19,6 +20,9 @@ from kvpolicy.engine.reading import ReadState, alloc_reads, choice_size, read_sh
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits
 from kvpolicy.engine.state import alloc_paged_state, map_state
 from kvpolicy.protocols import Codes, LayerShape, Layout, State, alloc_state
+
+HOST_PARTS = ("keys", "values")
+"""The attributes of a layer that may lie in host memory."""
 
 
 @dataclass(eq=False)
@@ -55,6 +59,7 @@ class LayerTensors:
         budget: The most tokens that each row may hold, [B] int64.
         columns: Columns seen, padding included, [] int64.
         pages: The pages; None in a layer without head budgets.
+        host: Whether keys and values lie in host memory, and everything else on the device.
     """
 
     keys: Tensor
@@ -70,6 +75,7 @@ class LayerTensors:
     budget: Tensor
     columns: Tensor
     pages: PageTensors | None = None
+    host: bool = False
 
     @classmethod
     def of_slots(
@@ -90,9 +96,10 @@ class LayerTensors:
         # Not strict: the layout of a layer with few tokens has no stages, whatever the codec has.
         stages = zip(spec.stages, layout.coded, strict=False)
         length, budget, columns = _counters(batch, device)
+        own = "cpu" if spec.host and length.device.type != "meta" else device
         return cls(
-            keys=torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device=device),
-            values=torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device=device),
+            keys=torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device=own),
+            values=torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device=own),
             positions=torch.empty(batch, heads, slots, dtype=torch.int32, device=device),
             state=alloc_state(spec.selector, batch, heads, slots, device, shape.head),
             counts=torch.zeros(batch, heads, slots, device=device) if spec.merger_traits.counted else (),
@@ -103,6 +110,7 @@ class LayerTensors:
             length=length,
             budget=budget,
             columns=columns,
+            host=spec.host,
         )
 
     @classmethod
@@ -151,6 +159,11 @@ class LayerTensors:
         )
 
     @property
+    def device(self) -> torch.device:
+        """The device of the layer, where everything lies but what is in host memory."""
+        return self.length.device
+
+    @property
     def log_counts(self) -> Tensor | None:
         """Logarithm of the number of tokens that each slot stands for, as `counts`; None if it is always one."""
         return self.counts if isinstance(self.counts, Tensor) else None
@@ -160,15 +173,22 @@ class LayerTensors:
         assert self.pages is not None, "the heads of this layer have no budgets of their own"
         return self.pages
 
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Replace keys and values, and move them to host memory if those of the layer lie there."""
+        self.set_part("keys", keys)
+        self.set_part("values", values)
+
     def parts(self) -> dict[str, State]:
         """Every tensor by attribute, those of the pages too; calibrated ones belong to the model."""
-        held = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "pages"}
+        held = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("pages", "host")}
         pages = {} if self.pages is None else vars(self.pages)
         return {name: () if part is None else part for name, part in held.items()} | pages
 
     def set_part(self, name: str, part: State) -> None:
         """Replace an entry of `parts` by one of the same structure."""
         holder = self if hasattr(self, name) else self.paged()
+        if self.host and name in HOST_PARTS:
+            part = to_host(part, self.device)
         setattr(holder, name, None if name == "limits" and part == () else part)
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -180,11 +200,13 @@ class LayerTensors:
             self.limits = RowLimits(*(fn(t) if t.shape[0] else t for t in self.limits))
 
     def nbytes_by_kind(self) -> dict[str, int]:
-        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts if any."""
+        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts and host if any."""
         counters = [self.length, self.budget, self.columns, *(self.limits or ())]
         merged = (self.counts, self.merged)
         exact = (self.keys, self.values)
         kinds = bytes_by_kind(exact, self.codes, self.positions, self.state, counters, merged, self.reads)
+        if self.host:
+            kinds |= {"exact": 0, HOST: kinds["exact"]}
         if self.pages is not None:
             kinds["positions"] += self.pages.owner.nbytes
             kinds["counters"] += self.pages.average.nbytes + self.pages.complete.nbytes

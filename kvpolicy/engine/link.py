@@ -1,17 +1,34 @@
 """The bytes that a decode step moves: every read of a step goes through a link, which counts it.
 
-A plan makes the same calls with tensors on the device meta, so that it predicts the same number.
+What lies in host memory is copied to the device as it is read, and counted apart too. A plan makes the same calls with
+tensors on the device meta, so that it predicts the same numbers.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.host_memory import load_slots
 from kvpolicy.engine.state import tensors
 from kvpolicy.kernels.slot_writes import flat_slots
+
+
+class StepBytes(NamedTuple):
+    """Bytes of a decode step.
+
+    Attributes:
+        moved: Bytes read, wherever they lie.
+        loaded: Those of them that lie in host memory, and are copied to the device.
+        stored: Keys and values that are copied from the device to host memory.
+    """
+
+    moved: int = 0
+    loaded: int = 0
+    stored: int = 0
 
 
 class Link:
@@ -22,17 +39,29 @@ class Link:
 
     Attributes:
         moved: Bytes read between `start` and `stop`.
+        loaded: Those of them that were copied from host memory.
+        stored: Bytes that were copied to host memory.
     """
 
-    def __init__(self) -> None:
-        """Count nothing before `start`."""
+    def __init__(self, host: bool = False) -> None:
+        """Count nothing before `start`; keys and values lie in host memory if `host`."""
         self.moved = 0
+        self.loaded = 0
+        self.stored = 0
+        self._host = host
         self._counting = False
+
+    @property
+    def counted(self) -> StepBytes:
+        """Bytes between `start` and `stop`."""
+        return StepBytes(self.moved, self.loaded, self.stored)
 
     def start(self) -> None:
         """Count a step, from 0."""
         if not torch.compiler.is_compiling():
             self.moved = 0
+            self.loaded = 0
+            self.stored = 0
             self._counting = True
 
     def stop(self) -> None:
@@ -45,26 +74,57 @@ class Link:
         if self._counts():
             self.moved += sum(t.nbytes for t in tensors(parts))
 
+    def all_vectors(self, vectors: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Read all keys and values, on `device`."""
+        keys, values = vectors
+        self.count_all_vectors(vectors)
+        return (keys.to(device), values.to(device))
+
+    def count_all_vectors(self, vectors: tuple[Tensor, Tensor]) -> None:
+        """Count the reading of all keys and values."""
+        for source in vectors:
+            self.count_vectors(source, source.shape[2])
+
     def rows(self, source: Tensor, slots: Tensor) -> Tensor:
-        """Read vectors of slots.
+        """Read vectors of slots, on the device of `slots`.
 
         Args:
-            source: [B, H, S, D], contiguous.
+            source: Keys or values, [B, H, S, D], contiguous.
             slots: [B, H, n] int64.
 
         Returns:
             [B, H, n, D].
         """
-        self.count_rows(source, slots.shape[-1])
+        if self._host:
+            return self.loaded_rows((source,), slots)[0]
+        self.count_vectors(source, slots.shape[-1])
         batch, heads, size, dim = source.shape
         # An index of the flat view copies whole vectors: several times as fast as `gather`, which copies numbers.
         flat = source.view(batch * heads * size, dim).index_select(0, flat_slots(slots, size))
         return flat.view(batch, heads, slots.shape[-1], dim)
 
+    def loaded_rows(self, sources: Sequence[Tensor], slots: Tensor) -> tuple[Tensor, ...]:
+        """Read vectors of the same slots of keys and values in host memory, as `rows`."""
+        for source in sources:
+            self.count_vectors(source, slots.shape[-1])
+        return load_slots(sources, slots)
+
     def count_rows(self, source: Tensor, count: int) -> None:
         """Count the reading of `count` vectors of each head of `source` [B, H, S, ...]."""
         if source.shape[2] and self._counts():
             self.moved += source.nbytes // source.shape[2] * count
+
+    def count_vectors(self, source: Tensor, count: int) -> None:
+        """Count the reading of `count` keys or values of each head of `source` [B, H, S, D]."""
+        if source.shape[2] and self._counts():
+            size = source.nbytes // source.shape[2] * count
+            self.moved += size
+            self.loaded += size if self._host else 0
+
+    def count_stored(self, target: Tensor, count: int) -> None:
+        """Count the writing of `count` keys or values of each head of `target` [B, H, S, D]."""
+        if target.shape[2] and self._host and self._counts():
+            self.stored += target.nbytes // target.shape[2] * count
 
     def count_stage(self, codes: Any, size: int, count: int, group_size: int, page: int) -> None:
         """Count the decoding of `count` slots of each head from the codes of a stage.

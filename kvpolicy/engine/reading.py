@@ -115,6 +115,14 @@ def chooses(reader: Reader, layer_idx: int) -> bool:
     return reader.traits.source(layer_idx) == layer_idx
 
 
+def in_host_memory(reader: Reader, layer_idx: int) -> bool:
+    """Whether keys and values of a layer lie in host memory, from where a step copies what it reads."""
+    traits = reader.traits
+    # In a layer that looks at every key to choose, each step would copy them all.
+    looks_at_all = chooses(reader, layer_idx) and (traits.choosers_read_all or traits.scans_keys)
+    return traits.host and reads_part(reader, layer_idx) and not looks_at_all
+
+
 def read_shape(reader: Reader, codec: Codec, layout: Layout, layer_idx: int) -> ReadShape | None:
     """Read plan of a layer; None if it reads all slots and chooses for no other layer."""
     shape = _chosen_shape(reader, codec, layout) if reads_part(reader, layer_idx) else None

@@ -57,8 +57,9 @@ def roll_back(layer: LayerContents, geometry: Geometry, accepted: int) -> Tensor
 def note_counters(layer: LayerContents) -> None:
     """Note the counters of the host after a step, or at a mark."""
     if layer.undo is not None:
-        counters = (layer.free_steps, layer.schedule.numbers(), layer.link.moved, layer.steps_unsorted)
-        layer.undo.counters.append(counters)
+        link = layer.link
+        counted = (link.moved, link.loaded, link.stored)
+        layer.undo.counters.append((layer.free_steps, layer.schedule.numbers(), counted, layer.steps_unsorted))
 
 
 @contextmanager
@@ -84,7 +85,8 @@ def undoable(layer: LayerContents, geometry: Geometry, ahead: int = 0) -> Genera
 
 
 def _set_counters(layer: LayerContents, counters: tuple[Any, ...]) -> None:
-    layer.free_steps, schedule, layer.link.moved, layer.steps_unsorted = counters
+    layer.free_steps, schedule, counted, layer.steps_unsorted = counters
+    layer.link.moved, layer.link.loaded, layer.link.stored = counted
     layer.schedule.set_numbers(schedule)
 
 

@@ -31,6 +31,9 @@ class SlotCodes:
         tensors = self._layer.tensors
         if not self._layer.layout.slots:
             return None
+        if tensors.host:  # without stages, so that one copy is enough
+            keys, values = (t.to(tensors.device, copy=True) for t in (tensors.keys, tensors.values))
+            return Past(keys, values, tensors.positions >= 0, tensors.log_counts)
         parts = [(tensors.keys, tensors.values), *CodecView(self._stage_parts()).read(tensors.keys.dtype)]
         keys = torch.cat([pair[0] for pair in parts], 2)
         values = torch.cat([pair[1] for pair in parts], 2)

@@ -97,8 +97,8 @@ class SlotGeometry:
             selected = select_tokens(ranked_again(self._spec.selector, pending.trimmed, keep), pending.idle)
         keys, values = pending.keys, pending.values
         if layer.layout.exact:  # a first prompt is not copied whole
-            keys = torch.cat([tensors.keys, keys], 2)
-            values = torch.cat([tensors.values, values], 2)
+            keys = torch.cat([tensors.keys.to(keys.device), keys], 2)
+            values = torch.cat([tensors.values.to(values.device), values], 2)
         # Before `_allocate`, which empties the positions of the full-precision buffer: its tokens are placed again.
         batch = TokenBatch(keys, values, *self._evict(selected))
         if merges:
@@ -116,6 +116,7 @@ class SlotGeometry:
         sums = pending.statistic(ChannelSums)
         salience = self.index.prompt_salience(None if sums is None else sums.sums, tensors.length - seen_before)
         self.index.rebuild(first, salience)
+        tensors.hold(data.keys, data.values)  # from now on: the index is made from keys on the device
         self.fix_addresses()
         layer.schedule.note(None if pending.idle is None else ~pending.idle, tensors.length, tensors.budget)
 
@@ -188,8 +189,9 @@ class SlotGeometry:
         return self.index.attend(q, transform, want_weights)
 
     def count_read(self, link: Link) -> None:
-        """Count on `link` what a decode step reads."""
+        """Count on `link` what a decode step reads, and writes to host memory."""
         self.index.count_read(link)
+        self.writer.count_stored(link)
 
     def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
         """A slot of the full-precision buffer for each head's new token, [B, H, 1], and where an evicted one goes."""
@@ -319,8 +321,7 @@ class SlotGeometry:
         for target, item in zip(slot_tensors((tensors.state, tensors.counts)), slot_tensors(before), strict=True):
             target[..., :old] = item
         padding = (0, 0, 0, layer.layout.exact - old)
-        tensors.keys = F.pad(tensors.keys, padding)
-        tensors.values = F.pad(tensors.values, padding)
+        tensors.hold(F.pad(tensors.keys, padding), F.pad(tensors.values, padding))
         self.index.rebuild()
 
     def _grow_slots(self) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.link import Link
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy.engine.token_batch import SlotData
@@ -42,8 +43,11 @@ class SlotWriter:
             self._index.refresh_slots(slots, stage)
             return
         if stage is None:
-            write_masked("keys", tensors.keys, slots, data.keys, mask, undo)
-            write_masked("values", tensors.values, slots, data.values, mask, undo)
+            if layer.spec.host:
+                self._store_vectors(slots, data, mask)
+            else:
+                write_masked("keys", tensors.keys, slots, data.keys, mask, undo)
+                write_masked("values", tensors.values, slots, data.values, mask, undo)
         else:
             assert mask is not None
             at = self._codes.stage_slots(stage)
@@ -58,11 +62,35 @@ class SlotWriter:
             write_masked(f"state.{number}", target, slots, item, mask, undo)
         self._index.refresh_slots(slots, stage)
 
+    def _store_vectors(self, slots: Tensor, data: SlotData, mask: Tensor | None) -> None:
+        """Write keys and values of tokens to host memory."""
+        layer = self._layer
+        host = layer.tensors.keys.device
+        there = slots.to(host)
+        mask = None if mask is None else mask.to(host)
+        for name, target, item in (
+            ("keys", layer.tensors.keys, data.keys),
+            ("values", layer.tensors.values, data.values),
+        ):
+            layer.link.count_stored(target, slots.shape[-1])
+            write_masked(name, target, there, item.to(host), mask, layer.undo)
+
+    def count_stored(self, link: Link) -> None:
+        """Count on `link` what a decode step writes to host memory, of tensors that may be on the device meta."""
+        tensors = self._layer.tensors
+        for target in (tensors.keys, tensors.values):
+            link.count_stored(target, self._written)
+
+    @property
+    def _written(self) -> int:
+        """Slots of each head that a decode step writes."""
+        return 2 if self._layer.spec.merges_in_steps else 1
+
     def step_targets(self) -> Targets:
         """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
         layer = self._layer
         tensors = layer.tensors
-        written = 2 if layer.spec.merges_in_steps else 1
+        written = self._written
         targets = {"keys": tensors.keys, "values": tensors.values, "positions": tensors.positions}
         targets |= {f"state.{n}": t for n, t in enumerate(slot_tensors((tensors.state, tensors.counts)))}
         evicts = sum(layer.layout.coded) > 0 and not layer.spec.grows

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.layer_tensors import HOST_PARTS
 from kvpolicy.engine.state import map_state
 from kvpolicy.protocols import Ranks, State
 from kvpolicy.spec.errors import KVPolicyError
@@ -69,8 +70,10 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
     for name, part in expected.items():
         given = iter([_fitting(snapshot.tensors, path, like) for path, like in named_tensors(part, name)])
 
-        def filled(_: Tensor, given: Iterator[Tensor] = given) -> Tensor:
-            return next(given).to(device)
+        own = torch.device("cpu") if store.tensors.host and name in HOST_PARTS else device
+
+        def filled(_: Tensor, given: Iterator[Tensor] = given, own: torch.device = own) -> Tensor:
+            return next(given).to(own)
 
         store.tensors.set_part(name, map_state(filled, part))
     store.geometry.fix_addresses()

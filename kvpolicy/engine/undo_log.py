@@ -118,8 +118,8 @@ class UndoLog:
             }
             self._copies = {name: [_steps_of(self.most, t) for t in tensors(part)] for name, part in copied.items()}
             self._digests = None if digest is None else _steps_of(self.most, digest)
-            first, _ = next(iter(targets.values()))
-            self.step = torch.zeros((), dtype=torch.int64, device=first.device)
+            positions, _ = targets["positions"]  # keys and values may lie in host memory
+            self.step = torch.zeros((), dtype=torch.int64, device=positions.device)
         self.has_room = True
 
     @property
@@ -149,10 +149,11 @@ class UndoLog:
                 steps.index_copy_(0, self.step[None], tensor[None])
 
     def record(self, name: str, target: Tensor, slots: Tensor) -> None:
-        """Keep what slots [B, H, n] of a tensor hold, before they are written; `name` as in `make_room`."""
+        """Keep what slots [B, H, n] of a tensor on the same device hold, before they are written, as in `make_room`."""
         written = self._written[name]
-        written.slots.index_copy_(0, self.step[None], slots[None])
-        written.held.index_copy_(0, self.step[None], gather_slots(target, slots)[None])
+        step = self.step[None].to(slots.device)
+        written.slots.index_copy_(0, step, slots[None])
+        written.held.index_copy_(0, step, gather_slots(target, slots)[None])
 
     def end(self) -> None:
         """End a step."""

@@ -47,7 +47,7 @@ def counted(plan: CachePlan, layers: list[PolicyLayer]) -> CachePlan:
                 tokens=int(layer.budget.max()),
                 nbytes=layer.held(),
                 layout=layer.store.layout,
-                moved=layer.store.moved,
+                **layer.store.step_bytes._asdict(),
             )
             for own, layer in zip(plan.layers, layers, strict=True)
         ),

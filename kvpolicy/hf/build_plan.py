@@ -65,7 +65,7 @@ def build_plan(
     batch = len(prompt)
     indices = model.evictable
     layers = plan_layers(policy, tokens, [shape] * len(indices), indices, batch)
-    sizes = [sum(layer.nbytes.values()) for layer in layers]
+    sizes = [layer.device_nbytes for layer in layers]
     columns, chunk, tile, holds, coded = prefilling
     alone = sum(unmanaged.values())
     prefilled = model.unmanaged_prefill_bytes(batch, columns, min(chunk or columns, tile or columns))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvpolicy.engine.accounting import HOST
 from kvpolicy.engine.editing import move_tokens
 from kvpolicy.engine.host import on_host
 from kvpolicy.hf import history
@@ -95,6 +96,11 @@ class PolicyCache(CacheForward):
     def nbytes(self) -> int:
         """Every byte held, on this rank."""
         return sum(sum(layer.held().values()) for layer in self.policy_layers) + sum(self.unmanaged_bytes().values())
+
+    @property
+    def host_nbytes(self) -> int:
+        """The bytes of `nbytes` that are in host memory."""
+        return sum(layer.held().get(HOST, 0) for layer in self.policy_layers)
 
     @property
     def full_nbytes(self) -> int:

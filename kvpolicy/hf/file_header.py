@@ -121,6 +121,8 @@ _LAYER_PLAN: dict[str, Any] = {
     "layout": _Tuple((_SIZE, _Many(_SIZE))),
     "nbytes": _Table(_TEXT, _BYTES),
     "moved": _BYTES,
+    "loaded": _Optional(_BYTES),
+    "stored": _Optional(_BYTES),
     "pages": _Maybe(_Tuple((_SIZE, _SIZE))),
 }
 _PLAN: dict[str, Any] = {

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layout import fix_addresses
+from kvpolicy.engine.link import StepBytes
 from kvpolicy.engine.output_norms import Projection
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
@@ -122,6 +123,11 @@ class PolicyLayer(CacheLayerMixin):
     def layout(self) -> Layout:
         """Slots of the full-precision buffer and of each stage."""
         return self.store.layout
+
+    @property
+    def step_bytes(self) -> StepBytes:
+        """Bytes that the last decode step moved, or would move if none was counted."""
+        return self.store.step_bytes
 
     @property
     def moved(self) -> int:

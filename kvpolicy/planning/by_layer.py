@@ -125,7 +125,7 @@ def _fit(
         # With all slots that the cache may ever have, so that it stays within the budget as it grows.
         expected = expect_tokens(policy, tokens, prompt, end, MAX_SIZE)
         plans = plan_layers(policy, expected, shapes, [*indices], len(prompt))
-        return sum(sum(plan.nbytes.values()) for plan in plans)
+        return sum(plan.device_nbytes for plan in plans)
 
     smallest_share = weights[~whole].amin().clamp_min(EPSILON) if not bool(whole.all()) else 1.0
     most = int((ceiling.amax() / smallest_share).ceil().clamp_max(MAX_SIZE))

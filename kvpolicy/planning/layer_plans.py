@@ -66,6 +66,6 @@ def plan_layers(
             # The first layer holds the mask digest of the whole cache.
             sizes["counters"] += DIGEST_NBYTES * batch
         plans.append(
-            LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes, moved=counted.moved, pages=pages)
+            LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes, pages=pages, **counted.step._asdict())
         )
     return tuple(plans)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from kvpolicy.engine.geometry import step_nbytes
+from kvpolicy.engine.geometry import step_bytes
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
+from kvpolicy.engine.link import StepBytes
 from kvpolicy.engine.output_norms import Projection
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.pages import Pages
@@ -47,11 +48,11 @@ class LayerBytes(NamedTuple):
 
     Attributes:
         held: What it holds, by kind.
-        moved: What a decode step reads of it.
+        step: What a decode step moves of it.
     """
 
     held: dict[str, int]
-    moved: int
+    step: StepBytes
 
 
 @lru_cache(maxsize=4096)
@@ -76,7 +77,7 @@ def layer_bytes(
         choosing = _slots_on_meta(policy, batch, shape, source, chooser)
         choosing.index.board = board
         choosing.index.show()
-    return LayerBytes(slots.layer.tensors.nbytes_by_kind(), step_nbytes(slots))
+    return LayerBytes(slots.layer.tensors.nbytes_by_kind(), step_bytes(slots, slots.layer.spec.host))
 
 
 def _slots_on_meta(policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int) -> SlotGeometry:
@@ -101,7 +102,7 @@ def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages, buf
     """
     layer = LayerContents(layer_spec(policy, 0))
     layer.tensors = LayerTensors.of_pages(layer.spec, batch, shape, pages, buffer, "meta")
-    return LayerBytes(layer.tensors.nbytes_by_kind(), step_nbytes(PageGeometry(layer)))
+    return LayerBytes(layer.tensors.nbytes_by_kind(), step_bytes(PageGeometry(layer)))
 
 
 @lru_cache(maxsize=4096)
@@ -167,7 +168,7 @@ def prefill_peak(
         policy: The policy.
         batch: Number of rows.
         shape: Shape of the keys of a layer.
-        layers: Bytes of each layer once it is compressed.
+        layers: Bytes of each layer on the device once it is compressed.
         columns: Tokens of the longest prompt, padding of other rows included.
         unmanaged_nbytes: Bytes of the layers that are not under the policy, while the prompt is prefilled.
         chunk: Tokens that are prefilled at a time; None for all.

@@ -23,6 +23,8 @@ def plan_to_dict(plan: CachePlan) -> dict[str, Any]:
             "layout": [layer.layout.exact, list(layer.layout.coded)],
             "nbytes": layer.nbytes,
             "moved": layer.moved,
+            "loaded": layer.loaded,
+            "stored": layer.stored,
             "pages": None if layer.pages is None else list(layer.pages),
         }
         for layer in plan.layers
@@ -45,7 +47,7 @@ def plan_from_dict(
 
     Args:
         policy: The policy of the plan.
-        content: The description; earlier versions did not write the length of the prompt.
+        content: The description; earlier versions wrote neither the length of the prompt nor copies of host memory.
         prefill: Makes what the activations follow from, of the policy, the layers and the length of the prompt.
     """
     layers = [
@@ -55,6 +57,8 @@ def plan_from_dict(
             layout=Layout(layer["layout"][0], tuple(layer["layout"][1])),
             nbytes=layer["nbytes"],
             moved=layer["moved"],
+            loaded=layer.get("loaded", 0),
+            stored=layer.get("stored", 0),
             pages=None if layer["pages"] is None else Pages(*layer["pages"]),
         )
         for layer in content["layers"]

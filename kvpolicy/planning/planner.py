@@ -162,7 +162,7 @@ def _divide_bytes(
         each = torch.full_like(prompt, base)
         tokens = _divide_tokens(policy, metrics, each, prompt, end, len(shapes), initial_slots)
         layers = plan_layers(policy, tokens, shapes, [*indices], batch)
-        return tokens, unmanaged_nbytes + sum(sum(layer.nbytes.values()) for layer in layers)
+        return tokens, unmanaged_nbytes + sum(layer.device_nbytes for layer in layers)
 
     low = policy.min_tokens
     _, smallest = attempt(low)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from kvpolicy.engine.accounting import HOST
 from kvpolicy.engine.pages import Pages
 from kvpolicy.parallel.weights import Weights
 from kvpolicy.planning.activations import Prefill
@@ -35,7 +36,7 @@ NOT_MEASURED = (
 """The note of a plan before the allocator has measured a prompt."""
 
 
-READ_KINDS = ("exact", "codes", "scales", "positions")
+READ_KINDS = ("exact", HOST, "codes", "scales", "positions")
 """The kinds of bytes that a decode step reads where it reads everything."""
 
 
@@ -47,8 +48,10 @@ class LayerPlan:
         layer_idx: Index of the layer in the model.
         tokens: The most tokens of any row.
         layout: Its slots.
-        nbytes: Bytes by kind: exact, codes, scales, positions, statistics, index, counters, counts.
+        nbytes: Bytes by kind: exact, codes, scales, positions, statistics, index, counters, counts, host.
         moved: Bytes that a decode step reads of the layer, once all its slots are in use.
+        loaded: Those of them that it copies from host memory.
+        stored: Bytes that it copies to host memory.
         pages: Its pages, if its heads have budgets of their own.
     """
 
@@ -57,12 +60,19 @@ class LayerPlan:
     layout: Layout
     nbytes: dict[str, int]
     moved: int = 0
+    loaded: int = 0
+    stored: int = 0
     pages: Pages | None = None
 
     @property
     def all_moved(self) -> int:
         """Bytes that a decode step would read of the layer if it read everything that is kept."""
         return sum(self.nbytes.get(kind, 0) for kind in READ_KINDS)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes that are not in host memory."""
+        return device_bytes(self.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,9 +132,29 @@ class CachePlan:
         return sum(layer.moved for layer in self.layers)
 
     @property
+    def loaded(self) -> int:
+        """Bytes of `moved` that a decode step copies from host memory."""
+        return sum(layer.loaded for layer in self.layers)
+
+    @property
+    def stored(self) -> int:
+        """Bytes that a decode step copies to host memory."""
+        return sum(layer.stored for layer in self.layers)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole cache."""
         return sum(self.by_kind().values())
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the cache in host memory."""
+        return self.by_kind().get(HOST, 0)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of the cache on the device, which are those that a budget in bytes bounds."""
+        return self.nbytes - self.host_nbytes
 
     def by_kind(self) -> dict[str, int]:
         """Bytes of the whole cache by kind."""
@@ -138,7 +168,8 @@ class CachePlan:
         """The most rows like these that fit into the memory of a rank, while their prompts are prefilled and after.
 
         If the plan has counted weights (`plan(..., backend="hf")`), they and the calibration tensors are subtracted
-        from the memory first. With a budget in bytes, every row is assumed to take as much as a row of this plan.
+        from the memory first. With a budget in bytes, every row is assumed to take as much as a row of this plan. What
+        lies in host memory takes none of it.
 
         Args:
             memory: Bytes, as a number or as a text such as `24GiB`.
@@ -146,7 +177,7 @@ class CachePlan:
         Raises:
             KVPolicyError: If it is not an amount of bytes.
         """
-        return self._rows(memory, self._needed, self.nbytes)
+        return self._rows(memory, self._needed, self.device_nbytes)
 
     def full_largest_batch(self, memory: int | str) -> int:
         """The most such rows with the stock cache, which keeps every token."""
@@ -162,7 +193,7 @@ class CachePlan:
         used = self.weights.nbytes + self.resident_nbytes if self.weights else 0
         if rows == 0:
             return used
-        held = self.peak_nbytes if prefill else self.nbytes
+        held = self.peak_nbytes if prefill else self.device_nbytes
         if self.prefill is not None:
             used += self.prefill.activation_bytes(rows) if prefill else self.prefill.step_bytes(rows)
         return used + -(-held * rows // self.batch)
@@ -193,6 +224,11 @@ class CachePlan:
         return "\n".join([title, text_layer_table(head, rows, last, nbytes), *_notes(self)])
 
 
+def device_bytes(kinds: Mapping[str, int]) -> int:
+    """The sum of bytes by kind, those in host memory left out."""
+    return sum(kinds.values()) - kinds.get(HOST, 0)
+
+
 def moved_note(moved: int, every: int) -> str:
     """The line of a plan or a report about a reader.
 
@@ -203,6 +239,19 @@ def moved_note(moved: int, every: int) -> str:
     less = format_bytes(moved)
     more = format_bytes(every)
     return f"a decode step moves {less}, and would move {more} if it read everything that is kept"
+
+
+def host_note(nbytes: int, device: int, loaded: int, stored: int) -> str:
+    """The line of a plan or a report about host memory.
+
+    Args:
+        nbytes: Bytes in host memory.
+        device: Bytes on the device.
+        loaded: Bytes that a decode step copies from host memory.
+        stored: Bytes that it copies there.
+    """
+    places = f"{format_bytes(nbytes)} are in host memory and {format_bytes(device)} on the device"
+    return f"{places}; a decode step copies {format_bytes(loaded)} to the device, and {format_bytes(stored)} from it"
 
 
 def plan_html(plan: CachePlan) -> str:
@@ -240,4 +289,6 @@ def _notes(plan: CachePlan) -> list[str]:
         notes.append(f"the prefill: up to {format_bytes(plan.peak_nbytes)}")
     if plan.policy.reads_part:
         notes.append(moved_note(plan.moved, sum(layer.all_moved for layer in plan.layers)))
+    if plan.host_nbytes:
+        notes.append(host_note(plan.host_nbytes, plan.device_nbytes, plan.loaded, plan.stored))
     return [*notes, plan.note] if plan.note else notes

@@ -231,7 +231,7 @@ def _sized(
     tokens = tokens_of_share(policy, prompt, new, [shape])
     if tokens is None:
         return policy, None
-    return policy, sum(plan_layers(policy, tokens, [shape], [layer_idx], 1)[0].nbytes.values())
+    return policy, plan_layers(policy, tokens, [shape], [layer_idx], 1)[0].device_nbytes
 
 
 def _groups(curves: Curves) -> list[list[int]]:

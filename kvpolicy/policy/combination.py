@@ -38,7 +38,7 @@ def check_together(policy: Any) -> None:
     check_merger(policy.merger, policy.selector, policy.budget, policy.decode)
     if policy.heads is not None:
         check_heads(policy.heads, policy.selector, policy.merger, policy.codec, policy.reader, policy.decode)
-    check_reader(policy.reader, policy.selector, policy.codec, policy.decode)
+    check_reader(policy.reader, policy.selector, policy.codec, policy.merger, policy.decode)
     if policy.codec.traits.demote_by == "priority" and whole_heads(policy.selector):
         raise KVPolicyError(
             f"The selector must rank a token by itself to be combined with {policy.codec}, which ranks a part of the "
@@ -154,7 +154,27 @@ def check_merger(merger: Merger, selector: Selector, budget: Budget, decode: Dec
         )
 
 
-def check_reader(reader: Reader, selector: Selector, codec: Codec, decode: DecodeMode) -> None:
+def check_host(reader: Reader, codec: Codec, merger: Merger, decode: DecodeMode) -> None:
+    """Refuse parts for which each step would copy more from host memory than what the reader chooses."""
+    traits = reader.traits
+    if traits.scans_keys and traits.every == 1 and not traits.choosing:
+        raise KVPolicyError(
+            "A reader must choose by an index to leave keys and values in host memory, got "
+            f"{reader}, which looks at every key; try quest:host=true."
+        )
+    if codec.stages:
+        raise KVPolicyError(
+            f"The codec must be plain for the reader {reader}, which leaves keys and values in host memory in the "
+            f"model's dtype, got {codec}; try host=false."
+        )
+    if merger.traits.when == "always" and decode != "grow":
+        raise KVPolicyError(
+            f"The merger must not merge while decoding for the reader {reader}, since it would copy every key from "
+            f"host memory, got {merger}; try host=false."
+        )
+
+
+def check_reader(reader: Reader, selector: Selector, codec: Codec, merger: Merger, decode: DecodeMode) -> None:
     """Refuse a reader that leaves unread what the selector or the codec must see."""
     if isinstance(reader, ReadAll):
         return
@@ -168,6 +188,8 @@ def check_reader(reader: Reader, selector: Selector, codec: Codec, decode: Decod
             f"The codec {codec} must not choose the slots that a step reads itself, got the reader {reader}, which "
             "does so too; try one of them alone."
         )
+    if reader.traits.host:
+        check_host(reader, codec, merger, decode)
     if not (reader.traits.ordered and codec.stages):
         return
     if codec.traits.demote_by == "priority":

@@ -30,6 +30,7 @@ class ReaderTraits(NamedTuple):
             chose. 1: every layer chooses for itself.
         choosing: The layers that choose, ascending, instead of `every`.
         choosers_read_all: Whether a layer that chooses reads every slot itself.
+        host: Whether keys and values lie in host memory, in the layers that read a part of them.
     """
 
     dense: int = 0
@@ -42,6 +43,7 @@ class ReaderTraits(NamedTuple):
     every: int = 1
     choosing: tuple[int, ...] = ()
     choosers_read_all: bool = False
+    host: bool = False
 
     def source(self, layer_idx: int) -> int | None:
         """The layer that chooses for a layer: itself, an earlier one, or None if it reads all slots.

@@ -54,6 +54,8 @@ class DoubleSparsity(TokenReader):
         recent: The newest tokens that are always read; the newest one and the first kept one always are.
         calibration: Folder of a calibration, which `kvpolicy calibrate channels` writes, and which says how salient
             each channel is. None: the first prompt says so.
+        host: Whether keys and values lie in host memory, from where a step copies the tokens that it reads. Labels, and
+            everything of the layers that read everything, stay on the device.
 
     Raises:
         KVPolicyTypeError: If a value is of another type.
@@ -79,6 +81,7 @@ class DoubleSparsity(TokenReader):
     dense: int = 2
     recent: int = 1
     calibration: str | None = None
+    host: bool = False
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -92,7 +95,7 @@ class DoubleSparsity(TokenReader):
     def traits(self) -> ReaderTraits:
         """The channels are chosen from the prompt, or from a calibration."""
         calibrated = self.calibration is not None
-        return ReaderTraits(dense=self.dense, recent=self.recent, salience=True, calibrated=calibrated)
+        return ReaderTraits(dense=self.dense, recent=self.recent, salience=True, calibrated=calibrated, host=self.host)
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if a key has fewer channels than a label, or the calibration is of another model."""

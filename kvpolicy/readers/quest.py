@@ -54,6 +54,8 @@ class Quest(TokenReader):
         recent: The newest tokens whose pages are always read; those of the newest one and of the first kept one always
             are.
         resort: After how many steps the slots are sorted again by position, in a cache that evicts.
+        host: Whether keys and values lie in host memory, from where a step copies the pages that it reads. Bounds, and
+            everything of the layers that read everything, stay on the device.
 
     Raises:
         KVPolicyTypeError: If a value is of another type.
@@ -76,6 +78,7 @@ class Quest(TokenReader):
     dense: int = 2
     recent: int = 1
     resort: int = 256
+    host: bool = False
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -84,7 +87,8 @@ class Quest(TokenReader):
     @property
     def traits(self) -> ReaderTraits:
         """Pages of neighbors, unless a page is one slot."""
-        return ReaderTraits(dense=self.dense, recent=self.recent, ordered=self.page != 1, resort=self.resort)
+        ordered = self.page != 1
+        return ReaderTraits(dense=self.dense, recent=self.recent, ordered=ordered, resort=self.resort, host=self.host)
 
     def page_size(self, slots: int) -> int:
         """Slots of a page; see `Reader.page_size`."""

@@ -41,6 +41,8 @@ class Reuse(Reader):
         dense: How many of the model's first layers read everything. `auto`: 2, or more if the base has more; with
             `layers`, all before the first of them.
         full: Whether a layer that chooses reads everything itself; else it reads what it chose.
+        host: Whether keys and values lie in host memory, from where a step copies the tokens that it reads, in layers
+            that do not look at every key themselves.
 
     Raises:
         KVPolicyTypeError: If a value is of another type.
@@ -58,7 +60,7 @@ class Reuse(Reader):
     all slots first. Choosing layers are at regular distances by default. TidalDecode names two of 32 (`2_13`, `2_9` for
     other models), OmniKV three that it finds offline (`2_8_18`). OmniKV reads everything in one more layer behind each
     choosing one, to hide a copy from host memory, and all generated tokens; here they compete like those of the prompt.
-    Keys and values that are not read stay on the device.
+    Keys and values lie in host memory only with `host`, and are copied when they are needed.
     """
 
     base: Reader = field(default_factory=ExactTopK)
@@ -66,6 +68,7 @@ class Reuse(Reader):
     every: int = 4
     dense: AutoInt = "auto"
     full: bool = True
+    host: bool = False
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -103,7 +106,9 @@ class Reuse(Reader):
             dense = self._choosing[0]
         else:
             dense = max(_DENSE if self.dense == "auto" else self.dense, traits.dense)
-        return traits._replace(dense=dense, every=self.every, choosing=self._choosing, choosers_read_all=self.full)
+        host = self.host or traits.host
+        shared = {"every": self.every, "choosing": self._choosing, "choosers_read_all": self.full}
+        return traits._replace(dense=dense, host=host, **shared)
 
     def page_size(self, slots: int) -> int:
         """As the base."""

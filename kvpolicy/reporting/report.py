@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpolicy.planning.result import READ_KINDS, moved_note
+from kvpolicy.engine.accounting import HOST
+from kvpolicy.planning.result import READ_KINDS, host_note, moved_note
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.sources import CacheSource, HandleSource
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
@@ -45,6 +46,8 @@ class LayerReport:
         nbytes: Bytes by kind.
         note: Why the layer is not under the policy, or empty.
         moved: Bytes that the last decode step read of the layer; of a cache without an eager one, what it would read.
+        loaded: Those of them that it copied from host memory.
+        stored: Bytes that it copied to host memory.
     """
 
     layer_idx: int
@@ -55,6 +58,8 @@ class LayerReport:
     nbytes: dict[str, int]
     note: str = ""
     moved: int = 0
+    loaded: int = 0
+    stored: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,13 +88,33 @@ class Report:
         return sum(layer.moved for layer in self.layers)
 
     @property
+    def loaded(self) -> int:
+        """Bytes of `moved` that a decode step copies from host memory."""
+        return sum(layer.loaded for layer in self.layers)
+
+    @property
+    def stored(self) -> int:
+        """Bytes that a decode step copies to host memory."""
+        return sum(layer.stored for layer in self.layers)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes held in host memory."""
+        return sum(layer.nbytes.get(HOST, 0) for layer in self.layers)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes held on the device."""
+        return self.nbytes - self.host_nbytes
+
+    @property
     def all_moved(self) -> int:
         """Bytes that a decode step would read of these layers if it read everything that is kept."""
         return sum(layer.nbytes.get(kind, 0) for layer in self.layers for kind in READ_KINDS)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings for JSON, with the versions of kvpolicy and of the format."""
-        names = ("layer_idx", "budget", "kept", "heads", "seen", "nbytes", "note", "moved")
+        names = ("layer_idx", "budget", "kept", "heads", "seen", "nbytes", "note", "moved", "loaded", "stored")
         return {
             **stamp(FORMAT),
             "policy": str(self.policy),
@@ -99,6 +124,9 @@ class Report:
             "resident_nbytes": self.resident_nbytes,
             "moved": self.moved,
             "all_moved": self.all_moved,
+            "host_nbytes": self.host_nbytes,
+            "loaded": self.loaded,
+            "stored": self.stored,
             "layers": [{name: getattr(layer, name) for name in names} for layer in self.layers],
         }
 
@@ -144,6 +172,8 @@ def _notes(report: Report) -> list[str]:
     notes = [resident_note(format_bytes(report.resident_nbytes))] if report.resident_nbytes else []
     if report.policy.reads_part:
         notes.append(moved_note(report.moved, report.all_moved))
+    if report.host_nbytes:
+        notes.append(host_note(report.host_nbytes, report.device_nbytes, report.loaded, report.stored))
     return [*notes, report.note] if report.note else notes
 
 
@@ -204,7 +234,7 @@ def make_report(cache: CacheSource) -> Report:
                     heads=() if layer.owner is None else tuple(map(_integers, kept)),
                     seen=_integers(layer.length),
                     nbytes=layer.held(),
-                    moved=layer.moved,
+                    **layer.step_bytes._asdict(),
                 )
             )
     return Report(

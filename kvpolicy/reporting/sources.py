@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from kvpolicy.engine.link import StepBytes
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 
@@ -49,8 +50,8 @@ class LayerSource(Protocol):
         ...
 
     @property
-    def moved(self) -> int:
-        """Bytes that a decode step reads."""
+    def step_bytes(self) -> StepBytes:
+        """Bytes that a decode step moves."""
         ...
 
     def held(self) -> dict[str, int]:

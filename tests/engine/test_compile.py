@@ -105,6 +105,7 @@ METHODS = [
     "h2o+compensate+quest:read=8:page=2:dense=1@0.5",
     "uniform/adakv+h2o+compensate@0.5",
     "h2o+reuse:every=2:dense=0/exact:read=6@0.5",
+    "quest:read=8:page=2:dense=1:host=true",
 ]
 MERGED = [words("h2o", name) for name in MERGERS if lookup(name)[1]().traits.when == "always"]
 OTHERS = [
@@ -166,7 +167,9 @@ def test_families(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("policy", ["h2o@0.5", words("squeeze", "kvcrush", "kivi")])
+@pytest.mark.parametrize(
+    "policy", ["h2o@0.5", words("squeeze", "kvcrush", "kivi"), "h2o+labels:read=8:dense=0:host=true@0.5"]
+)
 def test_inductor(policy: str) -> None:
     once(policy, [PROMPT], backend="inductor", atol=1e-3)
 

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from kvpolicy import AdaKV
-from kvpolicy.engine.geometry import Geometry, step_nbytes
+from kvpolicy.engine.geometry import Geometry, step_bytes
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from tests.engine.paged import Run
@@ -29,7 +29,7 @@ def test_signatures_are_those_of_the_interface(kind: type) -> None:
 def test_a_step_reads_what_is_counted(policy: str) -> None:
     layer = Layer(policy, [20], new=4)
     layer.prompt(*draw(40, 1))
-    expected = step_nbytes(layer.store.geometry)
+    expected = step_bytes(layer.store.geometry).moved
     layer.step(*draw(1, 2))
     assert layer.store.contents.link.moved == layer.store.moved == expected > 0
 
@@ -37,7 +37,7 @@ def test_a_step_reads_what_is_counted(policy: str) -> None:
 def test_a_step_reads_all_pages() -> None:
     run = Run("h2o", AdaKV(), [40])
     run.prompt([60])
-    expected = step_nbytes(run.store.geometry)
+    expected = step_bytes(run.store.geometry).moved
     run.step()
     kinds = run.store.nbytes_by_kind()
     assert run.store.contents.link.moved == expected == kinds["exact"] + kinds["positions"]

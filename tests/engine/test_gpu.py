@@ -48,9 +48,15 @@ NAMES = [name for name in names() if name != "duo"]
 """`duo` has heads of a model that was trained, and is `even` or `adakv` but for that."""
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_like_a_cpu(name: str) -> None:
-    policy = policy_of(name)
+HOST = [
+    "full+quest:read=8:page=2:dense=0:host=true",
+    "h2o+labels:read=8:channels=4:dense=0:host=true@0.5",
+    "snapkv+reuse:every=2:dense=0:host=true/exact:read=8@0.5",
+]
+
+
+@pytest.mark.parametrize("policy", [*(policy_of(name) for name in NAMES), *HOST])
+def test_like_a_cpu(policy: str) -> None:
     model = build("llama", layers=layers_for(policy))
     wanted, want = keep(policy, model, "cpu")
     found, got = keep(policy, copy.deepcopy(model).cuda(), "cuda")
@@ -59,6 +65,23 @@ def test_like_a_cpu(name: str) -> None:
         assert (mine == other).float().mean() > 0.95  # near ties are ordered by the last bit
     close = (got - want).abs() < 1e-3 * want.abs().max()
     assert close.float().mean() > 0.95
+
+
+@pytest.mark.parametrize("policy", HOST)
+def test_host_memory(policy: str) -> None:
+    """Keys and values are on the host and pinned, and a step gives what it gives with everything on the GPU."""
+    model = copy.deepcopy(build("llama", layers=4)).cuda()
+    ids, mask = (t.cuda() for t in make_batch([26, 17]))
+    logits: list[Tensor] = []
+    for spec in (policy, policy.replace(":host=true", "")):
+        with kvpolicy.attach(model, spec):
+            cache = PolicyCache(model, new=sum(TURNS[1:]))
+            logits.append(talk(model, ids, mask, TURNS, cache))
+        for layer in cache.policy_layers:
+            assert layer.keys.device.type == layer.values.device.type == ("cpu" if layer.store.spec.host else "cuda")
+            assert layer.keys.is_pinned() == layer.values.is_pinned() == layer.store.spec.host
+            assert layer.positions.is_cuda
+    torch.testing.assert_close(*logits)
 
 
 @pytest.mark.parametrize("name", NAMES)

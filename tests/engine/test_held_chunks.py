@@ -55,6 +55,7 @@ def outcome(model: Any, policy: str, lengths: list[int], pieces: list[int], **ho
         "snapkv:window=4:kernel=3+merge@0.5",
         "snapkv:window=4:kernel=3+regress:queries=replay:window=5:sinks=1:recent=3@0.5",
         "snapkv:window=4:kernel=3+labels:read=8:channels=2:dense=0@0.6",
+        "snapkv:window=4:kernel=3+labels:read=8:channels=2:dense=0:host=true@0.6",
     ],
 )
 @pytest.mark.parametrize("lengths", [[26], [26, 11]], ids=["one", "padded"])

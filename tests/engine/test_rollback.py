@@ -103,6 +103,7 @@ OTHERS = [
     *(f"full+{reader}" for reader in READERS),
     "window+quest:read=8:page=4@0.5",
     "h2o+labels:read=8@0.7",
+    "h2o+labels:read=8:dense=0:host=true@0.7",
     words("full", "kivi", "labels:read=8", budget="1.0"),
     *(f"uniform/{heads}+h2o@0.7" for heads in HEADS),
     words("uniform/adakv", "h2o", "tokenwise", budget="0.7"),

@@ -40,6 +40,7 @@ OTHERS = [
     "snapkv:window=6:kernel=3+labels:read=5:channels=3:dense=0@0.8",
     "h2o+reuse:every=2:dense=0/exact:read=6@0.8",
     "h2o+compensate+quest:read=8:page=2:dense=1@0.5",
+    "h2o+labels:read=6:channels=3:dense=0:host=true@0.5",
     "tokenwise:residual_length=2:block_size=3+exact:read=5",
     "h2o:decode=grow@0.5",
     words("kvzip"),

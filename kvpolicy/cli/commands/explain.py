@@ -15,6 +15,7 @@ from kvpolicy.cli.layer_table import layer_facts, layer_table
 from kvpolicy.cli.model_loading import dtype_of
 from kvpolicy.cli.model_names import TINY, shipped
 from kvpolicy.cli.strategy_docs import Description, read
+from kvpolicy.cli.transfers import Bandwidth, Link, transfer_facts, transfer_text
 from kvpolicy.registry import QUESTIONS
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -29,6 +30,8 @@ def explain(
     prompt: Prompt = None,
     new: New = 1024,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of keys and values.")] = "bfloat16",
+    link: Link = None,
+    bandwidth: Bandwidth = None,
     json: Json = False,
 ) -> None:
     """Describe each part of a policy, and its effect on a model.
@@ -54,6 +57,7 @@ def explain(
         "batch": batch,
         "prompt": prompt,
         "new": new,
+        "link": transfer_facts(planned, link, bandwidth),
     }
     if isinstance(planned.policy, LayeredPolicy):
         facts |= facts_by_layer(parsed, planned, describe(config, cache_dtype))
@@ -147,6 +151,8 @@ def _render(facts: dict[str, Any]) -> str:
     blocks += [_describe(part) for part in facts["parts"]]
     full = facts["token_bytes"] * facts["batch"] * (facts["prompt"] + facts["new"])
     blocks += [layer_table(facts["layers"], full), paragraph(_total(facts)), *map(paragraph, notes(facts))]
+    if facts["link"]:
+        blocks.append(paragraph(transfer_text(facts["link"])))
     return "\n\n".join(blocks)
 
 

@@ -28,6 +28,7 @@ from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, siz
 from kvpolicy.cli.layer_table import layer_facts, layer_table
 from kvpolicy.cli.model_loading import dtype_of
 from kvpolicy.cli.model_names import TINY, shipped
+from kvpolicy.cli.transfers import Bandwidth, Link, transfer_facts, transfer_text
 from kvpolicy.spec.errors import KVPolicyError
 
 FOOTER = (
@@ -72,6 +73,8 @@ def plan(
             help="Memory of each rank, such as 80GiB (2^30 bytes) or 80GB (10^9 bytes); 80 means 80GiB.",
         ),
     ] = "80GiB",
+    link: Link = None,
+    bandwidth: Bandwidth = None,
     json: Json = False,
 ) -> None:
     """Compute the memory of a model and its cache.
@@ -108,6 +111,7 @@ def plan(
         "memory": capacity,
     }
     facts |= figures(planned, capacity)
+    facts["link"] = transfer_facts(planned, link, bandwidth, planned.weights.nbytes)
     facts["tune"] = tune_command(describe(config, cache_dtype), planned.weights.nbytes, prompt, capacity, tp)
     parts = chunk or tile
     if parts:
@@ -176,7 +180,13 @@ def figures(planned: Any, memory: int) -> dict[str, Any]:
         "full_cache": planned.full_nbytes,
         "activations": planned.activation_nbytes,
         "peak": {"prefill": prefill},
-        "moved": {"step": planned.moved, "all": sum(layer.all_moved for layer in planned.layers)},
+        "places": {"device": planned.device_nbytes, "host": planned.host_nbytes},
+        "moved": {
+            "step": planned.moved,
+            "all": sum(layer.all_moved for layer in planned.layers),
+            "loaded": planned.loaded,
+            "stored": planned.stored,
+        },
         "largest_batch": {
             "policy": planned.largest_batch(memory),
             "full": planned.full_largest_batch(memory),
@@ -205,6 +215,8 @@ def render(facts: dict[str, Any], full: int, tried: Callable[[int | None, int | 
     for note in notes(facts):
         lines += [paragraph(note), ""]
     lines += [table(_totals(facts)), ""]
+    if facts["link"]:
+        lines += [paragraph(transfer_text(facts["link"])), ""]
     if "peaks" in facts:
         peaks = [(way, size(peak)) for way, peak in facts["peaks"].items()]
         lines += [table([("the prompt", "peak while prefilling"), *peaks]), ""]
@@ -293,10 +305,16 @@ def _totals(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("calibrated tensors", size(facts["calibrated"]), ""))
     rows += [(f"cache, {kind}", size(taken), "") for kind, taken in cache.items() if taken]
     rows.append(("cache", size(total), size(full)))
+    if facts["places"]["host"]:
+        rows.append(("cache on the device", size(facts["places"]["device"]), ""))
+        rows.append(("cache in host memory", size(facts["places"]["host"]), ""))
     if facts["moved"]["step"] != facts["moved"]["all"]:  # the policy has a reader
         moved = facts["moved"]
         rows.append(("moved per step", size(moved["step"]), ""))
         rows.append(("moved per step, if all were read", size(moved["all"]), ""))
+        if moved["loaded"]:
+            rows.append(("copied per step, from host memory", size(moved["loaded"]), ""))
+            rows.append(("copied per step, to host memory", size(moved["stored"]), ""))
     rows.append(("cache, fraction of full", f"{total / full:.3f}", f"{1:.3f}"))
     rows.append(("activations, at most", size(facts["activations"]), ""))
     peak = facts["peak"]["prefill"]

@@ -30,6 +30,7 @@ PALE = "#dddddd"
 KINDS = {
     "full cache": "#b5b5b5",
     "exact": PALETTE[0],
+    "host": "#7fb8d8",
     "codes": PALETTE[1],
     "scales": PALETTE[5],
     "positions": PALETTE[2],
