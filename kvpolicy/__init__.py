@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from kvpolicy.readers.all import ReadAll as ReadAll
     from kvpolicy.readers.exact import ExactTopK as ExactTopK
     from kvpolicy.readers.labels import DoubleSparsity as DoubleSparsity
+    from kvpolicy.readers.loki import Loki as Loki
     from kvpolicy.readers.quest import Quest as Quest
     from kvpolicy.readers.reuse import Reuse as Reuse
     from kvpolicy.selectors.a2sf import A2SF as A2SF

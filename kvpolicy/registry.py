@@ -111,6 +111,7 @@ READERS = {
     "exact": "kvpolicy.readers.exact:ExactTopK",
     "quest": "kvpolicy.readers.quest:Quest",
     "labels": "kvpolicy.readers.labels:DoubleSparsity",
+    "loki": "kvpolicy.readers.loki:Loki",
     "reuse": "kvpolicy.readers.reuse:Reuse",
 }
 WHOLE = {"tuned": "kvpolicy.policy.tuned:TunedPolicy"}
@@ -200,6 +201,7 @@ SUMMARIES = {
     "exact": "Read every key, and the values of the tokens with the largest attention weights.",
     "quest": "Read the pages of tokens whose keys may have the largest product with the query.",
     "labels": "Read the tokens whose keys have the largest product with the query in a few channels.",
+    "loki": "Read the tokens whose keys have the largest product with the query in a few principal components.",
     "reuse": "Let some layers choose which tokens are read, and let the layers behind them read the same tokens.",
     # /generated
 }

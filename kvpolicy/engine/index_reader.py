@@ -38,7 +38,7 @@ from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.state import map_slots, slot_tensors
 from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.engine.token_batch import BEYOND
-from kvpolicy.kernels.products import products
+from kvpolicy.kernels.products import coordinates, products
 from kvpolicy.kernels.row_sums import sums_in_place
 from kvpolicy.protocols import LoadsSalience, Needs
 
@@ -167,7 +167,7 @@ class IndexReader:
         tensors = self._layer.tensors
         products = self._products if scanned is None else lambda _: scanned.clone()  # the engine changes scores
         self._link.whole(reads.index)
-        score = transform.finish(self._reader.score(reads.index, self._queries(q), products))
+        score = transform.finish(self._reader.score(reads.index, self._indexed(self._queries(q)), products))
         if tensors.log_counts is not None:
             # As attention adds them: a slot that stands for many tokens is needed more than its key says.
             score = score + largest_counts(shape, tensors.log_counts, tensors.positions)[:, :, None]
@@ -372,7 +372,12 @@ class IndexReader:
         coded = self._codes.view()
         keys = self._link.rows(tensors.keys, flat) if coded is None else coded.keys_at(flat, tensors.keys.dtype)
         occupied = inside & (tensors.positions.gather(-1, flat) >= 0).view_as(inside)
-        self._reader.refresh(reads.index, entries, keys.unflatten(2, inside.shape[2:]), occupied)
+        self._reader.refresh(reads.index, entries, self._indexed(keys).unflatten(2, inside.shape[2:]), occupied)
+
+    def _indexed(self, vectors: Tensor) -> Tensor:
+        """Queries or keys [B, H, n, D] as the reader takes them, in the basis of the layer if it has one."""
+        basis = self._layer.basis
+        return coordinates(vectors, basis) if isinstance(basis, Tensor) else vectors
 
     def count_unsorted_step(self) -> bool:
         """Count a step that overwrote slots; whether it is time to sort them by position again."""

@@ -13,7 +13,7 @@ from kvpolicy.engine.state import fields
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.in_memory import in_memory
 from kvpolicy.kernels.largest import largest
-from kvpolicy.protocols import Codec, Index, Layout, Ranks, Reader
+from kvpolicy.protocols import Codec, Index, Layout, LoadsBasis, Ranks, Reader
 
 _NEWEST = 3.0
 _FIRST = 2.0
@@ -113,6 +113,14 @@ def reads_part(reader: Reader, layer_idx: int) -> bool:
 def chooses(reader: Reader, layer_idx: int) -> bool:
     """Whether a layer chooses what it reads, and so may have an index."""
     return reader.traits.source(layer_idx) == layer_idx
+
+
+def load_basis(reader: Reader, layer_idx: int, device: torch.device | str, heads: slice) -> Tensor | tuple[()]:
+    """The basis of the index of a layer, [H, D, r] fp32; the empty tuple if it has none."""
+    if not (reader.traits.projected and chooses(reader, layer_idx)):
+        return ()
+    assert isinstance(reader, LoadsBasis)  # see `policy.combination.check_abilities`
+    return reader.load_basis(layer_idx, device, heads)
 
 
 def read_shape(reader: Reader, codec: Codec, layout: Layout, layer_idx: int) -> ReadShape | None:

@@ -10,6 +10,7 @@ from kvpolicy.protocols import (
     DecodeMode,
     DrawsCurves,
     HeadAllocator,
+    LoadsBasis,
     LoadsSalience,
     MeasuresAttention,
     Merger,
@@ -84,6 +85,11 @@ def check_abilities(selector: Selector, reader: Reader) -> None:
         raise KVPolicyTypeError(
             "The reader must have a method load_salience(layer_idx, heads) for ReaderTraits.calibrated, got "
             f"{shorten(repr(reader))}, which lacks it; see kvpolicy.protocols.LoadsSalience."
+        )
+    if reader.traits.projected and not isinstance(reader, LoadsBasis):
+        raise KVPolicyTypeError(
+            "The reader must have a method load_basis(layer_idx, device, heads) for ReaderTraits.projected, got "
+            f"{shorten(repr(reader))}, which lacks it; see kvpolicy.protocols.LoadsBasis."
         )
 
 

@@ -40,6 +40,7 @@ from kvpolicy.protocols.merger import Tokens as Tokens
 from kvpolicy.protocols.ranks import SINGLE_RANK as SINGLE_RANK
 from kvpolicy.protocols.ranks import Ranks as Ranks
 from kvpolicy.protocols.reader import Index as Index
+from kvpolicy.protocols.reader import LoadsBasis as LoadsBasis
 from kvpolicy.protocols.reader import LoadsSalience as LoadsSalience
 from kvpolicy.protocols.reader import Reader as Reader
 from kvpolicy.protocols.reader import ReaderTraits as ReaderTraits

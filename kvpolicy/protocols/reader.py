@@ -25,6 +25,7 @@ class ReaderTraits(NamedTuple):
         resort: After how many decode steps the slots are sorted again where tokens are evicted, if `ordered`.
         salience: Whether `fit` needs the salience of the channels in the prompt.
         calibrated: Whether the salience is that of a calibration instead, see `LoadsSalience`.
+        projected: Whether the index is of coordinates in a calibrated basis, see `LoadsBasis`.
         scans_keys: Whether `score` reads every key, by one call of `products` with the queries that it got.
         every: Of the layers that do not read everything, every how many one chooses; those behind it read what it
             chose. 1: every layer chooses for itself.
@@ -38,6 +39,7 @@ class ReaderTraits(NamedTuple):
     resort: int = 256
     salience: bool = False
     calibrated: bool = False
+    projected: bool = False
     scans_keys: bool = False
     every: int = 1
     choosing: tuple[int, ...] = ()
@@ -81,6 +83,24 @@ class LoadsSalience(Protocol):
 
 
 @runtime_checkable
+class LoadsBasis(Protocol):
+    """An optional ability of a reader, for `ReaderTraits.projected`: its index is of coordinates in a calibrated basis.
+
+    `refresh` gets the coordinates of keys, and `score` those of queries, in fp32; they have r channels instead of D.
+    """
+
+    def load_basis(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Tensor:
+        """The basis of each KV head of a layer, [H, D, r] fp32, whose columns are directions; H is 1 if all share it.
+
+        Args:
+            layer_idx: Index of the layer.
+            device: Device of the result.
+            heads: Which of the model's KV heads this rank holds.
+        """
+        ...
+
+
+@runtime_checkable
 class Reader(Protocol):
     """Which of the kept tokens does a decode step read?
 
@@ -95,7 +115,8 @@ class Reader(Protocol):
     shape.
 
     A class that inherits from it has single tokens as entries and no index, and needs `count` and `score`. An object
-    that has all members is accepted whatever its class. An optional ability is `LoadsSalience`.
+    that has all members is accepted whatever its class. Optional abilities are `LoadsSalience` and
+    `LoadsBasis`.
     """
 
     __slots__ = ()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import ALL_HEADS, Index, LoadsSalience, ModelInfo, Reader, ReaderTraits
+from kvpolicy.protocols import ALL_HEADS, Index, LoadsBasis, LoadsSalience, ModelInfo, Reader, ReaderTraits
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.readers.exact import ExactTopK
 from kvpolicy.spec.arguments import named_options
@@ -141,6 +141,11 @@ class Reuse(Reader):
         """As the base; see `ReaderTraits.calibrated`."""
         assert isinstance(self.base, LoadsSalience)  # only called if the base asks for it
         return self.base.load_salience(layer_idx, heads)
+
+    def load_basis(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Tensor:
+        """As the base; see `ReaderTraits.projected`."""
+        assert isinstance(self.base, LoadsBasis)  # only called if the base asks for it
+        return self.base.load_basis(layer_idx, device, heads)
 
     def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """As the base."""

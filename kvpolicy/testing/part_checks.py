@@ -22,6 +22,7 @@ from kvpolicy.protocols import (
     HeadShape,
     LayerAttention,
     LayerMetric,
+    LoadsBasis,
     MeasuresAttention,
     Merger,
     Reader,
@@ -315,24 +316,26 @@ def check_reader(part: Reader) -> None:
     if part.count(_TOKENS) == _TOKENS:
         return
     page = part.page_size(_TOKENS)
-    dim = 16
+    # What a reader of coordinates is given has as many channels as its basis has directions.
+    basis = part.load_basis(0, "cpu") if part.traits.projected and isinstance(part, LoadsBasis) else None
+    dim, width = (16, 16) if basis is None else basis.shape[1:]
     actual, planned = (
         [(list(each.shape), each.dtype) for each in tensors(part.alloc(2, 2, 5, dim, torch.float32, device))]
         for device in ("cpu", "meta")
     )
     assert actual == planned, f"{part}: an index must have the same sizes on the device meta, got {planned}"
     generator = torch.Generator().manual_seed(3)
-    keys = torch.randn(2, 2, 5, page, dim, generator=generator)
-    queries = torch.randn(2, 2, 2, dim, generator=generator)
+    keys = torch.randn(2, 2, 5, page, width, generator=generator)
+    queries = torch.randn(2, 2, 2, width, generator=generator)
     occupied = torch.rand(2, 2, 5, page, generator=generator) < 0.7
     every = torch.arange(5).expand(2, 2, -1)
-    shown = _score(part, keys, occupied, every, queries)
+    shown = _score(part, dim, keys, occupied, every, queries)
     is_score = shown.dtype == torch.float32 and shown.shape[:3] == (2, 2, 2)
     assert is_score, f"{part}: score must be float32 [B, H, G, X], got {_describe(shown)}"
     if part.traits.scans_keys:
         return
     junk = torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan))
-    same = torch.equal(_score(part, junk, occupied, every, queries), shown)
+    same = torch.equal(_score(part, dim, junk, occupied, every, queries), shown)
     assert same, f"{part}: refresh must ignore slots without a token, got other scores with NaN there"
     index = part.alloc(2, 2, 5, dim, torch.float32, "cpu")
     part.refresh(index, every, keys, occupied)
@@ -346,9 +349,9 @@ def check_reader(part: Reader) -> None:
         assert torch.equal(now, then), f"{part}: refresh must compute an entry from its keys, got a trace of others"
 
 
-def _score(part: Reader, keys: Tensor, occupied: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
-    """Scores of entries with these keys."""
-    index = part.alloc(2, 2, 5, keys.shape[-1], torch.float32, "cpu")
+def _score(part: Reader, dim: int, keys: Tensor, occupied: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
+    """Scores of entries with these keys, in a model of the head dimension `dim`."""
+    index = part.alloc(2, 2, 5, dim, torch.float32, "cpu")
     part.refresh(index, entries, keys, occupied)
     return part.score(index, queries, lambda given: given @ keys.flatten(2, 3).mT)
 

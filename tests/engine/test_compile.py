@@ -113,6 +113,7 @@ OTHERS = [
     *(words(selector, "plain") for selector in SELECTORS),
     "quest:read=8:page=2:dense=1",
     "h2o+labels:read=6:channels=3:dense=0@0.5",
+    words("h2o", "loki"),
     *(words("h2o", codec) for codec in CODECS if words("h2o", codec) not in METHODS),
     *(
         policy

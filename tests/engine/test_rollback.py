@@ -50,7 +50,7 @@ def tensors_of(thing: Any, seen: set[int] | None = None, path: str = "") -> Iter
     else:
         return
     for name, part in parts:
-        if name in ("calibrations", "gate", "attachment"):  # the model's
+        if name in ("calibrations", "gate", "basis", "attachment"):  # the model's
             continue
         yield from tensors_of(part, seen, f"{path}.{name}")
 

@@ -13,9 +13,11 @@ from torch import Tensor
 from kvpolicy import Policy
 from kvpolicy.codecs._files import save
 from kvpolicy.registry import lookup, name_of, names
+from tests.conformance.calibration import FOLDER, write
+from tests.conformance.policies import spec_of
 from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw, slow_output
 from tests.reference.readers import chosen
-from tests.reference.versions import small, version
+from tests.reference.versions import version
 from tests.sampling import product
 
 READERS = [name for name in names("reader") if name not in ("all", "reuse")]
@@ -42,7 +44,7 @@ def spec(base: str, reader: str) -> str:
     # Pages of codes cannot be sorted again, so that quest is refused where coded tokens are evicted.
     grows = ":decode=grow" if base == "merged codes" and reader == "quest" else ""
     selector, _, others = BASES[base].partition("+")
-    return "+".join([selector + grows, *filter(None, [others]), small("reader", reader)]) + budget
+    return "+".join([selector + grows, *filter(None, [others]), spec_of(reader)]) + budget
 
 
 def config_of(policy: Policy) -> dict[str, Any]:
@@ -146,9 +148,13 @@ def test_reading_all_is_no_reader(reader: str, read: str, base: str) -> None:
     assert one.store.contents.link.moved == other.store.contents.link.moved
 
 
-@pytest.mark.parametrize("same", ["quest:page=1:dense=0", f"labels:channels={DIM}:dense=0"])
+@pytest.mark.parametrize(
+    "same",
+    ["quest:page=1:dense=0", f"labels:channels={DIM}:dense=0", f"loki:channels={DIM}:calibration={FOLDER / 'lowrank'}"],
+)
 @pytest.mark.parametrize("base", ["full", "snapkv", "tokenwise"])
 def test_an_index_that_holds_all_reads_as_exact(same: str, base: str) -> None:
+    write("lowrank")
     at = "@0.5" if base == "snapkv" else ""
     budget = [13] if at else [26]
     one, exact = (Layer(f"{BASES[base]}+{reader}:read=6{at}", budget, new=STEPS) for reader in (same, "exact"))
@@ -185,7 +191,7 @@ def test_a_score_of_quest_bounds_every_product(seed: int) -> None:
 @pytest.mark.parametrize("base", ["full", "snapkv", "tokenwise", "kivi"])
 @pytest.mark.parametrize("read", ["8", "0.3"])
 def test_a_padded_row_reads_what_it_reads_alone(reader: str, base: str, read: str) -> None:
-    words = small("reader", reader).replace(":read=8", f":read={read}").replace(":read=6", f":read={read}")
+    words = spec_of(reader).replace(":read=8", f":read={read}").replace(":read=6", f":read={read}")
     at = "@0.5" if base == "snapkv" else ""
     lengths = [30, 21]
     budgets = [length // 2 for length in lengths] if base == "snapkv" else lengths
@@ -241,6 +247,29 @@ def test_a_shard_has_the_salience_of_its_heads(heads: slice, tmp_path: Path) -> 
     assert torch.equal(reader.load_salience(0, heads), salience[heads])
 
 
+@pytest.mark.parametrize("heads", [slice(0, 1), slice(1, 3), slice(None)])
+def test_a_shard_has_the_basis_of_its_heads(heads: slice) -> None:
+    reader = lookup("loki")[1](channels=5)
+    basis = reader.load_basis(1, "cpu", heads)
+    assert torch.equal(basis, reader.load_basis(1, "cpu")[heads])
+    assert torch.allclose(basis.mT @ basis, torch.eye(5).expand(len(basis), -1, -1), atol=1e-5)
+
+
+def test_coordinates_of_empty_slots_are_zero() -> None:
+    reader = lookup("loki")[1](channels=2)
+    index = reader.alloc(1, 1, 2, 4, torch.float32, "cpu")
+    keys = torch.tensor([[[[[torch.nan, 1.0]], [[2.0, 3.0]]]]])
+    reader.refresh(index, torch.arange(2)[None, None], keys, torch.tensor([[[[False], [True]]]]))
+    assert index.coordinates.tolist() == [[[[0.0, 0.0], [2.0, 3.0]]]]
+
+
+def test_a_quarter_of_the_coordinates_are_held() -> None:
+    widths = [
+        lookup("loki")[1]().alloc(1, 1, 3, dim, torch.float32, "meta").coordinates.shape[-1] for dim in (2, 8, 99)
+    ]
+    assert widths == [1, 2, 24]
+
+
 @pytest.mark.parametrize(
     ("read", "slots", "page", "count"),
     [
@@ -294,6 +323,22 @@ def test_more_channels_than_a_key_has_are_refused() -> None:
 
     with pytest.raises(ValueError, match="at most the head dimension of 8, got 9; try 8"):
         lookup("labels")[1](channels=9).check(ModelInfo(1, 1, DIM))
+
+
+def test_a_basis_of_another_model_is_refused() -> None:
+    from kvpolicy.protocols import ModelInfo
+
+    loki = lookup("loki")[1]
+    with pytest.raises(ValueError, match="at most the head dimension of 8, got 9; try 2"):
+        loki(channels=9).check(ModelInfo(1, 1, DIM))
+    with pytest.raises(ValueError, match="The calibration 'tiny' must be"):
+        loki().check(ModelInfo(1, 1, DIM))
+    other = loki(calibration=str(write("lowrank")))
+    other.check(ModelInfo(1, 1, DIM))
+    with pytest.raises(ValueError, match="must be for a head dimension of 9, got 8"):
+        other.check(ModelInfo(1, 1, 9))
+    with pytest.raises(ValueError, match=r"Loki.calibration must be a folder or 'tiny', got an empty string"):
+        loki(calibration="")
 
 
 @pytest.mark.parametrize(
