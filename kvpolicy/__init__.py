@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from kvpolicy.readers.loki import Loki as Loki
     from kvpolicy.readers.quest import Quest as Quest
     from kvpolicy.readers.reuse import Reuse as Reuse
+    from kvpolicy.readers.sparq import SparQ as SparQ
     from kvpolicy.selectors.a2sf import A2SF as A2SF
     from kvpolicy.selectors.caote import CAOTE as CAOTE
     from kvpolicy.selectors.chunk import ChunkKV as ChunkKV

@@ -112,6 +112,7 @@ READERS = {
     "quest": "kvpolicy.readers.quest:Quest",
     "labels": "kvpolicy.readers.labels:DoubleSparsity",
     "loki": "kvpolicy.readers.loki:Loki",
+    "sparq": "kvpolicy.readers.sparq:SparQ",
     "reuse": "kvpolicy.readers.reuse:Reuse",
 }
 WHOLE = {"tuned": "kvpolicy.policy.tuned:TunedPolicy"}
@@ -202,6 +203,7 @@ SUMMARIES = {
     "quest": "Read the pages of tokens whose keys may have the largest product with the query.",
     "labels": "Read the tokens whose keys have the largest product with the query in a few channels.",
     "loki": "Read the tokens whose keys have the largest product with the query in a few principal components.",
+    "sparq": "Read the tokens whose keys have the largest product with the query in its own largest channels.",
     "reuse": "Let some layers choose which tokens are read, and let the layers behind them read the same tokens.",
     # /generated
 }

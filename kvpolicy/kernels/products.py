@@ -59,6 +59,17 @@ def thin_products(queries: Tensor, keys: Tensor) -> Tensor:
     return products(queries.to(keys.dtype), keys)
 
 
+def thin_mix(weights: Tensor, values: Tensor) -> Tensor:
+    """Add up the values [..., X, D] of an index by a few rows of weights [..., M, X] fp32; see `thin_products`.
+
+    Returns:
+        [..., M, D] fp32.
+    """
+    if values.device.type == "cpu":
+        return weights @ values.float()
+    return (weights.to(values.dtype) @ values).float()
+
+
 def coordinates(vectors: Tensor, basis: Tensor) -> Tensor:
     """Products of vectors [B, H, n, D] with the directions of their head, the columns of `basis` [H, D, r] fp32.
 

@@ -9,6 +9,7 @@ from kvpolicy.protocols import (
     Codec,
     DecodeMode,
     DrawsCurves,
+    Estimates,
     HeadAllocator,
     LoadsBasis,
     LoadsSalience,
@@ -90,6 +91,11 @@ def check_abilities(selector: Selector, reader: Reader) -> None:
         raise KVPolicyTypeError(
             "The reader must have a method load_basis(layer_idx, device, heads) for ReaderTraits.projected, got "
             f"{shorten(repr(reader))}, which lacks it; see kvpolicy.protocols.LoadsBasis."
+        )
+    if reader.traits.estimates and not isinstance(reader, Estimates):
+        raise KVPolicyTypeError(
+            "The reader must have the methods summarize and estimate_rest for ReaderTraits.estimates, got "
+            f"{shorten(repr(reader))}, which lacks one; see kvpolicy.protocols.Estimates."
         )
 
 

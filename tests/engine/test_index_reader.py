@@ -18,6 +18,7 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import by_entry, row_entries
 from kvpolicy.engine.state import map_state, slot_tensors, tensors
 from kvpolicy.hf import cache_file
+from kvpolicy.protocols import channels_read
 from kvpolicy.registry import names
 from kvpolicy.spec.tables import format_bytes
 from tests.conformance.fakes import Fake
@@ -284,6 +285,7 @@ def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pyt
     turns = [40] + [1] * 6
     ids, mask = make_batch([40], turns)
     policy = kvpolicy.Policy.parse(text)
+    scans = policy.reader.traits.scans_keys or channels_read(policy.reader, DIM) > 0
     attend = IndexReader.attend
     inside: list[bool] = []
     for kind in {type(each) for each in policy.codec.stages}:
@@ -292,7 +294,7 @@ def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pyt
 
             def counted(self: Any, store: Any, at: Any, original: Any = original) -> Tensor:
                 if inside:
-                    assert isinstance(at, Tensor) or policy.reader.traits.scans_keys
+                    assert isinstance(at, Tensor) or scans
                     if isinstance(at, Tensor):
                         asked.append(at.shape[-1])
                 return original(self, store, at)
@@ -332,6 +334,12 @@ def test_held_and_moved_are_planned_under_eviction(reader: str, budget: str, sel
     cache = check_bytes(words(selector, spec_of(reader), budget=budget), [40, 33])
     if budget == "24KiB":
         assert cache.nbytes <= 24 * 1024
+
+
+@pytest.mark.parametrize("codec", ["tokenwise", "staircase"])
+@pytest.mark.parametrize("selector", ["snapkv", "h2o+compensate"])
+def test_held_and_moved_are_planned_where_coded_slots_are_emptied(selector: str, codec: str) -> None:
+    check_bytes(words(selector, codec, "sparq", budget="0.6"), [40, 21])
 
 
 def check_bytes(text: str, rows: list[int]) -> PolicyCache:
@@ -398,4 +406,5 @@ def test_turns_and_unannounced_growth(reader: str) -> None:
     reads: Any = layer.store.tensors.reads
     shape = index_of(layer.store).shape
     assert shape is not None and reads.limit.tolist() == [shape.chosen]
-    assert all(t.shape[2] in (shape.entries, 3) for t in tensors(reads.index))
+    blocks = -(-shape.entries // max(layer.policy.reader.traits.estimates, 1))
+    assert all(t.shape[2] in (shape.entries, blocks, 3) for t in tensors(reads.index))

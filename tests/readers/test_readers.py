@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +10,12 @@ from torch import Tensor
 
 from kvpolicy import Policy
 from kvpolicy.codecs._files import save
+from kvpolicy.protocols import ModelInfo
 from kvpolicy.registry import lookup, name_of, names
+from kvpolicy.testing import check
 from tests.conformance.calibration import FOLDER, write
 from tests.conformance.policies import spec_of
-from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw, slow_output
+from tests.readers.bench import DIM, GROUP, HEADS, Layer, config_of, draw, slow_output
 from tests.reference.readers import chosen
 from tests.reference.versions import version
 from tests.sampling import product
@@ -41,14 +41,11 @@ STEPS = 14
 
 def spec(base: str, reader: str) -> str:
     budget = "@0.5" if base in EVICTING else ""
-    # Pages of codes cannot be sorted again, so that quest is refused where coded tokens are evicted.
-    grows = ":decode=grow" if base == "merged codes" and reader == "quest" else ""
+    # Pages of codes cannot be sorted again, so that readers of pages are refused where coded tokens are evicted.
+    ordered = Policy.parse(spec_of(reader)).reader.traits.ordered
+    grows = ":decode=grow" if base == "merged codes" and ordered else ""
     selector, _, others = BASES[base].partition("+")
     return "+".join([selector + grows, *filter(None, [others]), spec_of(reader)]) + budget
-
-
-def config_of(policy: Policy) -> dict[str, Any]:
-    return {field.name: getattr(policy.reader, field.name) for field in dataclasses.fields(policy.reader)}  # pyright: ignore[reportArgumentType]
 
 
 def slow_choice(layer: Layer, q: Tensor, prompt: tuple[Tensor, Tensor], lengths: list[int]) -> list[list[set[int]]]:
@@ -150,7 +147,12 @@ def test_reading_all_is_no_reader(reader: str, read: str, base: str) -> None:
 
 @pytest.mark.parametrize(
     "same",
-    ["quest:page=1:dense=0", f"labels:channels={DIM}:dense=0", f"loki:channels={DIM}:calibration={FOLDER / 'lowrank'}"],
+    [
+        "quest:page=1:dense=0",
+        f"labels:channels={DIM}:dense=0",
+        f"loki:channels={DIM}:calibration={FOLDER / 'lowrank'}",
+        f"sparq:channels={DIM}:correct=false",
+    ],
 )
 @pytest.mark.parametrize("base", ["full", "snapkv", "tokenwise"])
 def test_an_index_that_holds_all_reads_as_exact(same: str, base: str) -> None:
@@ -319,15 +321,69 @@ def test_numbers_out_of_range_are_refused(value: str) -> None:
 
 
 def test_more_channels_than_a_key_has_are_refused() -> None:
-    from kvpolicy.protocols import ModelInfo
-
     with pytest.raises(ValueError, match="at most the head dimension of 8, got 9; try 8"):
         lookup("labels")[1](channels=9).check(ModelInfo(1, 1, DIM))
 
 
-def test_a_basis_of_another_model_is_refused() -> None:
-    from kvpolicy.protocols import ModelInfo
+def test_sparq_reads_the_channels_in_which_the_group_is_largest() -> None:
+    """Added up over the query heads, and with the share of each query head by itself."""
+    reader = lookup("sparq")[1](channels=2)
+    queries = torch.tensor([[[[4.0, 0.0, 1.0, 3.0], [0.0, 0.0, -3.0, 0.5]]]])
 
+    class Noted:
+        def __init__(self) -> None:
+            self.channels = torch.empty(0)
+
+        def __call__(self, queries: Tensor, channels: Tensor | None = None, /) -> Tensor:
+            assert channels is not None
+            self.channels = channels
+            return torch.ones(1, 1, 2, 3)
+
+        def group_mean(self, of_heads: Tensor, /) -> Tensor:
+            return of_heads.mean(2)
+
+    noted = Noted()
+    score = reader.score((), queries, noted)
+    assert noted.channels.tolist() == [[[0, 2]]]
+    assert torch.allclose(score[0, 0, :, 0], torch.tensor([5 / 8, 3 / 3.5]) ** -0.5)
+    assert reader.score((), torch.zeros(1, 1, 2, 4), noted).isfinite().all()
+    with pytest.raises(ValueError, match=r"SparQ.channels must be at most the head dimension of 8, got 9; try 2"):
+        lookup("sparq")[1](channels=9).check(ModelInfo(1, 1, DIM))
+
+
+def test_what_is_not_read_has_its_share_of_the_weight() -> None:
+    """As the estimated scores divide it, whatever the exact scores are; nothing if all is read."""
+    reader = lookup("sparq")[1]()
+    index = reader.alloc(1, 1, 3, 2, torch.float32, "cpu")
+    reader.summarize(
+        index,
+        torch.zeros(1, 1, 1, dtype=torch.int64),
+        torch.tensor([[[[[1.0, 2.0], [3.0, 4.0], [torch.nan, 5.0]]]]]),
+        torch.tensor([[[[True, True, False]]]]),
+    )
+    scores = torch.tensor([0.75, 0.25, 0.0]).log().expand(1, 1, 2, -1)
+    normalizer = torch.tensor([[[0.0, 5.0]]])
+    found = reader.estimate_rest(index, scores, torch.tensor([[[True, False, False]]]), normalizer)
+    assert found.values.tolist() == [[[[2.0, 3.0]]]]
+    assert torch.allclose(torch.sigmoid(found.scores[..., 0] - normalizer), torch.tensor(0.25))
+    every = reader.estimate_rest(index, scores, torch.tensor([[[True, True, False]]]), normalizer)
+    assert bool((every.scores == -torch.inf).all())
+
+
+def test_readers_of_a_basis_or_of_estimates_conform(tmp_path: Path) -> None:
+    """The others do in tests/test_testing.py."""
+    tensors: dict[str, Tensor] = {}
+    for layer in range(3):
+        for part in ("keys.post", "values"):
+            tensors[f"{part}.mean.{layer}"] = torch.zeros(1, 16)
+            basis = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(layer))
+            tensors[f"{part}.basis.{layer}"] = torch.linalg.qr(basis).Q.half()
+    save(tmp_path, "lowrank", {"model": None, "head_dim": 16}, tensors)
+    for text in (f"loki:read=8:calibration={tmp_path}", "sparq:read=8", "sparq:read=8:correct=false"):
+        check(Policy.parse(text).reader)
+
+
+def test_a_basis_of_another_model_is_refused() -> None:
     loki = lookup("loki")[1]
     with pytest.raises(ValueError, match="at most the head dimension of 8, got 9; try 2"):
         loki(channels=9).check(ModelInfo(1, 1, DIM))
