@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from kvpolicy.planning.result import CachePlan as CachePlan
     from kvpolicy.policy import Policy as Policy
     from kvpolicy.readers.all import ReadAll as ReadAll
+    from kvpolicy.readers.centroids import Centroids as Centroids
     from kvpolicy.readers.exact import ExactTopK as ExactTopK
     from kvpolicy.readers.labels import DoubleSparsity as DoubleSparsity
     from kvpolicy.readers.loki import Loki as Loki

@@ -457,8 +457,9 @@ def attend_slots(
     if counts is not None:
         score = score + counts[:, :, None]
     score = score.masked_fill(~occupied[:, :, None], -torch.inf)
+    estimated: Tensor | None = None
     if rest is None:
-        weights, estimated = transform.weights(score), None
+        weights = transform.weights(score)
     else:
         buffer = keys.shape[2] if coded is not None else 0  # it is always read, and no reader divides it
         weights, estimated = with_rest(score, score[..., buffer:], transform, rest)

@@ -39,8 +39,14 @@ def attend_in_place(
         score += counts[:, :, None]
     hidden = ~occupied[:, :, None]
     score = score.masked_fill(hidden, -torch.inf)
-    weights, estimated = (transform.weights(score), 0) if rest is None else with_rest(score, score, transform, rest)
+    estimated: Tensor | None = None
+    if rest is None:
+        weights = transform.weights(score)
+    else:
+        weights, estimated = with_rest(score, score, transform, rest)
     # Masked again, since the softmax of nothing is NaN.
     weights = weights.masked_fill(hidden, 0)
-    mixed = row_sums(weights, values, slots) + estimated
+    mixed = row_sums(weights, values, slots)
+    if estimated is not None:
+        mixed = mixed + estimated
     return mixed.flatten(1, 2).unsqueeze(2), weights

@@ -81,7 +81,7 @@ class SparQ(TokenReader):
 
     @property
     def traits(self) -> ReaderTraits:
-        """What is not read is estimated, unless the output is not corrected."""
+        """The engine asks for estimates of what is not read, unless the output is not corrected."""
         return ReaderTraits(dense=self.dense, recent=self.recent, estimates=_BLOCK if self.correct else 0)
 
     def check(self, model: ModelInfo) -> None:

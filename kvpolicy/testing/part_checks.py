@@ -410,7 +410,7 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
 
 
 def describe(result: Any) -> str:
-    """What a result is, in an error message: dtype and shape of a tensor."""
+    """Describe a result in an error message: a tensor by its dtype and shape."""
     if not isinstance(result, Tensor):
         return f"a {type(result).__name__}"
     return f"{str(result.dtype).removeprefix('torch.')} {list(result.shape)}"

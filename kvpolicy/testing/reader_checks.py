@@ -26,7 +26,8 @@ def check_reader(part: Reader) -> None:
     page = part.page_size(_TOKENS)
     # What a reader of coordinates is given has as many channels as its basis has directions.
     basis = part.load_basis(0, "cpu") if part.traits.projected and isinstance(part, LoadsBasis) else None
-    dim, width = (16, 16) if basis is None else basis.shape[1:]
+    dim = 16 if basis is None else basis.shape[1]
+    width = 16 if basis is None else basis.shape[2]
     actual, planned = (
         [(list(each.shape), each.dtype) for each in tensors(part.alloc(2, 2, 5, dim, torch.float32, device))]
         for device in ("cpu", "meta")

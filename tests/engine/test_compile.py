@@ -117,6 +117,8 @@ OTHERS = [
     words("h2o", "loki"),
     words("h2o+merge", "sparq"),
     words("h2o", "sparq", "tokenwise"),
+    words("h2o+compensate", "centroids"),
+    words("full", "centroids", "kivi", budget="1.0"),
     *(words("h2o", codec) for codec in CODECS if words("h2o", codec) not in METHODS),
     *(
         policy

@@ -1,4 +1,4 @@
-"""What stands for unread slots takes part in attention as a slot does."""
+"""An estimate of unread slots takes part in attention as a slot does."""
 
 from __future__ import annotations
 

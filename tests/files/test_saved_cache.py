@@ -39,6 +39,7 @@ OTHERS = [
     "h2o+quest:read=6:page=2:dense=0:resort=3@0.8",
     "snapkv:window=6:kernel=3+labels:read=5:channels=3:dense=0@0.8",
     words("h2o", "tokenwise", "sparq"),
+    words("h2o", "centroids"),
     "h2o+reuse:every=2:dense=0/exact:read=6@0.8",
     "h2o+compensate+quest:read=8:page=2:dense=1@0.5",
     "tokenwise:residual_length=2:block_size=3+exact:read=5",

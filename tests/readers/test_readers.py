@@ -152,6 +152,7 @@ def test_reading_all_is_no_reader(reader: str, read: str, base: str) -> None:
         f"labels:channels={DIM}:dense=0",
         f"loki:channels={DIM}:calibration={FOLDER / 'lowrank'}",
         f"sparq:channels={DIM}:correct=false",
+        "centroids:page=1:estimate=false",
     ],
 )
 @pytest.mark.parametrize("base", ["full", "snapkv", "tokenwise"])
@@ -225,6 +226,7 @@ def test_a_ranking_by_the_newest_row_is_refused(policy: str) -> None:
     ("policy", "why"),
     [
         ("snapkv+tokenwise+quest@0.5", "must not evict while decoding"),
+        ("snapkv+tokenwise+centroids@0.5", "must not evict while decoding"),
         ("h2o+mikv+quest", "in the order of their positions"),
         ("h2o:decode=grow+zipcache+quest@0.5", "in the order of their positions"),
     ],
@@ -232,8 +234,10 @@ def test_a_ranking_by_the_newest_row_is_refused(policy: str) -> None:
 def test_pages_out_of_order_are_refused(policy: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Policy.parse(policy)
-    Policy.parse(policy.replace("quest", "labels"))
-    Policy.parse(policy.replace("quest", "quest:page=1"))
+    for name in ("quest", "centroids"):
+        if name in policy:
+            Policy.parse(policy.replace(name, "labels"))
+            Policy.parse(policy.replace(name, f"{name}:page=1"))
 
 
 def test_a_codec_that_searches_is_refused() -> None:
@@ -301,7 +305,8 @@ def test_labels_of_empty_slots_are_zero() -> None:
 
 
 def test_pages_are_long_from_4096_slots_on() -> None:
-    assert [lookup("quest")[1]().page_size(slots) for slots in (4095, 4096)] == [4, 16]
+    for name in ("quest", "centroids"):
+        assert [lookup(name)[1]().page_size(slots) for slots in (4095, 4096)] == [4, 16]
 
 
 def test_channels_are_chosen_in_the_rows_that_begin() -> None:
@@ -370,6 +375,53 @@ def test_what_is_not_read_has_its_share_of_the_weight() -> None:
     assert bool((every.scores == -torch.inf).all())
 
 
+@pytest.mark.parametrize("base", ["full", "h2o", "h2o+compensate", "tokenwise:block_size=3:residual_length=2"])
+def test_centroids_of_single_tokens_leave_nothing_out(base: str) -> None:
+    """What stands for a page of one slot is this slot, so that the output is that of attention to all."""
+    at, budget = ("@0.5", 13) if base.startswith("h2o") else ("", 26)
+    one, every = (Layer(f"{base}{reader}{at}", [budget], new=6) for reader in ("+centroids:read=4:page=1", ""))
+    for layer in (one, every):
+        layer.prompt(*draw(26, 7))
+    for step in range(1 if at else 6):  # what is not read has no weight for h2o, which then keeps other tokens
+        outputs = [layer.step(*draw(1, 50 + step)) for layer in (one, every)]
+        assert one.read is not None
+        assert torch.allclose(outputs[0], outputs[1], atol=1e-5)
+        for layer in (one, every):
+            layer.between()
+
+
+@pytest.mark.parametrize(("reader", "without"), [("sparq", "correct"), ("centroids", "estimate")])
+def test_estimates_bring_the_output_closer_to_attention_to_all(reader: str, without: str) -> None:
+    """Where attention is spread over many tokens: to less than half of the error."""
+    errors: list[float] = []
+    for text in (f"full+{reader}:read=8", f"full+{reader}:read=8:{without}=false"):
+        layer, every = Layer(text, [60], new=20), Layer("full", [60], new=20)
+        error = 0.0
+        for each in (layer, every):
+            each.prompt(*draw(60, 40, sharp=0.5))
+        for step in range(20):
+            outs = [each.step(*draw(1, 300 + step, sharp=0.5)) for each in (layer, every)]
+            error += float((outs[0] - outs[1]).square().sum())
+        errors.append(error)
+    assert errors[0] < errors[1] / 2
+
+
+def test_a_page_weighs_as_much_as_its_tokens_with_their_mean_key() -> None:
+    reader = lookup("centroids")[1](page=2)
+    index = reader.alloc(1, 1, 2, 2, torch.float32, "cpu")
+    every = torch.arange(2)[None, None]
+    keys = torch.tensor([[[[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [torch.nan, 0.0]]]]])
+    occupied = torch.tensor([[[[True, True], [True, False]]]])
+    reader.refresh(index, every, keys, occupied)
+    reader.summarize(index, every, -keys, occupied)
+    assert index.keys.tolist() == [[[[2.0, 3.0], [5.0, 6.0]]]]
+    assert index.values.tolist() == [[[[-2.0, -3.0], [-5.0, -6.0]]]]
+    found = reader.estimate_rest(
+        index, torch.tensor([[[[0.5, 0.7]]]]), torch.tensor([[[False, True]]]), torch.zeros(1, 1, 1)
+    )
+    assert found.scores.tolist() == [[[[0.5, -torch.inf]]]]
+
+
 def test_readers_of_a_basis_or_of_estimates_conform(tmp_path: Path) -> None:
     """The others do in tests/test_testing.py."""
     tensors: dict[str, Tensor] = {}
@@ -379,7 +431,12 @@ def test_readers_of_a_basis_or_of_estimates_conform(tmp_path: Path) -> None:
             basis = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(layer))
             tensors[f"{part}.basis.{layer}"] = torch.linalg.qr(basis).Q.half()
     save(tmp_path, "lowrank", {"model": None, "head_dim": 16}, tensors)
-    for text in (f"loki:read=8:calibration={tmp_path}", "sparq:read=8", "sparq:read=8:correct=false"):
+    for text in (
+        f"loki:read=8:calibration={tmp_path}",
+        "sparq:read=8",
+        "sparq:read=8:correct=false",
+        "centroids:read=8",
+    ):
         check(Policy.parse(text).reader)
 
 

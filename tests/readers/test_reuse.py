@@ -282,3 +282,4 @@ def test_a_base_that_estimates_is_refused() -> None:
     with pytest.raises(ValueError, match=r"estimates nothing of what it does not read, got .*; try sparq:"):
         Policy.parse("reuse/sparq")
     assert Policy.parse("reuse/sparq:correct=false")
+    assert Policy.parse("reuse/centroids:estimate=false")
