@@ -487,6 +487,8 @@ def with_rest(score: Tensor, of_entries: Tensor, transform: ScoreTransform, rest
     """
     estimated = rest(of_entries.logsumexp(-1))
     # One softmax over both, so that learned sinks take part once.
-    weights = transform.weights(torch.cat([score, estimated.scores], -1))
+    every = torch.cat([score, estimated.scores], -1)
+    # Masked again, since the softmax of nothing is NaN.
+    weights = transform.weights(every).masked_fill(every == -torch.inf, 0)
     own, others = weights.split([score.shape[-1], estimated.scores.shape[-1]], -1)
     return own, thin_mix(others, estimated.values)

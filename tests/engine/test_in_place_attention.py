@@ -46,3 +46,20 @@ def test_an_estimate_weighs_as_much_as_a_slot(in_place: bool, softcap: float | N
     scores = transform.scores(q.squeeze(2).unflatten(1, (HEADS, GROUP)), k[:, :, :6])
     normalizer = scores.masked_fill(~occupied[:, :, None, :6], -torch.inf).logsumexp(-1)
     assert torch.allclose(asked[0], normalizer, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_head_without_a_token_has_no_output(in_place: bool) -> None:
+    q = torch.randn(1, GROUP, 1, DIM)
+    k, v = torch.randn(2, 1, 1, 5, DIM)
+    occupied = torch.zeros(1, 1, 5, dtype=torch.bool)
+
+    def rest(normalizer: Tensor) -> Estimated:
+        return Estimated(torch.full((1, 1, GROUP, 2), -torch.inf), torch.ones(1, 1, 2, DIM))
+
+    transform = ScoreTransform(1.0)
+    if in_place:
+        out, _ = attend_in_place(q, k, v, torch.arange(5)[None, None], occupied, transform, rest=rest)
+    else:
+        out, _ = attend_slots(q, (k, v), None, occupied, transform, False, rest=rest)
+    assert torch.equal(out, torch.zeros_like(out))

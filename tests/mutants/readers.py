@@ -183,9 +183,16 @@ MUTATIONS = (
     Mutation(
         name="learned sinks weigh nothing against estimates",
         file="kvpolicy/engine/attention.py",
-        old="weights = transform.weights(torch.cat([score, estimated.scores], -1))",
-        new="weights = torch.softmax(torch.cat([score, estimated.scores], -1), -1)",
+        old="weights = transform.weights(every).masked_fill(every == -torch.inf, 0)",
+        new="weights = torch.softmax(every, -1).masked_fill(every == -torch.inf, 0)",
         tests=("tests/readers/test_readers.py",),
+    ),
+    Mutation(
+        name="estimates of a head without a token are not numbers",
+        file="kvpolicy/engine/attention.py",
+        old="weights = transform.weights(every).masked_fill(every == -torch.inf, 0)",
+        new="weights = transform.weights(every)",
+        tests=("tests/engine/test_in_place_attention.py",),
     ),
     Mutation(
         name="an entry of merged tokens is estimated as one token",
