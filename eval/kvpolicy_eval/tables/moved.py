@@ -1,7 +1,8 @@
-"""`python -m kvpolicy_eval.tables.moved`: answers of readers at equal bytes that a step moves.
+"""`python -m kvpolicy_eval.tables.moved`: readers at equal bytes that a step moves, and at equal tokens.
 
 A reader gets as many tokens to read as fit into a fraction of the bytes that a step of the full cache reads, its index
-counted. One whose index alone takes more has no answers.
+counted. One whose index alone takes more has no answers. At equal tokens, what it predicts of held-out text is compared
+with what the full cache predicts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 import kvpolicy
 from kvpolicy_eval.common.accuracy import mean
+from kvpolicy_eval.common.heldout import FOLLOWING, PROMPT, ROWS, HeldOutText
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.common.measure import Bench
 
@@ -35,6 +37,8 @@ READERS = [
 """Readers that choose in every layer, without what they read."""
 SHARES = [0.6, 0.4, 0.3, 0.25, 0.2]
 """Fractions of the bytes that a step of the full cache reads."""
+READS = [0.2, 0.1, 0.05]
+"""Fractions of the slots."""
 LENGTH = 512
 """Rough prompt length in tokens, of the tasks and of the plans."""
 
@@ -77,9 +81,21 @@ def page(bench: Bench, readers: Sequence[str], shares: Sequence[float]) -> str:
     note = (
         f"Fraction of correct answers, mean of six tasks, {bench.docs} prompts of about {LENGTH} tokens each, and the "
         "tokens that each KV head reads. The last token of every prompt is fed after the others, so that all tokens of "
-        f"an answer come from steps that read a part. {str(bench.dtype).removeprefix('torch.')}."
+        "an answer come from steps that read a part. Divergence: of the predictions from those of the full cache, in "
+        f"nats, mean of {ROWS * (FOLLOWING - 1)} tokens of held-out text, {PROMPT} and more tokens behind its start. "
+        f"{str(bench.dtype).removeprefix('torch.')}."
     )
-    return f"{table(names, [line(bench, reader, shares) for reader in readers])}\n\n{note}"
+    answers = table(names, [line(bench, reader, shares) for reader in readers])
+    return f"{answers}\n\n{divergences(HeldOutText(*kvpolicy.tiny()), readers)}\n\n{note}"
+
+
+def divergences(text: HeldOutText, readers: Sequence[str]) -> str:
+    """The table of held-out text."""
+    names = ["divergence, by the fraction read", *(f"{read:.0%}" for read in READS)]
+    return table(
+        names,
+        [[f"`{reader}`", *(f"{text.divergence(f'{reader}:read={read}'):.4f}" for read in READS)] for reader in readers],
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

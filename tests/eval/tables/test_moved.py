@@ -34,7 +34,20 @@ def test_a_page_gets_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     page.write_text("<!-- table:moved -->\n<!-- /table -->\n")
     tasks = {"tasks": {"recall": 0.5, "needles": 1.0}}
     monkeypatch.setattr(moved.Bench, "result", lambda *_: tasks)
+    monkeypatch.setattr(moved.HeldOutText, "__init__", lambda *_: None)
+    monkeypatch.setattr(moved.HeldOutText, "divergence", lambda self, policy: len(policy) / 100)
     moved.main(["--only", "exact", "--shares", "0.6", "0.4", "--fill", str(page)])
     text = page.read_text()
     assert "| moved, of the full cache | 60% | 40% |" in text
     assert "| `exact` | 0.75 (44) |  |" in text
+    assert "| `exact` | 0.1400 | 0.1400 | 0.1500 |" in text
+
+
+def test_the_full_cache_does_not_diverge_and_less_read_diverges_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpolicy_eval.common import heldout
+
+    for name, number in (("PROMPT", 96), ("FOLLOWING", 6), ("ROWS", 2)):
+        monkeypatch.setattr(heldout, name, number)
+    text = heldout.HeldOutText(*kvpolicy.tiny())
+    some, few = (text.divergence(f"exact:read={read}") for read in (0.5, 0.05))
+    assert abs(text.divergence("full")) < 1e-6 < some < few
