@@ -69,10 +69,13 @@ if TYPE_CHECKING:
     from kvpolicy.planning.result import CachePlan as CachePlan
     from kvpolicy.policy import Policy as Policy
     from kvpolicy.readers.all import ReadAll as ReadAll
+    from kvpolicy.readers.centroids import Centroids as Centroids
     from kvpolicy.readers.exact import ExactTopK as ExactTopK
     from kvpolicy.readers.labels import DoubleSparsity as DoubleSparsity
+    from kvpolicy.readers.loki import Loki as Loki
     from kvpolicy.readers.quest import Quest as Quest
     from kvpolicy.readers.reuse import Reuse as Reuse
+    from kvpolicy.readers.sparq import SparQ as SparQ
     from kvpolicy.selectors.a2sf import A2SF as A2SF
     from kvpolicy.selectors.caote import CAOTE as CAOTE
     from kvpolicy.selectors.chunk import ChunkKV as ChunkKV

@@ -111,6 +111,9 @@ READERS = {
     "exact": "kvpolicy.readers.exact:ExactTopK",
     "quest": "kvpolicy.readers.quest:Quest",
     "labels": "kvpolicy.readers.labels:DoubleSparsity",
+    "loki": "kvpolicy.readers.loki:Loki",
+    "sparq": "kvpolicy.readers.sparq:SparQ",
+    "centroids": "kvpolicy.readers.centroids:Centroids",
     "reuse": "kvpolicy.readers.reuse:Reuse",
 }
 WHOLE = {"tuned": "kvpolicy.policy.tuned:TunedPolicy"}
@@ -200,6 +203,9 @@ SUMMARIES = {
     "exact": "Read every key, and the values of the tokens with the largest attention weights.",
     "quest": "Read the pages of tokens whose keys may have the largest product with the query.",
     "labels": "Read the tokens whose keys have the largest product with the query in a few channels.",
+    "loki": "Read the tokens whose keys have the largest product with the query in a few principal components.",
+    "sparq": "Read the tokens whose keys have the largest product with the query in its own largest channels.",
+    "centroids": "Read the pages whose mean key has the largest product with the query, and estimate the others.",
     "reuse": "Let some layers choose which tokens are read, and let the layers behind them read the same tokens.",
     # /generated
 }

@@ -6,7 +6,7 @@ reducers (a sum over all queries, the rows of the newest ones) are applied to it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
-from kvpolicy.kernels.products import matmul, products
-from kvpolicy.kernels.row_sums import row_sums
+from kvpolicy.kernels.products import matmul, products, thin_mix
+from kvpolicy.protocols import Estimated
 
 TILE_ELEMENTS = 1 << 20
 """Scores in one tile: 4 MiB of fp32, so that a tile stays in a processor's cache."""
@@ -25,6 +25,9 @@ MASK_ELEMENTS = 1 << 24
 
 MASK_ROWS = 256
 """The most queries of such a call: fused attention computes what its mask hides, half as many keys for each query."""
+
+Rest = Callable[[Tensor], Estimated]
+"""Estimates the slots that are not read, from the normalizer of those that are; see `Estimates.estimate_rest`."""
 
 
 class Past(NamedTuple):
@@ -415,6 +418,7 @@ def attend_slots(
     want_weights: bool,
     counts: Tensor | None = None,
     scanned: Tensor | None = None,
+    rest: Rest | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from one token per row to slots.
 
@@ -428,13 +432,14 @@ def attend_slots(
         counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one.
         scanned: Products of the queries with the keys of the coded slots, or of all slots if none is coded, [B, H, G,
             n] fp32, if they are known; changed in place.
+        rest: Estimates what is not read, beside the coded slots, or beside all slots if none is coded.
 
     Returns:
         The output [B, Hq, 1, D], and the attention weights [B, H, G, S] fp32, or None.
     """
     grouped = q.squeeze(2).unflatten(1, (occupied.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
     plain = not want_weights and transform.softcap is None and transform.sinks is None and coded is None
-    plain = plain and scanned is None
+    plain = plain and scanned is None and rest is None
     # The mask of the fused function has the dtype of the queries, in which bf16 would round the counts.
     if plain and (counts is None or q.dtype == torch.float32):
         visible = occupied if counts is None else counts.masked_fill(~occupied, -torch.inf)
@@ -447,46 +452,43 @@ def attend_slots(
     known = None if scanned is None else transform.finish(scanned)
     score = known if known is not None and coded is None else transform.scores(grouped, keys)
     if coded is not None:
-        rest = map(transform.finish, coded.score(grouped)) if known is None else [known]
-        score = torch.cat([score, *rest], -1)
+        of_codes = map(transform.finish, coded.score(grouped)) if known is None else [known]
+        score = torch.cat([score, *of_codes], -1)
     if counts is not None:
         score = score + counts[:, :, None]
-    weights = transform.weights(score.masked_fill(~occupied[:, :, None], -torch.inf))
+    score = score.masked_fill(~occupied[:, :, None], -torch.inf)
+    estimated: Tensor | None = None
+    if rest is None:
+        weights = transform.weights(score)
+    else:
+        buffer = keys.shape[2] if coded is not None else 0  # it is always read, and no reader divides it
+        weights, estimated = with_rest(score, score[..., buffer:], transform, rest)
     first, *others = weights.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
     mixed = matmul(first, values)
     if coded is not None:
         # Added in fp32 and rounded once.
-        mixed = sum(coded.mix(others), mixed.float()).to(values.dtype)
-    return mixed.flatten(1, 2).unsqueeze(2), weights
+        mixed = sum(coded.mix(others), mixed.float())
+    if estimated is not None:
+        mixed = mixed.float() + estimated
+    return mixed.to(values.dtype).flatten(1, 2).unsqueeze(2), weights
 
 
-def attend_in_place(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    occupied: Tensor,
-    transform: ScoreTransform,
-    counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attend from one token per row to some slots, whose values are not copied; see `sums_in_place`.
+def with_rest(score: Tensor, of_entries: Tensor, transform: ScoreTransform, rest: Rest) -> tuple[Tensor, Tensor]:
+    """Attention weights of slots, and what the slots that stand for the others add to the output.
 
     Args:
-        q: [B, Hq, 1, D].
-        keys: Keys of these slots, [B, H, n, D].
-        values: Values of all slots, [B, H, S, D] fp32.
-        slots: [B, H, n] int64.
-        occupied: Which of these slots are attended to, [B, H, n] bool.
-        transform: From products to attention weights.
-        counts: Logarithm of the number of tokens that each of these slots stands for, [B, H, n] fp32, or None.
+        score: Scores of the slots that are read, [B, H, G, n] fp32.
+        of_entries: Those of them that belong to entries of a reader.
+        transform: From scores to attention weights.
+        rest: Estimates what is not read.
 
     Returns:
-        The output [B, Hq, 1, D], and the attention weights [B, H, G, n] fp32; 0 in a head without a slot.
+        [B, H, G, n] and [B, H, G, D] fp32.
     """
-    score = transform.scores(q.squeeze(2).unflatten(1, (values.shape[1], -1)), keys)
-    if counts is not None:
-        score += counts[:, :, None]
-    hidden = ~occupied[:, :, None]
+    estimated = rest(of_entries.logsumexp(-1))
+    # One softmax over both, so that learned sinks take part once.
+    every = torch.cat([score, estimated.scores], -1)
     # Masked again, since the softmax of nothing is NaN.
-    weights = transform.weights(score.masked_fill(hidden, -torch.inf)).masked_fill(hidden, 0)
-    return row_sums(weights, values, slots).flatten(1, 2).unsqueeze(2), weights
+    weights = transform.weights(every).masked_fill(every == -torch.inf, 0)
+    own, others = weights.split([score.shape[-1], estimated.scores.shape[-1]], -1)
+    return own, thin_mix(others, estimated.values)

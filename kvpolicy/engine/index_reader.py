@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform, attend_in_place, attend_slots
+from kvpolicy.engine.attention import Rest, ScoreTransform, attend_slots
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
+from kvpolicy.engine.in_place_attention import attend_in_place
+from kvpolicy.engine.key_products import KeyProducts
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_tensors import alloc_index
 from kvpolicy.engine.link import Link
@@ -29,6 +32,7 @@ from kvpolicy.engine.reading import (
     follow,
     key_codes,
     largest_counts,
+    log_tokens,
     read_shape,
     row_entries,
     show,
@@ -37,10 +41,11 @@ from kvpolicy.engine.reading import (
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.state import map_slots, slot_tensors
 from kvpolicy.engine.state import tensors as all_tensors
+from kvpolicy.engine.summaries import Summaries
 from kvpolicy.engine.token_batch import BEYOND
-from kvpolicy.kernels.products import products
+from kvpolicy.kernels.products import coordinates
 from kvpolicy.kernels.row_sums import sums_in_place
-from kvpolicy.protocols import LoadsSalience, Needs
+from kvpolicy.protocols import LoadsSalience, Needs, channels_read
 
 REBUILD_SLOTS = 8192
 """Slots of each head that are decoded at a time when an index is made."""
@@ -66,6 +71,8 @@ class IndexReader:
         self._spec = layer.spec
         self._reader = layer.spec.reader
         self._link = layer.link
+        self._products = KeyProducts(layer, codes)
+        self._summaries = Summaries(layer, codes)
         self.shape: ReadShape | None = None
         self.board: Board | None = None
         self.same_slots = False
@@ -95,12 +102,13 @@ class IndexReader:
             return attend_slots(q, exact, coded, occupied, transform, want_weights, tensors.log_counts, scanned)
         occupied = (self._of_read(tensors.positions, chosen) >= 0) & self._of_read(None, chosen)
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, chosen)
+        rest = None if chosen.scores is None else partial(self._summaries.estimate, chosen)
         if coded is not None:
             part = self._decode_chosen(coded, chosen.slots, self.shape)
             buffer = tensors.keys, tensors.values
-            out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights, counts)
+            out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights, counts, rest=rest)
         else:
-            out, weights = self._attend_rows(q, chosen.slots, occupied, transform, want_weights, counts)
+            out, weights = self._attend_rows(q, chosen.slots, occupied, transform, want_weights, counts, rest)
         return out, self._to_slots(weights, chosen) if want_weights and weights is not None else None
 
     def _attend_rows(
@@ -111,6 +119,7 @@ class IndexReader:
         transform: ScoreTransform,
         want_weights: bool,
         counts: Tensor | None,
+        rest: Rest | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to slots [B, H, n] in full precision, as `attend_slots` does."""
         tensors = self._layer.tensors
@@ -119,21 +128,21 @@ class IndexReader:
             keys, values = self._link.loaded_rows((tensors.keys, tensors.values), slots)
             if sums_in_place(group, values):  # as without `host`, so that no result depends on where they lie
                 every = torch.arange(slots.shape[-1], device=slots.device).expand(slots.shape)
-                return attend_in_place(q, keys, values, every, occupied, transform, counts)
-            return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts)
+                return attend_in_place(q, keys, values, every, occupied, transform, counts, rest)
+            return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts, rest=rest)
         keys = self._link.rows(tensors.keys, slots)
         if sums_in_place(group, tensors.values):
             self._link.count_vectors(tensors.values, slots.shape[-1])
-            return attend_in_place(q, keys, tensors.values, slots, occupied, transform, counts)
+            return attend_in_place(q, keys, tensors.values, slots, occupied, transform, counts, rest)
         values = self._link.rows(tensors.values, slots)
-        return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts)
+        return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts, rest=rest)
 
     def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Chosen | None, Tensor | None]:
         """Choose the slots that a step reads, and show the choice to the layers behind this one.
 
         Returns:
             The slots that are read besides a codec's full-precision buffer, or None for all slots; and the products of
-            `_products` if they were computed to choose, and all slots are read then.
+            queries with all keys if they were computed to choose, and all slots are read then.
         """
         tensors = self._layer.tensors
         shape = self.shape
@@ -161,6 +170,11 @@ class IndexReader:
         """Whether the layer reads everything after it has chosen for the layers behind it."""
         return self._spec.reader_traits.choosers_read_all and chooses(self._reader, self._spec.layer_idx)
 
+    @property
+    def _channels_read(self) -> int:
+        """Channels of every key that a step reads to score it; 0 for none, or all."""
+        return channels_read(self._reader, self._layer.tensors.keys.shape[-1])
+
     def _queries(self, q: Tensor) -> Tensor:
         """Queries [B, Hq, 1, D] by KV head, [B, H, G, D]."""
         return q.squeeze(2).unflatten(1, (self._layer.tensors.positions.shape[1], -1))
@@ -175,13 +189,16 @@ class IndexReader:
     ) -> Chosen:
         """The slots that a step reads besides a codec's full-precision buffer; `scanned` are known products."""
         tensors = self._layer.tensors
-        products = self._products if scanned is None else lambda _: scanned.clone()  # the engine changes scores
+        products: Any = self._products if scanned is None else lambda _: scanned.clone()  # the engine changes scores
         self._link.whole(reads.index)
-        score = transform.finish(self._reader.score(reads.index, self._queries(q), products))
+        score = transform.finish(self._reader.score(reads.index, self._indexed(self._queries(q)), products))
+        estimated = None
+        if self._summaries.size:
+            estimated = score + log_tokens(shape, tensors.log_counts, tensors.positions)[:, :, None]
         if tensors.log_counts is not None:
             # As attention adds them: a slot that stands for many tokens is needed more than its key says.
             score = score + largest_counts(shape, tensors.log_counts, tensors.positions)[:, :, None]
-        return choose(
+        chosen = choose(
             shape,
             reads.limit,
             score,
@@ -192,16 +209,7 @@ class IndexReader:
             # Slots that lie together are copied together. The layers behind this one need the order of need, however.
             in_slots_order=not reads.choice,
         )
-
-    def _products(self, queries: Tensor) -> Tensor:
-        """Products of queries [B, H, G, D] with the key of every slot that the reader divides, [B, H, G, S] fp32."""
-        tensors = self._layer.tensors
-        coded = self._codes.view()
-        if coded is None:
-            self._link.whole(tensors.keys)
-            return products(queries, tensors.keys)
-        self._link.whole(key_codes(tensors.codes))
-        return torch.cat(coded.score(queries), -1)
+        return chosen._replace(scores=estimated)
 
     def _decode_chosen(self, coded: CodecView, slots: Tensor, shape: ReadShape) -> ChosenSlots:
         tensors = self._layer.tensors
@@ -245,21 +253,29 @@ class IndexReader:
             return
         index = tensors.reads.index
         link.whole(self.board.choice if shape.followed and self.board is not None else index)
-        # The entries of the slots that are written are recomputed from their keys.
-        refreshed = shape.page * (2 if self._spec.merges_in_steps else 1) if index else 0
+        # The entries of the slots that are written are recomputed from their keys, and blocks from their values.
+        written = 2 if self._spec.merges_in_steps else 1
+        channels = 0 if shape.followed else self._channels_read
+        refreshed = shape.page * written if index and not channels else 0
+        summarized = shape.page * self._summaries.size * written
         is_coded = sum(self._layer.layout.coded) > 0
         if self._reads_all:  # keys that were scanned to choose are not read again
             link.count_vectors(tensors.keys, 0 if is_coded else refreshed)
+            link.whole(key_codes(tensors.codes) if is_coded and channels else ())
+            link.count_channels(tensors.keys, 0 if is_coded else channels)
             link.whole((buffer, tensors.codes))
             return
         scans = self._spec.reader_traits.scans_keys and not shape.followed
         if is_coded:
-            link.whole((buffer, key_codes(tensors.codes) if scans else ()))
+            link.whole((buffer, key_codes(tensors.codes) if scans or channels else ()))
             self._count_decoded(link, shape)
+            if self._summaries.size and not self._spec.grows:  # where a step evicts, a coded slot may be emptied
+                self._summaries.count_coded(link, shape, 1)
             return
         link.whole(tensors.keys if scans else ())
         link.count_vectors(tensors.keys, refreshed + shape.slots)
-        link.count_vectors(tensors.values, shape.slots)
+        link.count_channels(tensors.keys, channels)
+        link.count_vectors(tensors.values, summarized + shape.slots)
 
     def _count_decoded(self, link: Link, shape: ReadShape) -> None:
         """Count on `link` the codes of the slots that a step decodes."""
@@ -305,7 +321,8 @@ class IndexReader:
         step = max(REBUILD_SLOTS // shape.page, 1)
         for start in range(0, shape.entries, step):
             entries = torch.arange(start, min(start + step, shape.entries), device=tensors.device)
-            self.refresh(shape, tensors.reads, entries.expand(batch, heads, -1))
+            self._refresh_entries(shape, tensors.reads, entries.expand(batch, heads, -1))
+        self._summaries.rebuild(shape, tensors.reads, REBUILD_SLOTS)
 
     def show(self) -> None:
         """Show the layers behind this one where its choice and its positions are; they may be new tensors."""
@@ -357,8 +374,14 @@ class IndexReader:
         salience = self._reader.load_salience(self._spec.layer_idx, layer.ranks.held)
         return salience.to(count.device).expand(count.shape[0], -1, -1)
 
-    def refresh_slots(self, slots: Tensor, stage: int | None) -> None:
-        """Recompute the entries of slots [B, H, n] of the layer that were written or emptied."""
+    def refresh_slots(self, slots: Tensor, stage: int | None, emptied: bool = False) -> None:
+        """Recompute the entries of slots [B, H, n] of the layer that were written or emptied.
+
+        Args:
+            slots: The slots, counted from the first one of the layer.
+            stage: Their stage; None for slots of the full-precision buffer, or of any stage if they may be `emptied`.
+            emptied: Whether slots may have been emptied, and not only written.
+        """
         layer = self._layer
         tensors = layer.tensors
         shape = self.shape
@@ -367,6 +390,8 @@ class IndexReader:
         part = 0
         if sum(layer.layout.coded):
             if stage is None:  # the full-precision buffer has no entries then
+                if emptied:
+                    self._summaries.refresh_emptied(shape, tensors.reads, slots)
                 return
             # Stages without slots are no parts (`_chosen_shape`), so a part may have another number than its stage.
             part = sum(size > 0 for size in layer.layout.coded[:stage])
@@ -374,16 +399,25 @@ class IndexReader:
         self.refresh(shape, tensors.reads, entries_of(shape, part, slots - start))
 
     def refresh(self, shape: ReadShape, reads: ReadState | tuple[()], entries: Tensor) -> None:
-        """Recompute entries [B, H, n] from the keys that their slots hold."""
+        """Recompute entries [B, H, n] from what their slots hold, and the summaries of their blocks."""
+        self._refresh_entries(shape, reads, entries)
+        self._summaries.refresh(shape, reads, entries)
+
+    def _refresh_entries(self, shape: ReadShape, reads: ReadState | tuple[()], entries: Tensor) -> None:
         tensors = self._layer.tensors
-        if not reads or not reads.index:
+        if not reads or not reads.index or self._channels_read:
             return
         slots, inside = entry_slots(shape, entries)
         flat = slots.flatten(2)
         coded = self._codes.view()
         keys = self._link.rows(tensors.keys, flat) if coded is None else coded.keys_at(flat, tensors.keys.dtype)
         occupied = inside & (tensors.positions.gather(-1, flat) >= 0).view_as(inside)
-        self._reader.refresh(reads.index, entries, keys.unflatten(2, inside.shape[2:]), occupied)
+        self._reader.refresh(reads.index, entries, self._indexed(keys).unflatten(2, inside.shape[2:]), occupied)
+
+    def _indexed(self, vectors: Tensor) -> Tensor:
+        """Queries or keys [B, H, n, D] as the reader takes them, in the basis of the layer if it has one."""
+        basis = self._layer.basis
+        return coordinates(vectors, basis) if isinstance(basis, Tensor) else vectors
 
     def count_unsorted_step(self) -> bool:
         """Count a step that overwrote slots; whether it is time to sort them by position again."""

@@ -18,6 +18,7 @@ from kvpolicy.engine.link import Link
 from kvpolicy.engine.pages import RowPages
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.rank_schedule import RankSchedule
+from kvpolicy.engine.reading import load_basis
 from kvpolicy.engine.row_limits import with_tokens
 from kvpolicy.engine.selection import Ranking, rank_candidates
 from kvpolicy.engine.sizes import SizeHistory, Sizes, crop_obstacle
@@ -50,6 +51,7 @@ class LayerContents:
         tensors: Every tensor that counts as the layer's; missing before `begin`.
         calibrations: The model's calibrated tensors of each stage.
         gate: Those by which the selector scores tokens, if it scores inputs.
+        basis: The basis of the reader's index, [H, D, r] fp32; the empty tuple if it has none.
         shape: The shape of the layer on this rank.
         ranks: The ranks that hold the layer's other heads.
         scale: The factor of the products of queries and keys, as in the last prompt.
@@ -78,6 +80,7 @@ class LayerContents:
         self.is_initialized = False
         self.calibrations: tuple[Calibration, ...] = ()
         self.gate: Gate = ()
+        self.basis: Tensor | tuple[()] = ()
         self.ranks = SINGLE_RANK
         self.scale = 1.0
         self.layout = Layout(0)
@@ -106,6 +109,7 @@ class LayerContents:
         self.calibrations = tuple(stage.load_calibration(self.spec.layer_idx, device, ranks.held) for stage in stages)
         if self.spec.needs.layer_input and isinstance(self.spec.selector, ScoresInputs):
             self.gate = self.spec.selector.load_gate(self.spec.layer_idx, device, ranks.held)
+        self.basis = load_basis(self.spec.reader, self.spec.layer_idx, device, ranks.held)
         self.expected_len = [0] * batch
         self.schedule.start(batch)
         if self.spec.heads is not None:
@@ -127,6 +131,11 @@ class LayerContents:
                     f"Keys and values must be {held.dtype} on {device} like the cache, got {new.dtype} on "
                     f"{new.device}; try a new cache after moving the model or switching autocast."
                 )
+
+    @property
+    def resident(self) -> tuple[Any, ...]:
+        """The calibrated tensors of the layer, which belong to the model."""
+        return (*self.calibrations, self.gate, self.basis)
 
     @property
     def can_run_out(self) -> bool:
@@ -227,7 +236,7 @@ class LayerContents:
 
     def fix_addresses(self) -> None:
         """Mark every tensor as static for CUDA graphs, after any of them was replaced."""
-        fix_addresses([*self.tensors.parts().values(), self.calibrations, self.gate])
+        fix_addresses([*self.tensors.parts().values(), self.resident])
 
     # numbers
 

@@ -252,8 +252,9 @@ class LayerStore:
         # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
         # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
         view = self.geometry.view()
+        layer.link.start()
+        # What selectors and mergers read to evict goes through no link: only attention and its index are counted.
         slot, merge = self.geometry.free_slot(view, valid)
-        layer.link.start()  # what selectors and mergers read to evict is not counted: only attention and its index
         # The slot still has the statistics of the token that it held before.
         state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.state)
         selector, needs = self.spec.selector, self.spec.needs

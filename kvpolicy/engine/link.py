@@ -126,6 +126,11 @@ class Link:
         if target.shape[2] and self._host and self._counts():
             self.stored += target.nbytes // target.shape[2] * count
 
+    def count_channels(self, source: Tensor, count: int) -> None:
+        """Count the reading of `count` channels of every vector of `source` [B, H, S, D]."""
+        if source.shape[3] and self._counts():
+            self.moved += source.nbytes // source.shape[3] * count
+
     def count_stage(self, codes: Any, size: int, count: int, group_size: int, page: int) -> None:
         """Count the decoding of `count` slots of each head from the codes of a stage.
 

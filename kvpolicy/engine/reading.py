@@ -13,7 +13,7 @@ from kvpolicy.engine.state import fields
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.in_memory import in_memory
 from kvpolicy.kernels.largest import largest
-from kvpolicy.protocols import Codec, Index, Layout, Ranks, Reader
+from kvpolicy.protocols import Codec, Codes, Index, Layout, LoadsBasis, Ranks, Reader
 
 _NEWEST = 3.0
 _FIRST = 2.0
@@ -99,10 +99,16 @@ class Chosen(NamedTuple):
     Attributes:
         slots: [B, H, n] int64.
         chosen: Whether the slot belongs to the entries that are read, [B, H, n] bool; it may still be empty.
+        entries: Their entries, [B, H, k] int64; None if another layer chose.
+        read: Which of these entries are read, [B, H, k] bool.
+        scores: Scores of all entries, as `Estimates` takes them, [B, H, G, X] fp32; None if nothing is estimated.
     """
 
     slots: Tensor
     chosen: Tensor
+    entries: Tensor | None = None
+    read: Tensor | None = None
+    scores: Tensor | None = None
 
 
 def reads_part(reader: Reader, layer_idx: int) -> bool:
@@ -121,6 +127,14 @@ def in_host_memory(reader: Reader, layer_idx: int) -> bool:
     # In a layer that looks at every key to choose, each step would copy them all.
     looks_at_all = chooses(reader, layer_idx) and (traits.choosers_read_all or traits.scans_keys)
     return traits.host and reads_part(reader, layer_idx) and not looks_at_all
+
+
+def load_basis(reader: Reader, layer_idx: int, device: torch.device | str, heads: slice) -> Tensor | tuple[()]:
+    """The basis of the index of a layer, [H, D, r] fp32; the empty tuple if it has none."""
+    if not (reader.traits.projected and chooses(reader, layer_idx)):
+        return ()
+    assert isinstance(reader, LoadsBasis)  # see `policy.combination.check_abilities`
+    return reader.load_basis(layer_idx, device, heads)
 
 
 def read_shape(reader: Reader, codec: Codec, layout: Layout, layer_idx: int) -> ReadShape | None:
@@ -224,13 +238,13 @@ def alloc_reads(
     return ReadState(limit, index, Choice(positions, slots))
 
 
-def by_entry(shape: ReadShape, positions: Tensor) -> Tensor:
-    """The positions [B, H, S] in the slots of each entry, [B, H, X, page] int32; -1 behind the end of a part."""
+def by_entry(shape: ReadShape, per_slot: Tensor, lacking: float = -1) -> Tensor:
+    """Numbers of slots [B, H, S], such as positions, by entry, [B, H, X, page]; `lacking` behind the end of a part."""
     paged: list[Tensor] = []
     for start, size in shape.parts:
-        part = positions[..., start : start + size]
-        lacking = -size % shape.page
-        paged.append((F.pad(part, (0, lacking), value=-1) if lacking else part).unflatten(-1, (-1, shape.page)))
+        part = per_slot[..., start : start + size]
+        short = -size % shape.page
+        paged.append((F.pad(part, (0, short), value=lacking) if short else part).unflatten(-1, (-1, shape.page)))
     return paged[0] if len(paged) == 1 else torch.cat(paged, 2)
 
 
@@ -278,6 +292,18 @@ def largest_counts(shape: ReadShape, counts: Tensor, positions: Tensor) -> Tenso
     """The largest of the counts [B, H, S] of the tokens in each entry, [B, H, X] fp32; 0 for an entry without one."""
     # No count is below 0, the logarithm of one token, so that the -1 behind a part is never the largest.
     return by_entry(shape, counts.masked_fill(positions < 0, 0)).amax(-1)
+
+
+def log_tokens(shape: ReadShape, counts: Tensor | None, positions: Tensor) -> Tensor:
+    """Logarithm of the tokens that each entry holds, [B, H, X] fp32; -inf for an entry without one.
+
+    Args:
+        shape: Read plan of the layer.
+        counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one.
+        positions: Positions of all slots, [B, H, S] int32.
+    """
+    counts = torch.zeros_like(positions, dtype=torch.float32) if counts is None else counts
+    return by_entry(shape, counts.masked_fill(positions < 0, -torch.inf), -torch.inf).logsumexp(-1)
 
 
 def need_of(score: Tensor, live: Tensor, ranks: Ranks) -> Tensor:
@@ -342,7 +368,7 @@ def choose(
         entries, order = entries.sort(-1)
         kept = kept.gather(-1, order)
     slots, inside = entry_slots(shape, entries)
-    return Chosen(slots.flatten(2), (inside & kept[..., None]).flatten(2))
+    return Chosen(slots.flatten(2), (inside & kept[..., None]).flatten(2), entries, kept)
 
 
 def show(choice: Choice, chosen: Chosen, positions: Tensor) -> None:
@@ -439,8 +465,13 @@ def key_codes(codes: tuple[Any, ...]) -> tuple[Tensor, ...]:
     return tuple(tensor for name, tensor in fields(codes) if "value" not in name)
 
 
+def value_codes(codes: Codes) -> tuple[Tensor, ...]:
+    """The tensors of codes that values are decoded from: those that `key_codes` leaves out."""
+    return tuple(tensor for name, tensor in fields(codes) if "value" in name)
+
+
 def unscanned(buffer: tuple[Tensor, Tensor], codes: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Tensors that are still read after a scan of a layer's keys; with codes, a scan reads the coded keys alone."""
     if not codes:
         return (buffer[1],)
-    return (*buffer, *(tensor for name, tensor in fields(codes) if "value" in name))
+    return (*buffer, *value_codes(codes))

@@ -176,7 +176,7 @@ class SlotGeometry:
     def refresh(self, slots: Tensor) -> None:
         """Update what is computed from slots [B, H, n] after they were written back."""
         # An index depends on what the slots hold alone, so that it is computed again and not kept.
-        self.index.refresh_slots(slots, None)
+        self.index.refresh_slots(slots, None, emptied=True)
 
     # a decode step
 

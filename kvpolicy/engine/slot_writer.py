@@ -40,7 +40,7 @@ class SlotWriter:
             slots = slots if stage is None else slots + self._codes.stage_slots(stage).start
             nothing = torch.full_like(slots, -1, dtype=torch.int32)
             write_masked("emptied", tensors.positions, slots, nothing, mask, undo)
-            self._index.refresh_slots(slots, stage)
+            self._index.refresh_slots(slots, stage, emptied=True)
             return
         if stage is None:
             if layer.spec.host:

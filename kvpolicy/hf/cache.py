@@ -117,7 +117,7 @@ class PolicyCache(CacheForward):
         """Bytes of calibrated tensors, which belong to the model and not to the cache."""
         filled = [layer.store for layer in self.policy_layers if layer.is_initialized]
         held = (store.contents for store in filled)
-        return resident_bytes(part for contents in held for part in (*contents.calibrations, contents.gate))
+        return resident_bytes(part for contents in held for part in contents.resident)
 
     def report(self) -> Report:
         """Per layer: budget, tokens kept and bytes by kind, compared with the full cache."""

@@ -237,7 +237,7 @@ def _calibrations(cache: Any) -> str:
     found = hashlib.sha256()
     count = 0
     for layer in cache.policy_layers:
-        for tensor in tensors((*layer.store.contents.calibrations, layer.store.contents.gate)):
+        for tensor in tensors(layer.store.contents.resident):
             # As bytes, since NumPy has no bfloat16.
             found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             count += 1

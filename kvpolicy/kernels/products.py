@@ -57,3 +57,28 @@ def thin_products(queries: Tensor, keys: Tensor) -> Tensor:
         # Not `matmul`: compiled, this is a sum over channels that reads an index once.
         return queries.float() @ keys.float().transpose(-1, -2)
     return products(queries.to(keys.dtype), keys)
+
+
+def thin_mix(weights: Tensor, values: Tensor) -> Tensor:
+    """Add up the values [..., X, D] of an index by a few rows of weights [..., M, X] fp32; see `thin_products`.
+
+    Returns:
+        [..., M, D] fp32.
+    """
+    if values.device.type == "cpu":
+        return weights @ values.float()
+    return (weights.to(values.dtype) @ values).float()
+
+
+def coordinates(vectors: Tensor, basis: Tensor) -> Tensor:
+    """Products of vectors [B, H, n, D] with the directions of their head, the columns of `basis` [H, D, r] fp32.
+
+    Returns:
+        [B, H, n, r] fp32.
+
+    Examples:
+        >>> coordinates(torch.tensor([[[[3.0, 4.0]]]]), torch.tensor([[[0.6], [0.8]]]))
+        tensor([[[[5.]]]])
+    """
+    # In fp64, so that the result does not depend on how a product over more tokens or rows is summed.
+    return (vectors.double() @ basis.double()).float()

@@ -14,12 +14,12 @@ from kvpolicy.engine.link import StepBytes
 from kvpolicy.engine.output_norms import Projection
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.pages import Pages
-from kvpolicy.engine.reading import Board
+from kvpolicy.engine.reading import Board, load_basis
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Codec, LayerShape, Layout, ScoresInputs, attention_of
+from kvpolicy.protocols import Codec, LayerShape, Layout, Reader, ScoresInputs, attention_of
 
 DIGEST_NBYTES = 8
 """Bytes of each row's mask digest, which the first layer of a cache holds."""
@@ -122,13 +122,15 @@ def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> i
     codecs = tuple(policy.at(index).codec for index in layers)
     selectors = tuple(policy.at(index).selector for index in layers)
     scorers = tuple(s if s.needs.layer_input and isinstance(s, ScoresInputs) else None for s in selectors)
-    return _resident(codecs, scorers, layers, heads.start, heads.stop)
+    readers = tuple(policy.at(index).reader for index in layers)
+    return _resident(codecs, scorers, readers, layers, heads.start, heads.stop)
 
 
 @lru_cache(maxsize=64)
 def _resident(
     codecs: tuple[Codec, ...],
     scorers: tuple[ScoresInputs | None, ...],
+    readers: tuple[Reader, ...],
     layers: tuple[int, ...],
     first: int | None,
     last: int | None,
@@ -138,10 +140,11 @@ def _resident(
     return resident_bytes(
         [
             part
-            for index, codec, scorer in zip(layers, codecs, scorers, strict=True)
+            for index, codec, scorer, reader in zip(layers, codecs, scorers, readers, strict=True)
             for part in (
                 *(stage.load_calibration(index, "cpu", held) for stage in codec.stages),
                 () if scorer is None else scorer.load_gate(index, "cpu", held),
+                load_basis(reader, index, "cpu", held),
             )
         ]
     )

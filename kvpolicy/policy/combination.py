@@ -9,7 +9,9 @@ from kvpolicy.protocols import (
     Codec,
     DecodeMode,
     DrawsCurves,
+    Estimates,
     HeadAllocator,
+    LoadsBasis,
     LoadsSalience,
     MeasuresAttention,
     Merger,
@@ -84,6 +86,16 @@ def check_abilities(selector: Selector, reader: Reader) -> None:
         raise KVPolicyTypeError(
             "The reader must have a method load_salience(layer_idx, heads) for ReaderTraits.calibrated, got "
             f"{shorten(repr(reader))}, which lacks it; see kvpolicy.protocols.LoadsSalience."
+        )
+    if reader.traits.projected and not isinstance(reader, LoadsBasis):
+        raise KVPolicyTypeError(
+            "The reader must have a method load_basis(layer_idx, device, heads) for ReaderTraits.projected, got "
+            f"{shorten(repr(reader))}, which lacks it; see kvpolicy.protocols.LoadsBasis."
+        )
+    if reader.traits.estimates and not isinstance(reader, Estimates):
+        raise KVPolicyTypeError(
+            "The reader must have the methods summarize and estimate_rest for ReaderTraits.estimates, got "
+            f"{shorten(repr(reader))}, which lacks one; see kvpolicy.protocols.Estimates."
         )
 
 

@@ -42,10 +42,16 @@ from kvpolicy.protocols.merger import MergerTraits as MergerTraits
 from kvpolicy.protocols.merger import Tokens as Tokens
 from kvpolicy.protocols.ranks import SINGLE_RANK as SINGLE_RANK
 from kvpolicy.protocols.ranks import Ranks as Ranks
+from kvpolicy.protocols.reader import Estimated as Estimated
+from kvpolicy.protocols.reader import Estimates as Estimates
 from kvpolicy.protocols.reader import Index as Index
+from kvpolicy.protocols.reader import LoadsBasis as LoadsBasis
 from kvpolicy.protocols.reader import LoadsSalience as LoadsSalience
+from kvpolicy.protocols.reader import Products as Products
 from kvpolicy.protocols.reader import Reader as Reader
 from kvpolicy.protocols.reader import ReaderTraits as ReaderTraits
+from kvpolicy.protocols.reader import ReadsChannels as ReadsChannels
+from kvpolicy.protocols.reader import channels_read as channels_read
 from kvpolicy.protocols.selector import ChecksModel as ChecksModel
 from kvpolicy.protocols.selector import ComparesHeads as ComparesHeads
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -25,6 +24,9 @@ class ReaderTraits(NamedTuple):
         resort: After how many decode steps the slots are sorted again where tokens are evicted, if `ordered`.
         salience: Whether `fit` needs the salience of the channels in the prompt.
         calibrated: Whether the salience is that of a calibration instead, see `LoadsSalience`.
+        projected: Whether the index is of coordinates in a calibrated basis, see `LoadsBasis`.
+        estimates: How many neighboring entries share a summary of their values, by which a step estimates what it does
+            not read, see `Estimates`. 0: what is not read has no weight.
         scans_keys: Whether `score` reads every key, by one call of `products` with the queries that it got.
         every: Of the layers that do not read everything, every how many one chooses; those behind it read what it
             chose. 1: every layer chooses for itself.
@@ -39,6 +41,8 @@ class ReaderTraits(NamedTuple):
     resort: int = 256
     salience: bool = False
     calibrated: bool = False
+    projected: bool = False
+    estimates: int = 0
     scans_keys: bool = False
     every: int = 1
     choosing: tuple[int, ...] = ()
@@ -83,6 +87,103 @@ class LoadsSalience(Protocol):
 
 
 @runtime_checkable
+class LoadsBasis(Protocol):
+    """An optional ability of a reader, for `ReaderTraits.projected`: its index is of coordinates in a calibrated basis.
+
+    `refresh` gets the coordinates of keys, and `score` those of queries, in fp32; they have r channels instead of D.
+    """
+
+    def load_basis(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Tensor:
+        """The basis of each KV head of a layer, [H, D, r] fp32, whose columns are directions; H is 1 if all share it.
+
+        Args:
+            layer_idx: Index of the layer.
+            device: Device of the result.
+            heads: Which of the model's KV heads this rank holds.
+        """
+        ...
+
+
+class Products(Protocol):
+    """The products of queries with every key of the slots that a reader divides."""
+
+    def __call__(self, queries: Tensor, channels: Tensor | None = None, /) -> Tensor:
+        """The products of queries [B, H, G, D], [B, H, G, S] fp32; in some channels [B, H, r] int64 alone if given."""
+        ...
+
+    def group_mean(self, of_heads: Tensor, /) -> Tensor:
+        """The mean of [B, H, G, N] over the query heads of each KV head, [B, H, N]; those of other ranks count too."""
+        ...
+
+
+@runtime_checkable
+class ReadsChannels(Protocol):
+    """An optional ability of a reader: `score` reads a few channels of every key, by one call of `products`.
+
+    There is no index of keys, and `refresh` is not called.
+    """
+
+    def channels_read(self, head_dim: int) -> int:
+        """How many channels of a key are read; 0 for none."""
+        ...
+
+
+class Estimated(NamedTuple):
+    """Slots that stand for those that a step does not read. Attention treats them as the slots that it reads.
+
+    Attributes:
+        scores: Their scores, [B, H, G, R] fp32, scaled and capped; -inf for a slot that stands for none.
+        values: Their values, [B, H, R, D], finite everywhere.
+    """
+
+    scores: Tensor
+    values: Tensor
+
+
+@runtime_checkable
+class Estimates(Protocol):
+    """An optional ability of a reader, for `ReaderTraits.estimates`: what is not read takes part in attention.
+
+    The index also has summaries of values: one for every block of `ReaderTraits.estimates` neighboring entries. Like
+    entries, they are recomputed when one of their slots is overwritten. Both methods are traceable, as `score` is.
+    """
+
+    def summarize(self, index: Index, blocks: Tensor, values: Tensor, occupied: Tensor) -> None:
+        """Recompute the summaries of blocks, in place.
+
+        Args:
+            index: The index.
+            blocks: Which blocks, [B, H, n] int64; where one is given twice, so are its values.
+            values: The values of their slots, m for each block, [B, H, n, m, D]; undefined where `occupied` is not set.
+            occupied: Which of these slots hold a token, [B, H, n, m] bool.
+        """
+        ...
+
+    def estimate_rest(self, index: Index, scores: Tensor, read: Tensor, normalizer: Tensor) -> Estimated:
+        """Slots that stand for the entries that are not read.
+
+        Args:
+            index: The index.
+            scores: The result of `Reader.score`, scaled and capped, plus the logarithm of the tokens that each entry
+                holds, [B, H, G, X] fp32; -inf for an entry without a token.
+            read: Which entries are read, [B, H, X] bool.
+            normalizer: Logarithm of the sum of the exponentials of the scores of all slots that are read of entries, as
+                attention computes them, [B, H, G] fp32.
+        """
+        ...
+
+
+def channels_read(reader: Reader, head_dim: int) -> int:
+    """How many channels of every key `score` reads; 0 for none, or all (`ReaderTraits.scans_keys`).
+
+    Args:
+        reader: The reader.
+        head_dim: Size of a key.
+    """
+    return reader.channels_read(head_dim) if isinstance(reader, ReadsChannels) else 0
+
+
+@runtime_checkable
 class Reader(Protocol):
     """Which of the kept tokens does a decode step read?
 
@@ -97,7 +198,8 @@ class Reader(Protocol):
     shape.
 
     A class that inherits from it has single tokens as entries and no index, and needs `count` and `score`. An object
-    that has all members is accepted whatever its class. An optional ability is `LoadsSalience`.
+    that has all members is accepted whatever its class. Optional abilities are `LoadsSalience`,
+    `LoadsBasis`, `ReadsChannels` and `Estimates`.
     """
 
     __slots__ = ()
@@ -148,7 +250,7 @@ class Reader(Protocol):
             occupied: Which of these slots hold a token, [B, H, n, page] bool.
         """
 
-    def score(self, index: Index, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
+    def score(self, index: Index, queries: Tensor, products: Products) -> Tensor:
         """An estimate of the largest product of each query with the keys of each entry.
 
         The engine turns it into attention weights as it does with products: it scales and caps them, adds the largest
@@ -160,7 +262,7 @@ class Reader(Protocol):
             index: The index.
             queries: [B, H, G, D].
             products: Returns the products of queries with every key, [B, H, G, S] fp32. It reads all keys, which
-                `traits.scans_keys` must declare.
+                `traits.scans_keys` must declare, or some channels of them, see `ReadsChannels`.
 
         Returns:
             [B, H, G, X] fp32.

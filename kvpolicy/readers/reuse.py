@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import ALL_HEADS, Index, LoadsSalience, ModelInfo, Reader, ReaderTraits
+from kvpolicy.protocols import (
+    ALL_HEADS,
+    Index,
+    LoadsBasis,
+    LoadsSalience,
+    ModelInfo,
+    Products,
+    Reader,
+    ReaderTraits,
+    channels_read,
+)
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.readers.exact import ExactTopK
 from kvpolicy.spec.arguments import named_options
@@ -80,6 +89,11 @@ class Reuse(Reader):
             raise KVPolicyError(
                 f"Reuse.base must be a reader that chooses a part in every layer, got {self.base}; try ExactTopK()."
             )
+        if self.base.traits.estimates:
+            raise KVPolicyError(
+                f"Reuse.base must be a reader that estimates nothing of what it does not read, got {self.base}; try "
+                "sparq:correct=false or exact."
+            )
         if not isinstance(self.layers, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise KVPolicyTypeError(f"Reuse.layers must be auto or layers such as 2_13, got {self.layers!r}; try auto.")
         ascending = sorted(set(self._choosing)) == [*self._choosing]
@@ -147,10 +161,19 @@ class Reuse(Reader):
         assert isinstance(self.base, LoadsSalience)  # only called if the base asks for it
         return self.base.load_salience(layer_idx, heads)
 
+    def load_basis(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Tensor:
+        """As the base; see `ReaderTraits.projected`."""
+        assert isinstance(self.base, LoadsBasis)  # only called if the base asks for it
+        return self.base.load_basis(layer_idx, device, heads)
+
+    def channels_read(self, head_dim: int) -> int:
+        """As the base; see `ReadsChannels`."""
+        return channels_read(self.base, head_dim)
+
     def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """As the base."""
         self.base.refresh(index, entries, keys, occupied)
 
-    def score(self, index: Index, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
+    def score(self, index: Index, queries: Tensor, products: Products) -> Tensor:
         """As the base."""
         return self.base.score(index, queries, products)

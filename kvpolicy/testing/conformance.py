@@ -31,11 +31,11 @@ from kvpolicy.testing.part_checks import (
     check_divided,
     check_layout,
     check_merger,
-    check_reader,
     check_reading,
     check_selector,
     watched,
 )
+from kvpolicy.testing.reader_checks import check_reader
 from kvpolicy.testing.stage_checks import check_stages
 
 _LAYERS = 3

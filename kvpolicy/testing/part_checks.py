@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.state import empty_slots, map_state, slot_tensors, tensors
+from kvpolicy.engine.state import empty_slots, slot_tensors, tensors
 from kvpolicy.protocols import (
     Allocator,
     BoundsBudgets,
@@ -25,7 +25,6 @@ from kvpolicy.protocols import (
     LayerMetric,
     MeasuresAttention,
     Merger,
-    Reader,
     Selector,
     Tokens,
     View,
@@ -114,7 +113,7 @@ def _measured(part: MeasuresAttention, drawn: Tensor) -> Tensor:
     is_finite = (
         is_tensor and bool((numbers < torch.inf).all()) and (numbers.dim() > 1 or bool(numbers.isfinite().all()))
     )
-    assert is_finite, f"{part}: measure must return finite numbers of each row, got {_describe(numbers)}"
+    assert is_finite, f"{part}: measure must return finite numbers of each row, got {describe(numbers)}"
     return numbers.float()
 
 
@@ -124,7 +123,7 @@ def _budgets(part: Allocator, metrics: Tensor | None, total: Tensor, ceiling: Te
     budgets: Any = part.budgets(given[0], given[1], 3, given[2], layers)  # pyright: ignore[reportArgumentType]
     shape = (len(total), layers)
     is_valid = isinstance(budgets, Tensor) and budgets.dtype == torch.int64 and budgets.shape == shape
-    assert is_valid, f"{part}: budgets must be int64 {list(shape)}, got {_describe(budgets)}"
+    assert is_valid, f"{part}: budgets must be int64 {list(shape)}, got {describe(budgets)}"
     for name, now, then in zip(("metrics", "total", "ceiling"), given, (metrics, total, ceiling), strict=True):
         same = now is None or then is None or torch.equal(now, then)
         assert same, f"{part}: budgets must not modify its arguments, got another {name} after the call"
@@ -162,7 +161,7 @@ def _divided(part: HeadAllocator, request: HeadRequest, heads: int) -> Tensor:
     pages: Any = part.divide(request)
     shape = (len(request.pages), heads)
     is_valid = isinstance(pages, Tensor) and pages.dtype == torch.int64 and pages.shape == shape
-    assert is_valid, f"{part}: divide must return int64 {list(shape)}, got {_describe(pages)}"
+    assert is_valid, f"{part}: divide must return int64 {list(shape)}, got {describe(pages)}"
     total = request.pages.tolist()
     assert pages.sum(-1).tolist() == total, f"{part}: pages must sum to {total}, got {pages.tolist()}"
     assert int(pages.min()) >= 1, f"{part}: every head must have a page, got {pages.tolist()}"
@@ -183,10 +182,10 @@ def check_selector(part: Selector) -> None:
     state = alloc_state(part, 2, 2, 5, "cpu", HeadShape(3, 4))
     for each in slot_tensors(state):
         is_per_slot = each.shape == (2, 2, 5)
-        assert is_per_slot, f"{part}: the tensors of a state must be [B, H, S] = [2, 2, 5], got {_describe(each)}"
+        assert is_per_slot, f"{part}: the tensors of a state must be [B, H, S] = [2, 2, 5], got {describe(each)}"
     for each in tensors(state):
         assert each.shape[0] == 2, (
-            f"{part}: the tensors of a state must have 2 rows like the batch, got {_describe(each)}"
+            f"{part}: the tensors of a state must have 2 rows like the batch, got {describe(each)}"
         )
         assert not bool(each.any()), f"{part}: a new state must be zero, got other numbers"
 
@@ -196,7 +195,7 @@ def check_merger(part: Merger) -> None:
     when = part.traits.when
     assert when in ("never", "prompt", "always"), f"{part}: when must be never, prompt or always, got {when!r}"
     for state in tensors(part.alloc(2, 3, "cpu")):
-        assert state.shape[:2] == (2, 3), f"{part}: the tensors of a state must be [B, H, ...], got {_describe(state)}"
+        assert state.shape[:2] == (2, 3), f"{part}: the tensors of a state must be [B, H, ...], got {describe(state)}"
         assert not bool(state.any()), f"{part}: a new state must be zero, got other numbers"
     whole = _candidates(part, evicted=0)
     result = part.merge_prompt(part.alloc(2, 3, "cpu"), whole)
@@ -222,7 +221,7 @@ def check_merger(part: Merger) -> None:
         for name, dtype in (("slot", torch.int64), ("write_mask", torch.bool)):
             got = getattr(merge, name)
             is_valid = got.dtype == dtype and got.shape == (2, 3, 1)
-            assert is_valid, f"{part}: {name} must be {dtype} [2, 3, 1], got {_describe(got)}"
+            assert is_valid, f"{part}: {name} must be {dtype} [2, 3, 1], got {describe(got)}"
         _check_merged(part, "merge_token", merge, (2, 3, 1))
 
 
@@ -261,7 +260,7 @@ def _check_merged(part: Merger, method: str, result: Any, shape: tuple[int, int,
         got = getattr(result, name)
         if got is None:
             continue
-        assert list(got.shape) == wanted, f"{part}: {method} must return {name} {wanted}, got {_describe(got)}"
+        assert list(got.shape) == wanted, f"{part}: {method} must return {name} {wanted}, got {describe(got)}"
         assert bool(got.isfinite().all()), f"{part}: the {name} of {method} must be finite, got NaN or inf"
     has_counts = result.counts is None or part.traits.counted
     assert has_counts, f"{part}: {method} must return no counts unless the merger is counted, got {result.counts}"
@@ -282,7 +281,7 @@ def watched(part: Any) -> Generator[None, None, None]:
         result = priority(self, state, view)
         shape = view.positions.shape
         is_valid = isinstance(result, Tensor) and result.dtype == torch.float32 and result.shape == shape
-        assert is_valid, f"{self}: priority must be float32 {list(shape)}, got {_describe(result)}"
+        assert is_valid, f"{self}: priority must be float32 {list(shape)}, got {describe(result)}"
         has_nan = bool((result.isnan() & view.valid).any())
         assert not has_nan, f"{self}: the priority of a token must be a number or infinite, got NaN"
         return result
@@ -320,56 +319,6 @@ def check_layout(part: Codec) -> None:
         )
         same = actual == planned
         assert same, f"{part}: codes must have the same sizes on the device meta, as a plan needs, got {planned}"
-
-
-def check_reader(part: Reader) -> None:
-    """Check how many slots a reader reads, and that an entry depends on the tokens in its own slots alone."""
-    for slots in (1, 7, 64, _TOKENS, 100_000):
-        page = part.page_size(slots)
-        count = part.count(slots)
-        is_page = isinstance(page, int) and page >= 1  # pyright: ignore[reportUnnecessaryIsInstance]
-        assert is_page, f"{part}: page_size must be an integer of at least 1, got {page!r} for {slots} slots"
-        fits = count == slots or (0 < count < slots and count % page == 0)
-        assert fits, f"{part}: count must be a multiple of the page, {page}, or all {slots} slots, got {count!r}"
-    if part.count(_TOKENS) == _TOKENS:
-        return
-    page = part.page_size(_TOKENS)
-    dim = 16
-    actual, planned = (
-        [(list(each.shape), each.dtype) for each in tensors(part.alloc(2, 2, 5, dim, torch.float32, device))]
-        for device in ("cpu", "meta")
-    )
-    assert actual == planned, f"{part}: an index must have the same sizes on the device meta, got {planned}"
-    generator = torch.Generator().manual_seed(3)
-    keys = torch.randn(2, 2, 5, page, dim, generator=generator)
-    queries = torch.randn(2, 2, 2, dim, generator=generator)
-    occupied = torch.rand(2, 2, 5, page, generator=generator) < 0.7
-    every = torch.arange(5).expand(2, 2, -1)
-    shown = _score(part, keys, occupied, every, queries)
-    is_score = shown.dtype == torch.float32 and shown.shape[:3] == (2, 2, 2)
-    assert is_score, f"{part}: score must be float32 [B, H, G, X], got {_describe(shown)}"
-    if part.traits.scans_keys:
-        return
-    junk = torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan))
-    same = torch.equal(_score(part, junk, occupied, every, queries), shown)
-    assert same, f"{part}: refresh must ignore slots without a token, got other scores with NaN there"
-    index = part.alloc(2, 2, 5, dim, torch.float32, "cpu")
-    part.refresh(index, every, keys, occupied)
-    before = map_state(torch.clone, index)
-    part.refresh(index, every[..., 3:4], keys[:, :, 3:4] * 2, occupied[:, :, 3:4])
-    for now, then in zip(tensors(index), tensors(before), strict=True):
-        kept = now.shape[2] != 5 or torch.equal(now[:, :, [0, 1, 2, 4]], then[:, :, [0, 1, 2, 4]])
-        assert kept, f"{part}: refresh must change the given entries only, got others changed too"
-    part.refresh(index, every[..., 3:4], keys[:, :, 3:4], occupied[:, :, 3:4])
-    for now, then in zip(tensors(index), tensors(before), strict=True):
-        assert torch.equal(now, then), f"{part}: refresh must compute an entry from its keys, got a trace of others"
-
-
-def _score(part: Reader, keys: Tensor, occupied: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
-    """Scores of entries with these keys."""
-    index = part.alloc(2, 2, 5, keys.shape[-1], torch.float32, "cpu")
-    part.refresh(index, entries, keys, occupied)
-    return part.score(index, queries, lambda given: given @ keys.flatten(2, 3).mT)
 
 
 def check_reading(part: Codec, layer: Any, keys: Tensor, values: Tensor) -> None:
@@ -427,7 +376,7 @@ def _check_products(part: Codec, layer: Any) -> None:
     for stage, score, mixed, (keys, values), weights, occupied in results:
         stored = part.stages[stage].keys(codes.stage_store(stage), slice(0, occupied.shape[-1]))
         for name, tensor in (("keys", stored), ("score", score), ("mix", mixed)):
-            assert tensor.dtype == torch.float32, f"{part}: {name} must return float32, got {_describe(tensor)}"
+            assert tensor.dtype == torch.float32, f"{part}: {name} must return float32, got {describe(tensor)}"
         # A codec that searches hides tokens from a step by a score of -inf (`Traits.searches`).
         visible = occupied[:, :, None] & (score > -torch.inf)
         assert bool(visible.any()) or not bool(occupied.any()), (
@@ -479,7 +428,8 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def _describe(result: Any) -> str:
+def describe(result: Any) -> str:
+    """Describe a result in an error message: a tensor by its dtype and shape."""
     if not isinstance(result, Tensor):
         return f"a {type(result).__name__}"
     return f"{str(result.dtype).removeprefix('torch.')} {list(result.shape)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,8 +41,8 @@ def words(*methods: str, budget: str = "0.5") -> str:
 def spec_of(name: str) -> str:
     """The spec of a registered method, with small numbers."""
     spec = small(_KINDS[name], name)
-    if "FOLDER" in spec:
-        write(name)
+    for method in re.findall("FOLDER/([a-z]+)", spec):
+        write(method)
     return spec.replace("FOLDER", str(FOLDER))
 
 

@@ -50,6 +50,7 @@ def stored_bytes(cache: PolicyCache) -> int:
             own |= vars(layer.store.contents) | vars(layer.store.tensors)
         own.pop("calibrations", None)
         own.pop("gate", None)
+        own.pop("basis", None)
         own["mask_digest"] = getattr(layer, "mask_digest", None)  # of the cache, and held by its first layer
         for tensor in _reach(own, set()):
             storage = tensor.untyped_storage()

@@ -103,6 +103,7 @@ tests/codecs compiles what codecs do themselves.
 METHODS = [
     *ALONE,
     "h2o+compensate+quest:read=8:page=2:dense=1@0.5",
+    "h2o+compensate+sparq:read=6:channels=3@0.5",
     "uniform/adakv+h2o+compensate@0.5",
     "h2o+reuse:every=2:dense=0/exact:read=6@0.5",
     "quest:read=8:page=2:dense=1:host=true",
@@ -114,6 +115,11 @@ OTHERS = [
     *(words(selector, "plain") for selector in SELECTORS),
     "quest:read=8:page=2:dense=1",
     "h2o+labels:read=6:channels=3:dense=0@0.5",
+    words("h2o", "loki"),
+    words("h2o+merge", "sparq"),
+    words("h2o", "sparq", "tokenwise"),
+    words("h2o+compensate", "centroids"),
+    words("full", "centroids", "kivi", budget="1.0"),
     *(words("h2o", codec) for codec in CODECS if words("h2o", codec) not in METHODS),
     *(
         policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import by_entry, row_entries
 from kvpolicy.engine.state import map_state, slot_tensors, tensors
+from kvpolicy.hf import cache_file
+from kvpolicy.protocols import channels_read
 from kvpolicy.registry import names
 from kvpolicy.spec.tables import format_bytes
 from tests.conformance.fakes import Fake
@@ -24,7 +27,6 @@ from tests.conformance.play import make_batch, talk
 from tests.conformance.policies import CODECS, RANKED, spec_of, words
 from tests.engine.parts import index_of
 from tests.readers.bench import DIM, HEADS, Layer, draw
-from tests.reference.versions import small
 from tests.sampling import product
 
 READERS = [name for name in names("reader") if name not in ("all", "reuse")]
@@ -36,7 +38,7 @@ STEPS = 12
 
 
 def policy(base: str, reader: str) -> str:
-    return f"{base}+{small('reader', reader)}" + ("@0.5" if base in EVICTING else "")
+    return f"{base}+{spec_of(reader)}" + ("@0.5" if base in EVICTING else "")
 
 
 def live_entries(layer: Layer) -> list[Tensor]:
@@ -272,7 +274,7 @@ def test_unread_slots_get_no_attention() -> None:
 @product("reader,codec", READERS, CODECS)
 def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage is asked for no more slots than are read, in every step."""
-    own = small("reader", reader)
+    own = spec_of(reader)
     if codec in RANKED:
         own = own.replace("page=2", "page=1")
     if codec == "plain":
@@ -283,6 +285,7 @@ def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pyt
     turns = [40] + [1] * 6
     ids, mask = make_batch([40], turns)
     policy = kvpolicy.Policy.parse(text)
+    scans = policy.reader.traits.scans_keys or channels_read(policy.reader, DIM) > 0
     attend = IndexReader.attend
     inside: list[bool] = []
     for kind in {type(each) for each in policy.codec.stages}:
@@ -291,7 +294,7 @@ def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pyt
 
             def counted(self: Any, store: Any, at: Any, original: Any = original) -> Tensor:
                 if inside:
-                    assert isinstance(at, Tensor) or policy.reader.traits.scans_keys
+                    assert isinstance(at, Tensor) or scans
                     if isinstance(at, Tensor):
                         asked.append(at.shape[-1])
                 return original(self, store, at)
@@ -316,7 +319,7 @@ def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pyt
 
 @product("reader,codec,rows", READERS, CODECS, ["one", "padded"])
 def test_held_and_moved_are_planned(reader: str, codec: str, rows: str) -> None:
-    own = small("reader", reader)
+    own = spec_of(reader)
     grows = "full" if codec not in RANKED else "h2o:decode=grow"
     if codec in RANKED:
         own = own.replace("page=2", "page=1")
@@ -328,9 +331,15 @@ def test_held_and_moved_are_planned(reader: str, codec: str, rows: str) -> None:
 @pytest.mark.parametrize("budget", ["0.5", "16", "24KiB"])
 @pytest.mark.parametrize("selector", ["snapkv", "h2o", "snapkv+merge", "h2o+compensate"])
 def test_held_and_moved_are_planned_under_eviction(reader: str, budget: str, selector: str) -> None:
-    cache = check_bytes(words(selector, small("reader", reader), budget=budget), [40, 33])
+    cache = check_bytes(words(selector, spec_of(reader), budget=budget), [40, 33])
     if budget == "24KiB":
         assert cache.nbytes <= 24 * 1024
+
+
+@pytest.mark.parametrize("codec", ["tokenwise", "staircase"])
+@pytest.mark.parametrize("selector", ["snapkv", "h2o+compensate"])
+def test_held_and_moved_are_planned_where_coded_slots_are_emptied(selector: str, codec: str) -> None:
+    check_bytes(words(selector, codec, "sparq", budget="0.6"), [40, 21])
 
 
 def check_bytes(text: str, rows: list[int]) -> PolicyCache:
@@ -368,6 +377,21 @@ def test_first_layers_read_everything_and_have_no_index() -> None:
     assert first.moved > second.moved
 
 
+def test_a_basis_belongs_to_the_model(tmp_path: Path) -> None:
+    """It is no part of the cache, and the layer that reads everything has none."""
+    path = tmp_path / "cache.safetensors"
+    model = build("llama", layers=2)
+    ids, mask = make_batch([40], [40])
+    with kvpolicy.attach(model, spec_of("loki").replace("dense=0", "dense=1")):
+        cache = PolicyCache(model)
+        talk(model, ids, mask, [40], cache)
+        assert cache.plan is not None
+        assert cache.resident_nbytes == cache.plan.resident_nbytes == DIM * 3 * 4
+        cache.save(path)
+        assert cache_file.read(path).header["calibrations"]
+        PolicyCache.load(model, path)
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_turns_and_unannounced_growth(reader: str) -> None:
     """A second prompt, and steps that nobody announced: the index follows the layout."""
@@ -382,4 +406,5 @@ def test_turns_and_unannounced_growth(reader: str) -> None:
     reads: Any = layer.store.tensors.reads
     shape = index_of(layer.store).shape
     assert shape is not None and reads.limit.tolist() == [shape.chosen]
-    assert all(t.shape[2] in (shape.entries, 3) for t in tensors(reads.index))
+    blocks = -(-shape.entries // max(layer.policy.reader.traits.estimates, 1))
+    assert all(t.shape[2] in (shape.entries, blocks, 3) for t in tensors(reads.index))

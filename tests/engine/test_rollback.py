@@ -27,7 +27,14 @@ BEFORE = 3
 AFTER = 5
 """Steps after the rollback."""
 HEADS = ["even", "adakv"]
-READERS = ["exact:read=8", "quest:read=8:page=4", "labels:read=8", "reuse/exact:read=8"]
+READERS = [
+    "exact:read=8",
+    "quest:read=8:page=4",
+    "labels:read=8",
+    "sparq:read=8",
+    "centroids:read=8",
+    "reuse/exact:read=8",
+]
 CUTS = [(0, 0), (1, 0), (5, 0), (5, 2), (5, 4), (8, 8)]
 """Tokens fed under the mark, and how many of them are accepted."""
 
@@ -50,7 +57,7 @@ def tensors_of(thing: Any, seen: set[int] | None = None, path: str = "") -> Iter
     else:
         return
     for name, part in parts:
-        if name in ("calibrations", "gate", "attachment"):  # the model's
+        if name in ("calibrations", "gate", "basis", "attachment"):  # the model's
             continue
         yield from tensors_of(part, seen, f"{path}.{name}")
 
@@ -105,6 +112,8 @@ OTHERS = [
     "h2o+labels:read=8@0.7",
     "h2o+labels:read=8:dense=0:host=true@0.7",
     words("full", "kivi", "labels:read=8", budget="1.0"),
+    words("h2o", "tokenwise", "sparq:read=8", budget="0.7"),
+    "h2o+centroids:read=8:page=4@0.7",
     *(f"uniform/{heads}+h2o@0.7" for heads in HEADS),
     words("uniform/adakv", "h2o", "tokenwise", budget="0.7"),
     "uniform/adakv+h2o+compensate@0.7",

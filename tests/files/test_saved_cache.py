@@ -38,6 +38,8 @@ OTHERS = [
     words("h2o", "merge", "kivi"),
     "h2o+quest:read=6:page=2:dense=0:resort=3@0.8",
     "snapkv:window=6:kernel=3+labels:read=5:channels=3:dense=0@0.8",
+    words("h2o", "tokenwise", "sparq"),
+    words("h2o", "centroids"),
     "h2o+reuse:every=2:dense=0/exact:read=6@0.8",
     "h2o+compensate+quest:read=8:page=2:dense=1@0.5",
     "h2o+labels:read=6:channels=3:dense=0:host=true@0.5",
@@ -152,7 +154,15 @@ def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
         check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
 
 
-@pytest.mark.parametrize("spec", ["snapkv:window=6:kernel=3+kivi:group_size=4:residual_length=4@0.5", "full"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "snapkv:window=6:kernel=3+kivi:group_size=4:residual_length=4@0.5",
+        "full",
+        "h2o+tokenwise:block_size=3:residual_length=2+sparq:read=5:channels=3@0.8",
+        "full+centroids:read=8:page=2",
+    ],
+)
 def test_after_beams_and_in_inference_mode(spec: str, tmp_path: Path) -> None:
     model = build("llama")
     with kvpolicy.attach(model, spec):

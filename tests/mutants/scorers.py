@@ -309,7 +309,7 @@ MUTATIONS = (
     Mutation(
         name="caches are loaded with other gates",
         file="kvpolicy/hf/saved_cache.py",
-        old="tensors((*layer.store.contents.calibrations, layer.store.contents.gate))",
+        old="tensors(layer.store.contents.resident)",
         new="tensors(layer.store.contents.calibrations)",
         tests=("tests/selectors/test_kvzap.py",),
     ),

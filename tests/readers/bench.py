@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -15,8 +17,9 @@ from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import Board, Chosen
 from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.registry import name_of
 from tests.engine.parts import index_of
-from tests.reference.readers import Held
+from tests.reference.readers import Held, estimated
 
 DIM = 8
 HEADS = 2
@@ -109,9 +112,35 @@ class Layer:
         if sum(layout.coded):
             ranges = [(a, a + n) for a, n in zip(layout.starts(), layout.coded, strict=True) if n]
         keys: list[list[float]] = past.keys[row, head].double().tolist()
+        values: list[list[float]] = past.values[row, head].double().tolist()
         held: list[int] = self.store.tensors.positions[row, head].tolist()
         counts: list[float] = counts_of(self.store)[row, head].tolist()
-        return [[Held(held[s], keys[s], counts[s]) if held[s] >= 0 else None for s in range(a, b)] for a, b in ranges]
+        return [
+            [Held(held[s], keys[s], counts[s], values[s]) if held[s] >= 0 else None for s in range(a, b)]
+            for a, b in ranges
+        ]
+
+    def estimated(self, row: int, head: int, q: Tensor, read: set[int]) -> list[list[tuple[float, list[float]]]]:
+        """What stands for the tokens that the last step did not read, of each query head; see the slow version."""
+        name = name_of(type(self.policy.reader))
+        if self.read is None or name == "reuse":
+            return [[] for _ in range(GROUP)]
+        found: Any = estimated(
+            name,
+            config_of(self.policy),
+            self.parts(row, head),
+            q[row, head * GROUP : (head + 1) * GROUP, 0].double().tolist(),
+            read,
+            scale=self.transform.scale,
+            softcap=self.transform.softcap,
+            group_size=self.policy.codec.traits.group_size,
+        )
+        return found
+
+
+def config_of(policy: Policy) -> dict[str, Any]:
+    """The parameters of the reader of a policy."""
+    return {field.name: getattr(policy.reader, field.name) for field in dataclasses.fields(policy.reader)}  # pyright: ignore[reportArgumentType]
 
 
 def counts_of(store: LayerStore) -> Tensor:
@@ -141,14 +170,18 @@ def slow_output(layer: Layer, q: Tensor, chosen: list[list[set[int]]]) -> Tensor
             held = layer.store.tensors.positions[row, head].tolist()
             slots = [s for s, p in enumerate(held) if p >= 0 and (s < exact or p in positions)]
             keys, values = (t[row, head, slots].double() for t in (past.keys, past.values))
+            others = layer.estimated(row, head, q, positions)
             for member in range(GROUP):
                 query = q[row, head * GROUP + member, 0].double()
                 score = keys @ query * layer.transform.scale
                 if layer.transform.softcap is not None:
                     score = torch.tanh(score / layer.transform.softcap) * layer.transform.softcap
                 weights = (score + counts_of(layer.store)[row, head, slots]).exp()
-                total = weights.sum()
+                rest = [(math.exp(number), value) for number, value in others[member]]
+                total = weights.sum() + sum(weight for weight, _ in rest)
                 if layer.transform.sinks is not None:
                     total = total + layer.transform.sinks[head * GROUP + member].double().exp()
                 out[row, head * GROUP + member, 0] = (weights / total) @ values
+                for weight, value in rest:
+                    out[row, head * GROUP + member, 0] += weight / total * torch.tensor(value, dtype=torch.float64)
     return out

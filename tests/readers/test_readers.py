@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +10,14 @@ from torch import Tensor
 
 from kvpolicy import Policy
 from kvpolicy.codecs._files import save
+from kvpolicy.protocols import ModelInfo
 from kvpolicy.registry import lookup, name_of, names
-from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw, slow_output
+from kvpolicy.testing import check
+from tests.conformance.calibration import FOLDER, write
+from tests.conformance.policies import spec_of
+from tests.readers.bench import DIM, GROUP, HEADS, Layer, config_of, draw, slow_output
 from tests.reference.readers import chosen
-from tests.reference.versions import small, version
+from tests.reference.versions import version
 from tests.sampling import product
 
 READERS = [name for name in names("reader") if name not in ("all", "reuse")]
@@ -39,14 +41,11 @@ STEPS = 14
 
 def spec(base: str, reader: str) -> str:
     budget = "@0.5" if base in EVICTING else ""
-    # Pages of codes cannot be sorted again, so that quest is refused where coded tokens are evicted.
-    grows = ":decode=grow" if base == "merged codes" and reader == "quest" else ""
+    # Pages of codes cannot be sorted again, so that readers of pages are refused where coded tokens are evicted.
+    ordered = Policy.parse(spec_of(reader)).reader.traits.ordered
+    grows = ":decode=grow" if base == "merged codes" and ordered else ""
     selector, _, others = BASES[base].partition("+")
-    return "+".join([selector + grows, *filter(None, [others]), small("reader", reader)]) + budget
-
-
-def config_of(policy: Policy) -> dict[str, Any]:
-    return {field.name: getattr(policy.reader, field.name) for field in dataclasses.fields(policy.reader)}  # pyright: ignore[reportArgumentType]
+    return "+".join([selector + grows, *filter(None, [others]), spec_of(reader)]) + budget
 
 
 def slow_choice(layer: Layer, q: Tensor, prompt: tuple[Tensor, Tensor], lengths: list[int]) -> list[list[set[int]]]:
@@ -146,9 +145,19 @@ def test_reading_all_is_no_reader(reader: str, read: str, base: str) -> None:
     assert one.store.contents.link.moved == other.store.contents.link.moved
 
 
-@pytest.mark.parametrize("same", ["quest:page=1:dense=0", f"labels:channels={DIM}:dense=0"])
+@pytest.mark.parametrize(
+    "same",
+    [
+        "quest:page=1:dense=0",
+        f"labels:channels={DIM}:dense=0",
+        f"loki:channels={DIM}:calibration={FOLDER / 'lowrank'}",
+        f"sparq:channels={DIM}:correct=false",
+        "centroids:page=1:estimate=false",
+    ],
+)
 @pytest.mark.parametrize("base", ["full", "snapkv", "tokenwise"])
 def test_an_index_that_holds_all_reads_as_exact(same: str, base: str) -> None:
+    write("lowrank")
     at = "@0.5" if base == "snapkv" else ""
     budget = [13] if at else [26]
     one, exact = (Layer(f"{BASES[base]}+{reader}:read=6{at}", budget, new=STEPS) for reader in (same, "exact"))
@@ -185,7 +194,7 @@ def test_a_score_of_quest_bounds_every_product(seed: int) -> None:
 @pytest.mark.parametrize("base", ["full", "snapkv", "tokenwise", "kivi"])
 @pytest.mark.parametrize("read", ["8", "0.3"])
 def test_a_padded_row_reads_what_it_reads_alone(reader: str, base: str, read: str) -> None:
-    words = small("reader", reader).replace(":read=8", f":read={read}").replace(":read=6", f":read={read}")
+    words = spec_of(reader).replace(":read=8", f":read={read}").replace(":read=6", f":read={read}")
     at = "@0.5" if base == "snapkv" else ""
     lengths = [30, 21]
     budgets = [length // 2 for length in lengths] if base == "snapkv" else lengths
@@ -217,6 +226,7 @@ def test_a_ranking_by_the_newest_row_is_refused(policy: str) -> None:
     ("policy", "why"),
     [
         ("snapkv+tokenwise+quest@0.5", "must not evict while decoding"),
+        ("snapkv+tokenwise+centroids@0.5", "must not evict while decoding"),
         ("h2o+mikv+quest", "in the order of their positions"),
         ("h2o:decode=grow+zipcache+quest@0.5", "in the order of their positions"),
     ],
@@ -224,8 +234,10 @@ def test_a_ranking_by_the_newest_row_is_refused(policy: str) -> None:
 def test_pages_out_of_order_are_refused(policy: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Policy.parse(policy)
-    Policy.parse(policy.replace("quest", "labels"))
-    Policy.parse(policy.replace("quest", "quest:page=1"))
+    for name in ("quest", "centroids"):
+        if name in policy:
+            Policy.parse(policy.replace(name, "labels"))
+            Policy.parse(policy.replace(name, f"{name}:page=1"))
 
 
 def test_a_codec_that_searches_is_refused() -> None:
@@ -239,6 +251,29 @@ def test_a_shard_has_the_salience_of_its_heads(heads: slice, tmp_path: Path) -> 
     save(tmp_path, "channels", {"model": None, "head_dim": DIM}, {"salience.0": salience})
     reader = lookup("labels")[1](calibration=str(tmp_path))
     assert torch.equal(reader.load_salience(0, heads), salience[heads])
+
+
+@pytest.mark.parametrize("heads", [slice(0, 1), slice(1, 3), slice(None)])
+def test_a_shard_has_the_basis_of_its_heads(heads: slice) -> None:
+    reader = lookup("loki")[1](channels=5)
+    basis = reader.load_basis(1, "cpu", heads)
+    assert torch.equal(basis, reader.load_basis(1, "cpu")[heads])
+    assert torch.allclose(basis.mT @ basis, torch.eye(5).expand(len(basis), -1, -1), atol=1e-5)
+
+
+def test_coordinates_of_empty_slots_are_zero() -> None:
+    reader = lookup("loki")[1](channels=2)
+    index = reader.alloc(1, 1, 2, 4, torch.float32, "cpu")
+    keys = torch.tensor([[[[[torch.nan, 1.0]], [[2.0, 3.0]]]]])
+    reader.refresh(index, torch.arange(2)[None, None], keys, torch.tensor([[[[False], [True]]]]))
+    assert index.coordinates.tolist() == [[[[0.0, 0.0], [2.0, 3.0]]]]
+
+
+def test_a_quarter_of_the_coordinates_are_held() -> None:
+    widths = [
+        lookup("loki")[1]().alloc(1, 1, 3, dim, torch.float32, "meta").coordinates.shape[-1] for dim in (2, 8, 99)
+    ]
+    assert widths == [1, 2, 24]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +305,8 @@ def test_labels_of_empty_slots_are_zero() -> None:
 
 
 def test_pages_are_long_from_4096_slots_on() -> None:
-    assert [lookup("quest")[1]().page_size(slots) for slots in (4095, 4096)] == [4, 16]
+    for name in ("quest", "centroids"):
+        assert [lookup(name)[1]().page_size(slots) for slots in (4095, 4096)] == [4, 16]
 
 
 def test_channels_are_chosen_in_the_rows_that_begin() -> None:
@@ -290,10 +326,132 @@ def test_numbers_out_of_range_are_refused(value: str) -> None:
 
 
 def test_more_channels_than_a_key_has_are_refused() -> None:
-    from kvpolicy.protocols import ModelInfo
-
     with pytest.raises(ValueError, match="at most the head dimension of 8, got 9; try 8"):
         lookup("labels")[1](channels=9).check(ModelInfo(1, 1, DIM))
+
+
+def test_sparq_reads_the_channels_in_which_the_group_is_largest() -> None:
+    """Added up over the query heads, and with the share of each query head by itself."""
+    reader = lookup("sparq")[1](channels=2)
+    queries = torch.tensor([[[[4.0, 0.0, 1.0, 3.0], [0.0, 0.0, -3.0, 0.5]]]])
+
+    class Noted:
+        def __init__(self) -> None:
+            self.channels = torch.empty(0)
+
+        def __call__(self, queries: Tensor, channels: Tensor | None = None, /) -> Tensor:
+            assert channels is not None
+            self.channels = channels
+            return torch.ones(1, 1, 2, 3)
+
+        def group_mean(self, of_heads: Tensor, /) -> Tensor:
+            return of_heads.mean(2)
+
+    noted = Noted()
+    score = reader.score((), queries, noted)
+    assert noted.channels.tolist() == [[[0, 2]]]
+    assert torch.allclose(score[0, 0, :, 0], torch.tensor([5 / 8, 3 / 3.5]) ** -0.5)
+    assert reader.score((), torch.zeros(1, 1, 2, 4), noted).isfinite().all()
+    with pytest.raises(ValueError, match=r"SparQ.channels must be at most the head dimension of 8, got 9; try 2"):
+        lookup("sparq")[1](channels=9).check(ModelInfo(1, 1, DIM))
+
+
+def test_what_is_not_read_has_its_share_of_the_weight() -> None:
+    """As the estimated scores divide it, whatever the exact scores are; nothing if all is read."""
+    reader = lookup("sparq")[1]()
+    index = reader.alloc(1, 1, 3, 2, torch.float32, "cpu")
+    reader.summarize(
+        index,
+        torch.zeros(1, 1, 1, dtype=torch.int64),
+        torch.tensor([[[[[1.0, 2.0], [3.0, 4.0], [torch.nan, 5.0]]]]]),
+        torch.tensor([[[[True, True, False]]]]),
+    )
+    scores = torch.tensor([0.75, 0.25, 0.0]).log().expand(1, 1, 2, -1)
+    normalizer = torch.tensor([[[0.0, 5.0]]])
+    found = reader.estimate_rest(index, scores, torch.tensor([[[True, False, False]]]), normalizer)
+    assert found.values.tolist() == [[[[2.0, 3.0]]]]
+    assert torch.allclose(torch.sigmoid(found.scores[..., 0] - normalizer), torch.tensor(0.25))
+    every = reader.estimate_rest(index, scores, torch.tensor([[[True, True, False]]]), normalizer)
+    assert bool((every.scores == -torch.inf).all())
+
+
+@pytest.mark.parametrize("base", ["full", "h2o", "h2o+compensate", "tokenwise:block_size=3:residual_length=2"])
+def test_centroids_of_single_tokens_leave_nothing_out(base: str) -> None:
+    """What stands for a page of one slot is this slot, so that the output is that of attention to all."""
+    at, budget = ("@0.5", 13) if base.startswith("h2o") else ("", 26)
+    one, every = (Layer(f"{base}{reader}{at}", [budget], new=6) for reader in ("+centroids:read=4:page=1", ""))
+    for layer in (one, every):
+        layer.prompt(*draw(26, 7))
+    for step in range(1 if at else 6):  # what is not read has no weight for h2o, which then keeps other tokens
+        outputs = [layer.step(*draw(1, 50 + step)) for layer in (one, every)]
+        assert one.read is not None
+        assert torch.allclose(outputs[0], outputs[1], atol=1e-5)
+        for layer in (one, every):
+            layer.between()
+
+
+@pytest.mark.parametrize(("reader", "without"), [("sparq", "correct"), ("centroids", "estimate")])
+def test_estimates_bring_the_output_closer_to_attention_to_all(reader: str, without: str) -> None:
+    """Where attention is spread over many tokens: to less than half of the error."""
+    errors: list[float] = []
+    for text in (f"full+{reader}:read=8", f"full+{reader}:read=8:{without}=false"):
+        layer, every = Layer(text, [60], new=20), Layer("full", [60], new=20)
+        error = 0.0
+        for each in (layer, every):
+            each.prompt(*draw(60, 40, sharp=0.5))
+        for step in range(20):
+            outs = [each.step(*draw(1, 300 + step, sharp=0.5)) for each in (layer, every)]
+            error += float((outs[0] - outs[1]).square().sum())
+        errors.append(error)
+    assert errors[0] < errors[1] / 2
+
+
+def test_a_page_weighs_as_much_as_its_tokens_with_their_mean_key() -> None:
+    reader = lookup("centroids")[1](page=2)
+    index = reader.alloc(1, 1, 2, 2, torch.float32, "cpu")
+    every = torch.arange(2)[None, None]
+    keys = torch.tensor([[[[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [torch.nan, 0.0]]]]])
+    occupied = torch.tensor([[[[True, True], [True, False]]]])
+    reader.refresh(index, every, keys, occupied)
+    reader.summarize(index, every, -keys, occupied)
+    assert index.keys.tolist() == [[[[2.0, 3.0], [5.0, 6.0]]]]
+    assert index.values.tolist() == [[[[-2.0, -3.0], [-5.0, -6.0]]]]
+    found = reader.estimate_rest(
+        index, torch.tensor([[[[0.5, 0.7]]]]), torch.tensor([[[False, True]]]), torch.zeros(1, 1, 1)
+    )
+    assert found.scores.tolist() == [[[[0.5, -torch.inf]]]]
+
+
+def test_readers_of_a_basis_or_of_estimates_conform(tmp_path: Path) -> None:
+    """The others do in tests/test_testing.py."""
+    tensors: dict[str, Tensor] = {}
+    for layer in range(3):
+        for part in ("keys.post", "values"):
+            tensors[f"{part}.mean.{layer}"] = torch.zeros(1, 16)
+            basis = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(layer))
+            tensors[f"{part}.basis.{layer}"] = torch.linalg.qr(basis).Q.half()
+    save(tmp_path, "lowrank", {"model": None, "head_dim": 16}, tensors)
+    for text in (
+        f"loki:read=8:calibration={tmp_path}",
+        "sparq:read=8",
+        "sparq:read=8:correct=false",
+        "centroids:read=8",
+    ):
+        check(Policy.parse(text).reader)
+
+
+def test_a_basis_of_another_model_is_refused() -> None:
+    loki = lookup("loki")[1]
+    with pytest.raises(ValueError, match="at most the head dimension of 8, got 9; try 2"):
+        loki(channels=9).check(ModelInfo(1, 1, DIM))
+    with pytest.raises(ValueError, match="The calibration 'tiny' must be"):
+        loki().check(ModelInfo(1, 1, DIM))
+    other = loki(calibration=str(write("lowrank")))
+    other.check(ModelInfo(1, 1, DIM))
+    with pytest.raises(ValueError, match="must be for a head dimension of 9, got 8"):
+        other.check(ModelInfo(1, 1, 9))
+    with pytest.raises(ValueError, match=r"Loki.calibration must be a folder or 'tiny', got an empty string"):
+        loki(calibration="")
 
 
 @pytest.mark.parametrize(

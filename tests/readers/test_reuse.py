@@ -30,6 +30,7 @@ CASES = [
     "snapkv+reuse:every=2:dense=0/labels:read=0.3:channels=3:dense=0@0.5",
     "tokenwise:block_size=3:residual_length=2+reuse:every=2:dense=0:full=false/exact:read=6",
     "h2o+kivi:group_size=4:residual_length=3+reuse:every=2:dense=0/exact:read=5@0.5",
+    "snapkv+reuse:every=2:dense=0/sparq:read=6:channels=3:correct=false@0.5",
 ]
 
 
@@ -274,3 +275,11 @@ def test_what_is_shown_begins_with_the_most_needed_tokens() -> None:
         reads: Any = layer.store.tensors.reads
         assert reads.choice.positions[..., :2].tolist() == [[[20 + step, 0]] * HEADS]
         layer.between()
+
+
+def test_a_base_that_estimates_is_refused() -> None:
+    """Layers that choose for none but themselves have a summary, and the others would have no correction."""
+    with pytest.raises(ValueError, match=r"estimates nothing of what it does not read, got .*; try sparq:"):
+        Policy.parse("reuse/sparq")
+    assert Policy.parse("reuse/sparq:correct=false")
+    assert Policy.parse("reuse/centroids:estimate=false")

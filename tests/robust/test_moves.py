@@ -140,6 +140,8 @@ def test_autocast(policy: str) -> None:
         "full+quest:read=8:page=2:dense=0",
         "full+labels:read=8:dense=0",
         "full+labels:read=8:dense=0:host=true",
+        "full+sparq:read=8",
+        "full+centroids:read=8:page=2",
         "uniform/even+h2o+turboquant:bits=4@0.5",
         "uniform/adakv+snapkv:window=4+tokenwise:bits=4@0.5",
         "squeeze+h2o+gear:group_size=4:residual_length=4@0.5",

@@ -162,6 +162,24 @@ def test_a_part_is_refused_with_the_name_of_what_it_lacks() -> None:
     with pytest.raises(kvpolicy.KVPolicyTypeError, match=r"must have a method load_salience\(layer_idx, heads\)"):
         Policy(selector=Newest(), reader=Calibrated(), budget=0.5)
 
+    @dataclass(frozen=True)
+    class Projected(Calibrated):
+        @property
+        def traits(self) -> ReaderTraits:
+            return ReaderTraits(projected=True)
+
+    with pytest.raises(kvpolicy.KVPolicyTypeError, match=r"must have a method load_basis\(layer_idx, device, heads\)"):
+        Policy(selector=Newest(), reader=Projected(), budget=0.5)
+
+    @dataclass(frozen=True)
+    class Estimating(Calibrated):
+        @property
+        def traits(self) -> ReaderTraits:
+            return ReaderTraits(estimates=1)
+
+    with pytest.raises(kvpolicy.KVPolicyTypeError, match="must have the methods summarize and estimate_rest"):
+        Policy(selector=Newest(), reader=Estimating(), budget=0.5)
+
 
 @pytest.mark.parametrize("value", ["keep", "", 5, None])
 def test_a_wrong_mode_of_decoding_is_refused(value: Any) -> None:

@@ -50,7 +50,12 @@ VARIANTS = ("expected:decode=grow:moments=prompt", "keydiff:decode=grow")
 HEAD_ALLOCATORS = {"duo": "duo:file={model}"}
 """Head allocators with options."""
 
-READERS = {"quest": "quest:dense=0", "labels": "labels:dense=0", "reuse": "reuse/quest"}
+READERS = {
+    "quest": "quest:dense=0",
+    "labels": "labels:dense=0",
+    "loki": "loki:channels=16:calibration={model}",
+    "reuse": "reuse/quest",
+}
 """Readers with options."""
 
 COMBINATIONS = (

@@ -1,7 +1,8 @@
-"""Held-out text under a policy: the error of its keys and values, and the perplexity of its continuation."""
+"""Held-out text under a policy: the error of its keys and values, and how its continuation is predicted."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -88,10 +89,42 @@ class HeldOutText:
         ).full_nbytes
         sized = policy if byte_share is None else f"{policy}@{int(byte_share * full)}B"
         nats = torch.zeros(())
+        for position, logits in enumerate(self._predictions(policy, sized), PROMPT):
+            nats += torch.nn.functional.cross_entropy(logits, self.ids[:, position])
+        return math.exp(float(nats) / FOLLOWING)
+
+    @torch.inference_mode()
+    def divergence(self, policy: str) -> float:
+        """Mean divergence of what a policy predicts from what the full cache predicts, in nats.
+
+        Of the tokens after the prompts but the first, which a prompt predicts, each decoded by a step.
+
+        Args:
+            policy: Spec of the policy.
+        """
+        pairs = zip(self._of_full, self._predictions(policy, policy), strict=True)
+        nats = torch.zeros(())
+        for number, (full, own) in enumerate(pairs):
+            wanted = full.log_softmax(-1)
+            nats += (wanted.exp() * (wanted - own.log_softmax(-1))).sum(-1).mean() if number else 0
+        return float(nats) / (FOLLOWING - 1)
+
+    @functools.cached_property
+    def _of_full(self) -> list[Tensor]:
+        return self._predictions("full", "full")
+
+    def _predictions(self, policy: str, sized: str) -> list[Tensor]:
+        """Logits before each token after the prompts, [B, V] fp32 each.
+
+        Args:
+            policy: Spec of the policy that is attached.
+            sized: The same, with the budget of the cache.
+        """
+        found: list[Tensor] = []
         with kvpolicy.attach(self.model, policy):
             cache = kvpolicy.PolicyCache(self.model, sized, prompt=PROMPT, new=FOLLOWING)
             logits = self.model(self.ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1).logits
             for position in range(PROMPT, PROMPT + FOLLOWING):
-                nats += torch.nn.functional.cross_entropy(logits[:, -1].float(), self.ids[:, position])
+                found.append(logits[:, -1].float())
                 logits = self.model(self.ids[:, position : position + 1], past_key_values=cache).logits
-        return math.exp(float(nats) / FOLLOWING)
+        return found

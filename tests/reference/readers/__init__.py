@@ -2,7 +2,8 @@
 
 A file has `DEFAULTS`, the parameters that the reader has beside `read`, `dense` and `recent`; `page`, the slots of an
 entry; and `estimate`, what an entry is worth to a query. `channels` is what a reader chooses from a prompt, if it does.
-`SMALL` is a spec with numbers that fit tiny models.
+A reader that chooses channels by the queries of each step has `step_channels`. One that estimates what it does not read
+has `rest`. `SMALL` is a spec with numbers that fit tiny models.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ Vector = Sequence[float]
 
 
 class Held(NamedTuple):
-    """A token in a slot: its position, its key as attention sees it, and the logarithm of the tokens it stands for."""
+    """A token in a slot: position, key as attention sees it, logarithm of the tokens it stands for, and value."""
 
     position: int
     key: Vector
     log_count: float = 0.0
+    value: Vector = ()
 
 
 def product(one: Vector, other: Vector) -> float:
@@ -34,6 +36,77 @@ def count_of(read: float | int, slots: int, page: int) -> int:
     wanted = read if isinstance(read, int) else math.ceil(round(read * slots, 6))
     pages = max(math.ceil(wanted / page), 1)
     return min(pages * page, slots)
+
+
+def page_of(page: int, group_size: int) -> int:
+    """Slots of an entry, of a codec whose slots share parameters."""
+    return page if page == 1 else math.ceil(page / group_size) * group_size
+
+
+def entries_of(parts: Sequence[Sequence[Held | None]], page: int) -> list[list[Held]]:
+    """The tokens of each entry that has some."""
+    entries: list[list[Held]] = []
+    for part in parts:
+        for start in range(0, len(part), page):
+            entries.append([held for held in part[start : start + page] if held])
+    return [entry for entry in entries if entry]
+
+
+def log_sum(logs: Sequence[float]) -> float:
+    """Logarithm of the sum of exponentials."""
+    top = max(logs, default=-math.inf)
+    return top if top == -math.inf else top + math.log(sum(math.exp(log - top) for log in logs))
+
+
+def estimated(
+    name: str,
+    config: dict[str, Any],
+    parts: Sequence[Sequence[Held | None]],
+    queries: Sequence[Vector],
+    read: set[int],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    group_size: int = 1,
+) -> list[list[tuple[float, Vector]]]:
+    """For each query head, the scores and values of what stands for the entries that one head does not read.
+
+    Args:
+        name: Of the reader.
+        config: Its parameters.
+        parts: The slots of each part, in order; None for an empty one.
+        queries: Of the query heads of the KV head.
+        read: Positions of the tokens that are read of the parts.
+        scale: The factor of products.
+        softcap: The cap of scores, or None.
+        group_size: Of the codec.
+    """
+    method = version("reader", name)
+    if not hasattr(method, "rest"):
+        return [[] for _ in queries]
+    full = {**method.DEFAULTS, **config}
+    entries = entries_of(parts, page_of(method.page(full, sum(len(part) for part in parts)), group_size))
+    is_read = [entry[0].position in read for entry in entries]
+    channels = method.step_channels(full, queries) if hasattr(method, "step_channels") else ()
+
+    def finished(raw: float) -> float:
+        return scale * raw if softcap is None else math.tanh(scale * raw / softcap) * softcap
+
+    found: list[list[tuple[float, Vector]]] = []
+    for query in queries:
+        scores = [
+            finished(method.estimate(full, [held.key for held in entry], query, channels))
+            + log_sum([held.log_count for held in entry])
+            for entry in entries
+        ]
+        exact = [
+            finished(product(held.key, query)) + held.log_count
+            for entry, its in zip(entries, is_read, strict=True)
+            for held in entry
+            if its
+        ]
+        found.append(method.rest(full, entries, scores, is_read, log_sum(exact)))
+    return found
 
 
 def chosen(
@@ -75,15 +148,12 @@ def ranked(
     allowed = count_of(full["read"], slots, page)
     if allowed >= slots:
         return sorted((held.position for part in parts for held in part if held), reverse=True)
-    if page > 1:
-        page = math.ceil(page / group_size) * group_size
-    entries: list[list[Held]] = []
-    for part in parts:
-        for start in range(0, len(part), page):
-            entries.append([held for held in part[start : start + page] if held])
-    entries = [entry for entry in entries if entry]
+    page = page_of(page, group_size)
+    entries = entries_of(parts, page)
     if not entries:
         return []
+    if hasattr(method, "step_channels"):
+        channels = method.step_channels(full, queries)
     weight = [0.0] * len(entries)
     for query in queries:
         scores = [scale * method.estimate(full, [held.key for held in entry], query, channels) for entry in entries]

@@ -1,0 +1,115 @@
+"""`python -m kvpolicy_eval.tables.moved`: readers at equal bytes that a step moves, and at equal tokens.
+
+A reader gets as many tokens to read as fit into a fraction of the bytes that a step of the full cache reads, its index
+counted. One whose index alone takes more has no answers. At equal tokens, what it predicts of held-out text is compared
+with what the full cache predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import kvpolicy
+from kvpolicy_eval.common.accuracy import mean
+from kvpolicy_eval.common.heldout import FOLLOWING, PROMPT, ROWS, HeldOutText
+from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.measure import Bench
+
+READERS = [
+    "exact",
+    "quest:dense=0:page=16",
+    "quest:dense=0",
+    "labels:dense=0:channels=8",
+    "labels:dense=0",
+    "loki",
+    "loki:channels=16",
+    "sparq:channels=4",
+    "sparq",
+    "sparq:correct=false",
+    "centroids:page=16",
+    "centroids",
+    "centroids:estimate=false",
+]
+"""Readers that choose in every layer, without what they read."""
+SHARES = [0.6, 0.4, 0.3, 0.25, 0.2]
+"""Fractions of the bytes that a step of the full cache reads."""
+READS = [0.2, 0.1, 0.05]
+"""Fractions of the slots."""
+LENGTH = 512
+"""Rough prompt length in tokens, of the tasks and of the plans."""
+
+
+def read_for(reader: str, share: float) -> int:
+    """The most tokens that a reader can read, so that a step moves at most a fraction of the full cache's bytes.
+
+    Returns:
+        0 if a step moves more whatever is read.
+
+    Examples:
+        >>> read_for("exact", 0.6), read_for("exact", 0.4)
+        (44, 0)
+    """
+    allowed = share * kvpolicy.plan("tiny", "full", prompt=LENGTH).moved
+    low = 0
+    high = LENGTH
+    while low + 1 < high:  # `low` fits, or is 0, and `high` does not
+        tokens = (low + high) // 2
+        if kvpolicy.plan("tiny", f"{reader}:read={tokens}", prompt=LENGTH).moved <= allowed:
+            low = tokens
+        else:
+            high = tokens
+    return low
+
+
+def line(bench: Bench, reader: str, shares: Sequence[float]) -> list[str]:
+    """The row of a reader: answers and tokens read at each fraction of the bytes."""
+    cells = [f"`{reader}`"]
+    for share in shares:
+        tokens = read_for(reader, share)
+        right = f"{mean(bench.result(f'{reader}:read={tokens}')['tasks']):.2f} ({tokens})" if tokens else ""
+        cells.append(right)
+    return cells
+
+
+def page(bench: Bench, readers: Sequence[str], shares: Sequence[float]) -> str:
+    """The table, and how it was measured."""
+    names = ["moved, of the full cache", *(f"{share:.0%}" for share in shares)]
+    note = (
+        f"Fraction of correct answers, mean of six tasks, {bench.docs} prompts of about {LENGTH} tokens each, and the "
+        "tokens that each KV head reads. The last token of every prompt is fed after the others, so that all tokens of "
+        "an answer come from steps that read a part. Divergence: of the predictions from those of the full cache, in "
+        f"nats, mean of {ROWS * (FOLLOWING - 1)} tokens of held-out text, {PROMPT} and more tokens behind its start. "
+        f"{str(bench.dtype).removeprefix('torch.')}."
+    )
+    answers = table(names, [line(bench, reader, shares) for reader in readers])
+    return f"{answers}\n\n{divergences(HeldOutText(*kvpolicy.tiny()), readers)}\n\n{note}"
+
+
+def divergences(text: HeldOutText, readers: Sequence[str]) -> str:
+    """The table of held-out text."""
+    names = ["divergence, by the fraction read", *(f"{read:.0%}" for read in READS)]
+    return table(
+        names,
+        [[f"`{reader}`", *(f"{text.divergence(f'{reader}:read={read}'):.4f}" for read in READS)] for reader in readers],
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the table, and fill a page with it on request."""
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.moved", description=__doc__)
+    parser.add_argument("--n", type=int, default=8, help="prompts per task")
+    parser.add_argument("--only", nargs="+", metavar="READER", help="readers to measure instead of all")
+    parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="fractions of the full cache's bytes")
+    parser.add_argument("--cache", type=Path, help="folder for results, with which an interrupted run continues")
+    add_fill_argument(parser, "moved")
+    args = parser.parse_args(argv)
+    bench = Bench(args.n, torch.float32, args.cache)
+    publish(page(bench, args.only or READERS, args.shares), "moved", args.fill)
+
+
+if __name__ == "__main__":
+    main()
