@@ -65,7 +65,7 @@ class Centroids(TokenReader):
         >>> Centroids().page_size(1000), Centroids(read=0.05).count(1000), Centroids().page_size(16_384)
         (4, 52, 16)
 
-    Source: RetroInfer (Chen et al., 2025, arXiv:2505.02922), Section 4, and its authors' code, commit 6b1228c: its
+    Source: RetroInfer (Chen et al., 2025, arXiv:2505.02922), and its authors' code, commit 6b1228c: its
     weighted attention of clusters that are read and clusters that are estimated.
     Differences: clusters are pages of neighbors, and not found by k-means in segments of 8,192 keys, so that an entry
     follows from its own slots in every step; the authors cluster generated tokens every 1,024 steps. Every page that is
