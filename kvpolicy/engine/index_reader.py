@@ -87,7 +87,9 @@ class IndexReader:
         if chosen is None or self.shape is None:
             exact = (tensors.keys, tensors.values)
             codes = tensors.codes if coded is not None else ()
-            self._link.whole((exact, tensors.codes) if scanned is None else unscanned(exact, codes))
+            shared = () if self._layer.group is None else self._layer.shared_codes
+            every = (exact, tensors.codes, shared)
+            self._link.whole(every if scanned is None else unscanned(exact, codes))
             occupied = tensors.positions >= 0
             return attend_slots(q, exact, coded, occupied, transform, want_weights, tensors.log_counts, scanned)
         occupied = (self._of_read(tensors.positions, chosen) >= 0) & self._of_read(None, chosen)
@@ -230,7 +232,7 @@ class IndexReader:
         buffer = (tensors.keys, tensors.values)
         link.whole((tensors.positions, tensors.counts))
         if shape is None or not tensors.reads:
-            link.whole((buffer, tensors.codes))
+            link.whole((buffer, tensors.codes, self._layer.shared_codes))
             return
         index = tensors.reads.index
         link.whole(self.board.choice if shape.followed and self.board is not None else index)

@@ -33,6 +33,11 @@ class SlidingWindow(Selector):
 
     decode: DecodeMode = "evict"
 
+    @property
+    def positions_only(self) -> bool:
+        """True."""
+        return True
+
     def priority(self, state: State, view: View) -> Tensor:
         """Higher priority for later tokens: [B, H, N]."""
         return by_position(view.positions)
