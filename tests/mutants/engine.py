@@ -52,7 +52,7 @@ MUTATIONS = (
         file="kvpolicy/planning/memory.py",
         old="max(sum(layers[:number]) + prompt + beside[number] for number",
         new="max(sum(layers[:number]) + prompt for number",
-        tests=("tests/planning/test_activations.py",),
+        tests=("tests/planning/test_division.py",),
     ),
     Mutation(
         name="a selector that scores tokens is combined with a codec that groups layers",
