@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Codec, Selector
+from kvpolicy.protocols import Codec, GroupsLayers, Selector
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.window import SlidingWindow
 from kvpolicy.spec.errors import KVPolicyError
@@ -47,7 +49,7 @@ def distortion(
     """Encode tokens as a cache does after a prompt, and measure the error.
 
     Args:
-        codec: The codec.
+        codec: The codec; of one that groups layers, a layer without a partner is measured: see `group_distortion`.
         keys: [B, H, n, D], in the key space of the codec.
         values: [B, H, n, D].
         queries: [B, Hq, n, D], for codecs that use them, or whose tokens are ranked by a selector; the keys by default.
@@ -68,16 +70,51 @@ def distortion(
         >>> four.bits, two.bits, 0 < four.keys < two.keys < 1
         (5.0, 3.0, True)
     """
-    count, dim = keys.shape[2:]
     layer = coded_store(codec, keys, values, queries=queries, layer_idx=layer_idx, selector=selector)
+    return _distortion(layer, keys, values)
+
+
+def group_distortion(codec: GroupsLayers, layers: Sequence[tuple[Tensor, Tensor]]) -> list[Distortion]:
+    """Encode the tokens of the layers of a group, which share a part of what they store, and measure each layer.
+
+    Args:
+        codec: The codec.
+        layers: Keys and values of each layer of a group, [B, H, n, D] each.
+
+    Returns:
+        Error, bits and number of tokens of each layer; what is shared counts in the first one.
+
+    Raises:
+        KVPolicyError: If there are so few tokens that the codec keeps all of them in full precision.
+
+    Examples:
+        >>> from kvpolicy import MiniCache
+        >>> from kvpolicy.distortion import group_distortion
+        >>> x, y = torch.randn(2, 1, 2, 256, 64, generator=torch.Generator().manual_seed(0))
+        >>> first, second = group_distortion(MiniCache(), [(x, x), (x + 0.1 * y, x)])
+        >>> 0 < first.keys < 0.01, second.bits < 2 < 16 < first.bits
+        (True, True)
+    """
+    group = LayerGroup(len(layers))
+    stores: list[LayerStore] = []
+    for number, (keys, values) in enumerate(layers):
+        store = _empty_store(codec.codec_at(number), number)
+        store.contents.join(group, number)
+        stores.append(_fill(store, keys, values))
+    return [_distortion(store, *tensors) for store, tensors in zip(stores, layers, strict=True)]
+
+
+def _distortion(layer: LayerStore, keys: Tensor, values: Tensor) -> Distortion:
+    """The distortion of a layer that holds tokens with these keys and values."""
+    count, dim = keys.shape[2:]
     past = layer.past()
     assert past is not None
     coded = layer.tensors.positions >= 0
     coded[..., : layer.layout.exact] = False
     if not bool(coded.any()):
         raise KVPolicyError(
-            f"The tokens must be more than {codec} keeps in full precision, got {count}; try more tokens, or a smaller "
-            "residual_length."
+            f"The tokens must be more than {layer.spec.codec} keeps in full precision, got {count}; try more tokens, "
+            "or a smaller residual_length."
         )
     nbytes = layer.nbytes_by_kind()
     slots = sum(layer.layout.coded)
@@ -105,11 +142,20 @@ def coded_store(
 
     With `rope`, keys are given as attention sees them, and unrotated for a codec with unrotated keys.
     """
+    return _fill(_empty_store(codec, layer_idx, selector, rope), keys, values, queries)
+
+
+def _empty_store(
+    codec: Codec, layer_idx: int, selector: Selector | None = None, rope: Rope | None = None
+) -> LayerStore:
     needs_ranking = codec.traits.demote_by == "priority"
     selector = selector or (SlidingWindow() if needs_ranking else KeepAll())
     policy = Policy(codec=codec, selector=selector, budget=1.0)
     rope = rope if codec.traits.key_space == "unrotated" else None
-    store = LayerStore(LayerSpec(layer_idx, policy.selector, codec, policy.decode, rope=rope))
+    return LayerStore(LayerSpec(layer_idx, policy.selector, codec, policy.decode, rope=rope))
+
+
+def _fill(store: LayerStore, keys: Tensor, values: Tensor, queries: Tensor | None = None) -> LayerStore:
     batch, _, count, dim = keys.shape
     everything = torch.full((batch,), count, device=keys.device)
     budget = RowBudget(everything, torch.zeros_like(everything), everything.cpu(), everything.cpu())

@@ -105,6 +105,7 @@ CODECS = {
     "mikv": "kvpolicy.codecs.mikv:MiKV",
     "zipcache": "kvpolicy.codecs.zipcache:ZipCache",
     "think": "kvpolicy.codecs.think:ThinK",
+    "minicache": "kvpolicy.codecs.minicache:MiniCache",
 }
 READERS = {
     "all": "kvpolicy.readers.all:ReadAll",
@@ -199,6 +200,7 @@ SUMMARIES = {
     "mikv": "Store the tokens of highest priority in high precision, and all others in few bits instead of evicting them.",  # noqa: E501
     "zipcache": "Quantize each token separately, with more bits for tokens of higher priority.",
     "think": "Store fewer channels of keys, those that contribute most to the scores of the newest queries.",
+    "minicache": "Store one direction for the keys of two neighboring layers, one for their values, and the norms of each layer.",  # noqa: E501
     "all": "Read every kept token in every decode step.",
     "exact": "Read every key, and the values of the tokens with the largest attention weights.",
     "quest": "Read the pages of tokens whose keys may have the largest product with the query.",

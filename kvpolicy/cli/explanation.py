@@ -5,6 +5,7 @@ Everything is computed through the protocols, so that parts of other packages ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -272,6 +273,7 @@ def of_codec(case: Case) -> list[str]:
         )
     sentences = [
         f"Here: {stages}; in the dtype of the model, a number takes {bits} bits.",
+        *_groups(case.planned.policy.layer_groups),
         slots,
         *_demotion(traits_for(codec, case.tokens)),
     ]
@@ -283,15 +285,26 @@ def of_codec(case: Case) -> list[str]:
     return sentences
 
 
+def _groups(groups: Sequence[Sequence[int]]) -> list[str]:
+    """Explain which layers share what they store."""
+    if not groups:
+        return []
+    named = ", ".join(" and ".join(map(str, group)) for group in groups)
+    return [f"Layers {named} share what they store, which the first of them holds."]
+
+
 def _bits(case: Case, stage: int) -> str:
     """Explain the bits per number of a stage, from the tensors that it allocates, without storage."""
     codec = case.policy.codec
     shape = case.model.shape
     group = codec.traits.group_size
     slots = -(-AVERAGED_SLOTS // group) * group  # the next multiple, so that no group is cut
-    allocated = codec.stages[stage].alloc(1, shape.heads, slots, shape.head_dim, "meta")
-    kinds = bytes_by_kind((), (allocated,), torch.empty(0), (), ())
-    numbers = 2 * shape.heads * slots * shape.head_dim  # keys and values
+    policy = case.planned.policy
+    # Where layers share what they store, the mean of those that do.
+    codecs = [policy.at(layer).codec for layer in policy.layer_groups[0]] if policy.layer_groups else [codec]
+    allocated = [each.stages[stage].alloc(1, shape.heads, slots, shape.head_dim, "meta") for each in codecs]
+    kinds = bytes_by_kind((), allocated, torch.empty(0), (), ())
+    numbers = 2 * shape.heads * slots * shape.head_dim * len(codecs)  # keys and values
     codes = 8 * kinds["codes"] / numbers
     scales = 8 * kinds["scales"] / numbers
     where = f" of stage {stage + 1}" if len(codec.stages) > 1 else ""

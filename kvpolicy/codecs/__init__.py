@@ -8,6 +8,7 @@ from kvpolicy.codecs.kivi import KIVI as KIVI
 from kvpolicy.codecs.kvquant import KVQuant as KVQuant
 from kvpolicy.codecs.lowrank import LowRank as LowRank
 from kvpolicy.codecs.mikv import MiKV as MiKV
+from kvpolicy.codecs.minicache import MiniCache as MiniCache
 from kvpolicy.codecs.plain import Plain as Plain
 from kvpolicy.codecs.rotate import RotateKV as RotateKV
 from kvpolicy.codecs.staircase import Staircase as Staircase

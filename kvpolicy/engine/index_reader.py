@@ -97,7 +97,9 @@ class IndexReader:
             if self._spec.host:
                 exact = self._link.all_vectors(exact, tensors.device)
             else:
-                self._link.whole((exact, tensors.codes) if scanned is None else unscanned(exact, codes))
+                shared = () if self._layer.group is None else self._layer.shared_codes
+                every = (exact, tensors.codes, shared)
+                self._link.whole(every if scanned is None else unscanned(exact, codes))
             occupied = tensors.positions >= 0
             return attend_slots(q, exact, coded, occupied, transform, want_weights, tensors.log_counts, scanned)
         occupied = (self._of_read(tensors.positions, chosen) >= 0) & self._of_read(None, chosen)
@@ -248,7 +250,7 @@ class IndexReader:
         buffer = (tensors.keys, tensors.values)
         link.whole((tensors.positions, tensors.counts))
         if shape is None or not tensors.reads:
-            link.whole(tensors.codes)
+            link.whole((tensors.codes, self._layer.shared_codes))
             link.count_all_vectors(buffer)
             return
         index = tensors.reads.index

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.index_reader import IndexReader
+from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layer_tensors import PageTensors
 from kvpolicy.engine.reading import ReadState, by_entry, read_shape, row_entries
@@ -30,6 +31,7 @@ def check_invariants(store: LayerStore, *, keeps_newest: bool = True) -> None:
     - Nothing stands in a page without an owner, or in a slot that its row may not use.
     - Keys and values that lie in host memory are those of the reader, and everything else is on the device.
     - An empty slot holds finite numbers, since its weight of 0 times an infinite one would be NaN.
+    - The layers of a group hold the same tokens in the same slots, and no block of them waits.
     - Counters, limits, the reader's index and the number of bytes equal a recount.
 
     Args:
@@ -52,6 +54,8 @@ def check_invariants(store: LayerStore, *, keeps_newest: bool = True) -> None:
         _check_slots(store)
     if store.slots is not None:
         _check_index(store, store.slots.index)
+    if store.contents.group is not None:
+        _check_group(store, store.contents.group)
     if store.tensors.positions.numel():  # there are no slots while a first prompt is held
         _check_buffer(store)
     _check_numbers(store, positions)
@@ -243,6 +247,16 @@ def _check_counts(store: LayerStore) -> None:
         head = torch.arange(store.shape.heads, device=total.device)[:, None]
         total = (total[:, None] * (tensors.pages.owner[:, None] == head)).sum(-1)
     _require(total <= tensors.length[:, None] * (1 + _TOLERANCE), store, "slots stand for tokens that the row has seen")
+
+
+def _check_group(store: LayerStore, group: LayerGroup) -> None:
+    """The layers of a group are alike in all that says what a slot holds."""
+    _require(not group.waits, store, "no block waits for the other layers of a group")
+    first = group.layers[0]
+    same = first.tensors.positions.shape == store.tensors.positions.shape
+    _require(same, store, "the layers of a group have equally many slots")
+    held = store.tensors.positions == first.tensors.positions
+    _require(held, store, "the layers of a group hold the same tokens in the same slots")
 
 
 def _check_index(store: LayerStore, index: IndexReader) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpolicy.engine import capacity
 from kvpolicy.engine.attention import Past
 from kvpolicy.engine.birth_scores import score_inputs
+from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.layout import fix_addresses
@@ -26,6 +27,7 @@ from kvpolicy.engine.undo_log import UNDO_LOG, UndoLog
 from kvpolicy.protocols import (
     SINGLE_RANK,
     Calibration,
+    Codes,
     Forward,
     Gate,
     LayerShape,
@@ -69,6 +71,8 @@ class LayerContents:
         records_digest: Whether the undo log records the digest of the mask.
         sizes: Sizes of the layer before its prompts, for crops.
         row_pages: Pages of each row, as it would have them alone in a batch; None in a layer without head budgets.
+        group: The layers that store a part of what they hold together with this one; None if it is alone.
+        number: Its number in the group.
     """
 
     tensors: LayerTensors
@@ -97,6 +101,25 @@ class LayerContents:
         self.records_digest = False
         self.sizes = SizeHistory(not crop_obstacle(spec))
         self.row_pages: RowPages | None = None
+        self.group: LayerGroup | None = None
+        self.number = 0
+
+    def join(self, group: LayerGroup, number: int) -> None:
+        """Store a part of what the layer holds together with the other layers of a group."""
+        self.group, self.number = group, number
+        group.join(number, self)
+
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes of tokens that wait for the other layers of the group to be encoded, while a forward runs."""
+        return 0 if self.group is None else self.group.waiting_nbytes(self.number)
+
+    @property
+    def shared_codes(self) -> tuple[Codes, ...]:
+        """Of each stage, the tensors that another layer of the group holds and that this one reads."""
+        if self.group is None or not self.number:
+            return ()
+        return tuple(self.group.shared(stage) for stage in range(len(self.layout.coded)))
 
     def begin(self, tensors: LayerTensors, shape: LayerShape, ranks: Ranks) -> None:
         """Begin with empty tensors, of a layer of this shape on its rank."""

@@ -66,7 +66,8 @@ class SlotCodes:
         traits = layer.spec.codec_traits
         absmax = limits.query_absmax if limits is not None and traits.query_absmax else None
         square = limits.query_square if limits is not None and traits.query_squares else None
-        return StageStore(tensors.codes[stage], layer.calibrations[stage], self.atoms(), absmax, square)
+        shared = None if layer.group is None else layer.group.shared(stage)
+        return StageStore(tensors.codes[stage], layer.calibrations[stage], self.atoms(), absmax, square, shared=shared)
 
     def _slot_rotary(self, stage: int) -> SlotRotary | None:
         tensors = self._layer.tensors

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.layer_group import Block
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.state import slot_tensors
@@ -53,8 +56,13 @@ class SlotWriter:
             at = self._codes.stage_slots(stage)
             # Read before the new positions are written: codecs fit parameters where a head or a group was empty.
             occupied = tensors.positions[..., at] >= 0
-            store = self._codes.stage_store(stage)
-            layer.spec.stages[stage].write(store, data.keys, data.values, slots, mask, occupied)
+            if layer.group is None:
+                store = self._codes.stage_store(stage)
+                layer.spec.stages[stage].write(store, data.keys, data.values, slots, mask, occupied)
+            else:
+                store_of = partial(self._codes.stage_store, stage)
+                block = Block(stage, store_of, data.keys, data.values, slots, mask, occupied)
+                layer.group.write(layer.number, block)
             slots = slots + at.start
         write_masked("positions", tensors.positions, slots, data.positions, mask, undo)
         pairs = zip(slot_tensors((tensors.state, tensors.counts)), slot_tensors((data.state, data.counts)), strict=True)

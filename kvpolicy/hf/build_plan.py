@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvpolicy.hf.model_spec import ModelShape
-from kvpolicy.planning.layer_plans import plan_layers
+from kvpolicy.planning.layer_plans import plan_layers, waiting_bytes
 from kvpolicy.planning.memory import held_codes_bytes, planned_resident, prefill_peak
 from kvpolicy.planning.notes import plan_notes
 from kvpolicy.planning.result import CachePlan
@@ -73,6 +73,9 @@ def build_plan(
     def held_codes(count: int) -> int:
         return sum(held_codes_bytes(policy.at(index), batch, shape, count) for index in indices)
 
+    def waiting(count: int) -> list[int]:
+        return waiting_bytes(policy, layers, batch * shape.token_nbytes, count)
+
     in_codes = held_codes if coded else None
     first = min(chunk or columns, columns)
     measures = bool(policy.layer_metric) and not coded
@@ -86,7 +89,19 @@ def build_plan(
         measured=measured,
         note=plan_notes(policy, layers, tokens.keep, prompt, measured=measured, coded=coded),
         resident_nbytes=planned_resident(policy, tuple(indices), held),
-        peak_nbytes=prefill_peak(policy, batch, shape, sizes, columns, prefilled, chunk, holds, in_codes, trimmed),
+        peak_nbytes=prefill_peak(
+            policy,
+            batch,
+            shape,
+            sizes,
+            columns,
+            prefilled,
+            chunk,
+            holds,
+            held=in_codes,
+            trimmed=trimmed,
+            waiting=waiting,
+        ),
         prefill=model.prefill(policy, layers, columns, chunk, tile, holds=holds),
         full_peak_nbytes=batch * columns * shape.token_nbytes * len(indices) + prefilled,
     )

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens, sum_cosines
 from kvpolicy.engine.host import on_host, outside_autocast
+from kvpolicy.engine.layer_group import places
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import Board
@@ -55,6 +56,7 @@ class CacheForward(Cache):
         self.attachment = attachment
         self.policy = policy
         self._boards: dict[int, Board] = {}
+        self._places = places(policy.layer_groups)
         super().__init__(layers=[self._make_layer(index) for index in range(self.attachment.layers)])
         self.prompt = None
         self.new: int | None = None
@@ -79,7 +81,8 @@ class CacheForward(Cache):
         board = None if chooser is None else self._boards.setdefault(chooser, Board())
         holds_codes = self.attachment.hold == CODES
         projection = self.attachment.projections.get(index)
-        return PolicyLayer(lambda: make_store(policy, index, rope, projection), board, holds_codes=holds_codes)
+        group = self._places.get(index)
+        return PolicyLayer(lambda: make_store(policy, index, rope, projection), board, group, holds_codes=holds_codes)
 
     @property
     def policy_layers(self) -> list[PolicyLayer]:
@@ -405,9 +408,7 @@ class CacheForward(Cache):
     @property
     def wants_massive(self) -> bool:
         """Whether a codec needs the largest activations of a prompt that are not known yet."""
-        return self._forward.first is not None and any(
-            own.codec.traits.pins == "massive" for own in self.policy.distinct
-        )
+        return self._forward.first is not None and "massive" in {own.codec.traits.pins for own in self.policy.distinct}
 
     @on_host
     def observe(self, layer_idx: int, residual: Tensor, update: Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import snapshot
+from kvpolicy.engine.layer_group import places
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.snapshot import Snapshot, below
 from kvpolicy.hf.attachment import Attachment
@@ -154,9 +155,13 @@ def dense_layers(content: CacheFile, model: Skeleton, what: str, *, move: bool =
     check_content(content, attachment, what)
     dtype: torch.dtype = getattr(torch, header["dtype"])
     cpu = torch.device("cpu")
+    in_groups = places(attachment.policy.layer_groups)
     for layer_idx in attachment.model_shape.evictable:
         rope = model.rotations[layer_idx]
         store = make_store(attachment.policy.at(layer_idx), layer_idx, attachment.ropes.get(layer_idx))
+        group = in_groups.pop(layer_idx, None)  # a group is held until its last layer was read
+        if group is not None:
+            store.contents.join(*group)
         taken = Snapshot(below(held, f"layers.{layer_idx}."), header["layers"][str(layer_idx)])
         with torch.device("cpu"):
             snapshot.put(store, taken, SINGLE_RANK, dtype, cpu)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.engine.host import on_host
+from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.link import StepBytes
@@ -57,15 +58,22 @@ class PolicyLayer(CacheLayerMixin):
     is_initialized: bool = property(lambda self: self.store.is_initialized)  # pyright: ignore
 
     def __init__(
-        self, make_store: Callable[[], LayerStore], board: Board | None = None, *, holds_codes: bool = False
+        self,
+        make_store: Callable[[], LayerStore],
+        board: Board | None = None,
+        group: tuple[LayerGroup, int] | None = None,
+        *,
+        holds_codes: bool = False,
     ) -> None:
         """Make an empty layer; `make_store` is called again for every reset.
 
-        `board` is where a layer shows what it chose to read, to the layers behind it that read the same. A prompt that
-        waits is held in codes if `holds_codes`, for which the codec must encode every token by itself.
+        `board` is where a layer shows what it chose to read, to the layers behind it that read the same. `group` are
+        the layers that store a part of what they hold together with this one, and its number there. A prompt that waits
+        is held in codes if `holds_codes`, for which the codec must encode every token by itself.
         """
         self._make_store = make_store
         self._board = board
+        self._group = group
         self._holds_codes = holds_codes
         self.reset()
 
@@ -75,6 +83,8 @@ class PolicyLayer(CacheLayerMixin):
         # Not by `make_store`: a copy of a cache has a copy of this, and the same function.
         if self.store.slots is not None:
             self.store.slots.index.board = self._board
+        if self._group is not None:
+            self.store.contents.join(*self._group)
         self.pending: PendingPrompt | None = None
         self.tiles: PromptTiles | None = None
         self.massive: Tensor | None = None
@@ -141,7 +151,8 @@ class PolicyLayer(CacheLayerMixin):
             kinds["counters"] += self.mask_digest.nbytes
         parts = (self.pending, self.massive, self.rope_offset, self.transcript)
         waiting = [part for part in parts if part is not None]
-        return kinds | ({"waiting prompt": sum(part.nbytes for part in waiting)} if waiting else {})
+        block = self.store.contents.waiting_nbytes
+        return kinds | ({"waiting prompt": sum(part.nbytes for part in waiting) + block} if waiting or block else {})
 
     def hold(self, pending: PendingPrompt, massive: Tensor | None, rope_offset: Tensor | None) -> None:
         """Keep a prompt until it was replayed.

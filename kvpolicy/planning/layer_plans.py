@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvpolicy.engine.pages import Pages, paged_layout, row_pages
@@ -10,7 +12,7 @@ from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes, paged_bytes
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import LayerShape
+from kvpolicy.protocols import LayerShape, traits_for
 
 
 def pages_of(policy: Policy, tokens: Tokens, layer: int, shape: LayerShape) -> Pages | None:
@@ -69,3 +71,24 @@ def plan_layers(
             LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes, pages=pages, **counted.step._asdict())
         )
     return tuple(plans)
+
+
+def waiting_bytes(policy: Policy, layers: Sequence[LayerPlan], token_nbytes: int, columns: int) -> list[int]:
+    """Bytes of earlier layers that wait to be encoded while each layer has its prompt; see `LayerGroup`.
+
+    Args:
+        policy: The policy.
+        layers: The plan of each layer.
+        token_nbytes: Bytes of the keys and values of one token of every row in one layer.
+        columns: Tokens of the prompt.
+    """
+    before = {index: group[:number] for group in policy.layer_groups for number, index in enumerate(group)}
+    encoded = {
+        layer.layer_idx: min(
+            sum(layer.layout.coded), columns - traits_for(policy.at(layer.layer_idx).codec, layer.tokens).residual
+        )
+        for layer in layers
+        if layer.layer_idx in before
+    }
+    waiting = [[encoded[other] for other in before.get(layer.layer_idx, ())] for layer in layers]
+    return [token_nbytes * max(sum(tokens), 0) for tokens in waiting]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kvpolicy.engine.geometry import step_bytes
 from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.link import StepBytes
@@ -19,7 +21,7 @@ from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Codec, LayerShape, Layout, Reader, ScoresInputs, attention_of
+from kvpolicy.protocols import Codec, GroupStage, LayerShape, Layout, Reader, ScoresInputs, attention_of
 
 DIGEST_NBYTES = 8
 """Bytes of each row's mask digest, which the first layer of a cache holds."""
@@ -70,6 +72,12 @@ def layer_bytes(
         source: Layout of the layer that chooses for this one; None if it chooses for itself.
     """
     slots = _slots_on_meta(policy, batch, shape, layout, layer_idx)
+    stages = policy.codec.stages
+    if stages and isinstance(stages[0], GroupStage):  # a step reads what the first layer of the group stores
+        first = replace(policy, codec=stages[0].first)
+        group = LayerGroup(1 + (first != policy))
+        group.join(0, _slots_on_meta(first, batch, shape, layout, layer_idx).layer)
+        slots.layer.join(group, int(first != policy))
     chooser = policy.reader.traits.source(layer_idx)
     if source is not None and chooser is not None:
         board = Board()
@@ -161,6 +169,7 @@ def prefill_peak(
     holds: bool = False,
     held: Callable[[int], int] | None = None,
     trimmed: int | None = None,
+    waiting: Callable[[int], Sequence[int]] | None = None,
 ) -> int:
     """The most bytes that a cache holds while a prompt is prefilled, in one piece or in chunks.
 
@@ -178,6 +187,8 @@ def prefill_peak(
         holds: Whether chunks are held until the last one.
         held: Bytes of prompts of so many tokens that wait in all layers; those of keys and values by default.
         trimmed: The most bytes of what waits of measured prompts; None if they wait whole.
+        waiting: Of prompts of so many tokens, the bytes of earlier layers that wait to be encoded while each layer has
+            its prompt; none by default.
     """
     prompt = batch * columns * shape.token_nbytes
     new = min(chunk or columns, columns)
@@ -198,11 +209,12 @@ def prefill_peak(
     if holds and piece < prompt:
         return held(columns) + plain + piece + unmanaged_nbytes
     if policy.layer_metric:  # layers are measured in the first chunk
-        waiting = held(new) + min(plain, piece)
+        measured = held(new) + min(plain, piece)
         if trimmed is not None:  # beside the newest layer's prompt, or the first one's slots
-            waiting = min(waiting, trimmed + max(piece, *layers))
-        return max(waiting, sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes
+            measured = min(measured, trimmed + max(piece, *layers))
+        return max(measured, sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes
+    beside = [0] * len(layers) if waiting is None else waiting(new)
     if piece < prompt:  # all layers hold what was kept of the chunks before
-        return sum(layers) + piece + unmanaged_nbytes
+        return sum(layers) + piece + max(beside) + unmanaged_nbytes
     # The last layer's prompt is alive when all others are compressed, and so is an earlier one's that is larger.
-    return max(sum(layers[:number]) + prompt for number in range(len(layers))) + unmanaged_nbytes
+    return max(sum(layers[:number]) + prompt + beside[number] for number in range(len(layers))) + unmanaged_nbytes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.protocols import (
     Allocator,
     Codec,
     DecodeMode,
     DrawsCurves,
     Estimates,
+    GroupsLayers,
     HeadAllocator,
     LoadsBasis,
     LoadsSalience,
@@ -21,6 +23,7 @@ from kvpolicy.protocols import (
     Selector,
     compares_heads,
     joint_decode,
+    positions_only,
     whole_heads,
 )
 from kvpolicy.readers.all import ReadAll
@@ -41,6 +44,9 @@ def check_together(policy: Any) -> None:
     if policy.heads is not None:
         check_heads(policy.heads, policy.selector, policy.merger, policy.codec, policy.reader, policy.decode)
     check_reader(policy.reader, policy.selector, policy.codec, policy.merger, policy.decode)
+    is_grouping = isinstance(policy.codec, GroupsLayers)
+    if is_grouping:
+        check_grouped(policy)
     if policy.codec.traits.demote_by == "priority" and whole_heads(policy.selector):
         raise KVPolicyError(
             f"The selector must rank a token by itself to be combined with {policy.codec}, which ranks a part of the "
@@ -52,6 +58,26 @@ def check_together(policy: Any) -> None:
         raise KVPolicyTypeError(
             "The allocator must have attention and a method measure(seen) for layer_metric='attention', got "
             f"{shorten(repr(policy.allocator))}, which lacks one; see kvpolicy.protocols.MeasuresAttention."
+        )
+
+
+def check_grouped(policy: Any) -> None:
+    """Refuse parts that may keep other tokens in one layer than in the next, where layers share what they store."""
+    codec = policy.codec
+    if not positions_only(policy.selector):
+        raise KVPolicyError(
+            f"The selector must keep the same tokens in every layer and head to be combined with {codec}, which stores "
+            f"a part of two layers once, got {policy.selector}; try full, window or streaming."
+        )
+    if not isinstance(policy.allocator, Uniform) or policy.heads is not None:
+        raise KVPolicyError(
+            f"The allocator must give every layer and head the same budget to be combined with {codec}, which stores a "
+            f"part of two layers once, got {policy.allocator}; try uniform."
+        )
+    if not isinstance(policy.reader, ReadAll):
+        raise KVPolicyError(
+            f"The reader must read every token to be combined with {codec}, whose codes are written after both layers "
+            f"of a pair have run, got {policy.reader}; try all."
         )
 
 

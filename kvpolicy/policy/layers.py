@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpolicy.allocators.uniform import Uniform
+from kvpolicy.protocols import GroupsLayers
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -25,6 +26,11 @@ def check_layers(layers: Sequence[Any]) -> None:
             raise KVPolicyError(
                 f"The policy of a layer must have the allocator uniform, since its budget is the share of the layer, "
                 f"got {policy} for layer {index}; try to leave the allocator out."
+            )
+        if isinstance(policy.codec, GroupsLayers):
+            raise KVPolicyError(
+                f"The codec of a layer must encode it by itself, got {policy} for layer {index}, whose codec stores "
+                "a part of two layers once; try tokenwise."
             )
         if isinstance(policy.budget, str):
             raise KVPolicyError(

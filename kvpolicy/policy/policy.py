@@ -249,6 +249,11 @@ class Policy:
         """The policies of all layers, each once."""
         return (self,)
 
+    @property
+    def layer_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Layers that store a part of what they hold together, once the model is known; see `GroupedPolicy`."""
+        return ()
+
     def with_budget(self, budget: Budget) -> Policy:
         """The same policy with another budget.
 

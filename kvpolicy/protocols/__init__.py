@@ -26,6 +26,8 @@ from kvpolicy.protocols.codec import At as At
 from kvpolicy.protocols.codec import Calibration as Calibration
 from kvpolicy.protocols.codec import Codec as Codec
 from kvpolicy.protocols.codec import Codes as Codes
+from kvpolicy.protocols.codec import GroupsLayers as GroupsLayers
+from kvpolicy.protocols.codec import GroupStage as GroupStage
 from kvpolicy.protocols.codec import Layout as Layout
 from kvpolicy.protocols.codec import ModelInfo as ModelInfo
 from kvpolicy.protocols.codec import RotaryView as RotaryView
@@ -60,6 +62,7 @@ from kvpolicy.protocols.selector import Gate as Gate
 from kvpolicy.protocols.selector import HoldsAttention as HoldsAttention
 from kvpolicy.protocols.selector import KeepsNested as KeepsNested
 from kvpolicy.protocols.selector import NewToken as NewToken
+from kvpolicy.protocols.selector import RanksPositions as RanksPositions
 from kvpolicy.protocols.selector import RanksWholeHeads as RanksWholeHeads
 from kvpolicy.protocols.selector import Reranks as Reranks
 from kvpolicy.protocols.selector import Scored as Scored
@@ -73,6 +76,7 @@ from kvpolicy.protocols.selector import alloc_state as alloc_state
 from kvpolicy.protocols.selector import compares_heads as compares_heads
 from kvpolicy.protocols.selector import joint_decode as joint_decode
 from kvpolicy.protocols.selector import nested_from as nested_from
+from kvpolicy.protocols.selector import positions_only as positions_only
 from kvpolicy.protocols.selector import scoped as scoped
 from kvpolicy.protocols.selector import whole_heads as whole_heads
 from kvpolicy.protocols.shapes import SMALLEST_HEAD as SMALLEST_HEAD

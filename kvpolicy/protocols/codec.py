@@ -144,6 +144,8 @@ class StageStore(NamedTuple):
             heads, [B, H, D] fp32, 0 before a prompt; None unless `Traits.query_squares`.
         page_slots: Slots of an average head in all rows if every page of the codes is read as a row of one head; None
             if rows and heads of the codes are those of the cache.
+        shared: What the first layer of a group stores for all of its layers, the result of `GroupStage.shared`; None
+            outside of groups.
     """
 
     codes: Codes
@@ -152,6 +154,7 @@ class StageStore(NamedTuple):
     query_absmax: Tensor | None = None
     query_square: Tensor | None = None
     page_slots: int | None = None
+    shared: Codes | None = None
 
 
 At = slice | Tensor
@@ -244,7 +247,7 @@ class Codec(Protocol):
 
     A class that inherits from it stores every token in full precision, but for what it overrides. Most codecs have one
     stage, which is the codec itself: `kvpolicy.helpers.SingleStage`. An object that has all members is accepted
-    whatever its class. An optional ability is `SizedCodec`.
+    whatever its class. Optional abilities are `SizedCodec` and `GroupsLayers`.
     """
 
     __slots__ = ()
@@ -293,3 +296,60 @@ def traits_for(codec: Codec, tokens: int) -> Traits:
         (15, 4)
     """
     return codec.traits_for(tokens) if isinstance(codec, SizedCodec) else codec.traits
+
+
+@runtime_checkable
+class GroupsLayers(Protocol):
+    """An optional ability of a codec: it stores a part of what several layers hold once, in the first of them.
+
+    The layers of a group hold the same tokens in the same slots. So a policy combines such a codec only with parts that
+    keep the same tokens in every layer.
+    """
+
+    def groups(self, model: ModelInfo) -> tuple[tuple[int, ...], ...]:
+        """The groups: indices of layers under the policy, ascending; a layer is in one group at most."""
+        ...
+
+    def codec_at(self, number: int | None) -> Codec:
+        """The codec of a layer that has this number in its group, from 0; None for a layer in no group.
+
+        The stages of a layer in a group are `GroupStage`s, and its traits and layouts do not depend on the number.
+        """
+        ...
+
+
+@runtime_checkable
+class GroupStage(Stage, Protocol):
+    """A stage of a layer in a group. Its `write` is not called: a block is encoded for all layers at once."""
+
+    __slots__ = ()
+
+    @property
+    def first(self) -> Stage:
+        """The same stage in the first layer of the group."""
+        ...
+
+    def shared(self, codes: Codes) -> Codes:
+        """The part of the codes of the first layer that the stages of all layers read, as `StageStore.shared`."""
+        ...
+
+    def write_group(
+        self,
+        stores: tuple[StageStore, ...],
+        keys: tuple[Tensor, ...],
+        values: tuple[Tensor, ...],
+        slots: Tensor,
+        write_mask: Tensor,
+        occupied: Tensor,
+    ) -> None:
+        """Encode tokens into the slots of every layer, in place; see `Stage.write`.
+
+        Args:
+            stores: The tensors of the stage in each layer.
+            keys: Keys of the tokens in each layer, [B, H, n, D].
+            values: Values likewise.
+            slots: Slot of each token, the same in all layers, [B, H, n] int64.
+            write_mask: Which of the n tokens are written, [B, H, n] bool.
+            occupied: Which slots hold a token that stays, [B, H, C] bool.
+        """
+        ...

@@ -165,6 +165,19 @@ class KeepsNested(Protocol):
 
 
 @runtime_checkable
+class RanksPositions(Protocol):
+    """An optional ability of a selector: it may look at positions alone.
+
+    Given the same budget, every layer and head of a row then keeps the same tokens, as codecs that group layers need.
+    """
+
+    @property
+    def positions_only(self) -> bool:
+        """Whether the priority of a token depends on its position, and the length and budget of its row, alone."""
+        ...
+
+
+@runtime_checkable
 class HoldsAttention(Protocol):
     """An optional ability of a selector: its state says how much attention each token has received."""
 
@@ -231,6 +244,11 @@ def joint_decode(selector: object) -> bool:
     return isinstance(selector, DecodesJointly) and bool(selector.joint_decode)
 
 
+def positions_only(selector: object) -> bool:
+    """Whether all layers and heads keep the same tokens, by position; without `RanksPositions` they may not."""
+    return isinstance(selector, RanksPositions) and bool(selector.positions_only)
+
+
 @runtime_checkable
 class Selector(Protocol):
     """Which tokens are kept?
@@ -240,8 +258,8 @@ class Selector(Protocol):
 
     A class that inherits from it needs one method, `priority`; the other members have defaults for a selector without
     state and without statistics. An object that has all members is accepted whatever its class. Optional abilities are
-    `ComparesHeads`, `DecodesJointly`, `Reranks`, `RanksWholeHeads`, `KeepsNested`, `HoldsAttention`, `ChecksModel` and
-    `ScoresInputs`.
+    `ComparesHeads`, `DecodesJointly`, `Reranks`, `RanksWholeHeads`, `RanksPositions`, `KeepsNested`, `HoldsAttention`,
+    `ChecksModel` and `ScoresInputs`.
 
     Attributes:
         decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).

@@ -25,6 +25,11 @@ class KeepAll(Selector):
 
     decode = "grow"
 
+    @property
+    def positions_only(self) -> bool:
+        """True."""
+        return True
+
     def priority(self, state: State, view: View) -> Tensor:
         """Equal priority for every token, [B, H, N]."""
         return torch.zeros_like(view.positions, dtype=torch.float32)

@@ -49,6 +49,11 @@ class StreamingLLM(Selector):
         check_min(self, sinks=0)
 
     @property
+    def positions_only(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def min_tokens(self) -> int:
         """The sinks and the current token."""
         return self.sinks + 1

@@ -36,6 +36,11 @@ class SlidingWindow(Selector):
 
     nested_from: ClassVar[int | None] = 1
 
+    @property
+    def positions_only(self) -> bool:
+        """True."""
+        return True
+
     def priority(self, state: State, view: View) -> Tensor:
         """Higher priority for later tokens: [B, H, N]."""
         return by_position(view.positions)

@@ -235,9 +235,15 @@ def _run(model: Any, policy: Policy, ids: Tensor) -> list[list[set[int]]]:
         assert found == moved, f"{policy}: a step must move the planned {moved} bytes of each layer, got {found}"
         kept = [_kept(layer) for layer in cache.layers]
     with torch.no_grad():
-        full = model(ids).past_key_values.layers[0]
-        check_reading(policy.codec, cache.layers[0].store, full.keys, full.values)
+        first = _first_encoded(cache)
+        full = model(ids).past_key_values.layers[first]
+        check_reading(policy.codec, cache.layers[first].store, full.keys, full.values)
     return kept
+
+
+def _first_encoded(cache: Any) -> int:
+    """The first layer with codes, whose inputs do not depend on the codec; the first of all if none has any."""
+    return next((index for index, layer in enumerate(cache.layers) if sum(layer.layout.coded)), 0)
 
 
 def _check_slots(policy: Policy, layer: Any, newest: int) -> None:
@@ -273,7 +279,8 @@ def _check_padding(model: Any, policy: Policy, ids: Tensor) -> None:
             same = _kept(one) == _kept(two, row=1)
             assert same, f"{policy}: the tokens that a row keeps must not depend on padding or other rows, got others"
         if policy.heads is None:  # in pages, the tokens of a head may be anywhere
-            check_batch(policy.codec, alone.layers[0].store, together.layers[0].store, row=1)
+            first = _first_encoded(alone)
+            check_batch(policy.codec, alone.layers[first].store, together.layers[first].store, row=1)
 
 
 def _check_full_budget(model: Any, policy: Policy, ids: Tensor) -> None:

@@ -82,6 +82,7 @@ def test_division_to_come_is_within_every_bound(spec: str) -> None:
         final = allocator.budgets(metrics, total, floor, ceiling, layers)
         guarantee = allocator.guarantee(total, floor, ceiling, layers)
         assert (final >= guarantee.least[:, None]).all()
+        bounds = allocator.bounds(metrics, total, floor, ceiling, layers, QUERIES)
         for seen in range(1, layers + 1):
             bounds = allocator.bounds(metrics[:, :seen], total, floor, ceiling, layers, QUERIES)
             note = f"{layers} layers, {seen} seen, {total.tolist()} of {tokens}, floor {floor}: {metrics.tolist()}"

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from kvpolicy import registry
 from kvpolicy.selectors.window import SlidingWindow
+from tests.conformance.policies import GROUPING
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]
@@ -56,6 +57,8 @@ def test_a_fraction_in_tokens_and_bits(run: Run) -> None:
         ("window@1e-300", "each KV head keeps 1 of 4,096 tokens"),
         ("squeeze:groups=5+window@0.2", ": 327 tokens."),
         ("window@99999999999999999", "Here: 5,120 tokens in every layer."),
+        ("full+minicache", "an encoded number takes 9.33 bits"),
+        ("full+minicache", "Layers 4 and 5, 6 and 7 share what they store, which the first of them holds."),
         ("probe+zipcache", "Whenever the full-precision buffer is full, all tokens are encoded again."),
         ("streaming@0.5 tiny --prompt 1000000", "each KV head keeps 500,000 of 1,000,000 tokens"),
     ],
@@ -67,7 +70,7 @@ def test_effects(line: str, message: str, run: Run) -> None:
 @pytest.mark.parametrize("name", registry.names())
 def test_every_part_is_explained_with_the_bytes_of_the_plan(name: str, facts: Facts) -> None:
     kind = registry.lookup(name)[0]
-    policy = name if kind == "selector" else f"h2o+{name}@0.5"
+    policy = name if kind == "selector" else f"{'streaming' if name in GROUPING else 'h2o'}+{name}@0.5"
     if kind == "head_allocator":
         kind, policy = "allocator", f"uniform/{name}+h2o@0.5"
     explained, planned = facts(f"explain {policy} tiny --batch 3"), facts(f"plan tiny {policy} --batch 3")

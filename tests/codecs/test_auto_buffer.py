@@ -16,6 +16,7 @@ from tests.conformance.access import coded_positions, kept_positions
 from tests.conformance.calibration import write
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
+from tests.conformance.policies import GROUPING
 from tests.sampling import each_once, product
 
 LARGEST = {"kivi": (128, 32), "gear": (64, 64), "staircase": (32, 32), "zipcache": (0, 100), "csr": (0, 32)}
@@ -28,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lowrank": {"rank": 4, "calibration": str(write("lowrank"))},
     "gear": {"group_size": 8},
     "kivi": {"group_size": 8},
+    "minicache": {"start": 0},
 }
 SIZED = [name for name in names("codec") if name != "plain"]
 
@@ -102,7 +104,8 @@ def test_rows_of_a_batch_have_the_sizes_that_they_have_alone(name: str, selector
     model = build("llama", layers=2)
     ids, mask = make_batch(LENGTHS, TURNS)
     codec = made(name, **OPTIONS.get(name, {}))
-    policy = Policy(selector=Policy.parse(f"{selector}@0.7").selector, codec=codec, budget=0.7)
+    ranking = "streaming" if name in GROUPING else selector
+    policy = Policy(selector=Policy.parse(f"{ranking}@0.7").selector, codec=codec, budget=0.7)
     with kvpolicy.attach(model, policy):
         together = PolicyCache(model, new=len(TURNS) + 4)
         logits = talk(model, ids, mask, TURNS, together)
@@ -127,7 +130,8 @@ def test_one_row_is_as_with_the_numbers_given(name: str) -> None:
     codec = made(name, **OPTIONS.get(name, {}))
     results: list[tuple[torch.Tensor, PolicyCache]] = []
     for part in (codec, explicit(codec, 97)):
-        policy = Policy(selector=Policy.parse("h2o@97").selector, codec=part, budget=97)
+        selector = Policy.parse(f"{'streaming' if name in GROUPING else 'h2o'}@97").selector
+        policy = Policy(selector=selector, codec=part, budget=97)
         with kvpolicy.attach(model, policy):
             cache = PolicyCache(model, new=10)
             results.append((talk(model, ids, mask, [130, *[1] * 10], cache), cache))

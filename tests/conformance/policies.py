@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvpolicy import Policy
 from kvpolicy.allocators.profile import save_profile
-from kvpolicy.protocols import whole_heads
+from kvpolicy.protocols import GroupsLayers, positions_only, whole_heads
 from kvpolicy.registry import lookup, names
 from tests.conformance.calibration import FOLDER, write
 from tests.reference.versions import small
@@ -27,15 +27,38 @@ MERGERS = [*names("merger")]
 CODECS = [*names("codec")]
 RANKED = [name for name in CODECS if lookup(name)[1]().traits.demote_by == "priority"]
 """Codecs whose precision follows a ranking, which `full` has none of."""
+GROUPING = [name for name in CODECS if isinstance(lookup(name)[1](), GroupsLayers)]
+"""Codecs that store a part of several layers once, and are combined with few selectors; see `words`."""
 WHOLE_HEADS = [name for name in SELECTORS if whole_heads(lookup(name)[1]())]
 """Selectors that rank a token by all of its head, which these codecs do not ask for."""
+SAME_IN_ALL_LAYERS = [name for name in names("selector") if positions_only(lookup(name)[1]())]
+"""Selectors that look at positions alone."""
 _KINDS = {name: lookup(name)[0] for name in names()}
 _UNRANKED = {("full", codec) for codec in RANKED}
 
 
 def words(*methods: str, budget: str = "0.5") -> str:
-    """The spec of a policy of these methods, with small numbers; methods that are not registered names stay."""
+    """The spec of a policy of these methods, with small numbers; methods that are not registered names stay.
+
+    With a codec that groups layers, `streaming` takes the place of a selector that it is not combined with, and no
+    allocator but `uniform` is there.
+    """
+    if any(method.partition(":")[0] in GROUPING for method in methods):
+        methods = tuple(filter(None, map(_in_all_layers, methods)))
     return "+".join(spec_of(method) if method in _KINDS else method for method in methods) + f"@{budget}"
+
+
+def _in_all_layers(method: str) -> str:
+    """A method, or what takes its place, beside a codec that groups layers."""
+    name = method.partition(":")[0].partition("/")[0]
+    if name in ALLOCATORS or name in COMPARING:
+        return ""
+    if name not in SELECTORS or name in SAME_IN_ALL_LAYERS:
+        return method
+    *_, base = method.split("/")
+    if base.partition(":")[0] in SAME_IN_ALL_LAYERS:
+        return base
+    return "streaming" + ":decode=grow" * ("decode=grow" in method)
 
 
 def spec_of(name: str) -> str:
@@ -52,7 +75,9 @@ def by_name(name: str) -> str:
 
 
 def is_refused(selector: str, codec: str) -> bool:
-    """Whether a codec ranks parts of what a selector ranks by the whole of."""
+    """Whether a codec ranks parts of what a selector ranks by the whole of, or keeps what all layers keep."""
+    if codec in GROUPING:
+        return selector != "full" and selector.partition(":")[0] not in SAME_IN_ALL_LAYERS
     return codec in RANKED and selector in WHOLE_HEADS
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kvpolicy import Policy
+from kvpolicy import Plain, Policy
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.policies import CODECS, SELECTORS, by_name, words
 from tests.sampling import each_once, pairwise, product
@@ -116,7 +118,8 @@ def test_kivi(selector: str, bits: str, group: str, residual: str) -> None:
 @product("selector,codec", MORE, CODECS, sample=each_once(MORE, CODECS))
 def test_selection_does_not_depend_on_the_codec(selector: str, codec: str) -> None:
     """What a prompt keeps is chosen before anything is coded."""
-    plain, coded = (Bench(words(selector, name), [12, 9]) for name in ("plain", codec))
+    policy = Policy.parse(words(selector, codec))
+    plain, coded = (Bench(one, [12, 9]) for one in (replace(policy, codec=Plain()), policy))
     for bench in (plain, coded):
         bench.forward(*draw(30, 5, batch=2), padding(30, 30, 22))
     assert plain.turns[0].kept == coded.turns[0].kept

@@ -18,6 +18,7 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import fields
+from kvpolicy.planning.planner import base_tokens
 from kvpolicy.protocols import BoundsBudgets, LayerBounds, nested_from
 from kvpolicy.registry import lookup
 from kvpolicy.spec.errors import KVPolicyError
@@ -250,6 +251,6 @@ def test_a_cache_is_the_same(spec: str, rows: list[int], tile: int | None, monke
     assert min(held) < max(rows), "nothing was trimmed"
     if len(rows) == 1:
         length = torch.tensor(rows)
-        total = (length * policy.budget).long() * 6  # pyright: ignore[reportOperatorIssue]
+        total = base_tokens(policy, length) * 6
         most = allocator.guarantee(total, policy.min_tokens, length, 6).together
         assert sum(held[-6:]) * (1 - trimming.LEAST_GAIN) <= int(most), "after the last layer was measured"

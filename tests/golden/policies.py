@@ -23,6 +23,9 @@ _OTHERS = {
 _SPECS = {name: small(kind, name) for kind in kinds() for name in names(kind)} | _OTHERS
 """Methods with options that fit tiny models; FOLDER stands for the folder of calibrations."""
 
+_GROUPING = ("minicache",)
+"""Codecs that are not combined with `h2o`, since they store a part of several layers once."""
+
 _SNAPKV, _CSR, _KVQUANT, _GEAR = (_SPECS[name] for name in ("snapkv", "csr", "kvquant", "gear"))
 
 OPTIONS = {
@@ -81,7 +84,10 @@ class Scorer:
 def star() -> dict[str, str]:
     """By label: each selector with the plain codec, each codec with h2o, each allocator with snapkv."""
     found = {name: f"{_SPECS[name]}@{'1.0' if name == 'full' else '0.5'}" for name in names("selector")}
-    found |= {f"h2o+{name}": f"h2o+{_SPECS[name]}@0.5" for name in names("codec") if name != "plain"}
+    for name in names("codec"):
+        if name != "plain":
+            with_codec = "streaming" if name in _GROUPING else "h2o"
+            found[f"{with_codec}+{name}"] = f"{with_codec}+{_SPECS[name]}@0.5"
     found |= {f"{name}+snapkv": f"{_SPECS[name]}+{_SNAPKV}@0.5" for name in names("allocator") if name != "uniform"}
     return found
 

@@ -6,6 +6,62 @@ from tests.mutants import Mutation
 
 MUTATIONS = (
     Mutation(
+        name="a block is encoded before the other layers of its group have given theirs",
+        file="kvpolicy/engine/layer_group.py",
+        old="is_last = all(self._waiting[other] for other in self._waiting if other != number)",
+        new="is_last = True",
+        tests=("tests/engine/test_layer_group.py",),
+    ),
+    Mutation(
+        name="of several blocks that wait, the newest one is encoded first",
+        file="kvpolicy/engine/layer_group.py",
+        old="waiting.pop(0)",
+        new="waiting.pop()",
+        tests=("tests/engine/test_layer_group.py",),
+    ),
+    Mutation(
+        name="a block that waits holds the prompt that it is a view of",
+        file="kvpolicy/engine/layer_group.py",
+        old="block if is_last else block.owned()",
+        new="block",
+        tests=("tests/engine/test_layer_group.py",),
+    ),
+    Mutation(
+        name="a block that waits is not counted",
+        file="kvpolicy/hf/layer.py",
+        old="block = self.store.contents.waiting_nbytes",
+        new="block = 0",
+        tests=("tests/engine/test_layer_group.py",),
+    ),
+    Mutation(
+        name="what a step reads of the first layer of a group is not counted",
+        file="kvpolicy/engine/index_reader.py",
+        old="every = (exact, tensors.codes, shared)",
+        new="every = (exact, tensors.codes)",
+        tests=("tests/engine/test_layer_group.py",),
+    ),
+    Mutation(
+        name="a reset leaves the layer outside of its group",
+        file="kvpolicy/hf/layer.py",
+        old="if self._group is not None:",
+        new="if self._group is not None and self._group[0].layers.keys() != {0, 1}:",
+        tests=("tests/engine/test_layer_group.py",),
+    ),
+    Mutation(
+        name="the peak of a prefill leaves out the block that waits",
+        file="kvpolicy/planning/memory.py",
+        old="max(sum(layers[:number]) + prompt + beside[number] for number",
+        new="max(sum(layers[:number]) + prompt for number",
+        tests=("tests/planning/test_division.py",),
+    ),
+    Mutation(
+        name="a selector that scores tokens is combined with a codec that groups layers",
+        file="kvpolicy/policy/combination.py",
+        old="if not positions_only(policy.selector):",
+        new="if False:",
+        tests=("tests/engine/test_layer_group.py",),
+    ),
+    Mutation(
         name="a growing row at its budget gets no slots",
         file="kvpolicy/engine/capacity.py",
         old="max(0, count + step - expected) if count >= min(limit, expected) else 0",

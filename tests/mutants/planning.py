@@ -53,8 +53,8 @@ MUTATIONS = (
     Mutation(
         name="later chunks of a measured prompt take no memory",
         file="kvpolicy/planning/memory.py",
-        old="max(waiting, sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes",
-        new="waiting + unmanaged_nbytes",
+        old="max(measured, sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes",
+        new="measured + unmanaged_nbytes",
         tests=("tests/planning/test_division.py",),
     ),
     Mutation(

@@ -55,7 +55,11 @@ def alive(model: Any, policy: str | None, prompt: int, chunk: int | None, batch:
     return watch.peak
 
 
+MINICACHE = "streaming+minicache:start=0"
+"""Tokens of a layer wait until the next one has run."""
+
 WHOLE = [
+    MINICACHE,
     "window",
     "h2o",
     "snapkv",
@@ -73,7 +77,8 @@ WHOLE = [
     "snapkv+regress",
     "snapkv+regress:queries=replay",
 ]
-CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip", "compactor", "keyformer", "rkv"]
+OTHERS = ["snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip", "compactor", "keyformer", "rkv"]
+CHUNKED = ["full", "tokenwise", MINICACHE, *OTHERS]
 
 
 @pytest.mark.parametrize(
@@ -106,12 +111,14 @@ def test_a_plan_is_what_tiles_need(policy: str, tile: int) -> None:
     assert LEAST * (plan.prefill_nbytes - tiles) <= measured <= plan.prefill_nbytes
 
 
-@pytest.mark.parametrize("policy", ["tokenwise", "bfp", "turboquant"])
+@pytest.mark.parametrize("policy", ["tokenwise", "bfp", "turboquant", "minicache:start=0"])
 def test_long_prompts_are_encoded_in_ranges(policy: str) -> None:
     model = llama(max_position_embeddings=32768, num_key_value_heads=8)
     measured = alive(model, policy, 12_288, None, tile=512)
     plan = kvpolicy.plan(model.config, policy, prompt=12_288, new=8, dtype=torch.float32, tile=512)
-    assert LEAST * plan.prefill_nbytes <= measured <= plan.prefill_nbytes
+    # A block waits for the next layer in one of the layers only, and not where most else is alive.
+    least = 0.5 if "minicache" in policy else LEAST
+    assert least * plan.prefill_nbytes <= measured <= plan.prefill_nbytes
 
 
 @pytest.mark.parametrize("tile", [None, 100])

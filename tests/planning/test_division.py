@@ -15,7 +15,7 @@ from kvpolicy import Policy
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.widths import widths_of
 from kvpolicy.planning.activations import Prefill, Widths
-from kvpolicy.planning.layer_plans import pages_of
+from kvpolicy.planning.layer_plans import pages_of, waiting_bytes
 from kvpolicy.planning.memory import prefill_peak
 from kvpolicy.planning.tokens import Tokens, tokens_of
 from kvpolicy.planning.tuned import lengths, resolve
@@ -79,6 +79,27 @@ def test_what_measured_layers_hold_of_a_prompt(chunk: int | None, peak: int) -> 
     policy = Policy.parse("squeeze+window@0.5")
     assert SHAPE.token_nbytes == 64
     assert prefill_peak(policy, 1, SHAPE, [100] * 3, 10, 7, chunk) == peak + 7
+
+
+@pytest.mark.parametrize(("chunk", "peak"), [(None, 100 + 640 + 7 * 10), (2, 111 + 128 + 7 * 2)])
+def test_what_waits_for_the_next_layer_is_beside_its_prompt(chunk: int | None, peak: int) -> None:
+    """Seven bytes of each token of the first layer wait while the second has its prompt, and none elsewhere."""
+    policy = Policy.parse("window@0.5")
+
+    def waiting(tokens: int) -> list[int]:
+        return [0, 7 * tokens, 0]
+
+    assert prefill_peak(policy, 1, SHAPE, [100, 10, 1], 10, 5, chunk, waiting=waiting) == peak + 5
+
+
+def test_tokens_of_the_first_layer_of_a_pair_wait() -> None:
+    """Those that it encodes of a prompt: all but the residual, and none that comes later."""
+    sizes = "minicache:start=1:residual_length=3:block_size=4"
+    for policy, tokens in ((f"full+{sizes}", 100), (f"window+{sizes}@40", 40)):
+        found = kvpolicy.plan(config(4), policy, prompt=100, new=20, dtype=torch.float32)
+        token = describe(config(4), torch.float32).shape.token_nbytes
+        held = waiting_bytes(found.policy, found.layers, token, 100)
+        assert held == [0, 0, (tokens - 3) * token, 0]
 
 
 @pytest.mark.parametrize("length", [2, 5, 8, 9, 30])

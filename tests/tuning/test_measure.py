@@ -240,6 +240,7 @@ def test_progress_is_told_after_each_window() -> None:
         ([window(9, 2)], ["h2o@8"], "must be a fraction of the prompt, got 8"),
         ([window(9, 2)], ["quest"], "without the reader"),
         ([window(9, 2)], ["csr:read_top_k=4"], "without read_top_k"),
+        ([window(9, 2)], ["minicache"], "encode every layer by itself"),
         ([window(9, 2)], ["kvquant"], "calibrat"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvpolicy import registry
 from kvpolicy_eval.board.cells import Board, Cell, accuracy, has_beyond, interval
 from kvpolicy_eval.board.policies import SELECTOR, Entry
+from kvpolicy_eval.common.codecs import selector_for
 from kvpolicy_eval.common.markdown import fill, has_place, table
 from kvpolicy_eval.data.modes import BEYOND, MODES
 
@@ -64,7 +65,8 @@ def compared(name: str, listed: Sequence[Entry]) -> list[Entry]:
     ['full', 'full+exact:read={read}', 'full+reuse/quest:read={read}']
     """
     kind = registry.described(registry.lookup(name)[0])
-    others = ["full", *BASELINES.get(kind, [SELECTOR])]
+    usual = selector_for(name, SELECTOR) if kind == "codec" else SELECTOR
+    others = ["full", *BASELINES.get(kind, [usual])]
     own = [entry for entry in listed if entry.kind == kind and name in re.split("[+/:]", entry.spec)]
     return [entry for entry in listed if entry.spec in others and entry not in own] + own
 

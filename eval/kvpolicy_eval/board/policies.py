@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, get_args
 
 from kvpolicy import registry
 from kvpolicy.hf.attachment import Hold
+from kvpolicy_eval.common.codecs import selector_for
 
 Library = Literal["kvpress", "transformers"]
 Kind = (
@@ -140,7 +141,11 @@ def entries(model: str = "tiny") -> list[Entry]:
         if name != "even"
     ]
     found += [Entry(f"{SELECTOR}+{name}", "merger") for name in registry.MERGERS if name != "drop"]
-    found += [Entry(f"{SELECTOR}+{CODECS.get(name, name)}", "codec") for name in registry.CODECS if name != "plain"]
+    found += [
+        Entry(f"{selector_for(name, SELECTOR)}+{CODECS.get(name, name)}", "codec")
+        for name in registry.CODECS
+        if name != "plain"
+    ]
     found += [Entry(spec, "combination") for spec in COMBINATIONS]
     found += [Entry(HELD_IN_CODES, "combination", "codes")]
     found += [

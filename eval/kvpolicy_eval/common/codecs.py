@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvpolicy import Policy, registry
+from kvpolicy.protocols import GroupsLayers
 from kvpolicy.spec.grammar import first_name
 
 VARIANTS = {
@@ -18,6 +19,7 @@ VARIANTS = {
     "mikv": ["mikv", "mikv:high_bits=8"],
     "think": ["think", "think/tokenwise"],
     "lowrank": ["lowrank:rank=32", "lowrank:rank=32/tokenwise"],
+    "minicache": ["minicache:start=0"],
 }
 """Options with which a codec is compared, in the order of their bits per element; others have their defaults only."""
 
@@ -44,6 +46,28 @@ def with_ranking(codec: str, ranking: str = "h2o") -> str:
     """
     _, kind = registry.lookup(first_name(codec))
     return f"{ranking}+{codec}" if kind().traits.demote_by == "priority" else codec
+
+
+def selector_for(codec: str, usual: str) -> str:
+    """The selector with which a codec is measured under eviction.
+
+    Args:
+        codec: Spec of the codec.
+        usual: Spec of the selector of most codecs. Those that group layers are combined with few; with `streaming`
+            otherwise.
+
+    Examples:
+        >>> selector_for("tokenwise", "snapkv"), selector_for("minicache:start=0", "snapkv")
+        ('snapkv', 'streaming')
+    """
+    refused = groups_layers(codec) and first_name(usual) not in ("full", "window", "streaming")
+    return "streaming" if refused else usual
+
+
+def groups_layers(codec: str) -> bool:
+    """Whether a codec, a spec, stores a part of several layers once."""
+    _, kind = registry.lookup(first_name(codec))
+    return isinstance(kind(), GroupsLayers)
 
 
 def short_windows(codec: str) -> str:

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpolicy
-from kvpolicy.distortion import distortion
+from kvpolicy.distortion import Distortion, distortion, group_distortion
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import rope_of
+from kvpolicy.protocols import GroupsLayers, ModelInfo
 from kvpolicy_eval.data.text import held_out
 
 PROMPT = 448
@@ -55,7 +56,7 @@ class HeldOutText:
         return tensors
 
     def errors(self, policy: str) -> tuple[float, float]:
-        """Relative squared error of encoded keys and of encoded values, averaged over the layers.
+        """Relative squared error of encoded keys and of encoded values, averaged over the layers that encode any.
 
         Args:
             policy: Spec of a policy.
@@ -64,6 +65,8 @@ class HeldOutText:
             Error of keys and error of values; NaN if the policy encodes no token.
         """
         codec = kvpolicy.Policy.parse(policy).codec
+        if isinstance(codec, GroupsLayers):
+            return self._group_errors(codec)
         key_errors: list[float] = []
         value_errors: list[float] = []
         for index, (rotated, unrotated, values) in enumerate(self.tensors):
@@ -75,6 +78,18 @@ class HeldOutText:
             key_errors.append(key_error)
             value_errors.append(value_error)
         return sum(key_errors) / len(key_errors), sum(value_errors) / len(value_errors)
+
+    def _group_errors(self, codec: GroupsLayers) -> tuple[float, float]:
+        """The same for a codec that groups layers, averaged over the layers in a group."""
+        _, heads, _, dim = self.tensors[0][0].shape
+        found: list[Distortion] = []
+        for group in codec.groups(ModelInfo(len(self.tensors), heads, dim)):
+            layers = [(rotated, values) for rotated, _, values in (self.tensors[index] for index in group)]
+            try:
+                found += group_distortion(codec, layers)
+            except ValueError:
+                return math.nan, math.nan
+        return sum(each.keys for each in found) / len(found), sum(each.values for each in found) / len(found)
 
     @torch.inference_mode()
     def perplexity(self, policy: str, byte_share: float | None = None) -> float:

@@ -17,15 +17,16 @@ LEVELS = (2, 3, 4)
 """Bits for which `KVQuant` has calibrated levels."""
 
 
-def one_layer_config(heads: int, head_dim: int) -> Any:
+def one_layer_config(heads: int, head_dim: int, layers: int = 1) -> Any:
     """Config of a Llama with one layer.
 
     Args:
         heads: KV heads, and as many query heads.
         head_dim: Size of a head.
+        layers: Layers, for codecs that need several.
     """
     return LlamaConfig(
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         hidden_size=heads * head_dim,

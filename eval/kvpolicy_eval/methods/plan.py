@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpolicy import registry
-from kvpolicy_eval.common.codecs import short_windows, with_ranking
+from kvpolicy_eval.common.codecs import selector_for, short_windows, with_ranking
 
 BUDGETS = [0.3, 0.2, 0.1]
 BASELINE = "window"
@@ -53,6 +53,7 @@ CODECS = {
         "lowrank:rank=16:basis=scores",
         "lowrank:rank=16/tokenwise:bits=4",
     ],
+    "minicache": ["minicache", "minicache:start=0", "minicache:start=0.25", "minicache:keep=0.3", "tokenwise:bits=8"],
     "think": ["think", "think:ratio=0.6", "think/tokenwise"],
     "zipcache": ["zipcache:recode_every=16"],
 }
@@ -128,7 +129,8 @@ def codec_policies(name: str) -> list[str]:
     >>> codec_policies("zipcache")
     ['full', 'snapkv@0.2', 'h2o+zipcache:recode_every=16', 'snapkv+zipcache:recode_every=16@0.2']
     """
-    policies = ["full", f"{CODEC_SELECTOR}@{CODEC_BUDGET}"]
+    selector = selector_for(name, CODEC_SELECTOR)
+    policies = ["full", f"{selector}@{CODEC_BUDGET}"]
     for codec in map(short_windows, CODECS.get(name, [name])):
-        policies += [with_ranking(codec), f"{CODEC_SELECTOR}+{codec}@{CODEC_BUDGET}"]
+        policies += [with_ranking(codec), f"{selector}+{codec}@{CODEC_BUDGET}"]
     return policies

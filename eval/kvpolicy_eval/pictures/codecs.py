@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from kvpolicy import registry
 from kvpolicy_eval.common.codecs import short_windows, with_ranking
-from kvpolicy_eval.pictures.codecs_channels import lowrank, think
+from kvpolicy_eval.pictures.codecs_channels import lowrank, minicache, think
 from kvpolicy_eval.pictures.codecs_grid import bfp, gear, kivi, tokenwise
 from kvpolicy_eval.pictures.codecs_levels import csr, kvquant, rotate, turboquant
 from kvpolicy_eval.pictures.codecs_tiers import mikv, plain, staircase, zipcache
@@ -32,6 +32,7 @@ _OWN: dict[str, Draw] = {
     "zipcache": zipcache,
     "think": think,
     "lowrank": lowrank,
+    "minicache": minicache,
 }
 
 

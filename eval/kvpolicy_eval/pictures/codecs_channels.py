@@ -1,4 +1,4 @@
-"""Pictures of codecs that store fewer channels: think and lowrank."""
+"""Pictures of codecs that store fewer numbers of a vector: think, lowrank and minicache."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpolicy.calibration.qfilters import sample_queries
 from kvpolicy.codecs import _projection
+from kvpolicy.codecs._directions import angle_between, interpolate, unit_vectors
 from kvpolicy.codecs._files import load
 from kvpolicy_eval.pictures.panels import canvas
 from kvpolicy_eval.pictures.style import BLUE, GREY, VERMILION
@@ -107,4 +108,53 @@ def lowrank() -> Figure:
     second.set_ylabel("squared error of scores")
     second.set_title("scores of held-out text")
     second.legend(loc="upper right")
+    return figure
+
+
+def angles() -> dict[str, list[Tensor]]:
+    """Angles between the directions of all tokens and heads in a layer and in the next one, in degrees, by layer."""
+    count = embedded()[0].config.num_hidden_layers
+    found: dict[str, list[Tensor]] = {"keys": [], "values": []}
+    for layer in range(1, count):
+        before, here = originals(layer - 1), originals(layer)
+        for name, one, other in (("keys", before.keys, here.keys), ("values", before.values, here.values)):
+            found[name].append(angle_between(unit_vectors(one)[0], unit_vectors(other)[0]).rad2deg().flatten())
+    return found
+
+
+def arc_errors(steps: int = 20) -> dict[str, Tensor]:
+    """The relative squared error of keys in both layers of the pair that ends with `LAYER`, by the place on the arc."""
+    pair = [unit_vectors(originals(layer).keys) for layer in (LAYER - 1, LAYER)]
+    errors: dict[str, list[Tensor]] = {"first layer": [], "second layer": []}
+    for step in range(steps + 1):
+        shared = interpolate(pair[0][0], pair[1][0], step / steps)
+        for name, (direction, norm) in zip(errors, pair, strict=True):
+            lost = ((shared - direction) * norm).square().sum()
+            errors[name].append(lost / norm.square().sum())
+    return {name: torch.stack(each) for name, each in errors.items()}
+
+
+def minicache() -> Figure:
+    """Angles between neighboring layers, and the error of both layers by the place of the direction."""
+    figure, (first, second) = canvas(2, ["minicache:start=0", "tokenwise:bits=8", "tokenwise"])
+    for (name, each), color, shift in zip(angles().items(), (BLUE, VERMILION), (-0.12, 0.12), strict=True):
+        at = torch.arange(1, len(each) + 1) + shift
+        low, middle, high = torch.stack([some.quantile(torch.tensor([0.05, 0.5, 0.95]).double()) for some in each]).mT
+        first.vlines(at, low, high, color=color, linewidth=1)
+        first.plot(at, middle, "o", markersize=4, color=color, label=name)
+    first.axhline(90, color=GREY, linewidth=0.8, linestyle=":")
+    first.set_ylim(0, None)
+    first.set_xlabel("layer, with the one before it")
+    first.set_ylabel("angle (degrees)")
+    first.set_title("angles of all tokens and heads")
+    first.legend(loc="lower right")
+    for (name, errors), color in zip(arc_errors().items(), (BLUE, VERMILION), strict=True):
+        second.plot(torch.linspace(0, 1, len(errors)), errors, color=color, label=name)
+    second.axvline(0.6, color=GREY, linewidth=1, label="default")
+    second.set_xlim(0, 1)
+    second.set_ylim(0, None)
+    second.set_xlabel("t, from the first layer to the second")
+    second.set_ylabel("squared error of keys\nover squared norm")
+    second.set_title(f"layers {LAYER - 1} and {LAYER}")
+    second.legend(loc="upper center")
     return figure

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.engine.state import fields
-from kvpolicy_eval.common.codecs import with_ranking
+from kvpolicy_eval.common.codecs import groups_layers, with_ranking
 from kvpolicy_eval.common.synthetic import one_layer_config, with_random_calibration
 from kvpolicy_eval.pictures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILION
 
@@ -58,18 +58,21 @@ def stored(codec: str) -> dict[str, float]:
     policy = Policy.parse(with_ranking(codec))
     with TemporaryDirectory() as folder:
         policy = dataclasses.replace(policy, codec=with_random_calibration(policy.codec, Path(folder), HEADS, DIM))
-        plan = kvpolicy.plan(one_layer_config(HEADS, DIM), policy, prompt=TOKENS, dtype=torch.bfloat16)
-        layer = plan.layers[0]
+        config = one_layer_config(HEADS, DIM, layers=2 if groups_layers(codec) else 1)
+        plan = kvpolicy.plan(config, policy, prompt=TOKENS, dtype=torch.bfloat16)
         sizes = dict.fromkeys(COLORS, 0)
-        for stage, slots in zip(policy.codec.stages, layer.layout.coded, strict=True):
-            codes: Any = stage.alloc(1, HEADS, slots, DIM, "meta")
-            for name, tensor in fields(codes):
-                sizes[_PARTS.get(name.rsplit("_", 1)[-1], "codes")] += tensor.nbytes
-    by_kind = layer.nbytes
+        for layer in plan.layers:
+            stages = plan.policy.at(layer.layer_idx).codec.stages
+            for stage, slots in zip(stages, layer.layout.coded, strict=True):
+                codes: Any = stage.alloc(1, HEADS, slots, DIM, "meta")
+                for name, tensor in fields(codes):
+                    sizes[_PARTS.get(name.rsplit("_", 1)[-1], "codes")] += tensor.nbytes
+    by_kind = plan.by_kind()
     sizes["exact tokens"] = by_kind["exact"]
     sizes["statistics"] = by_kind["statistics"]
     sizes["positions and counters"] = by_kind["positions"] + by_kind["counters"]
-    return {part: 8 * size / (2 * HEADS * DIM * TOKENS) for part, size in sizes.items() if size}
+    elements = 2 * HEADS * DIM * TOKENS * len(plan.layers)
+    return {part: 8 * size / elements for part, size in sizes.items() if size}
 
 
 def bars(axes: Any, codecs: list[str]) -> None:

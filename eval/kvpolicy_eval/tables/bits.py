@@ -8,6 +8,7 @@ of a plan, which the cache matches to the byte.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ import torch
 
 import kvpolicy
 from kvpolicy import Policy
-from kvpolicy_eval.common.codecs import CODECS, with_ranking
+from kvpolicy_eval.common.codecs import CODECS, groups_layers, with_ranking
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.common.synthetic import one_layer_config, with_random_calibration
 
@@ -56,8 +57,10 @@ def rows(config: Any, codecs: list[str]) -> list[list[str]]:
             policy = Policy.parse(with_ranking(codec))
             part = with_random_calibration(policy.codec, Path(folder), config.num_key_value_heads, config.head_dim)
             policy = dataclasses.replace(policy, codec=part)
-            sizes = [bits_per_element(config, policy, tokens) for tokens in LENGTHS]
-            resident = kvpolicy.plan(config, policy, prompt=LENGTHS[-1], dtype=torch.bfloat16).resident_nbytes
+            own = copy.copy(config)
+            own.num_hidden_layers = 2 if groups_layers(codec) else config.num_hidden_layers
+            sizes = [bits_per_element(own, policy, tokens) for tokens in LENGTHS]
+            resident = kvpolicy.plan(own, policy, prompt=LENGTHS[-1], dtype=torch.bfloat16).resident_nbytes
             encoded = sizes[-1][1]
             lines.append(
                 [

@@ -14,7 +14,7 @@ import torch
 
 import kvpolicy
 from kvpolicy_eval.common.accuracy import TaskEvaluator, mean
-from kvpolicy_eval.common.codecs import short_windows
+from kvpolicy_eval.common.codecs import selector_for, short_windows
 from kvpolicy_eval.common.heldout import FOLLOWING, PROMPT, ROWS, HeldOutText
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 
@@ -63,7 +63,7 @@ def line(evaluator: TaskEvaluator, text: HeldOutText, codec: str, byte_share: fl
     Raises:
         ValueError: If the smallest layout of the policy exceeds the bytes.
     """
-    policy = selector if codec == "plain" else f"{selector}+{short_windows(codec)}"
+    policy = selector if codec == "plain" else f"{selector_for(codec, selector)}+{short_windows(codec)}"
     config = evaluator.model.config
     dtype = evaluator.model.dtype
     full_bytes = kvpolicy.plan(config, "full", prompt=PROMPT + FOLLOWING, dtype=dtype).full_nbytes

@@ -15,7 +15,7 @@ from kvpolicy.planning.memory import DIGEST_NBYTES
 from kvpolicy.registry import names
 from kvpolicy.spec.grammar import first_name
 from kvpolicy_eval.common.accuracy import TaskEvaluator
-from kvpolicy_eval.common.codecs import _SHORT, CODECS, short_windows, with_ranking
+from kvpolicy_eval.common.codecs import _SHORT, CODECS, groups_layers, selector_for, short_windows, with_ranking
 from kvpolicy_eval.common.heldout import HeldOutText
 from kvpolicy_eval.common.synthetic import one_layer_config, with_random_calibration
 from kvpolicy_eval.tables import bits, frontier
@@ -40,7 +40,11 @@ def test_short_windows(codec: str) -> None:
 TOKENS = [1024, 4096, 32768]
 
 
-@product("codec,tokens", CODECS, TOKENS, sample=[(codec, TOKENS[number % 2]) for number, codec in enumerate(CODECS)])
+ALONE = [codec for codec in CODECS if not groups_layers(codec)]
+"""Codecs whose layers have the same bytes alone as in a cache."""
+
+
+@product("codec,tokens", ALONE, TOKENS, sample=[(codec, TOKENS[number % 2]) for number, codec in enumerate(ALONE)])
 def test_bytes_are_those_of_the_plan(codec: str, tokens: int, tmp_path: Path) -> None:
     policy = Policy.parse(with_ranking(codec, "window"))
     policy = dataclasses.replace(policy, codec=with_random_calibration(policy.codec, tmp_path, HEADS, DIM, atoms=64))
@@ -49,6 +53,13 @@ def test_bytes_are_those_of_the_plan(codec: str, tokens: int, tmp_path: Path) ->
     plan = kvpolicy.plan(one_layer_config(HEADS, DIM), policy, prompt=tokens, dtype=torch.float32)
     held["counters"] += DIGEST_NBYTES  # which a cache holds, and a layer by itself does not
     assert held == plan.layers[0].nbytes
+
+
+def test_a_codec_that_groups_layers_is_measured_with_selectors_that_it_is_combined_with() -> None:
+    for name in CODECS:
+        for usual in ("snapkv", "window"):
+            Policy.parse(f"{selector_for(name, usual)}+{name}@0.5")
+    assert selector_for("minicache", "window") == "window" and selector_for("kivi", "snapkv") == "snapkv"
 
 
 def test_bits_are_those_of_the_formulas() -> None:

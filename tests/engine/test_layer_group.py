@@ -1,0 +1,447 @@
+"""Layers that store a part of what they hold together: what both read, and everything that moves their tokens."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import Policy, PolicyCache
+from kvpolicy.codecs._directions import angle_between, interpolate, unit_vectors
+from kvpolicy.codecs.minicache import MiniCache, MiniCacheLayer
+from kvpolicy.codecs.plain import Plain
+from kvpolicy.distortion import group_distortion
+from kvpolicy.engine.layer_group import Block, LayerGroup
+from kvpolicy.engine.state import tensors
+from kvpolicy.policy import GroupedPolicy
+from kvpolicy.protocols import Selector, StageStore, View
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.testing import check_cache
+from tests.conformance.access import attending
+from tests.conformance.models import build
+from tests.conformance.play import forward, make_batch, talk
+
+SIZES = "keep=0.2:residual_length=3:block_size=4"
+EVICTING = f"streaming:sinks=2+minicache:start=1:{SIZES}@0.5"
+POLICIES = [
+    f"full+minicache:start=1:{SIZES}",
+    EVICTING,
+    f"window:decode=grow+minicache:start=0.3:t=0.2:{SIZES}@0.5",
+]
+TURNS = [26, 1, 1, 1, 1, 1, 7, 1, 1, 1, 1, 1, 1]
+ALIKE = 2e-3
+"""Of the norm of a vector: what the rounding of directions and norms to fp16 loses."""
+
+
+def model_of(layers: int = 4) -> Any:
+    """A model of four layers, of which the policies here pair the second and the third."""
+    return build("llama", layers=layers)
+
+
+class Seen:
+    """The keys and values of every layer, as attention is given them, by position: [B, H, positions, D]."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, list[Tensor]] = {}
+        self.values: dict[int, list[Tensor]] = {}
+
+    def around(self, real: Any) -> Any:
+        def attend(cache: PolicyCache, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+            self.keys.setdefault(layer_idx, []).append(k.detach().clone())
+            self.values.setdefault(layer_idx, []).append(v.detach().clone())
+            return real(cache, layer_idx, q, k, v, *rest)
+
+        return attend
+
+    def of(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return torch.cat(self.keys[layer_idx], 2), torch.cat(self.values[layer_idx], 2)
+
+
+def run(policy: str, turns: list[int] = TURNS, lengths: list[int] | None = None) -> tuple[PolicyCache, Seen]:
+    model, seen = model_of(), Seen()
+    ids, mask = make_batch(lengths or [turns[0]], turns)
+    with kvpolicy.attach(model, policy), attending(seen.around):
+        cache = PolicyCache(model, new=sum(turns[1:]))
+        start = 0
+        for size in turns:
+            forward(model, ids, mask, start, start + size, cache)
+            check_cache(cache)
+            start += size
+    return cache, seen
+
+
+def stores_of(cache: PolicyCache, *layers: int) -> list[Any]:
+    return [cache.policy_layers[layer].store for layer in layers]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_both_layers_read_a_direction_between_theirs_with_their_own_norms(policy: str) -> None:
+    cache, seen = run(policy)
+    codec: Any = cache.policy.codec
+    pair = stores_of(cache, 1, 2)
+    assert [type(store.spec.codec) for store in stores_of(cache, 0, 3)] == [Plain, Plain]
+    exact = pair[0].layout.exact
+    positions = pair[0].tensors.positions[..., exact:]
+    assert bool((positions >= 0).any(-1).all())
+    shared = pair[0].tensors.codes[0].shared
+    read = [store.slots.codes.view().read(torch.float32)[0] for store in pair]
+    for side, table in ((0, shared.whole_key_slots), (1, shared.whole_value_slots)):
+        for head in range(positions.shape[1]):
+            slots = (positions[0, head] >= 0).nonzero().flatten()
+            given = [seen.of(layer)[side][0, head, positions[0, head, slots].long()] for layer in (1, 2)]
+            units = [unit_vectors(x)[0] for x in given]
+            direction = interpolate(units[0], units[1], codec.t)
+            is_whole = torch.isin(slots, table[0, head].long())
+            assert 0 < int(is_whole.sum()) < len(slots)
+            for layer in (0, 1):
+                found = read[layer][side][0, head, slots].double()
+                norm = given[layer].double().norm(dim=-1, keepdim=True)
+                want = torch.where(is_whole[:, None], given[layer].double(), direction * norm)
+                assert bool(((found - want).norm(dim=-1) <= ALIKE * norm.squeeze(-1)).all())
+    assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
+
+
+def test_all_tokens_of_a_prompt_of_the_largest_angle_are_whole() -> None:
+    """The tokens that a prompt encodes at once: `ceil(keep * N)` of them, and no other has a larger angle."""
+    cache, seen = run(POLICIES[0], [40])
+    first, second = stores_of(cache, 1, 2)
+    positions = first.tensors.positions[..., first.layout.exact :]
+    shared = first.tensors.codes[0].shared
+    for side, table in ((0, shared.whole_key_slots), (1, shared.whole_value_slots)):
+        for head in range(positions.shape[1]):
+            slots = (positions[0, head] >= 0).nonzero().flatten()
+            given = [seen.of(layer)[side][0, head, positions[0, head, slots].long()].half() for layer in (1, 2)]
+            angles = angle_between(*(unit_vectors(x)[0] for x in given))
+            whole = [slot for slot in table[0, head].tolist() if slot >= 0]
+            assert len(whole) == -(-len(slots) // 5)  # keep=0.2
+            assert set(whole) == set(slots[angles.topk(len(whole)).indices].tolist())
+    assert second.tensors.codes[0].shared == ()
+
+
+def test_nothing_is_stored_twice() -> None:
+    cache, _ = run(EVICTING)
+    first, second = stores_of(cache, 1, 2)
+    both = [t.data_ptr() for store in (first, second) for t in tensors(store.tensors.codes) if t.numel()]
+    assert len(set(both)) == len(both)
+    held = [sum(t.nbytes for t in tensors(store.tensors.codes)) for store in (first, second)]
+    assert held[1] < held[0] / 2
+    kinds = [store.nbytes_by_kind() for store in (first, second)]
+    assert [kind["codes"] + kind["scales"] for kind in kinds] == held
+
+
+def test_a_step_moves_the_directions_in_both_layers() -> None:
+    cache, _ = run(EVICTING)
+    assert cache.plan is not None
+    moved = [layer.moved for layer in cache.policy_layers]
+    assert moved == [layer.moved for layer in cache.plan.layers]
+    assert moved[1] == moved[2]
+
+
+def test_a_copy_goes_on_by_itself() -> None:
+    """A copy of a cache has a group of its own, so that steps of one change no tensor of the other."""
+    model = model_of()
+    ids, mask = make_batch([26], TURNS)
+    with kvpolicy.attach(model, EVICTING):
+        cache = PolicyCache(model, new=sum(TURNS[1:]))
+        talk(model, ids, mask, TURNS[:3], cache)
+        other = cache.fork()
+        before = [t.clone() for layer in other.policy_layers for t in tensors(layer.store.tensors.codes)]
+        wanted = talk_on(model, ids, mask, cache, TURNS[3:])
+        after = [t for layer in other.policy_layers for t in tensors(layer.store.tensors.codes)]
+        assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+        assert torch.equal(talk_on(model, ids, mask, other, TURNS[3:]), wanted)
+        check_cache(other)
+    first, second = (stores_of(each, 1)[0].contents.group for each in (cache, other))
+    assert first is not second and first.layers[0] is not second.layers[0]
+
+
+def talk_on(model: Any, ids: Tensor, mask: Tensor, cache: PolicyCache, turns: list[int]) -> Tensor:
+    """Logits of further turns."""
+    start = int(cache.policy_layers[0].store.tensors.columns)
+    found: list[Tensor] = []
+    for size in turns:
+        found.append(forward(model, ids, mask, start, start + size, cache))
+        start += size
+    return torch.cat(found, 1)
+
+
+def test_a_cache_begins_anew_after_a_reset() -> None:
+    model = model_of()
+    ids, mask = make_batch([26], TURNS)
+    with kvpolicy.attach(model, EVICTING):
+        cache = PolicyCache(model, new=sum(TURNS[1:]))
+        wanted = talk(model, ids, mask, TURNS, cache)
+        cache.reset()
+        cache.expect(None, sum(TURNS[1:]))
+        assert torch.equal(talk(model, ids, mask, TURNS, cache), wanted)
+        check_cache(cache)
+
+
+def test_rows_are_selected_in_both_layers() -> None:
+    model = model_of()
+    ids, mask = make_batch([26, 15], TURNS)
+    with kvpolicy.attach(model, EVICTING):
+        cache = PolicyCache(model, new=sum(TURNS[1:]))
+        talk(model, ids, mask, TURNS[:4], cache)
+        other = cache.fork()
+        other.batch_select_indices(torch.tensor([1, 0, 1]))
+        order = torch.tensor([1, 0, 1])
+        wanted = talk_on(model, ids, mask, cache, TURNS[4:])
+        found = talk_on(model, ids[order], mask[order], other, TURNS[4:])
+        check_cache(other)
+    torch.testing.assert_close(found, wanted[order], rtol=0, atol=2e-3)
+
+
+def test_blocks_are_undone_in_both_layers() -> None:
+    """More steps than a block has tokens are marked, of which few are accepted."""
+    model = model_of()
+    ids, mask = make_batch([26], [26] + [1] * 20)
+    with kvpolicy.attach(model, EVICTING):
+        cache = PolicyCache(model, new=20)
+        talk(model, ids, mask, [26, 1, 1], cache)
+        other = cache.fork()
+        cache.mark(most=9)
+        talk_on(model, ids.flip(1), mask, cache, [1] * 9)
+        cache.rollback(2)
+        talk_on(model, ids.flip(1), mask, other, [1] * 2)
+        check_cache(cache)
+        for mine, ours in zip(cache.policy_layers, other.policy_layers, strict=True):
+            assert torch.equal(mine.positions, ours.positions)
+            for one, two in zip(tensors(mine.store.tensors.codes), tensors(ours.store.tensors.codes), strict=True):
+                assert torch.equal(one, two)
+
+
+def test_a_saved_cache_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    model = model_of()
+    ids, mask = make_batch([26, 20], TURNS)
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, EVICTING):
+        cache = PolicyCache(model, new=sum(TURNS[1:]))
+        talk(model, ids, mask, TURNS[:7], cache)
+        cache.save(path)
+        loaded = PolicyCache.load(model, path)
+        check_cache(loaded)
+        assert loaded.nbytes == cache.nbytes and isinstance(loaded.policy, GroupedPolicy)
+        assert torch.equal(talk_on(model, ids, mask, loaded, TURNS[7:]), talk_on(model, ids, mask, cache, TURNS[7:]))
+
+
+@pytest.mark.parametrize("how", [{"tile": 5}, {"chunks": "hold"}])
+def test_tiles_and_held_chunks_encode_what_a_whole_prompt_does(how: dict[str, Any]) -> None:
+    model = model_of()
+    ids, mask = make_batch([40], [40, 1, 1])
+    codes: list[list[Tensor]] = []
+    for given, turns in (({}, [40, 1, 1]), (how, [40, 1, 1] if "tile" in how else [15, 25, 1, 1])):
+        with kvpolicy.attach(model, EVICTING, **given):
+            cache = PolicyCache(model, prompt=40, new=2)
+            talk(model, ids, mask, turns, cache)
+            check_cache(cache)
+            codes.append([*tensors([store.tensors.codes for store in stores_of(cache, 1, 2)])])
+    for one, two in zip(*codes, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=2e-2 if one.is_floating_point() else 0)
+
+
+def test_a_block_of_the_first_layer_waits_and_is_counted() -> None:
+    """Between the two layers of a pair, keys and values of the tokens that wait are held, and no more."""
+    model, waiting = model_of(), []
+
+    def around(real: Any) -> Any:
+        def attend(cache: PolicyCache, layer_idx: int, *given: Any) -> Tensor:
+            layer = cache.policy_layers[1]
+            waiting.append((layer_idx, layer.held().get("waiting prompt", 0) if layer.is_initialized else 0))
+            return real(cache, layer_idx, *given)
+
+        return attend
+
+    ids, mask = make_batch([40], [40])
+    with kvpolicy.attach(model, EVICTING), attending(around):
+        cache = PolicyCache(model, new=4)
+        forward(model, ids, mask, 0, 40, cache)
+    kept = 20 - 3  # half of the prompt, less the residual
+    shape = stores_of(cache, 1)[0].shape
+    assert dict(waiting) == {0: 0, 1: 0, 2: kept * shape.token_nbytes, 3: 0}
+    assert "waiting prompt" not in cache.policy_layers[1].held()
+
+
+def test_beams_and_generate_run() -> None:
+    model = model_of()
+    ids, _ = make_batch([26], [26])
+    with kvpolicy.attach(model, EVICTING) as handle:
+        found = model.generate(ids, max_new_tokens=12, num_beams=3, do_sample=False)
+        assert found.shape[1] > 26 and handle.cache is not None
+        check_cache(handle.cache)
+
+
+# the group alone
+
+
+def fake_layers(size: int) -> tuple[LayerGroup, list[Any]]:
+    """A group of layers whose only stage notes what it is given."""
+    calls: list[Any] = []
+    stage = SimpleNamespace(write_group=lambda *given: calls.append(given), shared=lambda codes: codes["shared"])
+    group = LayerGroup(size)
+    for number in range(size):
+        spec = SimpleNamespace(stages=(stage,), layer_idx=number + 4)
+        layer: Any = SimpleNamespace(spec=spec, tensors=SimpleNamespace(codes=({"shared": number},)))
+        group.join(number, layer)
+    return group, calls
+
+
+def block(number: int, device: str = "cpu") -> Block:
+    x = torch.full((1, 1, 2, 3), float(number), device=device)
+    slots = torch.zeros(1, 1, 2, dtype=torch.int64, device=device)
+    return Block(0, lambda: StageStore(number), x, -x, slots, slots == 0, slots == 1)
+
+
+def test_a_block_is_encoded_once_every_layer_has_given_it() -> None:
+    group, calls = fake_layers(3)
+    for number in (0, 1):
+        group.write(number, block(number))
+        group.write(number, block(number + 10))
+        assert group.waits and not calls
+    assert group.waiting_nbytes(0) == 2 * 2 * 6 * 4
+    group.write(2, block(2))
+    assert [[float(x.mean()) for x in each] for each in calls[0][1:3]] == [[0, 1, 2], [0, -1, -2]]
+    assert [store.codes for store in calls[0][0]] == [0, 1, 2]
+    assert group.waits
+    group.write(2, block(12))
+    assert [float(x.mean()) for x in calls[1][1]] == [10, 11, 12]
+    assert not group.waits and group.waiting_nbytes(0) == 0
+
+
+def test_a_group_whose_layers_have_not_joined_waits() -> None:
+    group = LayerGroup(2)
+    group.join(0, fake_layers(1)[0].layers[0])
+    group.write(0, block(0))
+    assert group.waits
+
+
+def test_a_view_that_waits_is_copied_so_that_the_prompt_may_be_freed() -> None:
+    group, _ = fake_layers(2)
+    whole = torch.ones(1, 1, 100, 3)
+    group.write(0, block(0)._replace(keys=whole[:, :, :2], values=whole[:, :, 2:4]))
+    (waiting,) = group._waiting[0]
+    assert waiting.keys.untyped_storage().nbytes() == waiting.keys.nbytes == 24
+
+
+def test_layers_on_several_devices_are_refused() -> None:
+    group, calls = fake_layers(2)
+    group.write(0, block(0, "meta"))
+    with pytest.raises(KVPolicyError, match=r"on one device, got \['cpu', 'meta'\] for the layers \[4, 5\]; try"):
+        group.write(1, block(1))
+    assert not calls
+
+
+def test_what_the_first_layer_shares_is_read() -> None:
+    group, _ = fake_layers(2)
+    assert group.shared(0) == 0
+
+
+# the policy of a model
+
+
+def test_a_policy_is_grouped_for_a_model() -> None:
+    model = model_of()
+    with kvpolicy.attach(model, EVICTING) as handle:
+        cache = PolicyCache(model)
+        policy = cache.policy
+    assert isinstance(policy, GroupedPolicy) and policy == Policy.parse(EVICTING) and str(policy) == EVICTING
+    assert policy.layer_groups == ((1, 2),)
+    codecs = [policy.at(layer).codec for layer in range(4)]
+    pair = policy.codec
+    assert codecs == [Plain(), *(MiniCacheLayer(pair=pair, number=n) for n in (0, 1)), Plain()]  # pyright: ignore
+    assert [own.codec for own in policy.distinct] == [codecs[0], codecs[1], codecs[2]]
+    assert handle.policy == policy
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_grouped_policy_is_copied(copied: Any) -> None:
+    policy = GroupedPolicy(Policy.parse(EVICTING), ((1, 2),))
+    other = copied(policy)
+    assert isinstance(other, GroupedPolicy) and other == policy and hash(other) == hash(policy)
+    assert other.layer_groups == policy.layer_groups and other.at(2) == policy.at(2)
+
+
+def test_a_grouped_policy_is_attached_to_another_model() -> None:
+    policy = GroupedPolicy(Policy.parse(EVICTING), ((4, 5), (6, 7)))
+    with kvpolicy.attach(model_of(), policy) as handle:
+        assert handle.policy.layer_groups == ((1, 2),)
+
+
+def test_a_grouped_policy_with_another_budget() -> None:
+    other = GroupedPolicy(Policy.parse(EVICTING), ((1, 2),)).with_budget(30)
+    assert isinstance(other, GroupedPolicy) and other.layer_groups == ((1, 2),)
+    assert other.budget == other.at(0).budget == other.at(1).budget == 30
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("h2o+minicache@0.5", "The selector must keep the same tokens"),
+        ("kvcrush/streaming+minicache@0.5", "The selector must keep the same tokens"),
+        ("pyramid+window+minicache@0.5", "The allocator must give every layer"),
+        ("full+minicache+quest", "The reader must read every token"),
+    ],
+)
+def test_parts_that_may_keep_other_tokens_in_one_layer_are_refused(policy: str, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=f"^{message}.*, got .*; try "):
+        Policy.parse(policy)
+
+
+def test_budgets_by_head_are_refused() -> None:
+    with pytest.raises(KVPolicyError, match=r"must encode every token by itself .*AdaKV"):
+        Policy.parse("uniform/adakv+snapkv+minicache@0.5")
+
+
+def test_a_policy_by_layer_has_no_pairs() -> None:
+    with pytest.raises(KVPolicyError, match=r"The codec of a layer must encode it by itself.*layer 1.*; try tokenwise"):
+        Policy.by_layer(["full", "minicache"], budget=0.5)
+
+
+def test_a_model_of_one_layer_is_refused() -> None:
+    with pytest.raises(KVPolicyError, match=r"start must leave two layers of the model's 1"):
+        kvpolicy.attach(model_of(layers=1), "minicache:start=0")
+
+
+def test_a_crop_is_refused() -> None:
+    cache, _ = run(POLICIES[0], [26, 1])
+    with pytest.raises(KVPolicyError, match=r"must not be cropped under the codec MiniCache\(start=1"):
+        cache.crop(-1)
+
+
+def test_the_distortion_of_a_pair() -> None:
+    x, y = torch.randn(2, 1, 2, 120, 16, generator=torch.Generator().manual_seed(0))
+    alike = group_distortion(MiniCache(), [(x, x), (x, 2 * x)])
+    assert max(each.keys for each in alike) < 1e-6 > max(each.values for each in alike)
+    apart = group_distortion(MiniCache(keep=0.0), [(x, x), (y, y)])
+    assert 0.5 < apart[0].keys < 1.5 and 0.1 < apart[1].keys < apart[0].keys  # t = 0.6 is nearer to the second
+    assert apart[0].bits == 16 + 16 / 16 and apart[1].bits == 16 / 16
+    with pytest.raises(KVPolicyError, match="must be more than"):
+        group_distortion(MiniCache(residual_length=200), [(x, x), (y, y)])
+
+
+def test_a_selector_of_ones_own_may_say_that_it_looks_at_positions_alone() -> None:
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Even(Selector):
+        """Keep even positions first."""
+
+        positions_only: bool = True
+
+        def priority(self, state: Any, view: View) -> Tensor:
+            return -(view.positions % 2).float().masked_fill(view.newest(1), -torch.inf)
+
+    policy = Policy(selector=Even(), codec=MiniCache(start=1, residual_length=3, block_size=4), budget=0.5)
+    model = model_of()
+    ids, mask = make_batch([26], TURNS)
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, new=sum(TURNS[1:]))
+        talk(model, ids, mask, TURNS, cache)
+        check_cache(cache)
+    with pytest.raises(KVPolicyError, match="must keep the same tokens"):
+        Policy(selector=Even(positions_only=False), codec=MiniCache(), budget=0.5)
