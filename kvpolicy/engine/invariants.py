@@ -30,6 +30,7 @@ def check_invariants(store: LayerStore, *, keeps_newest: bool = True) -> None:
     - Nothing stands in a page without an owner, or in a slot that its row may not use.
     - An empty slot holds finite numbers, since its weight of 0 times an infinite one would be NaN.
     - Counters, limits, the reader's index and the number of bytes equal a recount.
+    - The slots of a shared prefix are as they were when they were shared.
 
     Args:
         store: The layer.
@@ -54,6 +55,8 @@ def check_invariants(store: LayerStore, *, keeps_newest: bool = True) -> None:
         _check_buffer(store)
     _check_numbers(store, positions)
     _check_counts(store)
+    if store.prefix is not None:
+        _require(store.prefix.is_unchanged, store, "a shared prefix is as it was")
 
 
 def _require(fine: Tensor | bool, store: LayerStore, rule: str) -> None:

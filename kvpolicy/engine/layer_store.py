@@ -26,6 +26,7 @@ from kvpolicy.engine.rollback import copied_tensors, note_counters, undoable
 from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import worth_of
+from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_slots, map_state
 from kvpolicy.engine.token_batch import SlotData
@@ -45,6 +46,7 @@ class LayerStore:
         contents: The tensors and numbers of the layer.
         geometry: The arrangement of the slots.
         slots: The same if all heads have equally many slots; None if each head has a budget.
+        prefix: Slots of another layer, of one row, that every row attends to before its own; None without.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -54,6 +56,7 @@ class LayerStore:
         self.contents = LayerContents(spec)
         self.slots = SlotGeometry(self.contents) if spec.heads is None else None
         self.geometry: Geometry = self.slots or PageGeometry(self.contents)
+        self.prefix: SharedPrefix | None = None
 
     def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1) -> None:
         """Allocate a layer without slots, like `keys` [B, H, P, D], the first, with `group` query heads for each."""
@@ -114,7 +117,8 @@ class LayerStore:
             The output [B, Hq, P, D], and the prompt, earlier chunks included.
         """
         past = self.past() if held is None else held.after(self.past())
-        out, attn_sum = attend(q, k, v, transform, past, valid, self.contents.prompt_needs.attn_sum)
+        beside = None if self.prefix is None else self.prefix.attend_prompt(q, transform)
+        out, attn_sum = attend(q, k, v, transform, past, valid, self.contents.prompt_needs.attn_sum, beside)
         pending = see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
         return out, self.end_prompt(pending, held)
 
@@ -133,7 +137,8 @@ class LayerStore:
         """
         past = self.past() if held is None else held.after(self.past())
         statistics = PromptStatistics(self.contents, valid, columns, held)
-        return PromptTiles(k, q.shape[1], columns, valid, past, statistics, self.contents.prompt_needs.attn_sum)
+        sums = self.contents.prompt_needs.attn_sum
+        return PromptTiles(k, q.shape[1], columns, valid, past, statistics, sums, self.prefix)
 
     @on_host
     def end_prompt(self, pending: PendingPrompt, held: PendingPrompt | None) -> PendingPrompt:
@@ -247,7 +252,12 @@ class LayerStore:
         if merge is not None:
             slot, data = merging.with_merge(slot, data, merge)
         self.geometry.write(slot, data, None if valid is None else valid[:, None].expand_as(slot))
-        out, weights = self.geometry.attend(q, transform, needs.decode_attn)
+        if self.prefix is None or self.slots is None:
+            out, weights = self.geometry.attend(q, transform, needs.decode_attn)
+        else:
+            self.prefix.count_read(layer.link)
+            beside = self.prefix.attend_step(q, transform)
+            out, weights = self.slots.index.attend(q, transform, needs.decode_attn, beside)
         layer.link.stop()
         if needs.decode_attn or needs.vectors:
             view = view._replace(token=new_token(q, k, v, position[:, 0], needs, self.spec.rope))
@@ -342,7 +352,7 @@ class LayerStore:
         link = self.contents.link
         if link.moved or not self.is_initialized:
             return link.moved
-        return step_nbytes(self.geometry)
+        return step_nbytes(self.geometry) + (0 if self.prefix is None else self.prefix.step_nbytes)
 
     def nbytes_by_kind(self) -> dict[str, int]:
         """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts and undo log if any."""

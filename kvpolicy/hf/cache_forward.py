@@ -26,6 +26,7 @@ from kvpolicy.hf.layer import PolicyLayer, make_store
 from kvpolicy.hf.layer_metrics import measure_attention, measured_metrics
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.running_forward import RunningForward
+from kvpolicy.hf.shared_fork import with_prefix
 from kvpolicy.hf.tiles import Tile
 from kvpolicy.hf.transcript import extended
 from kvpolicy.planning.result import CachePlan
@@ -88,7 +89,7 @@ class CacheForward(Cache):
     @property
     def has_prompt(self) -> bool:
         """Whether every layer holds a prompt that is compressed, and none waits for the rest of it."""
-        return all(layer.is_initialized and layer.pending is None for layer in self.policy_layers)
+        return all(layer.holds_prompt for layer in self.policy_layers)
 
     @property
     def prompt(self) -> Tensor | None:
@@ -115,8 +116,7 @@ class CacheForward(Cache):
         self._check_attached()
         first = self.policy_layers[0]
         new = tokens.shape[1]
-        one_token = new == 1 and first.is_initialized and first.pending is None and not self.holds_next
-        one_token = one_token and not self._begins_held(mask)
+        one_token = new == 1 and first.holds_prompt and not self.holds_next and not self._begins_held(mask)
         fits = not one_token and mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # others are refused
         valid = mask[:, -new:].bool() if mask is not None and fits else None
         seen = first.length if first.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
@@ -229,12 +229,12 @@ class CacheForward(Cache):
         ranks = held.ranks if held.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
         heads, new = q.shape[1:3]
         # Before this prompt gets slots: a first prompt attends to itself alone, and gradients may flow.
-        has_slots = held.layout.slots > 0 or layer.pending is not None
+        has_slots = held.layout.slots > 0 or layer.pending is not None or layer.prefix is not None
         if ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         if tile is not None:
             out = self._attend_tile(layer, tile, (q, k, v), transform, forward, ranks)
-        elif held.is_initialized and q.shape[2] == 1 and layer.pending is None and not self._keeps_prompt:
+        elif q.shape[2] == 1 and layer.holds_prompt and not self._keeps_prompt:
             out = store.append(q, k, v, valid, transform, forward)
         else:
             if not store.is_initialized:
@@ -492,7 +492,8 @@ class CacheForward(Cache):
         told = Expected(self.prompt, self.new, end)
         model = self.attachment.model_shape
         columns = first.get_seq_length()
-        self._forward.tokens, self.plan, end = divide_budget(
-            self.policy, model, first.store, pending, told, metrics, columns, keep
+        self._forward.tokens, plan, end = divide_budget(
+            self.policy, model, first.store, pending, told, metrics, columns, keep, first.prefix_columns
         )
+        self.plan = with_prefix(plan, self.policy_layers, len(pending.keys))
         self._end = None if end is None else end.tolist()
