@@ -75,8 +75,17 @@ def check_shareable(cache: Any) -> None:
             f"A cache must have one row for its slots to be shared, got {cache.batch_size}; try "
             "cache.fork([0]).fork(rows, shared=True), for each row."
         )
-    readers = [own.reader for own in cache.policy.distinct if own.reads_part]
-    choosers = [*readers, *(own.codec for own in cache.policy.distinct if own.codec.traits.searches)]
+    check_readable(cache.policy)
+
+
+def check_readable(policy: Policy) -> None:
+    """Refuse a policy whose slots several rows cannot read together.
+
+    Raises:
+        KVPolicyError: If a part chooses which slots a step reads.
+    """
+    readers = [own.reader for own in policy.distinct if own.reads_part]
+    choosers = [*readers, *(own.codec for own in policy.distinct if own.codec.traits.searches)]
     if choosers:
         raise KVPolicyError(
             "Every slot must be read in a step for slots to be shared, since a choice depends on the queries of one "
