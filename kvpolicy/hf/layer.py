@@ -168,6 +168,11 @@ class PolicyLayer(CacheLayerMixin):
         """Columns of the prefix that the rows share; 0 without one."""
         return 0 if self.prefix is None else self.prefix.columns
 
+    @property
+    def prefix_kept(self) -> float:
+        """Tokens of the shared prefix that a head holds, as a mean; 0 without one."""
+        return 0.0 if self.prefix is None else float(self.prefix.source.geometry.tokens_by_head().float().mean())
+
     def hold(self, pending: PendingPrompt, massive: Tensor | None, rope_offset: Tensor | None) -> None:
         """Keep a prompt until it was replayed.
 

@@ -49,6 +49,11 @@ class LayerSource(Protocol):
         ...
 
     @property
+    def prefix_kept(self) -> float:
+        """Tokens of a shared prefix that a head holds, as a mean; 0 without one."""
+        ...
+
+    @property
     def moved(self) -> int:
         """Bytes that a decode step reads."""
         ...

@@ -259,6 +259,22 @@ def test_the_text_may_be_forgotten_while_rows_share_it() -> None:
             assert torch.equal(one, two)
 
 
+def test_windows_are_copied_for_each_row() -> None:
+    """Those of the text are overwritten when it is reset."""
+    model = build("gemma2")
+    ids, mask = conversation([6])
+    with kvpolicy.attach(model, "snapkv:window=4@0.5"):
+        text = read_text(model, ids)
+        shared, other = (text.fork(shared=True) for _ in range(2))
+        assert shared.unmanaged_bytes() == text.unmanaged_bytes()
+        many = text.fork([0] * 5, shared=True).unmanaged_bytes()
+        assert many == {index: 5 * size for index, size in text.unmanaged_bytes().items()}
+        want = go_on(model, other, ids, mask)
+        text.reset()
+        for one, two in zip(go_on(model, shared, ids, mask), want, strict=True):
+            assert torch.equal(one, two)
+
+
 def test_a_copy_of_the_text_goes_on() -> None:
     model = build("llama")
     ids, mask = conversation([6])

@@ -101,7 +101,7 @@ def test_requests_are_split_behind_their_common_prefix(holdback: int) -> None:
     requests = [
         (None, [1, 2, 3, 4, 5], [6]),
         (None, [1, 2, 3, 4, 5], [7, 8]),
-        (None, [1, 2, 3, 9, 9], [9]),
+        (None, [1, 2, 9, 9, 9], [9]),
         (None, [4], [5]),
     ]
     shared, alone = split_behind(split(requests, max_length=20, holdback=holdback), 2, holdback)

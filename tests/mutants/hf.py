@@ -381,7 +381,7 @@ MUTATIONS = (
         file="kvpolicy/hf/shared_fork.py",
         old="(t.expand(rows, -1, -1, -1).clone() for t in (layer.keys, layer.values))",
         new="(t.expand(rows, -1, -1, -1) for t in (layer.keys, layer.values))",
-        tests=("tests/engine/test_shared_fork.py::test_a_plan_is_what_a_cache_holds_when_the_end_is_known",),
+        tests=("tests/engine/test_shared_fork.py::test_windows_are_copied_for_each_row",),
     ),
     Mutation(
         name="an announced prompt counts the shared text again",
