@@ -16,7 +16,7 @@ from kvpolicy.hf.edit_checks import check_rows
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.layer_prefix import SHARED, LayerPrefix
 from kvpolicy.hf.model_spec import resolve_for
-from kvpolicy.planning.memory import layer_spec
+from kvpolicy.planning.memory import DIGEST_NBYTES, layer_spec
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Needs
@@ -183,10 +183,22 @@ def with_prefix(plan: CachePlan, layers: list[PolicyLayer], rows: int) -> CacheP
     prefixes = [layer.prefix for layer in layers]
     if prefixes[0] is None or SHARED in plan.layers[0].nbytes:
         return plan
-    shared = [0 if prefix is None else prefix.slots.nbytes for prefix in prefixes]
-    moved = [0 if prefix is None else prefix.slots.step_nbytes for prefix in prefixes]
+    slots = [prefix.slots for prefix in prefixes if prefix is not None]
     full = sum(map(full_prefix_nbytes, layers)) * rows
-    note = f"{prefixes[0].slots.length:,} tokens of a shared prefix are held once for all rows"
+    return beside(plan, [each.nbytes for each in slots], [each.step_nbytes for each in slots], full, slots[0].length)
+
+
+def beside(plan: CachePlan, shared: list[int], moved: list[int], full: int, length: int) -> CachePlan:
+    """A plan of what rows add, beside a prefix that they share.
+
+    Args:
+        plan: The plan of what they add.
+        shared: Bytes of the prefix in each layer under the policy.
+        moved: Bytes of it that a decode step reads.
+        full: Bytes of its tokens in the stock cache, of all rows.
+        length: Its tokens.
+    """
+    note = f"{length:,} tokens of a shared prefix are held once for all rows"
     return replace(
         plan,
         layers=tuple(
@@ -210,3 +222,34 @@ def behind(prompt: Tensor | None, layer: PolicyLayer) -> Tensor | None:
     if prompt is None or layer.prefix is None:
         return prompt
     return (prompt - layer.prefix.slots.length).clamp_min(0)
+
+
+def planned_behind(plan: CachePlan, text: CachePlan) -> CachePlan:
+    """A plan of what rows add behind a text, whose plan is that of one row."""
+    shared = [sum(layer.nbytes.values()) for layer in text.layers]
+    shared[0] -= DIGEST_NBYTES  # of the mask, of which each row has its own
+    length = text_length(text)
+    assert text.prefill is not None
+    full = plan.batch * length * text.prefill.shape.token_nbytes * len(shared)
+    return beside(plan, shared, [layer.moved for layer in text.layers], full, length)
+
+
+def text_length(text: CachePlan | None) -> int:
+    """The tokens that the plan of a text is of; 0 without one."""
+    return 0 if text is None or text.prefill is None else text.prefill.columns
+
+
+def check_text(text: CachePlan, own: Policy, layers: int) -> None:
+    """Refuse the plan of a text whose slots rows cannot share.
+
+    Raises:
+        KVPolicyError: If it is not of one row of the same model, or a part of either policy does not allow it.
+    """
+    if not isinstance(text, CachePlan) or text.batch != 1 or len(text.layers) != layers:  # pyright: ignore[reportUnnecessaryIsInstance]
+        got = f"{text.batch} row(s) and {len(text.layers)} layers" if isinstance(text, CachePlan) else repr(text)  # pyright: ignore
+        raise KVPolicyError(
+            f"prefix must be the plan of one row of the same model, with {layers} layers under the policy, got {got}; "
+            "try kvpolicy.plan(config, policy, prompt=4096)."
+        )
+    check_readable(text.policy)
+    check_own(own)

@@ -141,6 +141,36 @@ def test_a_plan_is_what_a_cache_holds_when_the_end_is_known() -> None:
         assert len(before) == 1
 
 
+@pytest.mark.parametrize("policy", ["snapkv:window=4@0.5", "full+tokenwise", "uniform/adakv+snapkv:window=4@0.5"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("own", ["full", "window@4"])
+def test_a_plan_of_a_config_is_what_a_cache_holds(family: str, policy: str, own: str) -> None:
+    model = build(family)
+    ids, mask = conversation([6, 6, 6])
+    with kvpolicy.attach(model, policy):
+        shared = read_text(model, ids).fork([0] * ROWS, shared=True, own=own)
+        shared.expect(TEXT + 6, new=5)
+        go_on(model, shared, ids, mask)
+    text = kvpolicy.plan(model, policy, prompt=TEXT)
+    planned = kvpolicy.plan(model, own, batch=ROWS, prompt=6, new=5, prefix=text)
+    assert planned.by_kind()[SHARED] == sum(layer.held()[SHARED] for layer in shared.policy_layers)
+    assert planned.nbytes == shared.nbytes
+    assert planned.full_nbytes == shared.full_nbytes
+    assert shared.plan is not None and planned.moved == shared.plan.moved
+
+
+def test_plans_that_rows_cannot_share() -> None:
+    model = build("llama")
+    two, text = (kvpolicy.plan(model, "window@0.5", prompt=TEXT, batch=batch) for batch in (2, 1))
+    for wrong in (two, "window@0.5"):
+        with pytest.raises(KVPolicyError, match="prefix must be the plan of one row of the same model"):
+            kvpolicy.plan(model, "full", prompt=6, prefix=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(KVPolicyError, match="own must be a policy that keeps tokens"):
+        kvpolicy.plan(model, "h2o@8", prompt=6, prefix=text)
+    with pytest.raises(KVPolicyError, match="Every slot must be read"):
+        kvpolicy.plan(model, "full", prompt=6, prefix=kvpolicy.plan(model, "full+quest:page=4:read=8", prompt=TEXT))
+
+
 def test_what_rows_add_is_evicted_under_a_policy_of_its_own() -> None:
     model = build("llama")
     ids, mask = conversation([6, 6, 3])
