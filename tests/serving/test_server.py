@@ -275,7 +275,7 @@ def test_requests_share_a_saved_cache(tmp_path: Path, capsys: pytest.CaptureFixt
         cache.save(path, tokens=ids)
         shared = cache.fork(shared=True)
         made = model.generate(whole, past_key_values=shared, max_new_tokens=8, do_sample=False)
-        kept = len(cache.layers[0].positions[0, 0]) + whole.shape[1] - ids.shape[1] + 7
+        kept = len(cache.policy_layers[0].positions[0, 0]) + whole.shape[1] - ids.shape[1] + 7
     expected = tokenizer.decode(made[0, whole.shape[1] :], skip_special_tokens=True)
     load = PrefixFile(path, kvpolicy.Policy.parse(POLICY), shared=True).load
     with (
