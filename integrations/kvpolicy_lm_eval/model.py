@@ -6,7 +6,8 @@ import logging
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +19,22 @@ from tqdm import tqdm
 import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.hf.attachment import Hold, check_hold
+from kvpolicy.hf.shared_fork import check_readable
 from kvpolicy.hf.tile_size import TileSize, check_tile
 from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyWarning
 from kvpolicy_lm_eval import ranks
 from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, content_of, read_policy, read_sharding
-from kvpolicy_lm_eval.scoring import Answer, Scorer, reported_lengths, split, with_prefixes
+from kvpolicy_lm_eval.prefixes import (
+    Group,
+    SharedText,
+    Tokens,
+    behind_prefix,
+    check_processes,
+    group_by_prefix,
+    read_least,
+)
+from kvpolicy_lm_eval.scoring import Answer, Scorer, reported_lengths, split, split_behind, with_prefixes
 from kvpolicy_lm_eval.stats import Stats
 
 log = logging.getLogger("lm_eval.kvpolicy")  # a child of lm-eval's logger, so that its messages are shown
@@ -61,6 +72,9 @@ class KVPolicyLM(HFLM):
         tile: The most tokens of a prompt that a layer takes at a time; `auto`, the default, chooses by the free memory
             of a GPU, and `none` takes all.
         hold: How a prompt is held that waits, such as for its replay: `plain`, or in the codec's `codes`.
+        group_by_prefix: Whether to group requests whose contexts begin with the same tokens, 256 or more, or as many as
+            the number says. Each common prefix is prefilled and compressed once, without what follows it, and its
+            slots are shared by all rows behind it.
         **kwargs: All other arguments of `hf`.
     """
 
@@ -75,6 +89,7 @@ class KVPolicyLM(HFLM):
         backend: str = "default",
         tile: int | str | None = "auto",
         hold: str = "plain",
+        group_by_prefix: bool | int = False,
         **kwargs: Any,
     ) -> None:
         """Parse the policy, load the model as `hf` does, and check that the policy can be used with it."""
@@ -85,6 +100,8 @@ class KVPolicyLM(HFLM):
         self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)
         self.tile: TileSize = check_tile(None if tile in (None, "none", "None") else tile)
         self.hold: Hold = check_hold(hold)
+        self.least_prefix = read_least(group_by_prefix)
+        self._shared: SharedText | None = None  # of the requests in progress
         self.sharding = read_sharding(tp, backend, kwargs, os.environ)
         self.stats = Stats()
         self._held_back = 0  # tokens that the documents of the requests in progress hold back
@@ -110,9 +127,12 @@ class KVPolicyLM(HFLM):
         if self.sharding.tp == 1:
             ranks.warn_of_copies(self._world_size, os.environ)
         # Raise errors about the model and the policy now, not at the first request.
+        check_processes(self.least_prefix, self._world_size)
         if self.is_full:
             self._full_bytes(1)
-        else:
+        if self.least_prefix:
+            check_readable(self.policy)
+        if not self._is_stock:
             self._attached().detach()
 
     def _attached(self) -> kvpolicy.Handle:
@@ -135,6 +155,11 @@ class KVPolicyLM(HFLM):
         return self.policy == Policy()
 
     @property
+    def _is_stock(self) -> bool:
+        """Whether the code of HFLM answers the requests."""
+        return self.is_full and not self.least_prefix
+
+    @property
     def fingerprint(self) -> str:
         """Everything that an answer depends on besides its request."""
         name = self.pretrained if isinstance(self.pretrained, str) else self.model.name_or_path
@@ -142,6 +167,7 @@ class KVPolicyLM(HFLM):
             f"{_NAMES.get(name, name)} {self.model.dtype} policy={self.policy}"
             f"{content_of(self.policy)}"
             f" holdback={self.holdback} rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
+            + (f" group_by_prefix={self.least_prefix}" if self.least_prefix else "")
             + (f" tp={self.sharding.tp} backend={self.sharding.backend}" if self.sharding.tp > 1 else "")
         )
 
@@ -179,6 +205,7 @@ class KVPolicyLM(HFLM):
                 "budget": self.policy.budget,
                 "holdback": self.holdback,
                 "rolling_chunk": self.rolling_chunk,
+                "group_by_prefix": self.least_prefix,
                 "tp": tp,
                 "backend": self.sharding.backend,
                 "bytes_are": f"per {unit}",
@@ -222,11 +249,42 @@ class KVPolicyLM(HFLM):
             self.stats.current = f"{task}/{kind}"
             self.stats.now.requests += len(indices)
             self._held_back = held_back
-            task_answers = answer([requests[index] for index in indices], disable_tqdm=quiet)
-            for index, task_answer in zip(indices, task_answers, strict=True):
-                answers[index] = task_answer
+            for text, members in self._texts(kind, requests, indices):
+                with self._sharing(text):
+                    task_answers = answer([requests[index] for index in members], disable_tqdm=quiet)
+                for index, task_answer in zip(members, task_answers, strict=True):
+                    answers[index] = task_answer
         self._held_back = 0
         return answers
+
+    def _texts(self, kind: str, requests: list[Any], indices: list[int]) -> list[Group]:
+        """Prompts to generate from, by their common prefixes; of other requests, all in one group."""
+        if not self.least_prefix or kind != "generate_until":
+            return [Group((), indices)]
+        behind = max(self._held_back, 1)
+        prompts = [tuple(self.tok_encode(requests[index].args[0]))[:-behind] for index in indices]
+        found = group_by_prefix(prompts, self.least_prefix)
+        alone = [member for group in found if len(group.members) == 1 for member in group.members]
+        shared = [group for group in found if len(group.members) > 1]
+        groups = [*shared, Group((), alone)] if alone else shared
+        return [Group(prefix, [indices[member] for member in members]) for prefix, members in groups]
+
+    @contextmanager
+    def _sharing(self, prefix: Tokens) -> Generator[None]:
+        """Attach the policy, and hold a prefix that the rows of several batches share; nothing without one."""
+        if not prefix:
+            yield
+            return
+        with self._attached():
+            with self.stats.clock(self.device):
+                ids = torch.tensor([prefix], device=self.device)
+                cache = kvpolicy.PolicyCache(self.model, self.policy, prompt=len(prefix), new=0)
+                self._prefill(ids, None, len(prefix), 1, cache)
+            self._shared = SharedText(prefix, cache)
+            try:
+                yield
+            finally:
+                self._shared = None
 
     def _without_tasks(self, groups: dict[tuple[str, int], list[int]]) -> defaultdict[tuple[str, int], list[int]]:
         """Join the tasks: processes wait for each other while they answer, and may have requests of different tasks."""
@@ -269,7 +327,7 @@ class KVPolicyLM(HFLM):
         self.stats.now.prompt_tokens += sum(len(context) for _, context, _ in requests)
         self.stats.now.new_tokens += sum(len(answer) for _, _, answer in requests)
         with self.stats.clock(self.device):
-            if not self.is_full:
+            if not self._is_stock:
                 return self._score(requests, rolling, override_bs, disable_tqdm)
             answers = super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
         for length in reported_lengths(split(requests, self.max_length, self._holdback), rolling):
@@ -302,6 +360,10 @@ class KVPolicyLM(HFLM):
         groups = split(requests, self.max_length, self._holdback)
         without_prefix = groups.pop((), [])
         scorer = self._scorer(self.policy)
+        if self.least_prefix:
+            shared, groups = split_behind(groups, self.least_prefix, self._holdback)
+            for prefix, pieces in shared:
+                yield from scorer.behind(prefix, pieces, batch)
         for some in _batches(list(groups), batch):
             yield from scorer.shared(some, groups, batch)
         # The other answers are scored before anything is compressed. With the policy full, no budget is too small.
@@ -326,11 +388,15 @@ class KVPolicyLM(HFLM):
             model=self.model,
             new_cache=new_cache,
             on_filled=add_cache,
-            pad=self.tokenizer.pad_token_id or 0,
+            pad=self._pad,
             device=self.device,
             autocast=self.mixed_precision_dtype,
             softmax_dtype=self.softmax_dtype,
         )
+
+    @property
+    def _pad(self) -> int:
+        return self.tokenizer.pad_token_id or 0
 
     def _batch(self, requests: Sequence[Any]) -> int:
         """Return the batch size. `auto` is measured once, with the longest request."""
@@ -361,11 +427,20 @@ class KVPolicyLM(HFLM):
         prompt = lengths.repeat_interleave(beams)
         generate = super()._model_generate
         with self.stats.clock(self.device) as tally:
-            if self.is_full:
+            shared = self._shared
+            batch = None if shared is None else behind_prefix(context, mask, shared.tokens, self._pad)
+            if self._is_stock:
                 out = generate(context, max_length, stop, **kwargs)
+            elif shared is not None and batch is not None:
+                ids, seen = batch
+                cache = shared.cache.fork([0] * len(prompt), shared=True)
+                most = ids.shape[1] + max_length - columns
+                new = generate(ids, most, stop, **kwargs | {"attention_mask": seen}, past_key_values=cache)
+                out = torch.cat([context, new[:, ids.shape[1] :]], 1)
+                tally.add_cache(len(prompt), cache.nbytes, cache.full_nbytes)
             else:
                 held_back = max(min(self._held_back, int(lengths.min()) - 1), 0)
-                with self._attached():
+                with self._attached() if shared is None else nullcontext():
                     cache = kvpolicy.PolicyCache(
                         self.model, self.policy, prompt=prompt - held_back, new=max_length - columns + held_back
                     )
@@ -375,7 +450,7 @@ class KVPolicyLM(HFLM):
                 tally.add_cache(len(prompt), cache.nbytes, cache.full_nbytes)
         tally.prompt_tokens += int(lengths.sum())
         tally.new_tokens += int((out[:, columns:] != self.tokenizer.pad_token_id).sum())
-        if self.is_full:
+        if self._is_stock:
             for length in prompt.tolist():
                 self._add_full_cache(length + out.shape[1] - columns - 1)  # the last token is not in the cache
         return out

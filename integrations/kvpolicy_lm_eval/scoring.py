@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy_lm_eval.prefixes import Tokens, group_by_prefix
 
 Answer = tuple[float, bool]
 """The log-likelihood of an answer, and whether greedy decoding would generate it."""
-
-Tokens = tuple[int, ...]
 
 
 class Piece(NamedTuple):
@@ -76,6 +75,38 @@ def reported_lengths(groups: Groups, rolling: bool) -> list[int]:
     return [len(piece.tokens) - 1 for piece in without_prefix] + prefixes
 
 
+def split_behind(groups: Groups, least: int, holdback: int) -> tuple[list[tuple[Tokens, list[Piece]]], Groups]:
+    """Split requests by prefixes that their contexts have in common.
+
+    At least one token of a context is fed with its answer, as is what is held back.
+
+    Args:
+        groups: The requests, by the prefixes that would be compressed for each alone.
+        least: The fewest tokens of a common prefix.
+        holdback: The number of tokens at the end of a context that are fed with the answer.
+
+    Returns:
+        Prefixes with the pieces behind them, and the requests that share none.
+    """
+    every = [(prefix, piece) for prefix, pieces in groups.items() for piece in pieces]
+    limits = [max(len(prefix) + min(holdback - 1, 0), 0) for prefix, _ in every]
+    found = group_by_prefix([prefix[:limit] for (prefix, _), limit in zip(every, limits, strict=True)], least)
+    shared: list[tuple[Tokens, list[Piece]]] = []
+    alone: Groups = {}
+    for common, members in found:
+        if len(members) == 1 or not common:
+            for prefix, piece in (every[member] for member in members):
+                alone.setdefault(prefix, []).append(piece)
+            continue
+        size = len(common)
+        pieces = [
+            Piece(piece.request, prefix[size:] + piece.tokens, piece.scored)
+            for prefix, piece in (every[member] for member in members)
+        ]
+        shared.append((common, pieces))
+    return shared, {prefix: alone[prefix] for prefix in sorted(alone, key=len, reverse=True)}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorer:
     """Scores pieces on caches under a policy.
@@ -114,6 +145,19 @@ class Scorer:
             batch_cache = copy.deepcopy(cache) if start + batch < len(pairs) else cache
             batch_cache.batch_select_indices(rows)
             yield from self._continue(pieces, first[rows], mask[rows], length[rows], batch_cache)
+
+    def behind(self, prefix: Tokens, pieces: Sequence[Piece], batch: int) -> Iterator[tuple[int, Answer]]:
+        """Prefill and compress a prefix once, then score what follows it, in rows that share it, `batch` at a time."""
+        ids, mask = self._stack([prefix], left=True)
+        length = mask.sum(-1)
+        cache = self.new_cache(length)
+        first = self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache, last=True)
+        self.on_filled(1, cache)
+        longest_first = sorted(pieces, key=lambda piece: len(piece.tokens), reverse=True)
+        for start in range(0, len(pieces), batch):
+            some = longest_first[start : start + batch]
+            rows = [0] * len(some)
+            yield from self._continue(some, first[rows], mask[rows], length[rows], cache.fork(rows, shared=True))
 
     def _continue(
         self, pieces: Sequence[Piece], first: Tensor, mask: Tensor, length: Tensor, cache: Any

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.kernels.products import matmul, products, thin_mix
 from kvpolicy.protocols import Estimated
@@ -110,6 +111,7 @@ def attend(
     past: Past | None,
     valid: Tensor | None,
     sum_weights: bool,
+    beside: Part | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from new tokens to the slots of a layer and causally to each other.
 
@@ -121,11 +123,12 @@ def attend(
         past: Slots that every query attends to, or None.
         valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
         sum_weights: Whether to sum the attention weights over the queries.
+        beside: Attention of these queries to other keys, which takes part in the softmax, or None.
 
     Returns:
         The output [B, Hq, P, D], and the sums [B, Hq, S + P] fp32 over past slots and new tokens, or None.
     """
-    if past is None and _is_fusable(transform) and not sum_weights:
+    if past is None and _is_fusable(transform) and not sum_weights and beside is None:
         if valid is None:
             return _attend_fused(q, k, v, transform.scale), None
         if torch.compiler.is_compiling():
@@ -134,7 +137,7 @@ def attend(
     keys = k if past is None else torch.cat([past.keys, k], 2)
     values = v if past is None else torch.cat([past.values, v], 2)
     sums = q.new_zeros(*q.shape[:2], keys.shape[2], dtype=torch.float32) if sum_weights else None
-    return _attend_scores(q, keys, values, transform, past, valid, sums), sums
+    return _attend_scores(q, keys, values, transform, past, valid, sums, beside), sums
 
 
 def attend_tile(
@@ -145,6 +148,7 @@ def attend_tile(
     past: Past | None,
     valid: Tensor | None,
     sums: Tensor | None,
+    beside: Part | None = None,
 ) -> Tensor:
     """Attend from the newest tokens of a prompt to the slots before it, to its earlier tokens and to each other.
 
@@ -156,12 +160,13 @@ def attend_tile(
         past: The S slots that come first, or None.
         valid: Which of the N tokens are not padding, [B, N] bool; None if all are.
         sums: The attention weights are added to it, [B, Hq, S + N or more] fp32; None if they are not needed.
+        beside: Attention of these queries to other keys, which takes part in the softmax, or None.
 
     Returns:
         [B, Hq, T, D].
     """
-    if past is not None or not _is_fusable(transform) or sums is not None:
-        return _attend_scores(q, keys, values, transform, past, valid, sums)
+    if past is not None or not _is_fusable(transform) or sums is not None or beside is not None:
+        return _attend_scores(q, keys, values, transform, past, valid, sums, beside)
     if valid is None:
         return _attend_behind(q, keys, values, transform.scale)
     out = torch.zeros_like(q)
@@ -268,6 +273,7 @@ def _attend_scores(
     past: Past | None,
     valid: Tensor | None,
     sums: Tensor | None,
+    beside: Part | None = None,
 ) -> Tensor:
     """See `attend_tile`: scores are computed of a few queries at a time, against the keys that they may see."""
     batch, heads, total, dim = keys.shape
@@ -294,6 +300,8 @@ def _attend_scores(
         score[..., held + start :].masked_fill_(future[:count, :count], -torch.inf)
         if hidden is not None:
             score.masked_fill_(hidden[:, :, None, None, :seen], -torch.inf)
+        if beside is not None:  # other keys are one more column, whose score is their normalizer
+            score = torch.cat([score, beside.normalizer[..., start:stop, None]], -1)
         weights = transform.weights(score)
         if is_query is not None:  # padding queries produce no output and no statistics
             # Not in place with a graph, because the backward of softmax needs its output. The fill also replaces the
@@ -302,8 +310,11 @@ def _attend_scores(
             weights = fill(~is_query[:, None, None, start:stop, None], 0)
         if mass is not None:
             mass[..., :seen] += weights.detach().sum(3)
-        mixed = weights.flatten(2, 3).to(values.dtype) @ values[:, :, :seen]
-        grouped_out[:, :, :, start:stop] = mixed.unflatten(2, (group, count))
+        mixed = weights[..., :seen].flatten(2, 3).to(values.dtype) @ values[:, :, :seen]
+        mixed = mixed.unflatten(2, (group, count))
+        if beside is not None:
+            mixed = mixed.float() + weights[..., -1:] * beside.output[:, :, :, start:stop]
+        grouped_out[:, :, :, start:stop] = mixed
     return out
 
 
@@ -345,12 +356,6 @@ def newest_columns(valid: Tensor | None, shape: tuple[int, int], width: int, dev
 def take_queries(q: Tensor, at: Tensor) -> Tensor:
     """The queries [B, Hq, W, D] of q [B, Hq, P, D] in the columns [B, W]; any where a column is -1."""
     return q.gather(2, at.clamp_min(0)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1]))
-
-
-def newest_queries(q: Tensor, valid: Tensor | None, width: int) -> QueryWindow:
-    """The newest `width` valid queries of q [B, Hq, P, D], the newest last."""
-    at = newest_columns(valid, (q.shape[0], q.shape[2]), width, q.device)
-    return QueryWindow(take_queries(q, at), at)
 
 
 def window_tiles(window: QueryWindow, columns: int) -> Iterator[tuple[slice, QueryWindow]]:
@@ -403,12 +408,6 @@ def weights_and_sinks(window: QueryWindow, score: Tensor, transform: ScoreTransf
     return weights, None if sinks is None else sinks.masked_fill_(absent, 0).flatten(1, 2)
 
 
-def largest_queries(q: Tensor, heads: int, valid: Tensor | None) -> Tensor:
-    """Largest absolute value of each channel over the valid queries [B, Hq, P, D] of a KV head, [B, H, D] fp32."""
-    size = q.abs().float() if valid is None else q.abs().float().masked_fill(~valid[:, None, :, None], 0)
-    return size.amax(2).unflatten(1, (heads, -1)).amax(2)
-
-
 def attend_slots(
     q: Tensor,
     exact: tuple[Tensor, Tensor],
@@ -419,6 +418,7 @@ def attend_slots(
     counts: Tensor | None = None,
     scanned: Tensor | None = None,
     rest: Rest | None = None,
+    beside: Part | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from one token per row to slots.
 
@@ -433,13 +433,14 @@ def attend_slots(
         scanned: Products of the queries with the keys of the coded slots, or of all slots if none is coded, [B, H, G,
             n] fp32, if they are known; changed in place.
         rest: Estimates what is not read, beside the coded slots, or beside all slots if none is coded.
+        beside: Attention of the queries [B, H, G, 1, D] to other keys, which takes part in the softmax, without `rest`.
 
     Returns:
         The output [B, Hq, 1, D], and the attention weights [B, H, G, S] fp32, or None.
     """
     grouped = q.squeeze(2).unflatten(1, (occupied.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
     plain = not want_weights and transform.softcap is None and transform.sinks is None and coded is None
-    plain = plain and scanned is None and rest is None
+    plain = plain and scanned is None and rest is None and beside is None
     # The mask of the fused function has the dtype of the queries, in which bf16 would round the counts.
     if plain and (counts is None or q.dtype == torch.float32):
         visible = occupied if counts is None else counts.masked_fill(~occupied, -torch.inf)
@@ -457,19 +458,24 @@ def attend_slots(
     if counts is not None:
         score = score + counts[:, :, None]
     score = score.masked_fill(~occupied[:, :, None], -torch.inf)
-    estimated: Tensor | None = None
-    if rest is None:
-        weights = transform.weights(score)
-    else:
+    others_add: Tensor | None = None
+    if rest is not None:
         buffer = keys.shape[2] if coded is not None else 0  # it is always read, and no reader divides it
-        weights, estimated = with_rest(score, score[..., buffer:], transform, rest)
+        weights, others_add = with_rest(score, score[..., buffer:], transform, rest)
+    elif beside is not None:  # other keys are one more column, whose score is their normalizer
+        weights, of_others = transform.weights(torch.cat([score, beside.normalizer], -1)).split(
+            [score.shape[-1], 1], -1
+        )
+        others_add = of_others * beside.output.squeeze(3)
+    else:
+        weights = transform.weights(score)
     first, *others = weights.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
     mixed = matmul(first, values)
     if coded is not None:
         # Added in fp32 and rounded once.
         mixed = sum(coded.mix(others), mixed.float())
-    if estimated is not None:
-        mixed = mixed.float() + estimated
+    if others_add is not None:
+        mixed = mixed.float() + others_add
     return mixed.to(values.dtype).flatten(1, 2).unsqueeze(2), weights
 
 

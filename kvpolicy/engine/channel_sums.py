@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import QueryWindow, largest_queries, newest_columns
+from kvpolicy.engine.attention import QueryWindow, newest_columns
 from kvpolicy.engine.reading import AbsoluteSums, absolute_sums
 from kvpolicy.engine.statistic import Candidates, Coming, Tile, WindowStatistic, newest_of
 from kvpolicy.protocols import Ranks
@@ -143,3 +143,9 @@ class ChannelSums:
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> ChannelSums:
         """The same with `fn` of the sums."""
         return replace(self, sums=None if self.sums is None else AbsoluteSums(*map(fn, self.sums)))
+
+
+def largest_queries(q: Tensor, heads: int, valid: Tensor | None) -> Tensor:
+    """Largest absolute value of each channel over the valid queries [B, Hq, P, D] of a KV head, [B, H, D] fp32."""
+    size = q.abs().float() if valid is None else q.abs().float().masked_fill(~valid[:, None, :, None], 0)
+    return size.amax(2).unflatten(1, (heads, -1)).amax(2)

@@ -196,7 +196,7 @@ class CodedPageBody:
 
     # a decode step
 
-    def attend(self, q: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor, Tensor]:
         """Attend from one token per row to every page and to the buffers; see `attend_pages`."""
         tensors = self._layer.tensors
         pages = CodedPages(

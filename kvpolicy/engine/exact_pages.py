@@ -122,7 +122,7 @@ class ExactPageBody:
 
     # a decode step
 
-    def attend(self, q: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor, Tensor]:
         """Attend from one token per row to every page; see `attend_pages`."""
         tensors = self._layer.tensors
         pages = ExactPages(tensors.keys, tensors.values)

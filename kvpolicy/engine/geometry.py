@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.link import Link, StepBytes
 from kvpolicy.engine.merging import SlotMerge
@@ -84,6 +85,19 @@ class Geometry(Protocol):
 
         Returns:
             The output [B, Hq, 1, D], and the attention weights of all slots in fp32 if they are wanted, else None.
+        """
+        ...
+
+    def attend_part(self, queries: Tensor, transform: ScoreTransform, *, whole: bool) -> Part:
+        """Attend from many queries of each head to every slot, of a layer with one row.
+
+        Args:
+            queries: [1, H, M, D].
+            transform: From products to scores; without sinks.
+            whole: Whether every slot holds a token.
+
+        Returns:
+            The output [1, H, M, D], and the normalizer [1, H, M].
         """
         ...
 

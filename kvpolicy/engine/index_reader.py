@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import Rest, ScoreTransform, attend_slots
+from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.engine.in_place_attention import attend_in_place
 from kvpolicy.engine.key_products import KeyProducts
@@ -80,8 +81,12 @@ class IndexReader:
 
     # attention
 
-    def attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self, q: Tensor, transform: ScoreTransform, want_weights: bool, beside: Part | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend from one token per row [B, Hq, 1, D] to the slots that the reader chooses.
+
+        Attention `beside` them, to other keys, takes part in the softmax of a layer that reads everything.
 
         Returns:
             The output [B, Hq, 1, D], and the attention weights of all slots [B, H, G, S] fp32, or None; slots that were
@@ -101,7 +106,8 @@ class IndexReader:
                 every = (exact, tensors.codes, shared)
                 self._link.whole(every if scanned is None else unscanned(exact, codes))
             occupied = tensors.positions >= 0
-            return attend_slots(q, exact, coded, occupied, transform, want_weights, tensors.log_counts, scanned)
+            counts = tensors.log_counts
+            return attend_slots(q, exact, coded, occupied, transform, want_weights, counts, scanned, beside=beside)
         occupied = (self._of_read(tensors.positions, chosen) >= 0) & self._of_read(None, chosen)
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, chosen)
         rest = None if chosen.scores is None else partial(self._summaries.estimate, chosen)

@@ -33,6 +33,7 @@ def check_invariants(store: LayerStore, *, keeps_newest: bool = True) -> None:
     - An empty slot holds finite numbers, since its weight of 0 times an infinite one would be NaN.
     - The layers of a group hold the same tokens in the same slots, and no block of them waits.
     - Counters, limits, the reader's index and the number of bytes equal a recount.
+    - The slots of a shared prefix are as they were when they were shared.
 
     Args:
         store: The layer.
@@ -60,6 +61,8 @@ def check_invariants(store: LayerStore, *, keeps_newest: bool = True) -> None:
         _check_buffer(store)
     _check_numbers(store, positions)
     _check_counts(store)
+    if store.prefix is not None:
+        _require(store.prefix.is_unchanged, store, "a shared prefix is as it was")
 
 
 def _require(fine: Tensor | bool, store: LayerStore, rule: str) -> None:

@@ -27,6 +27,7 @@ from kvpolicy.engine.rollback import copied_tensors, note_counters, undoable
 from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import worth_of
+from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_slots, map_state
 from kvpolicy.engine.token_batch import SlotData
@@ -47,6 +48,7 @@ class LayerStore:
         contents: The tensors and numbers of the layer.
         geometry: The arrangement of the slots.
         slots: The same if all heads have equally many slots; None if each head has a budget.
+        prefix: Slots of another layer, of one row, that every row attends to before its own; None without.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -56,6 +58,7 @@ class LayerStore:
         self.contents = LayerContents(spec)
         self.slots = SlotGeometry(self.contents) if spec.heads is None else None
         self.geometry: Geometry = self.slots or PageGeometry(self.contents)
+        self.prefix: SharedPrefix | None = None
 
     def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1) -> None:
         """Allocate a layer without slots, like `keys` [B, H, P, D], the first, with `group` query heads for each."""
@@ -116,7 +119,8 @@ class LayerStore:
             The output [B, Hq, P, D], and the prompt, earlier chunks included.
         """
         past = self.past() if held is None else held.after(self.past())
-        out, attn_sum = attend(q, k, v, transform, past, valid, self.contents.prompt_needs.attn_sum)
+        beside = None if self.prefix is None else self.prefix.attend_prompt(q, transform)
+        out, attn_sum = attend(q, k, v, transform, past, valid, self.contents.prompt_needs.attn_sum, beside)
         pending = see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
         return out, self.end_prompt(pending, held)
 
@@ -135,7 +139,8 @@ class LayerStore:
         """
         past = self.past() if held is None else held.after(self.past())
         statistics = PromptStatistics(self.contents, valid, columns, held)
-        return PromptTiles(k, q.shape[1], columns, valid, past, statistics, self.contents.prompt_needs.attn_sum)
+        sums = self.contents.prompt_needs.attn_sum
+        return PromptTiles(k, q.shape[1], columns, valid, past, statistics, sums, self.prefix)
 
     @on_host
     def end_prompt(self, pending: PendingPrompt, held: PendingPrompt | None) -> PendingPrompt:
@@ -178,7 +183,8 @@ class LayerStore:
             bounds: The fewest and the most tokens of each row that the layer may be given, [B] int64 each.
             rope_offset: Offset of the rotary positions from the rows' positions, [B], if keys are ever unrotated.
         """
-        if not can_trim(self.contents, pending, bounds.least):
+        # Behind a prefix, attention to it would be gathered again to rank what is left.
+        if self.prefix is not None or not can_trim(self.contents, pending, bounds.least):
             return pending
         if self.spec.needs.key_rotation and pending.trimmed is None:
             pending = pending._replace(rotation=KeyRotation(self.spec.rope, rope_offset))
@@ -265,7 +271,12 @@ class LayerStore:
         if merge is not None:
             slot, data = merging.with_merge(slot, data, merge)
         self.geometry.write(slot, data, None if valid is None else valid[:, None].expand_as(slot))
-        out, weights = self.geometry.attend(q, transform, needs.decode_attn)
+        if self.prefix is None or self.slots is None:
+            out, weights = self.geometry.attend(q, transform, needs.decode_attn)
+        else:
+            self.prefix.count_read(layer.link)
+            beside = self.prefix.attend_step(q, transform)
+            out, weights = self.slots.index.attend(q, transform, needs.decode_attn, beside)
         layer.link.stop()
         if needs.decode_attn or needs.vectors:
             view = view._replace(token=new_token(q, k, v, position[:, 0], needs, self.spec.rope))
@@ -360,7 +371,8 @@ class LayerStore:
         counted = self.contents.link.counted
         if counted.moved or not self.is_initialized:
             return counted
-        return step_bytes(self.geometry, self.spec.host)
+        own = step_bytes(self.geometry, self.spec.host)
+        return own if self.prefix is None else own._replace(moved=own.moved + self.prefix.step_nbytes)
 
     @property
     def moved(self) -> int:

@@ -48,7 +48,7 @@ def attend_pages(
     transform: ScoreTransform,
     buffer: tuple[Tensor, Tensor] | None = None,
     counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attend from one token per row to the pages of each head. Traceable, no host sync.
 
     Every page is scored and mixed on its own, as if it were a head. The softmax of a head needs the maxima and sums of
@@ -66,7 +66,8 @@ def attend_pages(
             The pages of the buffer follow.
 
     Returns:
-        The output [B, Hq, 1, D], and the attention weights [B, NB, G, P] fp32, those of the buffer's pages last.
+        The output [B, Hq, 1, D], the attention weights [B, NB, G, P] fp32, those of the buffer's pages last, and the
+        logarithm of the sum of the exponentials of the scores, [B, H, G] fp32.
     """
     grouped = q.squeeze(2).unflatten(1, (heads, -1))
     size = occupied.shape[-1]
@@ -116,4 +117,4 @@ def attend_pages(
         paged = as_pages((behind / total[..., None]).flatten(1, 2), size)
         paged = paged.unflatten(1, (heads, group, -1)).transpose(2, 3).flatten(1, 2)
         weights = torch.cat([weights, paged], 1)
-    return (out / total[..., None]).to(q.dtype).flatten(1, 2).unsqueeze(2), weights
+    return (out / total[..., None]).to(q.dtype).flatten(1, 2).unsqueeze(2), weights, top + total.log()

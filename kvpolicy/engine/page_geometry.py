@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpolicy.engine import capacity
 from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.coded_pages import CodedPageBody
 from kvpolicy.engine.exact_pages import ExactPageBody
 from kvpolicy.engine.layer_contents import LayerContents
@@ -183,8 +184,14 @@ class PageGeometry:
     def attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Attend from one token per row to every page."""
         self.count_read(self._layer.link)
-        out, weights = self._body.attend(q, transform)
+        out, weights, _ = self._body.attend(q, transform)
         return out, weights if want_weights else None
+
+    def attend_part(self, queries: Tensor, transform: ScoreTransform, *, whole: bool) -> Part:
+        """Attend from many queries of each head to every page; see `Geometry.attend_part`."""
+        heads, number = queries.shape[1:3]
+        out, _, normalizer = self._body.attend(queries.flatten(1, 2)[:, :, None], transform)
+        return Part(out.unflatten(1, (heads, number))[:, :, :, 0], normalizer)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads."""

@@ -5,35 +5,18 @@ Keys that all queries see need no mask then, and the normalizer of some keys alo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.attention_part import Part
+from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.kernels.products import matmul
 
 _FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 """The operation of `scaled_dot_product_attention` on a CPU, which returns the normalizer besides the output."""
-
-
-class Part(NamedTuple):
-    """Attention to some keys.
-
-    Attributes:
-        output: [B, H, G, T, D].
-        normalizer: Logarithm of the sum of the exponentials of the scores, [B, H, G, T] fp32.
-    """
-
-    output: Tensor
-    normalizer: Tensor
-
-    def joined(self, other: Part | None) -> Part:
-        """Attention to the keys of both, of which no key is in both; in the memory of this one."""
-        if other is None:
-            return self
-        share = torch.sigmoid(other.normalizer - self.normalizer)[..., None]
-        normalizer = torch.logaddexp(self.normalizer, other.normalizer)
-        return Part(self.output.lerp_(other.output, share), normalizer)
 
 
 def has_parts(q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform) -> bool:
@@ -67,3 +50,41 @@ def attend_causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
     parts = [_FUSED(queries[:, :, g], keys, values, 0.0, True, scale=scale) for g in range(queries.shape[2])]
     output, normalizer = (torch.stack(each, 2) for each in zip(*parts, strict=True))
     return Part(output, normalizer)
+
+
+def attend_occupied(
+    queries: Tensor,
+    exact: tuple[Tensor, Tensor],
+    coded: CodecView | None,
+    occupied: Tensor | None,
+    transform: ScoreTransform,
+    counts: Tensor | None = None,
+) -> Part:
+    """Attend from queries to all slots that hold a token, of which there is one in each head.
+
+    Args:
+        queries: [B, H, M, D].
+        exact: Keys and values of the full-precision slots, each [B, H, E, D].
+        coded: The coded slots, which follow them; S slots in all.
+        occupied: Which slots hold a token, [B, H, S] bool; None if all do.
+        transform: From products to scores; without sinks.
+        counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one.
+
+    Returns:
+        The output [B, H, M, D], in fp32 or in the dtype of the values, and the normalizer [B, H, M].
+    """
+    keys, values = exact
+    if coded is None and occupied is None and counts is None and has_parts(queries, keys, values, transform):
+        return Part(*_FUSED(queries, keys, values, 0.0, False, scale=transform.scale))
+    score = transform.scores(queries, keys)
+    if coded is not None:
+        score = torch.cat([score, *map(transform.finish, coded.score(queries))], -1)
+    if counts is not None:
+        score = score + counts[:, :, None]
+    if occupied is not None:
+        score = score.masked_fill(~occupied[:, :, None], -torch.inf)
+    normalizer = score.logsumexp(-1)
+    weights = torch.exp(score - normalizer[..., None])
+    first, *others = weights.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
+    mixed = matmul(first, values).float()
+    return Part(mixed if coded is None else sum(coded.mix(others), mixed), normalizer)

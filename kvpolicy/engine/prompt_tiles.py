@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpolicy.engine.attention import Past, ScoreTransform, attend_tile
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics
+from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.protocols import Forward
 
 
@@ -25,6 +26,7 @@ class PromptTiles:
         past: Slots and held chunks before them; None if there are none.
         statistics: Statistics of the queries.
         attn_sum: Whether to sum the attention over the queries.
+        prefix: Slots that every row attends to besides, or None.
 
     Attributes:
         valid: See above.
@@ -39,6 +41,7 @@ class PromptTiles:
         past: Past | None,
         statistics: PromptStatistics,
         attn_sum: bool,
+        prefix: SharedPrefix | None = None,
     ) -> None:
         """Allocate; nothing was attended to yet."""
         batch, heads, _, dim = like.shape
@@ -52,6 +55,7 @@ class PromptTiles:
             # Of the past itself, only which slots it has is still needed.
             past = past._replace(keys=self._keys[:, :, : self._before], values=self._values[:, :, : self._before])
         self._past = past
+        self._prefix = prefix
         self._columns = columns
         self._seen = 0
         self.valid = valid
@@ -84,7 +88,8 @@ class PromptTiles:
         valid = None if self.valid is None else self.valid[:, :stop]
         self._seen = stop
         keys, values = self._keys[:, :, :end], self._values[:, :, :end]
-        return attend_tile(q, keys, values, transform, self._past, valid, self._attn_sum)
+        beside = None if self._prefix is None else self._prefix.attend_prompt(q, transform)
+        return attend_tile(q, keys, values, transform, self._past, valid, self._attn_sum, beside)
 
     def note_forward(self, forward: Forward, queries: Tensor, whole: Mapping[str, Any]) -> None:
         """Keep the inputs of the attention module for the newest tile.

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, ScoreTransform
-from kvpolicy.engine.partial_attention import Part, attend_causal, attend_part
+from kvpolicy.engine.attention_part import Part
+from kvpolicy.engine.partial_attention import attend_causal, attend_part
 from kvpolicy.engine.replay import Gain, tile_shape
 
 CACHED_ELEMENTS = 1 << 18

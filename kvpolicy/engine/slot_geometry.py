@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvpolicy.engine import capacity, merging
 from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.channel_sums import ChannelSums
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores
 from kvpolicy.engine.index_reader import IndexReader
@@ -24,6 +25,7 @@ from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.layout import grown_codes, grown_layout, grown_slots, grown_state
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.merging import SlotMerge
+from kvpolicy.engine.partial_attention import attend_occupied
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget, has_dictionary, pin_tokens
 from kvpolicy.engine.selection import Selection, finite_priority, select_tokens
@@ -187,6 +189,13 @@ class SlotGeometry:
     def attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Attend from one token per row to the slots that the reader chooses; see `IndexReader.attend`."""
         return self.index.attend(q, transform, want_weights)
+
+    def attend_part(self, queries: Tensor, transform: ScoreTransform, *, whole: bool) -> Part:
+        """Attend from many queries of each head to every slot, codes as codes; see `Geometry.attend_part`."""
+        tensors = self.layer.tensors
+        exact = (tensors.keys, tensors.values)
+        occupied = None if whole else tensors.positions >= 0
+        return attend_occupied(queries, exact, self.codes.view(), occupied, transform, tensors.log_counts)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads, and writes to host memory."""

@@ -25,12 +25,13 @@ from kvpolicy.hf.mask_digest import extend_digest, remove_from_digest
 from kvpolicy.hf.measured import Measured
 from kvpolicy.hf.model_spec import resolve_for
 from kvpolicy.hf.saved_cache import describe_cache, load_cache
+from kvpolicy.hf.shared_fork import behind, full_prefix_nbytes, own_policy, refuse_prefix, refuse_windows, share
 from kvpolicy.planning.memory import resident_bytes
 from kvpolicy.policy import Policy
 from kvpolicy.reporting import rich_repr
 from kvpolicy.reporting.report import Report, make_report
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyStateError
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.spec.validation import expected, longest
 
 
@@ -110,6 +111,7 @@ class PolicyCache(CacheForward):
             if layer.is_initialized:
                 dim = layer.keys.shape[-1]
                 own += int(layer.length.sum()) * 2 * layer.store.shape.heads * dim * layer.keys.element_size()
+                own += len(layer.length) * full_prefix_nbytes(layer)
         return own + sum(self.unmanaged_bytes().values())
 
     @property
@@ -125,16 +127,49 @@ class PolicyCache(CacheForward):
 
     # editing
 
-    def fork(self, rows: Tensor | Sequence[int] | None = None) -> PolicyCache:
+    def fork(
+        self,
+        rows: Tensor | Sequence[int] | None = None,
+        *,
+        shared: bool = False,
+        own: Policy | str | None = None,
+    ) -> PolicyCache:
         """A copy of the cache that goes on by itself, such as for several questions about one text.
+
+        With `shared=True`, nothing is copied: the slots of this cache, of one row, are a prefix that the rows of the
+        new one share. They are held once, and a step reads them once for all rows. They are never evicted, merged or
+        encoded again, whatever rows add behind them, and this cache must not change until its `reset`. What rows add
+        has slots and a policy of its own, `own`. A file or a crop of the new cache is refused, and its `reset` leads
+        back to the end of the prefix.
 
         Args:
             rows: Which rows the copy has, [B'], in any order and any number of times; all by default.
+            shared: Whether the rows share the slots of this cache instead of copying them.
+            own: With `shared`, the policy of what rows add, or its spec: one that keeps tokens for their position
+                alone. By default `full`, which keeps all of it in full precision.
 
         Raises:
-            KVPolicyError: If there is no such row.
+            KVPolicyError: If there is no such row, or, with `shared`, if there are several, or a part of either policy
+                does not allow it: the reader of the prefix must read everything.
+            KVPolicyStateError: If the slots are to be shared of a cache without a whole prompt, under a mark, or
+                behind a shared prefix itself.
+
+        Source:
+            Hydragen (arXiv:2402.05099): attention of all rows to a prefix is computed together, and joined with that to
+            each row's own tokens by log-sum-exp. Differences: the prefix may be compressed, evicted from and in codes;
+            there is one prefix, and no tree of them.
         """
+        if shared:
+            other = PolicyCache.__new__(type(self))
+            CacheForward.__init__(other, self.attachment, own_policy(self, own))
+            share(self, other, rows)
+            return other
+        if own is not None:
+            raise KVPolicyError(
+                f"own must be None without shared=True, got {own!r}; try fork(rows, shared=True, own=own)."
+            )
         other = copy.deepcopy(self)
+        other.history.is_shared = False
         if rows is not None:
             indices = torch.as_tensor(rows, dtype=torch.int64)
             check_rows(indices, self.batch_size)
@@ -160,7 +195,8 @@ class PolicyCache(CacheForward):
             PIE (arXiv:2407.03157), positional integrity encoding. Difference: nothing is recomputed here; what replaces
             a removed span is passed to the model as further tokens.
         """
-        self.history.refuse_marked("shift()")
+        self.history.refuse_changes("shift()")
+        refuse_prefix(self, "shift()")
         check_shift(self, from_position, by)
         if not by:
             return
@@ -214,6 +250,7 @@ class PolicyCache(CacheForward):
             [[[2, 3], [2, 3]]]
         """
         self.history.refuse_marked("save()")
+        refuse_prefix(self, "save()")
         if self.holds_next:
             raise KVPolicyStateError("save() must not follow hold_next(), which no file keeps; try to save before it.")
         content = describe_cache(self, tokens)
@@ -267,6 +304,7 @@ class PolicyCache(CacheForward):
         `generate` and an uncompiled loop do this by themselves; a loop over `torch.compile(model)` calls it after
         each step. A block that had to be demoted and was not is an error in the next step, never a lost token.
         """
+        self.history.refuse_shared("tick()")
         self._count_step()
         for layer in self.policy_layers:
             self._make_room(layer)
@@ -329,16 +367,21 @@ class PolicyCache(CacheForward):
         Raises:
             KVPolicyError: If a part of the policy, or an eviction, cannot be undone; the message names it.
         """
+        refuse_prefix(self, "crop()")
         history.crop(self, tokens_to_remove)
 
     def expect(self, prompt: Tensor | Sequence[int] | int | None, new: int) -> None:
-        """Announce a prompt and `new` more tokens: a growing cache makes room for them at once."""
-        self.history.refuse_marked("expect()")
-        prompt, self.new = expected(prompt, new)
-        self.prompt = longest(self.prompt, prompt)
+        """Announce a prompt and `new` more tokens: a growing cache makes room for them at once.
+
+        A shared prefix is a part of the prompt.
+        """
+        self.history.refuse_changes("expect()")
+        whole, self.new = expected(prompt, new)
+        own = behind(whole, self.policy_layers[0])
+        self.prompt = longest(self.prompt, own)
         # `divide_budget` computes the end of the text only while none is known, and this announcement has another one.
         self._end = None
-        if self._prompt_follows(prompt):
+        if self._prompt_follows(own):
             return
         for layer in self.policy_layers:
             if layer.is_initialized and layer.store.spec.grows:
@@ -368,7 +411,7 @@ class PolicyCache(CacheForward):
             >>> cache.layers[0].positions[0, 0].sort().values.tolist()
             [2, 3, 4, 5, 6]
         """
-        self.history.refuse_marked("hold_next()")
+        self.history.refuse_changes("hold_next()")
         self.guard.check_idle("hold_next()")
         if not self.is_initialized or not self.has_prompt or not bool((self.policy_layers[0].length > 0).all()):
             raise KVPolicyStateError(
@@ -406,7 +449,7 @@ class PolicyCache(CacheForward):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Take rows `indices` [B']."""
-        self.history.refuse_marked("batch_select_indices()")
+        self.history.refuse_changes("batch_select_indices()")
         super().batch_select_indices(indices)
         self._map_rows(lambda t: t[indices.to(t.device)])
 
@@ -416,7 +459,7 @@ class PolicyCache(CacheForward):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        self.history.refuse_marked("batch_repeat_interleave()")
+        self.history.refuse_changes("batch_repeat_interleave()")
         super().batch_repeat_interleave(repeats)
         self._map_rows(lambda t: t.repeat_interleave(repeats, 0))
 
@@ -429,12 +472,17 @@ class PolicyCache(CacheForward):
         self._measured.map_rows(fn)
 
     def reset(self) -> None:
-        """Forget everything, what was announced too, so that the cache can be used for another prompt; see `expect`."""
+        """Forget everything, what was announced too, so that the cache can be used for another prompt; see `expect`.
+
+        A cache behind a shared prefix returns to its end, with the rows of its fork.
+        """
+        refuse_windows(self)
         super().reset()
         self.history = History()
         self.plan = None
         self.prompt = self.new = None
         self.guard = ForwardGuard()
+        self.guard.columns = self.policy_layers[0].prefix_columns
         self._end = None
         self._measured = Measured()
         self.holds_next = False

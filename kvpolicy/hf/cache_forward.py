@@ -6,29 +6,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache
 
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens, sum_cosines
 from kvpolicy.engine.host import on_host, outside_autocast
-from kvpolicy.engine.layer_group import places
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf.added_whole import counted, exceed, whole_budgets
-from kvpolicy.hf.attachment import CODES, HOLD, Attachment
+from kvpolicy.hf.attachment import HOLD, Attachment
 from kvpolicy.hf.cascade import trim_waiting
 from kvpolicy.hf.curves import curves_of, shares_of
 from kvpolicy.hf.division import Expected, divide_budget
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.history import History, note_forward
-from kvpolicy.hf.layer import PolicyLayer, make_store
+from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.layer_metrics import measure_attention, measured_metrics
+from kvpolicy.hf.make_layers import make_layers
 from kvpolicy.hf.measured import Measured
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.running_forward import RunningForward
+from kvpolicy.hf.shared_fork import with_prefix
 from kvpolicy.hf.tiles import Tile
 from kvpolicy.hf.transcript import extended
 from kvpolicy.planning.result import CachePlan
@@ -55,9 +55,7 @@ class CacheForward(Cache):
         """Make an empty cache."""
         self.attachment = attachment
         self.policy = policy
-        self._boards: dict[int, Board] = {}
-        self._places = places(policy.layer_groups)
-        super().__init__(layers=[self._make_layer(index) for index in range(self.attachment.layers)])
+        super().__init__(layers=make_layers(attachment, policy))
         self.prompt = None
         self.new: int | None = None
         self.plan: CachePlan | None = None
@@ -71,19 +69,6 @@ class CacheForward(Cache):
         self._forward = RunningForward()
         self.holds_next = False  # whether the next forward is added whole
 
-    def _make_layer(self, index: int) -> Any:
-        shape = self.attachment.model_shape
-        if index in shape.unmanaged:
-            return DynamicSlidingWindowLayer(sliding_window=shape.unmanaged[index])
-        policy = self.policy.at(index)
-        rope = self.attachment.ropes.get(index) if policy.undoes_rotation else None
-        chooser = policy.reader.traits.source(index)
-        board = None if chooser is None else self._boards.setdefault(chooser, Board())
-        holds_codes = self.attachment.hold == CODES
-        projection = self.attachment.projections.get(index)
-        group = self._places.get(index)
-        return PolicyLayer(lambda: make_store(policy, index, rope, projection), board, group, holds_codes=holds_codes)
-
     @property
     def policy_layers(self) -> list[PolicyLayer]:
         """The layers under the policy."""
@@ -96,7 +81,7 @@ class CacheForward(Cache):
     @property
     def has_prompt(self) -> bool:
         """Whether every layer holds a prompt that is compressed, and none waits for the rest of it."""
-        return all(layer.is_initialized and layer.pending is None for layer in self.policy_layers)
+        return all(layer.holds_prompt for layer in self.policy_layers)
 
     @property
     def prompt(self) -> Tensor | None:
@@ -123,8 +108,7 @@ class CacheForward(Cache):
         self._check_attached()
         first = self.policy_layers[0]
         new = tokens.shape[1]
-        one_token = new == 1 and first.is_initialized and first.pending is None and not self.holds_next
-        one_token = one_token and not self._begins_held(mask)
+        one_token = new == 1 and first.holds_prompt and not self.holds_next and not self._begins_held(mask)
         fits = not one_token and mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # others are refused
         valid = mask[:, -new:].bool() if mask is not None and fits else None
         seen = first.length if first.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
@@ -237,12 +221,12 @@ class CacheForward(Cache):
         ranks = held.ranks if held.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
         heads, new = q.shape[1:3]
         # Before this prompt gets slots: a first prompt attends to itself alone, and gradients may flow.
-        has_slots = held.layout.slots > 0 or layer.pending is not None
+        has_slots = held.layout.slots > 0 or layer.pending is not None or layer.prefix is not None
         if ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         if tile is not None:
             out = self._attend_tile(layer, tile, (q, k, v), transform, forward, ranks)
-        elif held.is_initialized and q.shape[2] == 1 and layer.pending is None and not self._keeps_prompt:
+        elif q.shape[2] == 1 and layer.holds_prompt and not self._keeps_prompt:
             out = store.append(q, k, v, valid, transform, forward)
         else:
             if not store.is_initialized:
@@ -495,7 +479,8 @@ class CacheForward(Cache):
             metrics = self.cosines()
         model = self.attachment.model_shape
         columns = first.get_seq_length()
-        self._forward.tokens, self.plan, end = divide_budget(
-            self.policy, model, first.store, pending, self._told(), metrics, columns, keep
+        self._forward.tokens, plan, end = divide_budget(
+            self.policy, model, first.store, pending, self._told(), metrics, columns, keep, first.prefix_columns
         )
+        self.plan = with_prefix(plan, self.policy_layers, len(pending.keys))
         self._end = None if end is None else end.tolist()

@@ -83,6 +83,7 @@ def divide_budget(
     metrics: Tensor | None,
     columns: int,
     keep: Tensor | None = None,
+    before: int = 0,
 ) -> Division:
     """Divide a budget among layers, from the rows' lengths after the pending prompt of the first layer.
 
@@ -95,6 +96,7 @@ def divide_budget(
         metrics: The allocator's metric, [B, L]; None if it measures nothing.
         columns: Columns that the cache has seen, those of the pending prompt included.
         keep: Tokens that each layer keeps of each row, [B, L] int64, where they do not follow from the budget.
+        before: Those columns that are a shared prefix, and no part of the budget.
     """
     batch, heads, _, dim = pending.keys.shape
     indices = model.evictable
@@ -125,7 +127,7 @@ def divide_budget(
         shape,
         tokens,
         length,
-        Prefilling(columns),
+        Prefilling(columns - before),
         full_tokens=seen,
         unmanaged=alone,
         measured=True,

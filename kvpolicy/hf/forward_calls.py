@@ -80,6 +80,13 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "A step must not be compiled before the announced prompt is complete, got one that every layer still holds "
             "for its replay; try to announce as many tokens as are passed."
         )
+    if isinstance(cache, PolicyCache):
+        cache.history.refuse_shared("A compiled step")
+        if cache.policy_layers[0].awaits_prompt:
+            raise KVPolicyError(
+                "A compiled step must follow a forward behind the shared prefix, which makes slots, got the first one; "
+                "try it through the model itself, and compile the steps behind it."
+            )
     if isinstance(cache, PolicyCache) and cache.holds_next:
         raise KVPolicyError(
             "The forward after hold_next() must not be compiled, since it makes slots, got a compiled one; try it "

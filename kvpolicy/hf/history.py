@@ -68,12 +68,14 @@ class History:
     Attributes:
         mark: The mark that is held; None without.
         turns: The last prompts and chunks, the latest last.
+        is_shared: Whether other caches share the slots, so that nothing may change them.
     """
 
     def __init__(self) -> None:
         """Nothing to take back."""
         self.mark: Mark | None = None
         self.turns: list[cropping.Turn] = []
+        self.is_shared = False
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat rows."""
@@ -85,6 +87,19 @@ class History:
             raise KVPolicyStateError(
                 f"{what} must be called without a mark, which could not undo it, got a mark that is held with "
                 f"{self.mark.fed} token(s) fed; try cache.rollback(accepted) first."
+            )
+
+    def refuse_changes(self, what: str) -> None:
+        """Refuse what would change slots that other caches share, or that a rollback could not undo."""
+        self.refuse_marked(what)
+        self.refuse_shared(what)
+
+    def refuse_shared(self, what: str) -> None:
+        """Refuse what would change slots that other caches share."""
+        if self.is_shared:
+            raise KVPolicyStateError(
+                f"{what} must not change a cache whose slots others share, got one after fork(shared=True); try "
+                "cache.fork() for a copy that goes on, or cache.reset() for another prompt."
             )
 
     def note_window(self, layer_idx: int, layer: Any) -> None:
@@ -104,6 +119,7 @@ def set_mark(cache: Any, most: int) -> None:
     if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most < MAX_SIZE:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise KVPolicyError(f"most must be an integer from 1 to 2^40 - 1, got {most!r}; try cache.mark(most=8).")
     cache.guard.check_idle("mark()")
+    cache.history.refuse_shared("mark()")
     first = cache.policy_layers[0]
     if cache.holds_next:
         raise KVPolicyStateError(
@@ -144,6 +160,7 @@ def roll_back(cache: Any, accepted: int) -> None:
 def crop(cache: Any, tokens_to_remove: int) -> None:
     """Take back the newest tokens of every row; see `PolicyCache.crop`."""
     cache.guard.check_idle("crop()")
+    cache.history.refuse_shared("crop()")
     with mode_of_tensors(cache):
         cropping.crop(cache, tokens_to_remove)
 
@@ -168,6 +185,7 @@ def note_forward(cache: Any, new: int, one_token: bool, seen: Tensor, valid: Ten
     """
     if cache.guard.running:  # the guard refuses a forward inside another
         return
+    cache.history.refuse_shared("A forward")
     mark = cache.history.mark
     if mark is None:
         if not one_token and not cropping.obstacle(cache):

@@ -20,6 +20,7 @@ from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rollback import roll_back
 from kvpolicy.engine.rotary import Rope
+from kvpolicy.hf.layer_prefix import SHARED, LayerPrefix
 from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.planning.memory import layer_spec
@@ -39,6 +40,7 @@ class PolicyLayer(CacheLayerMixin):
 
     Attributes:
         store: The layer's slots.
+        prefix: What its rows share before their own tokens, or None.
         pending: The prompt that awaits its budget or its replay, or None.
         tiles: The prompt that the layer takes in tiles at the moment, or None.
         massive: Its tokens with the largest activations, [B, P] bool, if it awaits a replay and the codec pins them.
@@ -75,10 +77,16 @@ class PolicyLayer(CacheLayerMixin):
         self._board = board
         self._group = group
         self._holds_codes = holds_codes
+        self.prefix: LayerPrefix | None = None
+        self.reset()
+
+    def share(self, prefix: LayerPrefix) -> None:
+        """Begin behind a prefix that the rows share, now and after every reset."""
+        self.prefix = prefix
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything but a shared prefix."""
         self.store = self._make_store()
         # Not by `make_store`: a copy of a cache has a copy of this, and the same function.
         if self.store.slots is not None:
@@ -91,6 +99,9 @@ class PolicyLayer(CacheLayerMixin):
         self.rope_offset: Tensor | None = None
         self.transcript: Transcript | None = None
         self.mask_digest: Tensor | None = None
+        digest = None if self.prefix is None else self.prefix.begin(self.store)
+        if digest is not None:
+            self.hold_digest(digest)
 
     @property
     def layer_idx(self) -> int:
@@ -99,7 +110,10 @@ class PolicyLayer(CacheLayerMixin):
 
     @property
     def positions(self) -> Tensor:
-        """Original position of the token in each slot, [B, H, S] int32, -1 for an empty slot; [B, NB, P] in pages."""
+        """Original position of the token in each slot, [B, H, S] int32, -1 for an empty slot; [B, NB, P] in pages.
+
+        Behind a shared prefix, positions and lengths are those of what each row has added, counted from 0.
+        """
         return self.store.tensors.positions
 
     @property
@@ -151,8 +165,30 @@ class PolicyLayer(CacheLayerMixin):
             kinds["counters"] += self.mask_digest.nbytes
         parts = (self.pending, self.massive, self.rope_offset, self.transcript)
         waiting = [part for part in parts if part is not None]
+        if self.prefix is not None:
+            kinds[SHARED] = self.prefix.slots.nbytes
         block = self.store.contents.waiting_nbytes
         return kinds | ({"waiting prompt": sum(part.nbytes for part in waiting) + block} if waiting or block else {})
+
+    @property
+    def holds_prompt(self) -> bool:
+        """Whether the layer holds a prompt that is compressed, so that a single token is a step."""
+        return self.is_initialized and self.pending is None and not self.awaits_prompt
+
+    @property
+    def awaits_prompt(self) -> bool:
+        """Whether the rows have nothing behind their prefix yet, so that a single token is a prompt as well."""
+        return self.prefix is not None and not self.store.contents.layout.slots
+
+    @property
+    def prefix_columns(self) -> int:
+        """Columns of the prefix that the rows share; 0 without one."""
+        return 0 if self.prefix is None else self.prefix.columns
+
+    @property
+    def prefix_kept(self) -> float:
+        """Tokens of the shared prefix that a head holds, as a mean; 0 without one."""
+        return 0.0 if self.prefix is None else float(self.prefix.source.geometry.tokens_by_head().float().mean())
 
     def hold(self, pending: PendingPrompt, massive: Tensor | None, rope_offset: Tensor | None) -> None:
         """Keep a prompt until it was replayed.
@@ -206,9 +242,11 @@ class PolicyLayer(CacheLayerMixin):
         """Columns seen, padding included: transformers counts positions from it."""
         if not self.is_initialized:
             return 0
+        before = self.prefix_columns
         if torch.compiler.is_compiling():
-            return self.store.tensors.columns  # pyright: ignore[reportReturnType]  # a tensor, as in static layers
-        return int(self.store.tensors.columns)
+            columns = self.store.tensors.columns
+            return columns + before if before else columns  # pyright: ignore[reportReturnType]  # a tensor, as in static layers
+        return int(self.store.tensors.columns) + before
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of a stock mask over everything seen."""

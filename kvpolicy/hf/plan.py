@@ -13,6 +13,7 @@ from kvpolicy.hf.build_plan import Prefilling, build_plan
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import check_class, describe, resolve_for
 from kvpolicy.hf.rotary_lookup import trained_positions
+from kvpolicy.hf.shared_fork import check_text, planned_behind, text_length
 from kvpolicy.hf.weights import weights_per_rank
 from kvpolicy.planning.notes import beyond_trained_length
 from kvpolicy.planning.planner import divide
@@ -40,6 +41,7 @@ def plan(
     chunks: Chunks = SELECT,
     hold: Hold = PLAIN,
     held_next: int = 0,
+    prefix: CachePlan | None = None,
 ) -> CachePlan:
     """Plan a policy's cache from a config alone, without weights.
 
@@ -57,6 +59,8 @@ def plan(
         chunks: Treatment of a chunk, as `chunks` of `attach`: it is compressed, or held until the last one.
         hold: How a prompt is held that waits, as `hold` of `attach`: as keys and values, or in the codec's codes.
         held_next: Tokens behind the prompt that are added whole, beyond the budget: see `PolicyCache.hold_next`.
+        prefix: The plan of a text of one row, whose slots all rows share: `policy` and `prompt` are then those of what
+            rows add behind it, as `own` of `PolicyCache.fork(shared=True)`.
 
     Returns:
         The plan: `.nbytes` is what the cache will hold, `.weights` what the model holds besides, `.prefill_nbytes` what
@@ -102,9 +106,12 @@ def plan(
             "try the plan of a cache after its question."
         )
     check_held_codes(check_hold(hold), policy)
+    if prefix is not None:
+        check_text(prefix, policy, len(model.evictable))
+    before = text_length(prefix)
     prompt_len = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)
-    unmanaged = model.unmanaged_bytes(batch, max(lengths) + new)
+    unmanaged = model.unmanaged_bytes(batch, before + max(lengths) + new)
     # Without a prompt nothing is measured: equal metrics let such an allocator divide evenly.
     measures = bool(policy.layer_metric)
     metrics = torch.ones(batch, len(shapes)) if measures else None
@@ -113,7 +120,7 @@ def plan(
     )
     if held_next:
         behind = prompt_len + held_next
-        unmanaged = model.unmanaged_bytes(batch, max(lengths) + held_next + new)
+        unmanaged = model.unmanaged_bytes(batch, before + max(lengths) + held_next + new)
         tokens = expect_tokens(policy, tokens.keep + held_next, behind, behind + new)
     prefilling = Prefilling(max(lengths), chunk, tile, holds, hold == CODES)
     planned = build_plan(
@@ -128,7 +135,9 @@ def plan(
         measured=not measures,
         held=slice(0, model.shape.heads),
     )
-    beyond = beyond_trained_length(prompt_len + held_next, new, trained_positions(config))
+    if prefix is not None:
+        planned = planned_behind(planned, prefix)
+    beyond = beyond_trained_length(prompt_len + held_next + before, new, trained_positions(config))
     return replace(
         planned,
         note="; ".join(filter(None, (planned.note, beyond))),

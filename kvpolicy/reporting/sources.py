@@ -50,6 +50,11 @@ class LayerSource(Protocol):
         ...
 
     @property
+    def prefix_kept(self) -> float:
+        """Tokens of a shared prefix that a head holds, as a mean; 0 without one."""
+        ...
+
+    @property
     def step_bytes(self) -> StepBytes:
         """Bytes that a decode step moves."""
         ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import threading
 from collections.abc import Callable
@@ -289,7 +288,7 @@ class Generation(handlers.BaseGeneration):
             torch.manual_seed(job.call.seed)
         cache = None
         if self._prefix is not None:
-            cache = arguments["past_key_values"] = copy.deepcopy(self._prefix.cache)
+            cache = arguments["past_key_values"] = self._prefix.start()
         self._metrics.prompt_tokens += arguments["input_ids"].shape[1]
         watcher = Watcher(
             job, lambda: self._handle.cache if cache is None else cache, self._metrics, self._stopping, inner

@@ -10,6 +10,7 @@ from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_file import read_header
 from kvpolicy.hf.saved_cache import load_cache
+from kvpolicy.hf.shared_fork import check_shareable
 from kvpolicy.policy import Policy, TunedPolicy
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -20,11 +21,17 @@ class Prefix:
 
     Attributes:
         ids: The tokens that the cache has seen.
-        cache: The cache, which is copied for each request.
+        cache: The cache.
+        shared: Whether requests share its slots, and do not copy them.
     """
 
     ids: tuple[int, ...]
     cache: Any
+    shared: bool = False
+
+    def start(self) -> PolicyCache:
+        """A cache that a request starts from."""
+        return self.cache.fork(shared=self.shared)
 
     def check(self, prompt: list[int]) -> None:
         """Refuse a prompt that is not the prefix with something behind it.
@@ -49,6 +56,7 @@ class PrefixFile:
     Args:
         path: The file.
         policy: The policy that it must have.
+        shared: Whether requests share its slots, and do not copy them.
 
     Raises:
         KVPolicyError: If the file cannot be read, or its cache has another policy or several rows.
@@ -56,6 +64,7 @@ class PrefixFile:
 
     path: Path
     policy: Policy
+    shared: bool = False
 
     def __post_init__(self) -> None:
         """Read the header."""
@@ -72,7 +81,8 @@ class PrefixFile:
             model: The model, with the policy attached.
 
         Raises:
-            KVPolicyError: If the file is of another model, was edited, has no token ids, or has padding.
+            KVPolicyError: If the file is of another model, was edited, has no token ids, or has padding, or its slots
+                cannot be shared and are to be.
         """
         cache, tokens = load_cache(PolicyCache, model, str(self.path))
         _check_policy(cache.policy, attachment_of(model).policy)
@@ -87,7 +97,9 @@ class PrefixFile:
                 f"The cache of --prefix must be without padding, got {tokens.shape[1]:,} columns of {seen:,} tokens; "
                 "try saving the cache of the prompt alone."
             )
-        return Prefix(ids=tuple(tokens[0].tolist()), cache=cache)
+        if self.shared:
+            check_shareable(cache)
+        return Prefix(ids=tuple(tokens[0].tolist()), cache=cache, shared=self.shared)
 
 
 def _check_policy(theirs: Policy, ours: Policy) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.attention import QueryWindow, ScoreTransform, newest_columns, take_queries
 from kvpolicy.engine.attention_sum import AttentionSum
 from kvpolicy.engine.below_mean import BelowMean
 from kvpolicy.engine.block_attention import BlockAttention, OpenTokens
@@ -170,3 +170,9 @@ def candidates_of(keys: Tensor, valid: Tensor | None, transform: ScoreTransform)
     added = none + columns if valid is None else valid.sum(-1)
     positions = token_positions(valid, columns, none)[:, None].expand(-1, heads, -1)
     return Candidates(keys, valid, transform, None, added, positions)
+
+
+def newest_queries(q: Tensor, valid: Tensor | None, width: int) -> QueryWindow:
+    """The newest `width` valid queries of q [B, Hq, P, D], the newest last."""
+    at = newest_columns(valid, (q.shape[0], q.shape[2]), width, q.device)
+    return QueryWindow(take_queries(q, at), at)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform, attend, attend_slots, largest_queries
+from kvpolicy.engine.attention import Past, ScoreTransform, attend, attend_slots
+from kvpolicy.engine.channel_sums import largest_queries
 
 HEADS, GROUP, DIM = 2, 3, 8
 PADDINGS = {

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform, newest_queries
+from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.below_mean import below_mean_counts
 from kvpolicy.protocols import BELOW_MEAN
 from tests.conformance.bench import draw
+from tests.engine.parts import newest_queries
 
 
 def counted(weights: Tensor, at: list[int], past: Tensor | None, valid: Tensor | None) -> list[list[float]]:

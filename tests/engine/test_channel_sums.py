@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvpolicy.engine.attention import ScoreTransform, largest_queries
-from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries, QuerySquares
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries, QuerySquares, largest_queries
 from kvpolicy.engine.reading import absolute_sums
 from kvpolicy.engine.statistic import Coming, Tile
 from kvpolicy.protocols import SINGLE_RANK

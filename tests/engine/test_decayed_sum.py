@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy.engine.attention import Past, ScoreTransform, newest_queries
+from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.decayed_sum import decayed_sums
 from tests.conformance.bench import draw
+from tests.engine.parts import newest_queries
 
 
 @pytest.mark.parametrize("held", [0, 5])

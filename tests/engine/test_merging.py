@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import merging
-from kvpolicy.engine.attention import Past, ScoreTransform, attend, attend_slots, newest_queries, window_attention
+from kvpolicy.engine.attention import Past, ScoreTransform, attend, attend_slots, window_attention
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.state import tensors
 from tests.conformance.bench import Bench, draw
 from tests.conformance.policies import words
-from tests.engine.parts import slots_of
+from tests.engine.parts import newest_queries, slots_of
 from tests.readers.bench import Layer
 from tests.readers.bench import draw as draw_tokens
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvpolicy.engine import partial_attention
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.partial_attention import Part, attend_causal, attend_part, has_parts
+from kvpolicy.engine.partial_attention import attend_causal, attend_occupied, attend_part, has_parts
 from tests.engine.parts import generator
 
 HEADS, DIM = 2, 8
@@ -40,8 +40,6 @@ def test_a_part_of_no_keys() -> None:
     """The fused function ends the process if it gets none."""
     q, none = drawn(0, 1, HEADS, 1, 3, DIM), drawn(1, 1, HEADS, 0, DIM)
     assert attend_part(q, none, none, 1.0) is None
-    part = Part(drawn(2, 1, HEADS, 1, 3, DIM), drawn(3, 1, HEADS, 1, 3))
-    assert part.joined(None) is part
 
 
 def test_what_has_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +54,23 @@ def test_what_has_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_parts(meta, meta, meta, TRANSFORM)
     monkeypatch.setattr(partial_attention, "_FUSED", None)
     assert not has_parts(t, t, t, TRANSFORM)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("occupancy", [None, [True] * 6 + [False] * 3])
+@pytest.mark.parametrize("counted", [False, True])
+def test_attention_to_occupied_slots(softcap: float | None, occupancy: list[bool] | None, counted: bool) -> None:
+    """With the normalizer, against fp64; by the fused function where nothing is masked, counted or capped."""
+    q, keys, values = drawn(0, 1, HEADS, 5, DIM), drawn(1, 1, HEADS, 9, DIM), drawn(2, 1, HEADS, 9, DIM)
+    counts = drawn(3, 1, HEADS, 9).abs() if counted else None
+    occupied = None if occupancy is None else torch.tensor(occupancy).expand(1, HEADS, 9)
+    found = attend_occupied(q, (keys, values), None, occupied, ScoreTransform(0.4, softcap), counts)
+    score = q.double() @ keys.double().mT * 0.4
+    if softcap is not None:
+        score = torch.tanh(score / softcap) * softcap
+    if counts is not None:
+        score = score + counts.double()[:, :, None]
+    if occupied is not None:
+        score = score.masked_fill(~occupied[:, :, None], -torch.inf)
+    torch.testing.assert_close(found.output.double(), score.softmax(-1) @ values.double(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.normalizer.double(), score.logsumexp(-1), atol=1e-6, rtol=1e-5)

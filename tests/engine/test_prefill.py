@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform, newest_queries
+from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform
 from kvpolicy.engine.channel_sums import LargestQueries
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import AbsoluteSums
 from kvpolicy.engine.recent_queries import RecentQueries
 from kvpolicy.protocols import SINGLE_RANK, Forward, QueryMoments
-from tests.engine.parts import gathered, generator
+from tests.engine.parts import gathered, generator, newest_queries
 
 WINDOW = QueryWindow(torch.zeros(3, 4, 2, 8), torch.zeros(3, 2, dtype=torch.int64))
 VALID = [[True] * 5, [False, False, True, True, True], [True, False, True, False, False]]

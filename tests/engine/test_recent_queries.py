@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy.engine.attention import ScoreTransform, newest_queries, window_attention
+from kvpolicy.engine.attention import ScoreTransform, window_attention
 from kvpolicy.engine.recent_queries import RecentQueries
 from kvpolicy.engine.statistic import Coming, Tile
-from tests.engine.parts import candidates_of, generator
+from tests.engine.parts import candidates_of, generator, newest_queries
 
 Q, K = (torch.randn(2, heads, 9, 4, generator=generator(heads)) for heads in (4, 2))
 VALID = torch.tensor([[1] * 9, [0, 0, 1, 1, 1, 0, 1, 0, 0]]).bool()

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform, newest_queries, window_attention
+from kvpolicy.engine.attention import ScoreTransform, window_attention
 from kvpolicy.engine.reduced_rows import ReducedRows
 from kvpolicy.engine.statistic import Coming, Tile
 from kvpolicy.protocols import AttentionRows
 from tests.conformance.bench import draw
-from tests.engine.parts import candidates_of
+from tests.engine.parts import candidates_of, newest_queries
 
 VALID = torch.tensor([[1] * 40, [0] * 12 + [1, 0] + [1] * 26, [0] * 40]).bool()
 

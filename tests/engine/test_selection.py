@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.engine.attention import Past, ScoreTransform, newest_queries
+from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.below_mean import below_mean_counts
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED
@@ -17,7 +17,7 @@ from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.selection import Selection, finite_priority, rank_candidates, select_tokens
 from kvpolicy.protocols import SINGLE_RANK, Forward, Needs, Seen, View
 from tests.conformance.fakes import Roll, undo
-from tests.engine.parts import Ranking, Worth, gathered, generator, shuffled
+from tests.engine.parts import Ranking, Worth, gathered, generator, newest_queries, shuffled
 
 ROWS, HEADS, GROUP, NEW, DIM = 3, 2, 2, 6, 4
 LEFT = [[1] * 6, [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]]

@@ -28,7 +28,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the largest queries count padding",
-        file="kvpolicy/engine/attention.py",
+        file="kvpolicy/engine/channel_sums.py",
         old="size = q.abs().float() if valid is None else q.abs().float().masked_fill(~valid[:, None, :, None], 0)",
         new="size = q.abs().float()",
         tests=("tests/engine/test_attention.py::test_the_largest_queries_are_those_of_tokens",),

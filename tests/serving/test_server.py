@@ -263,6 +263,49 @@ def test_requests_start_from_a_saved_cache(tmp_path: Path, capsys: pytest.Captur
         assert message in capsys.readouterr().err
 
 
+def test_requests_share_a_saved_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each adds its own tokens, and leaves the slots of the text as they are."""
+    model, tokenizer = kvpolicy.tiny()
+    text, question = PROMPT.removesuffix("?wolf="), "?wolf="
+    ids, whole = (tokenizer(part, return_tensors="pt").input_ids for part in (text, text + question))
+    path = tmp_path / "text.safetensors"
+    with torch.no_grad(), kvpolicy.attach(model, POLICY):
+        cache = kvpolicy.PolicyCache(model)
+        model(ids, past_key_values=cache)
+        cache.save(path, tokens=ids)
+        shared = cache.fork(shared=True)
+        made = model.generate(whole, past_key_values=shared, max_new_tokens=8, do_sample=False)
+        kept = len(cache.policy_layers[0].positions[0, 0]) + whole.shape[1] - ids.shape[1] + 7
+    expected = tokenizer.decode(made[0, whole.shape[1] :], skip_special_tokens=True)
+    load = PrefixFile(path, kvpolicy.Policy.parse(POLICY), shared=True).load
+    with (
+        running((model, tokenizer), load) as port,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answers = [complete(client, prompt=text + question) for _ in range(2)]
+        assert [answer.choices[0].text for answer in answers] == [expected, expected]
+        for answer in answers:
+            assert answer.usage.kvpolicy["cache_nbytes"] == shared.nbytes
+            assert answer.usage.kvpolicy["kept_tokens"] == kept
+            assert answer.usage.kvpolicy["full_nbytes"] == shared.full_nbytes
+        assert metric(port, "prefix_nbytes") == cache.nbytes
+    assert main(["serve", "tiny", POLICY, "--share-prefix"]) == 2
+    assert "--share-prefix must be given with --prefix" in capsys.readouterr().err
+
+
+def test_a_prefix_that_cannot_be_shared_is_refused_at_the_start(tmp_path: Path) -> None:
+    model, tokenizer = kvpolicy.tiny()
+    policy = "full+quest:page=4:read=8"
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model)
+        model(ids, past_key_values=cache)
+        cache.save(tmp_path / "text.safetensors", tokens=ids)
+        file = PrefixFile(tmp_path / "text.safetensors", kvpolicy.Policy.parse(policy), shared=True)
+        with pytest.raises(kvpolicy.KVPolicyError, match="Every slot must be read in a step"):
+            file.load(model)
+
+
 def test_a_port_that_is_taken(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "tiny", POLICY, "--port", str(port)]) == 2
     assert "must be an address that is free" in capsys.readouterr().err

@@ -37,6 +37,14 @@ def serve(
         str | None,
         typer.Option(metavar="FILE", help="Saved cache that every request starts from, with its token ids."),
     ] = None,
+    share_prefix: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefix",
+            help="Read the slots of --prefix where they are: a request keeps its own tokens beside them, and evicts "
+            "none of the prefix.",
+        ),
+    ] = False,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
 ) -> None:
@@ -51,10 +59,13 @@ def serve(
     from kvpolicy.serving.hosts import check_names
     from kvpolicy.serving.prefix import PrefixFile
     from kvpolicy.serving.server import bind, log_to_terminal, run, serving
+    from kvpolicy.spec.errors import KVPolicyError
 
     tile_size = arguments.tile_of(tile)
     parsed = Policy.parse(policy)  # an invalid spec or file raises an error before the model is loaded
-    file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed)
+    if share_prefix and prefix is None:
+        raise KVPolicyError("--share-prefix must be given with --prefix, got no prefix; try --prefix FILE.")
+    file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed, share_prefix)
     names = check_names(arguments.parse_names(allowed_hosts)) if allowed_hosts else ()
     with log_to_terminal(), bind(host, port) as listener:
         from kvpolicy.cli.model_loading import load

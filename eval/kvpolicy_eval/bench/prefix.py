@@ -1,0 +1,157 @@
+"""`python -m kvpolicy_eval.bench.prefix`: rows that share the slots of a text, over as many copies of it.
+
+Each row has a question behind the text and generates an answer. Both sides keep the same tokens. What was expected was
+written down before anything was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from kvpolicy.spec.tables import format_bytes
+from kvpolicy_eval.bench.decode import filled
+from kvpolicy_eval.bench.models import llama
+from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
+from kvpolicy_eval.bench.timing import Ratio, compare
+from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+
+LAYERS = 2
+HEADS = 8
+WIDTH = 512
+PREFIX = 4096
+ROWS = 16
+QUESTION = 32
+STEPS = 8
+"""Steps of one measurement."""
+
+BYTES_BAR = 0.15
+TIME_BAR = 0.5
+COLUMNS = [
+    "policy",
+    "copies",
+    "shared",
+    "bytes, expected",
+    "bytes",
+    "bar",
+    "",
+    "step of copies, ms",
+    "step, ms",
+    "time, expected",
+    "time, median (quartiles)",
+    "bar",
+    "",
+]
+
+
+class Expected(NamedTuple):
+    """What was expected, as a fraction of what copies take.
+
+    Attributes:
+        nbytes: Of the bytes of the cache: those of one text and of the rows' own slots, which are not encoded.
+        seconds: Of the time of a step: the text is read once, and the weights as before.
+    """
+
+    nbytes: float
+    seconds: float
+
+
+POLICIES = {
+    "full": Expected(0.08, 0.15),
+    "snapkv:decode=grow@0.25": Expected(0.12, 0.35),
+    "full+kivi:bits=4": Expected(0.13, 0.15),
+    "snapkv:decode=grow+kivi:bits=4@0.25": Expected(0.3, 0.3),
+}
+
+
+class Measured(NamedTuple):
+    """Rows that share a text, over copies.
+
+    Attributes:
+        policy: The policy of the text.
+        copies: Bytes of the cache of copies.
+        shared: Bytes of the cache whose rows share the text.
+        ratio: The time of a step.
+    """
+
+    policy: str
+    copies: int
+    shared: int
+    ratio: Ratio
+
+
+def measure(policy: str, prefix: int, rows: int, rounds: int) -> Measured:
+    """Measure the bytes and the eager steps of both caches, after the question."""
+    model = llama(LAYERS, WIDTH, HEADS)
+    dice = torch.Generator().manual_seed(1)
+    question = torch.randint(1, 1024, (rows, QUESTION), generator=dice)
+    token = torch.randint(1, 1024, (rows, 1), generator=dice)
+    steps = STEPS * (rounds + 1)
+    with torch.inference_mode(), kvpolicy.attach(model, policy):
+        text = filled(model, prefix)
+        copies = text.fork([0] * rows)
+        copies.hold_next()
+        shared = text.fork([0] * rows, shared=True)
+        for cache in (copies, shared):
+            cache.expect(prefix + QUESTION, steps)
+            model(question, past_key_values=cache)
+        ratio = compare(lambda: _decode(model, token, copies), lambda: _decode(model, token, shared), rounds)
+        seconds = ratio._replace(base=ratio.base / STEPS, ours=ratio.ours / STEPS)
+        return Measured(policy, copies.nbytes, shared.nbytes, seconds)
+
+
+def _decode(model: Any, token: Tensor, cache: PolicyCache) -> None:
+    for _ in range(STEPS):
+        model(token, past_key_values=cache)
+
+
+def lines(prefix: int, rows: int, rounds: int) -> Iterator[list[str]]:
+    """The rows of the table."""
+    for policy, expected in POLICIES.items():
+        _, copies, shared, ratio = measure(policy, prefix, rows, rounds)
+        part = shared / copies
+        yield [
+            f"`{policy}`",
+            format_bytes(copies),
+            format_bytes(shared),
+            f"{expected.nbytes:.2f}x",
+            f"{part:.3f}x",
+            f"<= {BYTES_BAR}x",
+            "pass" if part <= BYTES_BAR else "miss",
+            f"{1000 * ratio.base:.2f}",
+            f"{1000 * ratio.ours:.2f}",
+            f"{expected.seconds:.2f}x",
+            f"{ratio.median:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})",
+            f"<= {TIME_BAR}x",
+            "pass" if ratio.median <= TIME_BAR else "miss",
+        ]
+
+
+def main() -> None:
+    """Measure, print the table, and fill a page with it on request."""
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.prefix", description=__doc__)
+    parser.add_argument("--prefix", type=int, default=PREFIX, help="tokens of the text")
+    parser.add_argument("--rows", type=int, default=ROWS, help="rows of the batch")
+    parser.add_argument("--rounds", type=int, default=7, help="repetitions of each measurement, at least 2")
+    parser.add_argument("--quick", action="store_true", help="a short text and few rounds, to see that it runs")
+    add_threads_argument(parser)
+    add_fill_argument(parser, "prefix")
+    args = parser.parse_args()
+    set_threads(args.threads)
+    prefix, rounds = (256, 2) if args.quick else (args.prefix, args.rounds)
+    found = collect(lines(prefix, args.rows, rounds))
+    note = (
+        f"A Llama of {LAYERS} layers, hidden size {WIDTH}, {HEADS} KV heads, fp32, eager: {args.rows} rows behind "
+        f"{prefix:,} tokens, each with a question of {QUESTION}; {torch_note()}."
+    )
+    publish(f"{table(COLUMNS, found)}\n\n{note}", "prefix", args.fill)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Requests are grouped by the tokens that their contexts begin with, which are prefilled and held once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+import kvpolicy
+from kvpolicy import KVPolicyError
+from kvpolicy_eval.data import prompts
+from kvpolicy_lm_eval.prefixes import (
+    PREFIX_TOKENS,
+    behind_prefix,
+    check_processes,
+    common_tokens,
+    group_by_prefix,
+    read_least,
+)
+from kvpolicy_lm_eval.scoring import Piece, split, split_behind
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to divide a list into groups."""
+    if not items:
+        yield []
+        return
+    for rest in partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for number, group in enumerate(rest):
+            yield [*rest[:number], [items[0], *group], *rest[number + 1 :]]
+
+
+def saved(contexts: list[tuple[int, ...]], groups: list[list[int]], least: int) -> int:
+    """Tokens that are not prefilled again; a group with a shorter prefix than `least` is not allowed."""
+    total = 0
+    for group in groups:
+        size = min((len(contexts[member]) for member in group), default=0)
+        while len({contexts[member][:size] for member in group}) > 1:
+            size -= 1
+        if len(group) > 1 and size < least:
+            return -1
+        total += (len(group) - 1) * size
+    return total
+
+
+def test_groups_save_nearly_as_much_as_the_best_ones() -> None:
+    """Of all ways to divide a few contexts; nearly, since a node keeps the groups that its children made."""
+    totals = [0, 0]
+    for seed in range(60):
+        dice = Random(seed)
+        least = dice.randint(1, 3)
+        stem = [dice.randint(0, 1) for _ in range(6)]
+        ends = [[dice.randint(0, 1) for _ in range(dice.randint(0, 4))] for _ in range(6)]
+        contexts = [tuple(stem[: dice.randint(0, 6)] + end) for end in ends]
+        groups = group_by_prefix(contexts, least)
+        assert sorted(member for group in groups for member in group.members) == list(range(6))
+        for group in groups:
+            assert all(contexts[member][: len(group.prefix)] == group.prefix for member in group.members)
+            assert len(group.members) == 1 or len(group.prefix) >= least
+        found = saved(contexts, [group.members for group in groups], least)
+        best = max(saved(contexts, division, least) for division in partitions(list(range(6))))
+        assert found >= 0.8 * best
+        totals = [totals[0] + found, totals[1] + best]
+    assert totals[0] >= 0.98 * totals[1]
+
+
+def test_documents_behind_the_same_instruction_are_groups_of_their_own() -> None:
+    one, other = tuple(range(10)) + (20,) * 90, tuple(range(10)) + (30,) * 90
+    contexts = [(*one, 1), (*other, 1), (*one, 2), (*other, 2), (*range(10), 7), (*range(10), 8)]
+    groups = group_by_prefix(contexts, least=5)
+    assert [group.members for group in groups] == [[0, 2], [1, 3], [4, 5]]
+    assert [len(group.prefix) for group in groups] == [100, 100, 10]
+
+
+def test_many_contexts_that_continue_each_other() -> None:
+    """A chain of prefixes is as deep as it is long, which no recursion could follow."""
+    contexts = [tuple(range(size)) for size in range(1, 1500)]
+    groups = group_by_prefix(contexts, least=3)
+    assert sorted(member for group in groups for member in group.members) == list(range(1499))
+
+
+def test_common_tokens() -> None:
+    assert [common_tokens((1, 2, 3), other) for other in ((1, 2, 3, 4), (1, 9), (), (5,))] == [3, 1, 0, 0]
+
+
+def test_what_the_argument_may_be() -> None:
+    assert [read_least(value) for value in (False, True, 1, 700)] == [0, PREFIX_TOKENS, 1, 700]
+    for value in (0, -3, 2.5, "yes", None):
+        with pytest.raises(KVPolicyError, match="group_by_prefix must be true, false or the fewest tokens"):
+            read_least(value)
+
+
+@pytest.mark.parametrize("holdback", [0, 1, 3])
+def test_requests_are_split_behind_their_common_prefix(holdback: int) -> None:
+    """Nothing that is held back is in a prefix, nor the last token of a context."""
+    requests = [
+        (None, [1, 2, 3, 4, 5], [6]),
+        (None, [1, 2, 3, 4, 5], [7, 8]),
+        (None, [1, 2, 9, 9, 9], [9]),
+        (None, [4], [5]),
+    ]
+    shared, alone = split_behind(split(requests, max_length=20, holdback=holdback), 2, holdback)
+    end = 5 - max(holdback, 1)
+    pieces = {piece.request: (prefix, piece) for prefix, some in shared for piece in some}
+    for number, (prefix, piece) in pieces.items():
+        _, context, answer = requests[number]
+        assert prefix == tuple(context[: len(prefix)]) and 2 <= len(prefix) <= end
+        assert piece == Piece(number, tuple((context + answer)[len(prefix) :]), len(answer))
+    assert {0, 1} <= {*pieces}
+    assert {piece.request for some in alone.values() for piece in some} == {0, 1, 2, 3} - {*pieces}
+
+
+def test_padding_moves_behind_the_prefix() -> None:
+    context = torch.tensor([[0, 0, 5, 6, 1], [5, 6, 1, 2, 3]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    moved = behind_prefix(context, mask, (5, 6), 9)
+    assert moved is not None
+    assert moved[0].tolist() == [[5, 6, 9, 9, 1], [5, 6, 1, 2, 3]]
+    assert moved[1].tolist() == [[1, 1, 0, 0, 1], [1, 1, 1, 1, 1]]
+    assert behind_prefix(context, mask, (5, 1), 9) is None
+    assert behind_prefix(context, mask, (5, 6, 1), 9) is None, "a row needs a token behind the prefix"
+    assert behind_prefix(context, None, (5, 6), 9) is None
+
+
+def instances(kind: Any, arguments: list[tuple[Any, ...]]) -> list[Instance]:
+    return [
+        Instance(request_type=kind, doc={}, arguments=some, idx=number, metadata=("task", number, 1))
+        for number, some in enumerate(arguments)
+    ]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Three questions about each of two documents, and one about another."""
+    found: list[str] = []
+    for seed, count in ((0, 3), (1, 3), (2, 1)):
+        prompt, _ = prompts.recall(Random(seed), 24)
+        document, _, _ = prompt.rpartition("\n")
+        found += [f"{document}\n{name}=" for name in ("tiger", "lion", "wolf")[:count]]
+    return [found[number] for number in (0, 3, 6, 1, 4, 2, 5)]
+
+
+@pytest.fixture(scope="module")
+def questions(texts: list[str]) -> list[Instance]:
+    return instances("generate_until", [(text, {"until": ["\n"], "max_gen_toks": 6}) for text in texts])
+
+
+@pytest.fixture(scope="module")
+def choices(texts: list[str]) -> list[Instance]:
+    return instances("loglikelihood", [(text, answer) for text in texts for answer in ("1234", "7")])
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_an_exact_policy_answers_as_without_groups(
+    make: Any, questions: list[Instance], choices: list[Instance], batch_size: int
+) -> None:
+    """In the order of the requests, whatever their groups."""
+    plain = make("full", batch_size=batch_size)
+    grouped = make("full", batch_size=batch_size, group_by_prefix=32)
+    assert grouped.generate_until(questions, disable_tqdm=True) == plain.generate_until(questions, disable_tqdm=True)
+    found, want = (lm.loglikelihood(choices, disable_tqdm=True) for lm in (grouped, plain))
+    torch.testing.assert_close(
+        torch.tensor([a for a, _ in found]), torch.tensor([a for a, _ in want]), atol=1e-4, rtol=1e-5
+    )
+    assert [b for _, b in found] == [b for _, b in want]
+
+
+def test_each_document_is_prefilled_once(
+    make: Any, questions: list[Instance], choices: list[Instance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And compressed once, without the questions about it."""
+    made: list[tuple[int, int]] = []
+    fork = kvpolicy.PolicyCache.fork
+
+    def noted(self: Any, rows: Any = None, **kwargs: Any) -> Any:
+        made.append((id(self.policy_layers[0].store), len(rows)))
+        return fork(self, rows, **kwargs)
+
+    monkeypatch.setattr(kvpolicy.PolicyCache, "fork", noted)
+    lm = make("snapkv@0.4", batch_size=8, group_by_prefix=32)
+    lm.generate_until(questions, disable_tqdm=True)
+    assert [rows for _, rows in made] == [3, 3]
+    made.clear()
+    lm.loglikelihood(choices, disable_tqdm=True)
+    assert sorted(rows for _, rows in made) == [2, 6, 6]
+    costs = lm.get_model_info()["kvpolicy"]
+    assert costs["group_by_prefix"] == 32
+    plain = make("snapkv@0.4", batch_size=8)
+    plain.generate_until(questions, disable_tqdm=True)
+    before = plain.get_model_info()["kvpolicy"]["tasks"]["task/generate_until"]
+    now = costs["tasks"]["task/generate_until"]
+    assert now["kv_bytes"] < before["kv_bytes"] and now["full_kv_bytes"] == before["full_kv_bytes"]
+
+
+def test_a_prompt_that_was_cut_is_answered_alone(make: Any, questions: list[Instance]) -> None:
+    """lm-eval cuts the beginning of prompts that do not fit, which then have another prefix."""
+    lm = make("full", group_by_prefix=32, max_length=80)
+    plain = make("full", max_length=80)
+    assert all(len(lm.tok_encode(request.args[0])) > 80 - 6 for request in questions)
+    assert lm.generate_until(questions, disable_tqdm=True) == plain.generate_until(questions, disable_tqdm=True)
+
+
+def test_answers_of_other_groups_are_not_reused(make: Any) -> None:
+    names = {make("snapkv@0.4", group_by_prefix=value).fingerprint for value in (False, True, 32)}
+    assert len(names) == 3
+
+
+def test_several_processes_are_refused() -> None:
+    """They would have other groups, and wait for each other."""
+    check_processes(0, 2)
+    check_processes(256, 1)
+    with pytest.raises(KVPolicyError, match="group_by_prefix must be false if several processes"):
+        check_processes(256, 2)
+
+
+def test_policies_that_read_a_part_are_refused_at_the_start(make: Any) -> None:
+    with pytest.raises(KVPolicyError, match="Every slot must be read in a step"):
+        make("full+quest:page=4:read=8", group_by_prefix=True)

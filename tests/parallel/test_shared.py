@@ -1,0 +1,51 @@
+"""Rows that share a text on several ranks answer as on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from kvpolicy.parallel.runtime import share
+from tests.parallel.ranks import run_ranks
+from tests.parallel.sliced import Heads, divided, model_of
+
+TEXT, QUESTION, STEPS, ROWS = 26, 5, 3, 3
+POLICIES = ["snapkv:window=6@0.5", "h2o+tokenwise:residual_length=2:block_size=3@0.5", "uniform/adakv+h2o@0.5"]
+
+
+def _play(model: Any, policy: str) -> tuple[PolicyCache, list[Tensor]]:
+    """The cache of the rows, and the logits of their question and answer."""
+    draw = torch.Generator().manual_seed(5)
+    text, questions = (torch.randint(3, 64, size, generator=draw) for size in ((1, TEXT), (ROWS, QUESTION)))
+    steps = torch.randint(3, 64, (ROWS, STEPS), generator=draw)
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        model(text, past_key_values=cache)
+        rows = cache.fork([0] * ROWS, shared=True)
+        return rows, [model(ids, past_key_values=rows).logits for ids in (questions, *steps.split(1, 1))]
+
+
+def _compare(rank: int, world: int, heads: Heads) -> list[float]:
+    """The largest difference of each policy on this rank."""
+    model, alone = model_of(heads), model_of(heads)
+    share(model, replicas=heads.replicas)
+    found: list[float] = []
+    for policy in POLICIES:
+        one, want = _play(alone, policy)
+        with divided(heads, rank, world):
+            some, got = _play(model, policy)
+        assert some.plan is not None and some.plan.nbytes == some.nbytes <= one.nbytes
+        found.append(max(float((a - b).abs().max()) for a, b in zip(want, got, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("heads", [Heads(4, 2), Heads(6, 3), Heads(4, 1, replicas=2), Heads(2, 1)], ids=str)
+def test_two_ranks_answer_as_one(heads: Heads) -> None:
+    """Even heads, three over two, one that both hold, and one that one of them holds."""
+    for rank in run_ranks(_compare, 2, heads):
+        assert max(rank) < 1e-4
