@@ -22,7 +22,7 @@ _AT_ONCE = ENCODED_AT_ONCE // 8
 
 
 class Side(NamedTuple):
-    """What is stored of the keys, or of the values, of a layer.
+    """Stored keys, or values, of a layer.
 
     Attributes:
         directions: Shared directions, [B, H, C, D] fp16; a layer may read more than it has slots.
@@ -68,9 +68,8 @@ def interpolate(one: Tensor, other: Tensor, t: float) -> Tensor:
         >>> interpolate(torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 0.0]), 0.5).tolist()
         [1.0, 0.0]
     """
-    one, other = one.double(), other.double()
-    zero, other_zero = ((x == 0).all(-1, keepdim=True) for x in (one, other))
-    one, other = torch.where(zero, other, one), torch.where(other_zero, one, other)
+    one = _unless_zero(one.double(), other.double())
+    other = _unless_zero(other.double(), one)
     angle = angle_between(one, other)[..., None]
     sine = angle.sin()
     is_line = sine < _PARALLEL
@@ -79,6 +78,11 @@ def interpolate(one: Tensor, other: Tensor, t: float) -> Tensor:
     of_other = torch.where(is_line, t, (t * angle).sin() / sine)
     mixed, norm = unit_vectors(of_one * one + of_other * other)
     return torch.where(norm < _PARALLEL, one, mixed)
+
+
+def _unless_zero(x: Tensor, other: Tensor) -> Tensor:
+    """Vectors [..., D], and the other ones where they are 0."""
+    return torch.where((x == 0).all(-1, keepdim=True), other, x)
 
 
 def write_side(

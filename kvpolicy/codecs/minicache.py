@@ -21,7 +21,7 @@ from kvpolicy.spec.validation import AutoInt, check_fields
 
 
 class SharedCodes(NamedTuple):
-    """What both layers of a pair read; `R` is the number of tokens that may be stored whole.
+    """Tensors that both layers of a pair read; `R` is the number of tokens that may be stored whole.
 
     Attributes:
         keys: Directions of keys, [B, H, C, D] fp16.
@@ -288,14 +288,14 @@ def alloc_codes(
 
 
 def keys_of(store: StageStore) -> Side:
-    """What is stored of the keys of a layer."""
+    """The stored keys of a layer."""
     codes: MiniCacheCodes = store.codes
     shared: Any = codes.shared or store.shared
     return Side(shared.keys, shared.whole_key_slots, codes.key_scale, codes.whole_keys)
 
 
 def values_of(store: StageStore) -> Side:
-    """What is stored of the values of a layer."""
+    """The stored values of a layer."""
     codes: MiniCacheCodes = store.codes
     shared: Any = codes.shared or store.shared
     return Side(shared.values, shared.whole_value_slots, codes.value_scale, codes.whole_values)

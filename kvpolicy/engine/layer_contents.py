@@ -106,7 +106,8 @@ class LayerContents:
 
     def join(self, group: LayerGroup, number: int) -> None:
         """Store a part of what the layer holds together with the other layers of a group."""
-        self.group, self.number = group, number
+        self.group = group
+        self.number = number
         group.join(number, self)
 
     @property

@@ -89,7 +89,7 @@ class LayerGroup:
         return sum(block.nbytes for block in self._waiting[number])
 
     def shared(self, stage: int) -> Codes:
-        """What the stages of all layers read of the first one; see `GroupStage.shared`."""
+        """The part of the first layer that the stages of all layers read; see `GroupStage.shared`."""
         first = self.layers[0]
         return self._stage(stage).shared(first.tensors.codes[stage])
 

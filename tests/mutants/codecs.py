@@ -359,8 +359,8 @@ MUTATIONS = (
     Mutation(
         name="a zero vector pulls the shared direction towards zero",
         file="kvpolicy/codecs/_directions.py",
-        old="    one, other = torch.where(zero, other, one), torch.where(other_zero, one, other)\n",
-        new="",
+        old="    return torch.where((x == 0).all(-1, keepdim=True), other, x)\n",
+        new="    return x\n",
         tests=("tests/codecs/test_minicache.py",),
     ),
     Mutation(

@@ -91,7 +91,7 @@ class Side:
         self.whole = sorted(candidates, key=lambda slot: -self.angles[slot])[:count]
 
     def read(self, layer: int, slot: int) -> Tensor:
-        """What a layer reads of a slot."""
+        """The vector that a layer reads of a slot."""
         return (self.exact if slot in self.whole else self.near)[slot][layer]
 
 
@@ -102,7 +102,7 @@ class Head:
         """Nothing is fitted."""
 
     def code(self, key: Tensor, value: Tensor) -> tuple[Any, Tensor, Tensor]:
-        """What is read back of a token."""
+        """A token as it is read back."""
         return None, self._read(key), self._read(value)
 
     def _read(self, x: Tensor) -> Tensor:
