@@ -63,8 +63,8 @@ def interpolate(one: Tensor, other: Tensor, t: float) -> Tensor:
     `one` where it passes through 0.
 
     Examples:
-        >>> interpolate(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), 0.5).tolist()
-        [0.7071067811865475, 0.7071067811865475]
+        >>> interpolate(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), 0.5).float()
+        tensor([0.7071, 0.7071])
         >>> interpolate(torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 0.0]), 0.5).tolist()
         [1.0, 0.0]
     """

@@ -20,10 +20,11 @@ from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rollback import roll_back
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.hf.layer_prefix import SHARED, LayerPrefix
+from kvpolicy.hf.layer_prefix import LayerPrefix
 from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.planning.memory import layer_spec
+from kvpolicy.planning.result import SHARED
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
 

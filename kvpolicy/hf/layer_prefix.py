@@ -10,9 +10,6 @@ from torch import Tensor
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.shared_prefix import SharedPrefix
 
-SHARED = "shared prefix"
-"""The kind of the bytes of shared slots, which a cache counts once."""
-
 
 class LayerPrefix(NamedTuple):
     """The prefix of a layer.

@@ -13,7 +13,7 @@ from kvpolicy.hf.build_plan import Prefilling, build_plan
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import check_class, describe, resolve_for
 from kvpolicy.hf.rotary_lookup import trained_positions
-from kvpolicy.hf.shared_fork import check_text, planned_behind, text_length
+from kvpolicy.hf.shared_plan import check_text, planned_behind, text_length
 from kvpolicy.hf.weights import weights_per_rank
 from kvpolicy.planning.notes import beyond_trained_length
 from kvpolicy.planning.planner import divide

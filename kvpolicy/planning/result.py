@@ -36,6 +36,9 @@ NOT_MEASURED = (
 """The note of a plan before the allocator has measured a prompt."""
 
 
+SHARED = "shared prefix"
+"""The kind of the bytes of slots that rows share, which a cache counts once."""
+
 READ_KINDS = ("exact", HOST, "codes", "scales", "positions")
 """The kinds of bytes that a decode step reads where it reads everything."""
 

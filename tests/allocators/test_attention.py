@@ -223,7 +223,7 @@ def test_a_later_prompt_has_the_metric_of_the_first(name: str, monkeypatch: pyte
     count: list[int] = []
     real, gather = kind.measure, layer_store.attend
     monkeypatch.setattr(kind, "measure", lambda *given: (count.append(1), real(*given))[1])
-    monkeypatch.setattr(layer_store, "attend", lambda *given: (sums.append(given[-1]), gather(*given))[1])
+    monkeypatch.setattr(layer_store, "attend", lambda *given: (sums.append(given[6]), gather(*given))[1])
     tape, cache, _ = play(build("llama", layers=3), f"{small('allocator', name)}+window@0.4", [40], TURNS)
     assert len(count) == 3
     assert sums == [name == "mass"] * 3 + [False] * 3

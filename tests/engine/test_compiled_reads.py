@@ -15,8 +15,8 @@ from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import CODECS, words
 
-UNCODED = ("plain", "think", "minicache")
-"""Codecs that store numbers in fp16, with no code to be read by a compiled function."""
+UNCODED = ("plain", "think", "minicache", "lowrank")
+"""Codecs that store numbers in fp16, which a CPU reads without a compiled function."""
 POLICIES = [words("uniform", "h2o", codec) for codec in CODECS if codec not in UNCODED]
 OVER = [words("h2o", f"think/{words(codec, budget='')[:-1]}") for codec in ("tokenwise", "kivi", "turboquant", "bfp")]
 PAGES = [f"uniform/{words('adakv', 'snapkv', codec)}" for codec in ("tokenwise", "bfp", "turboquant")]

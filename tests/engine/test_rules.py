@@ -26,9 +26,9 @@ def test_a_query_attends_to_the_budget(selector: str, codec: str, monkeypatch: p
     seen: list[Tensor] = []
     real = index_reader.attend_slots
 
-    def attend_slots(q: Tensor, exact: Any, coded: Any, live: Tensor, *rest: Any) -> Any:
+    def attend_slots(q: Tensor, exact: Any, coded: Any, live: Tensor, *rest: Any, **options: Any) -> Any:
         seen.append(live.sum(-1))
-        return real(q, exact, coded, live, *rest)
+        return real(q, exact, coded, live, *rest, **options)
 
     monkeypatch.setattr(index_reader, "attend_slots", attend_slots)
     model = build("llama")

@@ -13,7 +13,7 @@ import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.shared_prefix import SharedPrefix
-from kvpolicy.hf.layer_prefix import SHARED
+from kvpolicy.planning.result import SHARED
 from kvpolicy.spec.errors import KVPolicyStateError
 from tests.conformance.access import addresses, kept_positions
 from tests.conformance.models import build
