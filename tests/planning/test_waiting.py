@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import kvpolicy
-from kvpolicy import PolicyCache, attach
+from kvpolicy import Policy, PolicyCache, attach
 from kvpolicy.hf.cache_forward import CacheForward
+from kvpolicy.planning.tokens import Tokens
+from kvpolicy.planning.waiting import trimmed_bytes
+from kvpolicy.protocols import LayerShape
 from tests.conformance.models import VOCABULARY, build
 from tests.engine.parts import generator
 
@@ -59,7 +62,16 @@ def test_less_waits_and_no_more_than_planned(
         assert planned < whole
 
 
-@pytest.mark.parametrize("spec", ["squeeze+kvcrush/snapkv@0.1", "dynamickv+h2o@0.1", "cake+snapkv+merge@0.1"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "squeeze+kvcrush/snapkv@0.1",
+        "dynamickv+h2o@0.1",
+        "cake+snapkv+merge@0.1",
+        "squeeze+snapkv:window=100@0.1",  # of which a layer may get less than two
+        "squeeze+snapkv@1GiB",
+    ],
+)
 def test_whole_prompts_are_planned_where_none_is_trimmed(spec: str) -> None:
     planned = kvpolicy.plan("llama-3.1-8b", spec, prompt=4096)
     assert planned.peak_nbytes >= planned.full_peak_nbytes
@@ -80,3 +92,19 @@ def test_the_peak_of_a_long_prompt() -> None:
     assert planned.nbytes + one <= planned.peak_nbytes <= (planned.nbytes + one) * 1.2
     squeeze = kvpolicy.plan("llama-3.1-8b", "squeeze+streaming@0.1", prompt=100_000)
     assert squeeze.peak_nbytes < 0.35 * squeeze.full_peak_nbytes
+
+
+def test_rows_may_differ_in_their_layers() -> None:
+    """Every row is padded to the longest one, which may be another one in each layer."""
+    shape, policy = LayerShape(2, 8, torch.float32), Policy.parse("squeeze+window@0.05")
+
+    def held(*rows: int) -> int:
+        prompt = torch.tensor(rows)
+        keep = torch.full((len(rows), 6), 20)
+        tokens = Tokens(keep, torch.zeros_like(prompt), keep, prompt)
+        found = trimmed_bytes(policy, shape, tokens, prompt, max(rows), 6)
+        assert found is not None
+        return found
+
+    assert held(TOKENS, TOKENS) == pytest.approx(4 * held(TOKENS), rel=0.01)
+    assert held(*[TOKENS] * 50) == 50 * 6 * TOKENS * 2 * (2 * 8 * 4 + 4), "no more than all of all prompts"
