@@ -106,14 +106,15 @@ class CAKE(ByAttention):
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
         """The bounds of layers that were measured; see `BoundsBudgets`."""
-        highest = metrics.double().amax(-1).to(total.device)
+        metrics = metrics.double().to(total.device)
+        highest = metrics.amax(-1)
         # The most that entropy and variance can be: of even attention over all tokens, and of queries that each attend
         # to one token of their own.
         entropy = (queries * self.window * ceiling.double().log()).clamp_min(LEAST_ENTROPY)
         variance = queries * self.window / max(self.window - 1, 1)
         largest = entropy.log() / self.entropy + math.log(variance) / self.variance + _ROUNDING
         heaviest = (largest - highest).clamp_max(_LARGEST_EXPONENT).exp()
-        weights = (metrics.double() - metrics.double().amax(-1, keepdim=True)).exp()
+        weights = (metrics - highest[:, None]).exp()
         return bounds_in_proportion(weights, torch.zeros(()), heaviest, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:

@@ -86,20 +86,16 @@ class SimLayerKV(ByAttention):
     ) -> LayerBounds:
         """The bounds of layers that were measured; see `BoundsBudgets`."""
         batch, measured = metrics.shape
-        even = (total // layers)[:, None]
+
+        def divided(other: float) -> Tensor:
+            every = torch.cat([metrics, metrics.new_full((batch, layers - measured), other)], -1)
+            return self.budgets(every, total, floor, ceiling, layers)[:, :measured]
+
         # With more layers that are not lazy, each of them gets less; and so do the others, whom they leave less.
-        divided = [
-            self.budgets(
-                torch.cat([metrics, metrics.new_full((batch, layers - measured), other)], -1),
-                total,
-                floor,
-                ceiling,
-                layers,
-            )[:, :measured]
-            for other in (0.0, torch.inf)
-        ]
-        few, many = divided
-        return LayerBounds((few.minimum(many).minimum(even) - 1).clamp_min(floor), few.maximum(many).maximum(even) + 1)
+        few, many = divided(torch.inf), divided(0.0)
+        even = (total // layers)[:, None]
+        least = (few.minimum(many).minimum(even) - 1).clamp_min(floor)
+        return LayerBounds(least, few.maximum(many).maximum(even) + 1)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
         """Guarantees for any measurement; see `BoundsBudgets`."""

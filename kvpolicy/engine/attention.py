@@ -463,10 +463,9 @@ def attend_slots(
         buffer = keys.shape[2] if coded is not None else 0  # it is always read, and no reader divides it
         weights, others_add = with_rest(score, score[..., buffer:], transform, rest)
     elif beside is not None:  # other keys are one more column, whose score is their normalizer
-        weights, of_others = transform.weights(torch.cat([score, beside.normalizer], -1)).split(
-            [score.shape[-1], 1], -1
-        )
-        others_add = of_others * beside.output.squeeze(3)
+        every = transform.weights(torch.cat([score, beside.normalizer], -1))
+        weights = every[..., :-1]
+        others_add = every[..., -1:] * beside.output.squeeze(3)
     else:
         weights = transform.weights(score)
     first, *others = weights.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)

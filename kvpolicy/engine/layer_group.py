@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
+from kvpolicy.engine.state import owned
 from kvpolicy.protocols import Codes, GroupStage, StageStore
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -59,7 +60,7 @@ class Block(NamedTuple):
 
     def owned(self) -> Block:
         """The same, with copies of keys and values that are views: what they are views of may then be freed."""
-        return self._replace(keys=_owned(self.keys), values=_owned(self.values))
+        return self._replace(keys=owned(self.keys), values=owned(self.values))
 
 
 class LayerGroup:
@@ -135,7 +136,3 @@ def places(groups: Sequence[Sequence[int]]) -> dict[int, tuple[LayerGroup, int]]
     """
     made = [(LayerGroup(len(layers)), layers) for layers in groups]
     return {index: (group, number) for group, layers in made for number, index in enumerate(layers)}
-
-
-def _owned(x: Tensor) -> Tensor:
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()

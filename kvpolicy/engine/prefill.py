@@ -13,6 +13,7 @@ from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.prompt_codes import PromptCodes
 from kvpolicy.engine.replayed_queries import ReplayedQueries
 from kvpolicy.engine.rotary import KeyRotation
+from kvpolicy.engine.state import owned
 from kvpolicy.engine.statistic import Candidates, Statistic
 from kvpolicy.engine.trimmed_tokens import TrimmedTokens
 from kvpolicy.protocols import Calibration, Codec, Forward, Ranks
@@ -169,7 +170,7 @@ class PendingPrompt(NamedTuple):
 
     def owned(self) -> PendingPrompt:
         """The same in separate memory, so that keys and values do not keep a larger tensor alive."""
-        keys, values = (t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for t in self[:2])
+        keys, values = map(owned, self[:2])
         # A mask of bool is the caller's own tensor, who may use it again for the next chunk.
         return self._replace(keys=keys, values=values, valid=None if self.valid is None else self.valid.clone())
 

@@ -91,6 +91,11 @@ def empty_slots(state: State, slots: int) -> State:
     return map_slots(lambda t: t.new_zeros(*t.shape[:2], slots), state)
 
 
+def owned(t: Tensor) -> Tensor:
+    """A tensor in memory of its own, so that it does not keep a larger one alive; itself if it is."""
+    return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
+
+
 def _rebuilt(state: State, parts: list[Any]) -> State:
     kind: Any = type(state)
     return kind(*parts) if hasattr(kind, "_fields") else tuple(parts)

@@ -6,14 +6,14 @@ budget can be ranked again for the budget that the layer is given, and none that
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries, QuerySquares
 from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import Ranking, finite_priority, highest
-from kvpolicy.engine.state import map_slots, select_rows
+from kvpolicy.engine.state import map_slots, owned, select_rows
 from kvpolicy.engine.token_batch import TokenBatch
 from kvpolicy.engine.trimmed_tokens import TrimmedTokens
 from kvpolicy.protocols import Selector, State, nested_from
@@ -26,6 +26,13 @@ _NOT_OF_TOKENS = (ChannelSums, LargestQueries, QuerySquares)
 """Statistics of channels, which the codec and the reader want of the whole prompt."""
 
 
+def trimmed_from(spec: LayerSpec) -> int | None:
+    """The smallest budget of a layer from which on its prompt may be trimmed; None if it never may."""
+    # A merger wants what is evicted, and heads with budgets of their own may keep more than the layer on average.
+    drops = spec.merger_traits.when == "never" and spec.heads is None
+    return nested_from(spec.selector) if drops else None
+
+
 def can_trim(layer: LayerContents, pending: PendingPrompt, least: Tensor) -> bool:
     """Whether a prompt can be trimmed without a change of what is kept in the end.
 
@@ -34,10 +41,8 @@ def can_trim(layer: LayerContents, pending: PendingPrompt, least: Tensor) -> boo
         pending: Its prompt.
         least: The fewest tokens that it may be given, [B] int64.
     """
-    nested = nested_from(layer.spec.selector)
-    # A merger wants what is evicted, and heads with budgets of their own may keep more than the layer on average.
-    drops = layer.spec.merger_traits.when == "never" and layer.spec.heads is None
-    if nested is None or not drops or layer.layout.slots or pending.codes is not None:
+    nested = trimmed_from(layer.spec)
+    if nested is None or layer.layout.slots or pending.codes is not None:
         return False
     return bool((least >= nested).all())
 
@@ -80,7 +85,7 @@ def trim(layer: LayerContents, held: tuple[Tensor, State], pending: PendingPromp
         statistics=kept,
         forward=None,
         wants_vectors=False,
-        trimmed=TrimmedTokens(view, map_slots(torch.clone, batch.state), pending.columns),
+        trimmed=TrimmedTokens(view, map_slots(owned, batch.state), pending.columns),
     )
     return smaller.owned()
 

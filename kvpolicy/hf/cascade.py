@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from kvpolicy.engine.host import outside_autocast
+from kvpolicy.engine.trimming import trimmed_from
 from kvpolicy.hf.division import Expected, RowLengths
 from kvpolicy.hf.measured import Measured
 from kvpolicy.hf.running_forward import RunningForward
 from kvpolicy.planning.planner import bound_layers
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import LayerBounds, nested_from
+from kvpolicy.protocols import LayerBounds
 
 
 def trim_waiting(policy: Policy, forward: RunningForward, measured: Measured, every: int, told: Expected) -> None:
@@ -26,7 +27,7 @@ def trim_waiting(policy: Policy, forward: RunningForward, measured: Measured, ev
         told: The announced lengths.
     """
     layers = forward.waiting
-    if not layers or forward.unbegun is None or nested_from(policy.selector) is None:
+    if not layers or forward.unbegun is None or trimmed_from(layers[0].store.spec) is None:
         return
     indices = [layer.layer_idx for layer in layers]
     numbers = forward.attention

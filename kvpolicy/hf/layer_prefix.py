@@ -1,4 +1,4 @@
-"""What comes before the tokens of a layer whose rows share a prefix."""
+"""The prefix of a layer whose rows share one, before their own tokens."""
 
 from __future__ import annotations
 

@@ -81,21 +81,20 @@ def split(codes: Tensor, bits: int) -> list[Place]:
     ]
 
 
-def in_order_of_places(t: Tensor, words: Tensor, parts: int = BYTES) -> Tensor:
+def in_order_of_places(t: Tensor, words: Tensor) -> Tensor:
     """Numbers of channels [..., D], those of each place of words next to each other; see `split`.
 
     Args:
         t: The numbers.
         words: Words, which are fp32, or what was not made into words, so that the order stays.
-        parts: Numbers in a word that are read one by one: its bytes, or its halves.
     """
     if words.dtype != torch.float32:
         return t
-    return in_memory(t.unflatten(-1, (-1, words.shape[-1], parts)).transpose(-1, -2).flatten(-3))
+    return in_memory(t.unflatten(-1, (-1, words.shape[-1], BYTES)).transpose(-1, -2).flatten(-3))
 
 
-def in_order_of_channels(t: Tensor, words: Tensor, parts: int = BYTES) -> Tensor:
+def in_order_of_channels(t: Tensor, words: Tensor) -> Tensor:
     """Numbers that `in_order_of_places` reordered, in the order of channels again, [..., D]."""
     if words.dtype != torch.float32:
         return t
-    return t.unflatten(-1, (-1, parts, words.shape[-1])).transpose(-1, -2).flatten(-3)
+    return t.unflatten(-1, (-1, BYTES, words.shape[-1])).transpose(-1, -2).flatten(-3)

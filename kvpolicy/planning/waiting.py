@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.state import slot_tensors
-from kvpolicy.engine.trimming import LEAST_GAIN
+from kvpolicy.engine.trimming import LEAST_GAIN, trimmed_from
+from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.planner import base_tokens
 from kvpolicy.planning.tokens import Tokens, most_tokens
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import BoundsBudgets, LayerShape, alloc_state, nested_from
+from kvpolicy.protocols import BoundsBudgets, LayerShape, alloc_state
 
 
 def trimmed_bytes(
@@ -29,9 +30,8 @@ def trimmed_bytes(
     Returns:
         None where it is not known before the prompt is measured that they can be trimmed.
     """
-    allocator, nested = policy.allocator, nested_from(policy.selector)
-    drops = policy.merger.traits.when == "never" and policy.heads is None and not policy.replay
-    if not isinstance(allocator, BoundsBudgets) or nested is None or not drops or isinstance(policy.budget, str):
+    allocator, nested = policy.allocator, trimmed_from(layer_spec(policy, 0))
+    if policy.replay or isinstance(policy.budget, str) or not isinstance(allocator, BoundsBudgets) or nested is None:
         return None
     ceiling = most_tokens(policy, prompt, tokens.last)
     total = base_tokens(policy, prompt) * layers

@@ -98,31 +98,25 @@ def check_curves(allocator: Allocator, selector: Selector) -> None:
 def check_abilities(selector: Selector, reader: Reader) -> None:
     """Refuse parts that ask the engine for what they have no method for."""
     for each in (selector, getattr(selector, "base", None)):  # a wrapper passes on what its base asks for
-        if isinstance(each, Selector) and each.needs.rerank_every and not isinstance(each, Reranks):
-            raise KVPolicyTypeError(
-                "The selector must have a method rerank(state, seen, view) for Needs.rerank_every, got "
-                f"{shorten(repr(each))}, which lacks it; see kvpolicy.protocols.Reranks."
-            )
-        if isinstance(each, Selector) and each.needs.layer_input and not isinstance(each, ScoresInputs):
-            raise KVPolicyTypeError(
-                "The selector must have the methods load_gate, score_inputs and with_scores for Needs.layer_input, got "
-                f"{shorten(repr(each))}, which lacks one; see kvpolicy.protocols.ScoresInputs."
-            )
-    if reader.traits.calibrated and not isinstance(reader, LoadsSalience):
-        raise KVPolicyTypeError(
-            "The reader must have a method load_salience(layer_idx, heads) for ReaderTraits.calibrated, got "
-            f"{shorten(repr(reader))}, which lacks it; see kvpolicy.protocols.LoadsSalience."
-        )
-    if reader.traits.projected and not isinstance(reader, LoadsBasis):
-        raise KVPolicyTypeError(
-            "The reader must have a method load_basis(layer_idx, device, heads) for ReaderTraits.projected, got "
-            f"{shorten(repr(reader))}, which lacks it; see kvpolicy.protocols.LoadsBasis."
-        )
-    if reader.traits.estimates and not isinstance(reader, Estimates):
-        raise KVPolicyTypeError(
-            "The reader must have the methods summarize and estimate_rest for ReaderTraits.estimates, got "
-            f"{shorten(repr(reader))}, which lacks one; see kvpolicy.protocols.Estimates."
-        )
+        if isinstance(each, Selector):
+            rule = "The selector must have a method rerank(state, seen, view) for Needs.rerank_every"
+            _check_ability(each, Reranks, bool(each.needs.rerank_every), rule)
+            rule = "The selector must have the methods load_gate, score_inputs and with_scores for Needs.layer_input"
+            _check_ability(each, ScoresInputs, each.needs.layer_input, rule, "one")
+    traits = reader.traits
+    rule = "The reader must have a method load_salience(layer_idx, heads) for ReaderTraits.calibrated"
+    _check_ability(reader, LoadsSalience, traits.calibrated, rule)
+    rule = "The reader must have a method load_basis(layer_idx, device, heads) for ReaderTraits.projected"
+    _check_ability(reader, LoadsBasis, traits.projected, rule)
+    rule = "The reader must have the methods summarize and estimate_rest for ReaderTraits.estimates"
+    _check_ability(reader, Estimates, bool(traits.estimates), rule, "one")
+
+
+def _check_ability(part: object, ability: type[Any], asks: bool, rule: str, lacks: str = "it") -> None:
+    """Refuse a part that asks for what it has no method for; `rule` says which method it must have."""
+    if asks and not isinstance(part, ability):
+        got = shorten(repr(part))
+        raise KVPolicyTypeError(f"{rule}, got {got}, which lacks {lacks}; see kvpolicy.protocols.{ability.__name__}.")
 
 
 def check_heads(

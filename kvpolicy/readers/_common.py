@@ -8,10 +8,13 @@ from typing import Any, Protocol
 from kvpolicy.protocols import Reader
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import MAX_FIELD, check_fields
+from kvpolicy.spec.validation import MAX_FIELD, AutoInt, check_fields
 
 Amount = int | float
 """A number of tokens (int), or a fraction of a layer's slots (float)."""
+
+LONG = 4096
+"""From so many slots on, a page of `auto` is 16 slots."""
 
 _EPSILON = 1e-9  # so that a fraction such as 0.07 of 100 slots is 7, and not 7.000...1 rounded up
 
@@ -55,6 +58,18 @@ def slots_read(read: Amount, slots: int, page: int = 1) -> int:
     """
     wanted = read if isinstance(read, int) else math.ceil(read * slots - _EPSILON)
     return min(slots, max(1, -(-wanted // page)) * page)
+
+
+def slots_of_page(page: AutoInt, slots: int) -> int:
+    """Slots of a page in a layer with `slots` slots.
+
+    Examples:
+        >>> slots_of_page("auto", 4095), slots_of_page("auto", 4096), slots_of_page(8, 4096)
+        (4, 16, 8)
+    """
+    if page == "auto":
+        return 4 if slots < LONG else 16
+    return page
 
 
 class TokenReader(Reader, Protocol):

@@ -12,12 +12,9 @@ from torch import Tensor
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, check_reader
+from kvpolicy.readers._common import Amount, TokenReader, check_reader, slots_of_page
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.validation import AutoInt
-
-_LONG = 4096
-"""From so many slots on, `page=auto` is 16."""
 
 
 class QuestIndex(NamedTuple):
@@ -92,9 +89,7 @@ class Quest(TokenReader):
 
     def page_size(self, slots: int) -> int:
         """Slots of a page; see `Reader.page_size`."""
-        if self.page == "auto":
-            return 4 if slots < _LONG else 16
-        return self.page
+        return slots_of_page(self.page, slots)
 
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str

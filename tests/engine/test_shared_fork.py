@@ -61,6 +61,12 @@ def go_on(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor, turns: list
     return logits
 
 
+def assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
+    """Logits are equal bit for bit."""
+    for one, two in zip(got, want, strict=True):
+        assert torch.equal(one, two)
+
+
 def assert_alike(some: list[Tensor], others: list[Tensor], mask: Tensor, turns: list[int] = TURNS) -> None:
     """Logits agree where there is no padding."""
     start = turns[0]
@@ -272,8 +278,7 @@ def test_a_reset_returns_to_the_end_of_the_text() -> None:
         shared.batch_select_indices(torch.tensor([0]))
         shared.reset()
         assert (shared.get_seq_length(), shared.batch_size, shared.plan) == (TEXT, ROWS, None)
-        for one, two in zip(go_on(model, shared, ids, mask), want, strict=True):
-            assert torch.equal(one, two)
+        assert_equal(go_on(model, shared, ids, mask), want)
 
 
 def test_the_text_may_be_forgotten_while_rows_share_it() -> None:
@@ -285,8 +290,7 @@ def test_the_text_may_be_forgotten_while_rows_share_it() -> None:
         want = go_on(model, other, ids, mask)
         text.reset()
         forward(model, ids[1:2].flip(1), mask[1:2], 0, TEXT, text)
-        for one, two in zip(go_on(model, shared, ids, mask), want, strict=True):
-            assert torch.equal(one, two)
+        assert_equal(go_on(model, shared, ids, mask), want)
 
 
 def test_windows_are_copied_for_each_row() -> None:
@@ -301,8 +305,7 @@ def test_windows_are_copied_for_each_row() -> None:
         assert many == {index: 5 * size for index, size in text.unmanaged_bytes().items()}
         want = go_on(model, other, ids, mask)
         text.reset()
-        for one, two in zip(go_on(model, shared, ids, mask), want, strict=True):
-            assert torch.equal(one, two)
+        assert_equal(go_on(model, shared, ids, mask), want)
 
 
 def test_a_copy_of_the_text_goes_on() -> None:
@@ -311,8 +314,7 @@ def test_a_copy_of_the_text_goes_on() -> None:
     with kvpolicy.attach(model, "snapkv:window=4@0.5"):
         text, alone = read_text(model, ids), read_text(model, ids)
         text.fork(shared=True)
-        for one, two in zip(go_on(model, text.fork(), ids, mask), go_on(model, alone, ids, mask), strict=True):
-            assert torch.equal(one, two)
+        assert_equal(go_on(model, text.fork(), ids, mask), go_on(model, alone, ids, mask))
 
 
 def test_a_padded_text() -> None:

@@ -68,8 +68,8 @@ MUTATIONS = (
     Mutation(
         name="prompts are trimmed although a merger wants what is evicted",
         file="kvpolicy/engine/trimming.py",
-        old='layer.spec.merger_traits.when == "never" and layer.spec.heads is None',
-        new="layer.spec.heads is None",
+        old='spec.merger_traits.when == "never" and spec.heads is None',
+        new="spec.heads is None",
         tests=TRIMMING,
     ),
     Mutation(

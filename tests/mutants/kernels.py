@@ -106,7 +106,7 @@ MUTATIONS = (
     Mutation(
         name="sums of places are taken for those of channels",
         file="kvpolicy/kernels/words.py",
-        old="return t.unflatten(-1, (-1, parts, words.shape[-1])).transpose(-1, -2).flatten(-3)",
+        old="return t.unflatten(-1, (-1, BYTES, words.shape[-1])).transpose(-1, -2).flatten(-3)",
         new="return t",
         tests=("tests/kernels/test_fused_read.py::test_groups_of_channels",),
     ),

@@ -21,9 +21,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="a layer of exactly the long size has short pages",
-        file="kvpolicy/readers/quest.py",
-        old="return 4 if slots < _LONG else 16",
-        new="return 4 if slots <= _LONG else 16",
+        file="kvpolicy/readers/_common.py",
+        old="return 4 if slots < LONG else 16",
+        new="return 4 if slots <= LONG else 16",
         tests=("tests/readers/test_readers.py",),
     ),
     Mutation(
@@ -108,13 +108,6 @@ MUTATIONS = (
         file="kvpolicy/readers/centroids.py",
         old="occupied.sum(-1).clamp_min(1)[..., None]",
         new="occupied.shape[-1]",
-        tests=("tests/readers/test_readers.py",),
-    ),
-    Mutation(
-        name="a layer of exactly the long size has short pages of centroids",
-        file="kvpolicy/readers/centroids.py",
-        old="return 4 if slots < _LONG else 16",
-        new="return 4 if slots <= _LONG else 16",
         tests=("tests/readers/test_readers.py",),
     ),
     Mutation(
