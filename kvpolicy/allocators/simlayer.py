@@ -92,7 +92,8 @@ class SimLayerKV(ByAttention):
             return self.budgets(every, total, floor, ceiling, layers)[:, :measured]
 
         # With more layers that are not lazy, each of them gets less; and so do the others, whom they leave less.
-        few, many = divided(torch.inf), divided(0.0)
+        few = divided(torch.inf)
+        many = divided(0.0)
         even = (total // layers)[:, None]
         least = (few.minimum(many).minimum(even) - 1).clamp_min(floor)
         return LayerBounds(least, few.maximum(many).maximum(even) + 1)
