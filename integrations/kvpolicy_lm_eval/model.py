@@ -19,7 +19,7 @@ from tqdm import tqdm
 import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.hf.attachment import Hold, check_hold
-from kvpolicy.hf.shared_fork import check_readable
+from kvpolicy.hf.shared_plan import check_readable
 from kvpolicy.hf.tile_size import TileSize, check_tile
 from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyWarning
