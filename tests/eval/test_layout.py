@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "peers": {"common", "data"},
     "bench": {"common", "data"},
     "gpu": {"bench", "common"},
+    "real": {"common", "data"},
     "cli": {"sweep", "report", "peers"},
     # what trains the embedded model
     "train": {"common", "data"},
@@ -33,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "catalog": {"board", "common", "methods", "pictures"},
 }
 """Rooms that each room may import; a room comes after all rooms that it may import."""
-USERS = ("sweep", "report", "peers", "bench", "gpu", "cli")
+USERS = ("sweep", "report", "peers", "bench", "gpu", "real", "cli")
 INTERNAL = {"tables", "board", "methods", "pictures", "notebooks", "catalog", "train"}
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from scipy.stats import binomtest
 
 import kvpolicy
 from kvpolicy.spec.embedded_names import EmbeddedName
@@ -18,6 +17,7 @@ from kvpolicy_eval.board.peers import PeerEvaluator
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.board.times import Times
 from kvpolicy_eval.common.accuracy import TaskEvaluator
+from kvpolicy_eval.common.intervals import Interval, interval
 from kvpolicy_eval.data.modes import BEYOND, MODES
 from kvpolicy_eval.peers.process import Failed, Process
 
@@ -52,32 +52,6 @@ class Cell(NamedTuple):
         """What identifies the result in the file. The full cache has no budget, so that its result serves all."""
         share = "" if self.entry.kind == "all tokens" else f" at {self.share:g}"
         return f"{self.entry.name}{share} {self.mode} {self.length} n={docs} {model}"
-
-
-class Interval(NamedTuple):
-    """A fraction of right answers, with its Wilson interval of 95 %.
-
-    The answers of all tasks are pooled, so that the interval is that of these tasks, not of others.
-    """
-
-    low: float
-    mean: float
-    high: float
-
-    def __str__(self) -> str:
-        """The fraction, then the interval.
-
-        >>> str(interval(15, 16))
-        '0.94 (.72-.99)'
-        """
-        low, high = (f"{end:.2f}".removeprefix("0") for end in (self.low, self.high))
-        return f"{self.mean:.2f} ({low}-{high})"
-
-
-def interval(right: int, docs: int) -> Interval:
-    """The interval of `right` answers among `docs`."""
-    found = binomtest(right, docs).proportion_ci(method="wilson")
-    return Interval(float(found.low), right / docs, float(found.high))
 
 
 class Board:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpolicy import registry
-from kvpolicy_eval.board.cells import Board, Cell, accuracy, has_beyond, interval
+from kvpolicy_eval.board.cells import Board, Cell, accuracy, has_beyond
 from kvpolicy_eval.board.policies import SELECTOR, Entry
 from kvpolicy_eval.common.codecs import selector_for
+from kvpolicy_eval.common.intervals import interval
 from kvpolicy_eval.common.markdown import fill, has_place, table
 from kvpolicy_eval.data.modes import BEYOND, MODES
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,12 +89,20 @@ class TaskEvaluator:
                 hits = 0
                 for batch, fed in self._batches([place(prompt, mode) for prompt in prompts]):
                     back = held_back(name, by_step, mode)
-                    batch_hits, batch_held, batch_full = self._answer(
-                        batch, fed, back, policy, byte_share, saved, mode == BEYOND
+                    found = answer(
+                        self.model,
+                        self.tokenizer,
+                        batch,
+                        policy,
+                        fed=fed,
+                        held_back=back,
+                        byte_share=byte_share,
+                        saved=saved,
+                        beyond=mode == BEYOND,
                     )
-                    hits += batch_hits
-                    held_bytes += batch_held
-                    full_bytes += batch_full
+                    hits += sum(found.right)
+                    held_bytes += found.held
+                    full_bytes += found.full
                 right[name] = hits / len(prompts)
         return right, held_bytes / full_bytes
 
@@ -107,73 +115,90 @@ class TaskEvaluator:
             for start in range(0, len(rows), BATCH):
                 yield rows[start : start + BATCH], fed
 
-    def _answer(
-        self,
-        prompts: list[Placed],
-        fed: int,
-        held_back: int,
-        policy: str,
-        byte_share: float | None,
-        saved: bool,
-        beyond: bool,
-    ) -> tuple[int, int, int]:
-        """Answer one batch.
 
-        Args:
-            prompts: Rows of the batch.
-            fed: Tokens at their ends that are fed to the compressed cache.
-            held_back: Tokens at their ends that are fed after all others.
-            policy: Spec of the policy, which is attached.
-            byte_share: Budget as a share of the full cache's bytes.
-            saved: Whether the cache passes through a file once it is compressed.
-            beyond: Whether what is fed to the compressed cache is added whole, beyond the budget.
+class Answered(NamedTuple):
+    """What a batch answered.
 
-        Returns:
-            Right answers, bytes held at the end, and bytes that the full cache holds of the same batch.
-        """
-        texts = [prompt.compressed + prompt.fed for prompt in prompts]
-        answers = [prompt.answer for prompt in prompts]
-        batch: Any = self.tokenizer(texts, return_tensors="pt", padding=True)
-        ids = batch["input_ids"]
-        mask = batch["attention_mask"]
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)
-        columns = ids.shape[1]
-        longest = max(len(self.tokenizer(answer, add_special_tokens=False).input_ids) for answer in answers)
-        full_bytes = kvpolicy.plan(
-            self.model.config, "full", batch=len(ids), prompt=columns + longest - 1, dtype=self.model.dtype
-        ).full_nbytes
-        sized = None if byte_share is None else f"{policy}@{int(byte_share * full_bytes)}B"
-        # Where forward passes end: after what is compressed, and before what is held back. `generate` feeds the rest.
-        ends = sorted({columns - tokens for tokens in (fed, held_back) if tokens})
-        if saved and not ends:  # the first token of the answer comes before the file
-            ends = [columns]
-        first_part = ends[0] if ends else columns
-        new = longest + columns - first_part
-        cache = kvpolicy.PolicyCache(self.model, sized, prompt=mask[:, :first_part].sum(-1), new=new)
-        for start, end in zip([0, *ends], ends, strict=False):
-            logits = self.model(
-                ids[:, start:end],
-                attention_mask=mask[:, :end],
-                position_ids=positions[:, start:end],
-                past_key_values=cache,
-            ).logits
-            if end == columns:
-                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
-                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            if saved and not start:
-                cache = _through_a_file(self.model, cache)
-            if beyond:
-                cache.hold_next()
-        out = self.model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=columns + longest - ids.shape[1],
-            do_sample=False,
+    Attributes:
+        right: Whether each row is right.
+        held: Bytes held at the end.
+        full: Bytes that the full cache holds of the same batch.
+    """
+
+    right: list[bool]
+    held: int
+    full: int
+
+
+def answer(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[Placed],
+    policy: str,
+    *,
+    fed: int,
+    held_back: int = 0,
+    byte_share: float | None = None,
+    saved: bool = False,
+    beyond: bool = False,
+) -> Answered:
+    """Answer one batch greedily, under a policy that is attached.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer, which pads on the left.
+        prompts: Rows of the batch.
+        policy: Spec of the policy; without a budget if `byte_share` is given.
+        fed: Tokens at the ends of the rows that are fed to the compressed cache.
+        held_back: Tokens at their ends that are fed after all others.
+        byte_share: Budget as a share of the full cache's bytes.
+        saved: Whether the cache passes through a file once it is compressed.
+        beyond: Whether what is fed to the compressed cache is added whole, beyond the budget.
+    """
+    texts = [prompt.compressed + prompt.fed for prompt in prompts]
+    answers = [prompt.answer for prompt in prompts]
+    batch: Any = tokenizer(texts, return_tensors="pt", padding=True)
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    columns = ids.shape[1]
+    longest = max(len(tokenizer(text, add_special_tokens=False).input_ids) for text in answers)
+    full_bytes = kvpolicy.plan(
+        model.config, "full", batch=len(ids), prompt=columns + longest - 1, dtype=model.dtype
+    ).full_nbytes
+    sized = None if byte_share is None else f"{policy}@{int(byte_share * full_bytes)}B"
+    # Where forward passes end: after what is compressed, and before what is held back. `generate` feeds the rest.
+    ends = sorted({columns - tokens for tokens in (fed, held_back) if tokens})
+    if saved and not ends:  # the first token of the answer comes before the file
+        ends = [columns]
+    first_part = ends[0] if ends else columns
+    new = longest + columns - first_part
+    cache = kvpolicy.PolicyCache(model, sized, prompt=mask[:, :first_part].sum(-1), new=new)
+    for start, end in zip([0, *ends], ends, strict=False):
+        logits = model(
+            ids[:, start:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, start:end],
             past_key_values=cache,
-        )
-        completions = self.tokenizer.batch_decode(out[:, columns:], skip_special_tokens=True)
-        hits = sum(text.strip().startswith(answer) for text, answer in zip(completions, answers, strict=True))
-        return hits, cache.nbytes, full_bytes
+            logits_to_keep=1,
+        ).logits
+        if end == columns:
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        if saved and not start:
+            cache = _through_a_file(model, cache)
+        if beyond:
+            cache.hold_next()
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=columns + longest - ids.shape[1],
+        do_sample=False,
+        past_key_values=cache,
+    )
+    completions = tokenizer.batch_decode(out[:, columns:], skip_special_tokens=True)
+    right = [text.strip().startswith(wanted) for text, wanted in zip(completions, answers, strict=True)]
+    return Answered(right, cache.nbytes, full_bytes)
 
 
 def _through_a_file(model: Any, cache: kvpolicy.PolicyCache) -> kvpolicy.PolicyCache:

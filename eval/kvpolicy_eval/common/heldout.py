@@ -29,30 +29,34 @@ class HeldOutText:
     """Rows of held-out text, with the keys and values that the model computes for them without a policy.
 
     Args:
-        model: The embedded model.
+        model: A causal language model.
         tokenizer: Its tokenizer.
+        text: What is read; the held-out text of the embedded model by default.
     """
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, text: str | None = None) -> None:
         """Tokenize the text and run the prompts once."""
         self.model = model
-        ids: Tensor = tokenizer(held_out(), return_tensors="pt").input_ids[0]
+        self.tokenizer = tokenizer
+        ids: Tensor = tokenizer(held_out() if text is None else text, return_tensors="pt").input_ids[0]
         self.ids = ids[: ROWS * (PROMPT + FOLLOWING)].view(ROWS, -1)
         self.tensors = self._collect()
 
     @torch.inference_mode()
-    def _collect(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Rotated keys, unrotated keys and values of each layer, fp32."""
+    def _collect(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """Rotated keys, unrotated keys and values of each layer without a sliding window, fp32."""
         cache = DynamicCache(config=self.model.config)
         sites = find_sites(self.model)
-        self.model(self.ids[:, :PROMPT], past_key_values=cache)
+        self.model(self.ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1)
         layers: Any = cache.layers
-        tensors: list[tuple[Tensor, Tensor, Tensor]] = []
+        tensors: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for site in sites.layers:
+            if layers[site.layer_idx].is_sliding:
+                continue
             keys = layers[site.layer_idx].keys.float()
             values = layers[site.layer_idx].values.float()
             positions = torch.arange(PROMPT).expand(*keys.shape[:2], -1)
-            tensors.append((keys, rope_of(sites.decoder, site).unrotate(keys, positions), values))
+            tensors[site.layer_idx] = (keys, rope_of(sites.decoder, site).unrotate(keys, positions), values)
         return tensors
 
     def errors(self, policy: str) -> tuple[float, float]:
@@ -69,7 +73,7 @@ class HeldOutText:
             return self._group_errors(codec)
         key_errors: list[float] = []
         value_errors: list[float] = []
-        for index, (rotated, unrotated, values) in enumerate(self.tensors):
+        for index, (rotated, unrotated, values) in self.tensors.items():
             keys = unrotated if codec.traits.key_space == "unrotated" else rotated
             try:
                 key_error, value_error = distortion(codec, keys, values, queries=rotated, layer_idx=index)[:2]
@@ -81,7 +85,7 @@ class HeldOutText:
 
     def _group_errors(self, codec: GroupsLayers) -> tuple[float, float]:
         """The same for a codec that groups layers, averaged over the layers in a group."""
-        _, heads, _, dim = self.tensors[0][0].shape
+        _, heads, _, dim = next(iter(self.tensors.values()))[0].shape
         found: list[Distortion] = []
         for group in codec.groups(ModelInfo(len(self.tensors), heads, dim)):
             layers = [(rotated, values) for rotated, _, values in (self.tensors[index] for index in group)]
@@ -107,6 +111,12 @@ class HeldOutText:
         for position, logits in enumerate(self._predictions(policy, sized), PROMPT):
             nats += torch.nn.functional.cross_entropy(logits, self.ids[:, position])
         return math.exp(float(nats) / FOLLOWING)
+
+    @functools.cached_property
+    def tokens_per_byte(self) -> float:
+        """Tokens that are predicted over the bytes of their text."""
+        text = "".join(self.tokenizer.batch_decode(self.ids[:, PROMPT:]))
+        return self.ids[:, PROMPT:].numel() / len(text.encode())
 
     @torch.inference_mode()
     def divergence(self, policy: str) -> float:

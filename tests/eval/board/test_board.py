@@ -14,10 +14,11 @@ from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.board import cells, pictures
 from kvpolicy_eval.board.__main__ import main
-from kvpolicy_eval.board.cells import Board, Cell, accuracy, interval
+from kvpolicy_eval.board.cells import Board, Cell, accuracy
 from kvpolicy_eval.board.page import full_cache, refusals, row, tables
 from kvpolicy_eval.board.policies import Entry, entries
 from kvpolicy_eval.board.times import Times
+from kvpolicy_eval.common.intervals import interval
 
 FULL = Entry("full", "all tokens")
 SNAPKV = Entry("snapkv", "selector")

@@ -1,0 +1,1 @@
+"""Policies on a model with real weights."""

@@ -1,0 +1,41 @@
+"""`python -m kvpolicy_eval.real`: policies on a model with real weights.
+
+The model is what `from_pretrained` takes: a name on the hub, a folder, or a folder with a GGUF file. The embedded
+models have learned their tasks from scratch and say little about outlier channels, many languages or many heads; this
+command says whether an order that they show holds elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from kvpolicy_eval.common.markdown import add_fill_argument, publish
+from kvpolicy_eval.real.measure import RealModel
+from kvpolicy_eval.real.page import rows
+from kvpolicy_eval.real.policies import POLICIES
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure what is not known, print the table, and fill a page with it on request."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvpolicy_eval.real", description=(__doc__ or "").split("\n\n", maxsplit=1)[0]
+    )
+    parser.add_argument("--model", required=True, help="name on the hub, or folder")
+    parser.add_argument("--gguf", metavar="NAME", help="GGUF file in the folder; needs the package gguf")
+    parser.add_argument("--results", type=Path, required=True, help="file of results, with which a run continues")
+    parser.add_argument("--only", nargs="+", metavar="POLICY", default=POLICIES, help="policies, instead of all")
+    parser.add_argument("--n", type=int, default=100, help="prompts per task")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--page-only", action="store_true", help="measure nothing")
+    add_fill_argument(parser, "real")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    model = RealModel(args.model, args.gguf, args.results, args.n)
+    publish(rows(model, args.only, measure=not args.page_only), "real", args.fill)
+
+
+if __name__ == "__main__":
+    main()

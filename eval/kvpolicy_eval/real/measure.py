@@ -1,0 +1,127 @@
+"""Measures policies on one model; each result is kept in a file as soon as it is known."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvpolicy
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy_eval.common.accuracy import answer
+from kvpolicy_eval.common.heldout import HeldOutText
+from kvpolicy_eval.data.modes import Placed
+from kvpolicy_eval.real.prompts import TASKS, prose
+
+PLACES = ("inside", "after")
+"""Places of the question."""
+
+Result = dict[str, Any]
+"""`right` and `of`, numbers of answers, and `held`, bytes over the full cache's; for prose `bits`, per byte, and the
+relative errors of `keys` and `values`; or `refused`, a message."""
+
+
+def load(name: str, gguf: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A model and its tokenizer, from a folder, a name on the hub, or a GGUF file in a folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {} if gguf is None else {"gguf_file": gguf}
+    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **options)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options).eval()
+    return model, tokenizer
+
+
+class RealModel:
+    """A model, and what is known of policies on it.
+
+    Args:
+        name: What `from_pretrained` takes, and what the results are kept under.
+        gguf: Name of a GGUF file in the folder `name`.
+        results: File of results.
+        docs: Prompts per task.
+    """
+
+    def __init__(self, name: str, gguf: str | None, results: Path, docs: int) -> None:
+        """Read earlier results; the model is loaded when it is needed."""
+        self.name = name
+        self.gguf = gguf
+        self.title = (gguf or name).rsplit("/", 1)[-1].removesuffix(".gguf")
+        self.results = results
+        self.docs = docs
+        self.known: dict[str, Result] = {}
+        if results.exists():
+            lines = map(json.loads, results.read_text(encoding="utf-8").splitlines())
+            self.known = {found.pop("key"): found for found in lines}
+        self._loaded: tuple[Any, Any] | None = None
+        self._text: HeldOutText | None = None
+
+    def answers(self, policy: str, task: str, place: str, *, measure: bool) -> Result:
+        """Right answers of a task, measured now unless they are known; empty if they are not to be measured."""
+        key = f"{policy} {task} {place} n={self.docs} {self.title}"
+        if key not in self.known and measure:
+            self._keep(key, self._attempt(lambda: self._answers(policy, task, place)))
+        return self.known.get(key, {})
+
+    def prose(self, policy: str, *, measure: bool) -> Result:
+        """Bits per byte of prose, and errors of keys and values; as `answers`."""
+        key = f"{policy} prose {self.title}"
+        if key not in self.known and measure:
+            self._keep(key, self._attempt(lambda: self._prose(policy)))
+        return self.known.get(key, {})
+
+    @staticmethod
+    def _attempt(measured: Callable[[], Result]) -> Result:
+        try:
+            return measured()
+        except KVPolicyError as error:
+            return {"refused": str(error)}
+
+    def _answers(self, policy: str, task: str, place: str) -> Result:
+        model, tokenizer = self._model()
+        by_step = int(kvpolicy.Policy.parse(policy).reads_part)
+        right = held = full = 0
+        with kvpolicy.attach(model, policy), torch.inference_mode():
+            for number in range(self.docs):
+                prompt = TASKS[task](number).placed(place)
+                fed = self._fed(prompt, tokenizer)
+                found = answer(model, tokenizer, [prompt], policy, fed=fed, held_back=by_step)
+                right, held, full = right + sum(found.right), held + found.held, full + found.full
+        return {"right": right, "of": self.docs, "held": round(held / full, 4)}
+
+    def _fed(self, prompt: Placed, tokenizer: Any) -> int:
+        """Tokens that are fed after the document.
+
+        Raises:
+            ValueError: The tokenizer joins the document and the question.
+        """
+        apart, joined = (
+            tokenizer(text, add_special_tokens=False).input_ids for text in (prompt.fed, prompt.compressed + prompt.fed)
+        )
+        if apart and joined[-len(apart) :] != apart:
+            raise ValueError(f"The tokenizer of {self.title} must keep a document and a question apart.")
+        return len(apart)
+
+    def _prose(self, policy: str) -> Result:
+        if self._text is None:
+            self._text = HeldOutText(*self._model(), prose())
+        nats = math.log(self._text.perplexity(policy))
+        keys, values = self._text.errors(policy)
+        found = {"bits": nats / math.log(2) * self._text.tokens_per_byte, "keys": keys, "values": values}
+        return {name: None if math.isnan(number) else round(number, 5) for name, number in found.items()}
+
+    def _model(self) -> tuple[Any, Any]:
+        if self._loaded is None:
+            self._loaded = load(self.name, self.gguf, torch.float32)
+        return self._loaded
+
+    def _keep(self, key: str, result: Result) -> None:
+        self.known[key] = result
+        line = json.dumps({"key": key, **result})
+        print(line, file=sys.stderr, flush=True)
+        with self.results.open("a", encoding="utf-8") as out:
+            out.write(line + "\n")

@@ -1,0 +1,33 @@
+"""Which policies are compared on real weights: the order of the board's selectors, and that of its codecs."""
+
+from __future__ import annotations
+
+SELECTORS = (
+    "kvzip@0.5",
+    "kvzip@0.3",
+    "keydiff@0.5",
+    "expected@0.5",
+    "knorm@0.5",
+    "snapkv@0.5",
+    "snapkv@0.2",
+    "h2o@0.5",
+    "tova@0.5",
+    "streaming@0.5",
+    "squeeze+snapkv@0.2",
+)
+CODECS = (
+    "full+tokenwise:bits=8",
+    "full+tokenwise:bits=4",
+    "full+tokenwise:bits=4:group_size=32",
+    "full+kivi:bits=4",
+    "full+kivi:bits=2",
+    "full+turboquant:bits=4",
+    "full+bfp",
+    "full+rotate",
+    "full+zipcache",
+    "full+gear",
+)
+OTHERS = ("kvzip+tokenwise:bits=4@0.5", "full+quest:read=0.1:dense=0", "full+sparq:read=0.1:dense=0")
+
+POLICIES = ("full", *SELECTORS, *CODECS, *OTHERS)
+"""All that is measured, in the order of the table."""
