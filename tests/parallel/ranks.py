@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib.util
 import os
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 
 LIMIT = 120.0
 """Seconds that all ranks may take together."""
@@ -164,6 +166,9 @@ def _serve(rank: int, world: int, meeting: str, path: list[str], tasks: Any, res
         os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{meeting}/store", rank=rank, world_size=world)
+    # transformers makes eight process groups for every model that it loads, and each has threads that poll for as long
+    # as the process lives: hundreds of them, after a few tests. Meshes of the same shape are the same one here.
+    torch.distributed.init_device_mesh = functools.cache(init_device_mesh)  # pyright: ignore[reportPrivateImportUsage]
     good = True
     while good:
         try:
