@@ -19,6 +19,7 @@ from kvpolicy.hf.embedded import SHIPPED, config_of
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.planning.activations import Prefill
 from tests.engine.live import Alive
+from tests.sampling import each_once, product
 
 MARGIN = 1.65
 """The most that a peak may be over-estimated where the tensors of a model are small; see `TILES`."""
@@ -81,8 +82,18 @@ OTHERS = ["snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip", "compactor", "k
 CHUNKED = ["full", "tokenwise", MINICACHE, *OTHERS]
 
 
-@pytest.mark.parametrize(
-    ("policy", "chunk"), [*((policy, None) for policy in WHOLE), *((policy, 192) for policy in CHUNKED)]
+def is_planned(row: tuple[str, int | None]) -> bool:
+    """Whether a policy is planned in one piece, or in chunks."""
+    policy, chunk = row
+    return policy in (WHOLE if chunk is None else CHUNKED)
+
+
+@product(
+    ("policy", "chunk"),
+    list(dict.fromkeys([*WHOLE, *CHUNKED])),
+    [None, 192],
+    sample=[*((policy, None) for policy in WHOLE if policy != MINICACHE), *((policy, 192) for policy in CHUNKED[2:6])],
+    allowed=is_planned,
 )
 def test_a_plan_is_what_a_prefill_needs(policy: str, chunk: int | None) -> None:
     model = llama()
@@ -97,11 +108,10 @@ LEAST = 0.6
 """The smallest part of a planned peak that is in use, with tiles."""
 
 
-@pytest.mark.parametrize("tile", [192, 500])
-@pytest.mark.parametrize(
-    "policy",
-    ["full", *WHOLE, "tokenwise", "h2o+kivi", "uniform/adakv+snapkv", "snapkv+quest:read=64", "rotate"],
-)
+TILED = ["full", *WHOLE, "tokenwise", "h2o+kivi", "uniform/adakv+snapkv", "snapkv+quest:read=64", "rotate"]
+
+
+@product(("policy", "tile"), TILED, [192, 500], sample=each_once(TILED, [192, 500]))
 def test_a_plan_is_what_tiles_need(policy: str, tile: int) -> None:
     model = llama()
     spec = policy if policy in ("full", "tokenwise", "rotate") else f"{policy}@0.2"
@@ -111,7 +121,9 @@ def test_a_plan_is_what_tiles_need(policy: str, tile: int) -> None:
     assert LEAST * (plan.prefill_nbytes - tiles) <= measured <= plan.prefill_nbytes
 
 
-@pytest.mark.parametrize("policy", ["tokenwise", "bfp", "turboquant", "minicache:start=0"])
+@product(
+    "policy", ["tokenwise", "bfp", "turboquant", "minicache:start=0"], sample=[("tokenwise",), ("minicache:start=0",)]
+)
 def test_long_prompts_are_encoded_in_ranges(policy: str) -> None:
     model = llama(max_position_embeddings=32768, num_key_value_heads=8)
     measured = alive(model, policy, 12_288, None, tile=512)
@@ -133,8 +145,10 @@ def test_a_plan_is_what_held_chunks_need(policy: str, tile: int | None) -> None:
     assert LEAST * plan.prefill_nbytes <= measured <= plan.prefill_nbytes
 
 
-@pytest.mark.parametrize("chunk", [None, 192])
-@pytest.mark.parametrize("policy", ["kvzip+tokenwise", "squeeze+h2o+tokenwise", "uniform/adakv+kvzip+bfp"])
+WAITING = ["kvzip+tokenwise", "squeeze+h2o+tokenwise", "uniform/adakv+kvzip+bfp"]
+
+
+@product(("policy", "chunk"), WAITING, [None, 192], sample=each_once(WAITING, [192, None]))
 def test_a_plan_is_what_codes_that_wait_need(policy: str, chunk: int | None) -> None:
     model = llama(num_hidden_layers=6)
     how: dict[str, Any] = {"tile": 192, "chunks": "hold", "hold": "codes"}
