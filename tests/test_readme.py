@@ -37,7 +37,7 @@ def test_python_runs_as_written(
     monkeypatch.chdir(tmp_path)
     exec(compile(first, str(README), "exec"), {"__name__": "readme"})
     said = capsys.readouterr().out
-    assert said.startswith("5060\n") and "# 5060" in first
+    assert said.startswith("1271\n") and "# 1271" in first
     assert REPORT.search(said)
     stand_in(second, tmp_path)
     names = {"__name__": "readme"}
