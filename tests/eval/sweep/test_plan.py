@@ -288,7 +288,7 @@ def test_the_config_of_table_2_has_its_cells_alone() -> None:
     assert {(cell.model, cell.task, cell.policy) for cell in found.cells()} == {
         ("mistral-7b", "longbench_samsum", policy) for policy in ("full", "squeeze+window@0.2", "window@0.3")
     }
-    assert set(found.cells()) <= set(whole.cells()) and found.output == whole.output
+    assert set(found.cells()) <= set(whole.cells())
     assert found.models["mistral-7b"] == whole.models["mistral-7b"]
 
 
