@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from kvpolicy_eval.common.markdown import row
+from kvpolicy_eval.tables.long_prompt import rows
 from tests.doc_models import stand_in
 
 ROOT = Path(__file__).parent.parent
@@ -24,19 +26,24 @@ if not README.exists():
 TEXT = README.read_text(encoding="utf-8")
 
 
+REPORT = re.compile(r"of the full cache:\nlayer  budget  kept +seen ")
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_python_runs_as_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (code,) = PYTHON.findall(TEXT)
+    first, second = PYTHON.findall(TEXT)
     monkeypatch.chdir(tmp_path)
-    stand_in(code, tmp_path)
+    exec(compile(first, str(README), "exec"), {"__name__": "readme"})
+    said = capsys.readouterr().out
+    assert said.startswith("1271\n") and "# 1271" in first
+    assert REPORT.search(said)
+    stand_in(second, tmp_path)
     names = {"__name__": "readme"}
-    exec(compile(code, str(README), "exec"), names)
+    exec(compile(second, str(README), "exec"), names)
     assert "42 is 2598." in names["doors"]
-    assert re.search(r"of the full cache:\nlayer  budget  kept +seen ", capsys.readouterr().out)
+    assert REPORT.search(capsys.readouterr().out)
 
 
 def test_the_front_page_of_the_site_has_the_same_quick_start() -> None:
@@ -54,13 +61,19 @@ def test_links_lead_to_files() -> None:
         assert "://" in target or (ROOT / target).exists(), f"README.md links to {target}, which is not there"
 
 
-@pytest.mark.parametrize("name", ["embedded", "bench"])
+@pytest.mark.parametrize("name", ["long-prompt", "places", "bench"])
 def test_tables_have_a_place(name: str) -> None:
     assert len(re.findall(rf"<!-- table:{name} -->\n.*?<!-- /table -->", TEXT, re.DOTALL)) == 1
 
 
-def test_the_front_page_of_the_site_has_the_same_table() -> None:
-    """One run of `kvpolicy_eval.tables.accuracy` fills both."""
-    place = re.compile(r"<!-- table:embedded -->\n(.*?)<!-- /table -->", re.DOTALL)
+@pytest.mark.parametrize("name", ["long-prompt", "places"])
+def test_the_front_page_of_the_site_has_the_same_tables(name: str) -> None:
+    """One run of a command fills both."""
+    place = re.compile(rf"<!-- table:{name} -->\n(.*?)<!-- /table -->", re.DOTALL)
     site = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert place.findall(site) == place.findall(TEXT) != [""]
+
+
+def test_the_front_pages_have_what_plans_give() -> None:
+    place = re.compile(r"<!-- table:long-prompt -->\n(.*?)<!-- /table -->", re.DOTALL)
+    assert place.findall(TEXT)[0].strip().endswith("\n".join(map(row, rows())))

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         message = " ".join(str(error).split()) or type(error).__name__
-        advice = ": pip install 'kvpolicy[all,report]'." if isinstance(error, ImportError) else ""
+        advice = ": pip install 'kvpolicy[all]'." if isinstance(error, ImportError) else ""
         print(f"kvpolicy-eval: {message}{advice}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

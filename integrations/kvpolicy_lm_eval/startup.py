@@ -1,7 +1,8 @@
 """Registration of kvpolicy's model and tasks with lm-eval 0.4.10 to 0.4.13, which have no plugin support.
 
-`kvpolicy_lm_eval.pth` calls `install` when Python starts; from Python 3.15 on, `kvpolicy_lm_eval.start` does. `install`
-inserts a finder at the front of `sys.meta_path`, which does nothing until `lm_eval.models` or `lm_eval.tasks` is
+`kvpolicy_lm_eval.pth` calls `install` when Python starts, if lm-eval is found; from Python 3.15 on,
+`kvpolicy_lm_eval.start` calls it, which can have no condition. `install` inserts a finder at the front of
+`sys.meta_path`, unless lm-eval is not installed. The finder does nothing until `lm_eval.models` or `lm_eval.tasks` is
 imported. It then adds the model to lm-eval's registry, and kvpolicy's task folder to the folders that lm-eval searches.
 No file of lm-eval is changed. `KVPOLICY_NO_STARTUP=1` disables all of this. Later versions of lm-eval read the entry
 point `lm_eval.models`, with which this does not interfere. Only the standard library is used, because this module is
@@ -26,11 +27,12 @@ OFF = "KVPOLICY_NO_STARTUP"
 
 
 def install() -> None:
-    """Install the hooks, unless an environment variable disables them. Never raises an exception."""
+    """Install the hooks where lm-eval is, unless an environment variable disables them. Never raises an exception."""
     if os.environ.get(OFF, "") not in ("", "0"):
         return
     try:
-        _hook()
+        if any(finder.find_spec("lm_eval", None) for finder in sys.meta_path):
+            _hook()
     except Exception as error:  # an error here would break every start of Python
         _print_error(error)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpolicy.hf.cache_file import read, read_header, read_tokens
+from kvpolicy.hf.cache_file import read, read_tokens
+from kvpolicy.hf.cache_header import read_header
 from kvpolicy.hf.dense_cache import check_dense
 from kvpolicy.spec.errors import KVPolicyError
 

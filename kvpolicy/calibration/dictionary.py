@@ -108,7 +108,7 @@ def start(x: Tensor, count: int, seed: int) -> Tensor:
         from sklearn.cluster import MiniBatchKMeans
     except ImportError as error:
         raise KVPolicyError(
-            "scikit-learn must be installed to calibrate CSR, got no such package; try pip install kvpolicy[calib]."
+            "scikit-learn must be installed to calibrate CSR, got no such package; try pip install 'kvpolicy[calib]'."
         ) from error
     check_enough(len(x), count)
     generator = torch.Generator().manual_seed(seed)

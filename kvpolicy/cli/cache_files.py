@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from kvpolicy.hf.cache_header import read_header
 
-from kvpolicy.hf.attach import attach
-from kvpolicy.hf.attachment import PLAIN, Hold
-from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.hf.cache_file import read, read_header
-from kvpolicy.hf.tile_size import TileSize
-from kvpolicy.policy import Policy
+if TYPE_CHECKING:
+    from kvpolicy.hf.attachment import Hold
+    from kvpolicy.hf.tile_size import TileSize
+    from kvpolicy.policy import Policy
 
 
 def make_file(
@@ -23,7 +21,7 @@ def make_file(
     compress: str | None,
     *,
     tile: TileSize = None,
-    hold: Hold = PLAIN,
+    hold: Hold = "plain",
 ) -> dict[str, Any]:
     """Prefill a text under a policy, and save its cache.
 
@@ -39,6 +37,11 @@ def make_file(
     Returns:
         The result of `describe` for the file, and `note`: that of `note_for` for the policy.
     """
+    import torch
+
+    from kvpolicy.hf.attach import attach
+    from kvpolicy.hf.cache import PolicyCache
+
     ids = ids.to(model.device)
     with torch.inference_mode(), attach(model, policy, tile=tile, hold=hold) as handle:
         cache = PolicyCache(model)
@@ -77,6 +80,8 @@ def check(path: Path) -> dict[str, Any]:
     Raises:
         KVPolicyError: If it is not as it was written.
     """
+    from kvpolicy.hf.cache_file import read
+
     content = read(path)
     return {"file": str(path), "tensors": len(content.tensors), "verified": True}
 

@@ -130,7 +130,8 @@ def _figures(inspection: Inspection) -> str:
         title = "Cosine similarity of the hidden states before and after attention"
         figures = {title: layer_similarity([cosines], names=["prompt"])} | figures
     return "".join(
-        f"<figure><figcaption>{escape(title)}</figcaption>{svg(figure, title, f'f{number}')}</figure>"
+        f"<figure><figcaption>{escape(title)}</figcaption>"
+        f'<div class="wide">{svg(figure, title, f"f{number}")}</div></figure>'
         for number, (title, figure) in enumerate(figures.items())
     )
 

@@ -49,7 +49,7 @@ class Half(TwoSides):
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> HalfCodes:
         """Empty codes for `slots` slots."""
         keys = torch.zeros(batch, heads, slots, head_dim, dtype=torch.float16, device=device)
-        return HalfCodes(keys, torch.zeros_like(keys))
+        return HalfCodes(keys, torch.zeros(keys.shape, dtype=keys.dtype, device=device))
 
     def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
         """Write keys to slots, in place; see `Stage.write`."""

@@ -227,5 +227,7 @@ def alloc_index(
 
 def _counters(batch: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens seen and the budget of each row, [B] int64 each, and columns seen, [] int64."""
+    # `zeros_like` on the meta device would import PyTorch's symbolic shapes, for a quarter of the time of a plan.
     length = torch.zeros(batch, dtype=torch.int64, device=device)
-    return length, torch.zeros_like(length), torch.zeros((), dtype=torch.int64, device=device)
+    budget = torch.zeros(batch, dtype=torch.int64, device=device)
+    return length, budget, torch.zeros((), dtype=torch.int64, device=device)

@@ -11,23 +11,17 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.hf.file_header import check_header, parse_header
+from kvpolicy.hf.cache_header import FORMAT, KEY, header_of, not_as_written, reading
+from kvpolicy.hf.file_header import check_header
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.formats import check_format, replacing, stamp
-
-FORMAT = 1
-"""Version of the file format; newer ones are refused."""
-
-KEY = "kvpolicy_cache"
-"""The entry of the metadata that holds the header."""
+from kvpolicy.spec.formats import replacing, stamp
 
 TOKENS = "tokens"
 """The name of the token ids in a file, [B, N] int64."""
@@ -106,26 +100,15 @@ def write(path: Path, content: CacheFile, compress: str | None = None) -> None:
         save_file(tensors, temporary, metadata={"format": "pt", KEY: json.dumps(header, allow_nan=False)})
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The header of a file, without reading its tensors, so that only its fields are checked and not its hash.
-
-    Raises:
-        KVPolicyError: If the file is missing, is no cache file, has a newer format, or a field is of another kind.
-    """
-    header = _open(path, tensors=False).header
-    check_header(header, str(path))
-    return header
-
-
 def read_tokens(path: Path) -> Tensor:
     """The token ids in a file, [B, N] int64, without reading its other tensors.
 
     Raises:
-        KVPolicyError: As `read_header`, or if the file has none.
+        KVPolicyError: If the file is missing, is no cache file, was truncated or edited, or has none.
     """
     from safetensors import safe_open
 
-    with _reading(path), safe_open(path, framework="pt") as file:
+    with reading(path), safe_open(path, framework="pt") as file:
         return file.get_tensor(TOKENS).clone()
 
 
@@ -141,13 +124,13 @@ def read(path: Path, *, mapped: bool = True) -> CacheFile:
         KVPolicyError: If the file is missing, is no cache file, has a newer format, was truncated or edited, or a field
             is of another kind.
     """
-    header, tensors = _open(path, tensors=True) if mapped else _read_whole(path)
+    header, tensors = _read_mapped(path) if mapped else _read_whole(path)
     if header.get("sha256") != _digest({key: value for key, value in header.items() if key != "sha256"}, tensors):
-        raise _not_as_written(path)
+        raise not_as_written(path)
     check_header(header, str(path))
     packed: dict[str, tuple[str, list[int]]] = header["packed"]
     if any(name not in tensors or tensors[name].dtype != torch.uint8 for name in packed):
-        raise _not_as_written(path)
+        raise not_as_written(path)
     whole = sum(math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in packed.values())
     if whole > MOST_INFLATED * path.stat().st_size:
         raise KVPolicyError(
@@ -158,53 +141,28 @@ def read(path: Path, *, mapped: bool = True) -> CacheFile:
         try:
             tensors[name] = _inflated(tensors[name], getattr(torch, dtype), shape)
         except (zlib.error, ValueError, RuntimeError) as error:  # torch refuses some shapes without elements
-            raise _not_as_written(path) from error
+            raise not_as_written(path) from error
     return CacheFile(header, tensors)
 
 
-def _open(path: Path, *, tensors: bool) -> CacheFile:
+def _read_mapped(path: Path) -> CacheFile:
     from safetensors import safe_open
 
-    with _reading(path), safe_open(path, framework="pt") as file:
-        header = _header(path, file.metadata())
-        return CacheFile(header, {name: file.get_tensor(name) for name in file.keys()} if tensors else {})  # noqa: SIM118
+    with reading(path), safe_open(path, framework="pt") as file:
+        header = header_of(path, file.metadata())
+        return CacheFile(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
 def _read_whole(path: Path) -> CacheFile:
     from safetensors.torch import load
 
-    with _reading(path):
+    with reading(path):
         data = path.read_bytes()
         # What `load` accepts begins with the length of a JSON object; it does not return the metadata in it.
         tensors = load(data)
         start = 8
         described: Any = json.loads(data[start : start + int.from_bytes(data[:start], "little")])
-        return CacheFile(_header(path, described.get("__metadata__")), tensors)
-
-
-@contextmanager
-def _reading(path: Path) -> Generator[None]:
-    """Name a file that cannot be read in the errors."""
-    from safetensors import SafetensorError
-
-    if not path.is_file():
-        raise KVPolicyError(f"A cache file must exist, got {str(path)!r}; try creating it with kvpolicy cache make.")
-    try:
-        yield
-    except KVPolicyError:
-        raise
-    except (SafetensorError, OSError) as error:
-        raise _not_as_written(path) from error
-    except ValueError as error:
-        raise _no_cache(path) from error
-
-
-def _header(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    header: Any = parse_header((metadata or {}).get(KEY, "null"))
-    if not isinstance(header, dict):
-        raise _no_cache(path)
-    check_format(header, FORMAT, f"The cache file {str(path)!r}")
-    return header
+        return CacheFile(header_of(path, described.get("__metadata__")), tensors)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -252,15 +210,3 @@ def _inflated(blob: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
     found = zlib.decompressobj().decompress(_bytes(blob), max(whole.nbytes, 1))
     _bytes(whole)[:] = found
     return whole
-
-
-def _not_as_written(path: Path) -> KVPolicyError:
-    return KVPolicyError(
-        f"The cache file {str(path)!r} must be as it was written, got a truncated or edited one; save the cache again."
-    )
-
-
-def _no_cache(path: Path) -> KVPolicyError:
-    return KVPolicyError(
-        f"A cache file must be one that PolicyCache.save wrote, got {str(path)!r}, which has no header of kvpolicy."
-    )

@@ -18,7 +18,8 @@ from kvpolicy.planning.tokens import Tokens, expect_tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.errors import KVPolicyStateError
-from kvpolicy.spec.validation import MAX_SIZE, at_least
+from kvpolicy.spec.limits import MAX_SIZE
+from kvpolicy.spec.validation import at_least
 
 BEYOND_BUDGET = "the last prompt was added whole, beyond the budget"
 """The note of a plan after `PolicyCache.hold_next`."""

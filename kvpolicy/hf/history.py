@@ -14,7 +14,7 @@ from kvpolicy.engine.rollback import mark as mark_layer
 from kvpolicy.hf import cropping
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.spec.validation import MAX_SIZE
+from kvpolicy.spec.limits import MAX_SIZE
 
 
 class Mark:

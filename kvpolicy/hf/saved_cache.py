@@ -14,7 +14,8 @@ from kvpolicy.engine import snapshot
 from kvpolicy.engine.snapshot import Snapshot, below
 from kvpolicy.engine.state import tensors
 from kvpolicy.hf.attachment import Attachment, attachment_of
-from kvpolicy.hf.cache_file import TOKENS, CacheFile, rank_path, read, read_header
+from kvpolicy.hf.cache_file import TOKENS, CacheFile, rank_path, read
+from kvpolicy.hf.cache_header import read_header
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.file_content import check_content
 from kvpolicy.planning.plan_fields import plan_from_dict, plan_to_dict

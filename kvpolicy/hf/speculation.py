@@ -17,8 +17,9 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.policy import Policy
 from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.limits import MAX_SIZE
 from kvpolicy.spec.tables import shorten
-from kvpolicy.spec.validation import MAX_SIZE, check_size
+from kvpolicy.spec.validation import check_size
 
 
 class SpeculationStats(NamedTuple):

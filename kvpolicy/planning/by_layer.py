@@ -13,7 +13,7 @@ from kvpolicy.policy import LayeredPolicy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import MAX_SIZE
+from kvpolicy.spec.limits import MAX_SIZE
 
 
 def divide_by_layer(

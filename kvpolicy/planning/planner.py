@@ -14,7 +14,7 @@ from kvpolicy.policy import LayeredPolicy, Policy
 from kvpolicy.protocols import BoundsBudgets, LayerBounds, LayerShape
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import MAX_SIZE
+from kvpolicy.spec.limits import MAX_SIZE
 
 
 def divide(

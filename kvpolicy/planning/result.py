@@ -14,6 +14,7 @@ from kvpolicy.planning.tokens import largest
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
 from kvpolicy.spec.budget import bytes_of
+from kvpolicy.spec.limits import MAX_BYTES
 from kvpolicy.spec.tables import (
     Cells,
     byte_cells,
@@ -26,7 +27,7 @@ from kvpolicy.spec.tables import (
     size_summary,
 )
 from kvpolicy.spec.text_tables import text_layer_table
-from kvpolicy.spec.validation import MAX_BYTES, check_size
+from kvpolicy.spec.validation import check_size
 
 NOT_MEASURED = (
     "layers are shown with equal budgets, since the allocator measures them in the prompt; a row's tokens add up to "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.engine.capacity import growth
 from kvpolicy.policy import Policy
-from kvpolicy.spec.validation import MAX_SIZE
+from kvpolicy.spec.limits import MAX_SIZE
 
 INITIAL_SLOTS = 4096
 """Slots allocated beyond the prompt if the number of new tokens is unknown; a larger budget is reached by extension."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import Index, Reader, ReaderTraits
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.validation import MAX_FIELD
+from kvpolicy.spec.limits import MAX_FIELD
 
 
 @named_options

@@ -106,7 +106,7 @@ class Centroids(TokenReader):
     ) -> CentroidIndex:
         """Means of zero."""
         keys = torch.zeros(batch, heads, entries, head_dim, dtype=dtype, device=device)
-        return CentroidIndex(keys, torch.zeros_like(keys) if self.estimate else ())
+        return CentroidIndex(keys, torch.zeros(keys.shape, dtype=dtype, device=device) if self.estimate else ())
 
     def refresh(self, index: CentroidIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """Compute the mean keys of some pages; see `Reader.refresh`."""

@@ -132,8 +132,9 @@ class DoubleSparsity(TokenReader):
     ) -> Labels:
         """Labels of zero, of the first channels."""
         width = min(_MOST, head_dim) if self.channels == "auto" else self.channels
+        first = torch.tensor([*range(width)], dtype=torch.int16, device=device)
         return Labels(
-            channels=torch.arange(width, dtype=torch.int16, device=device).expand(batch, heads, -1).contiguous(),
+            channels=first.expand(batch, heads, -1).contiguous(),
             labels=torch.zeros(batch, heads, entries, width, dtype=dtype, device=device),
         )
 

@@ -26,7 +26,7 @@ class OnceScored(NamedTuple):
 def none_scored(batch: int, heads: int, slots: int, device: torch.device | str) -> OnceScored:
     """No token has a score."""
     score = torch.zeros(batch, heads, slots, dtype=torch.float32, device=device)
-    return OnceScored(score, torch.zeros_like(score, dtype=torch.bool))
+    return OnceScored(score, torch.zeros(score.shape, dtype=torch.bool, device=device))
 
 
 def unscored(state: OnceScored, view: View, most_sinks: int) -> Tensor:

@@ -105,7 +105,7 @@ class CriticalKV(Wrapper):
         norm = torch.zeros(batch, heads, slots, dtype=torch.float32, device=device)
         return CriticalState(
             norm=norm,
-            first=torch.zeros_like(norm, dtype=torch.bool),
+            first=torch.zeros(norm.shape, dtype=torch.bool, device=device),
             typical=torch.zeros(batch, heads, dtype=torch.float32, device=device),
             base=alloc_state(self.base, batch, heads, slots, device, *head or [SMALLEST_HEAD]),
         )

@@ -2,7 +2,7 @@
 
 A file is in the format of safetensors. One entry of the metadata, which names the kind of the file, is JSON:
 
-    {"format": 1, "kvpolicy": "0.1.0", "model": {...}, "made": {...}, "sha256": "..."}
+    {"format": 1, "kvpolicy": "0.2.0", "model": {...}, "made": {...}, "sha256": "..."}
 
 `model` describes the model as other calibrations do, or is null for a file that fits any model of its shapes; `made`
 says from which text and with which options the file was made. The hash covers all of this and the tensors.

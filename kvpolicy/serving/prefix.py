@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.hf.cache_file import read_header
+from kvpolicy.hf.cache_header import read_header
 from kvpolicy.hf.saved_cache import load_cache
 from kvpolicy.hf.shared_fork import check_shareable
 from kvpolicy.policy import Policy, TunedPolicy

@@ -15,17 +15,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.limits import MAX_FIELD, MAX_SIZE
 from kvpolicy.spec.tables import shorten
-
-MAX_FIELD = 2**31
-"""Integer fields of a strategy are below this: PyTorch operators take no larger ones."""
-
-MAX_SIZE = 2**40
-"""The largest number of tokens, rows or ranks; larger ones would overflow when multiplied by the bytes of a layer."""
-
-MAX_BYTES = 2**60
-"""The most memory of a rank."""
-
 
 AutoInt = int | Literal["auto"]
 """A number of tokens, or `auto` for a number that depends on the budget."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import kvpolicy
 from kvpolicy.cli.app import main
 
 
@@ -33,7 +34,7 @@ def facts(run: Callable[..., str]) -> Callable[..., dict[str, Any]]:
 
     def call(line: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(run(f"{line} --json"))
-        assert (found["kvpolicy"], found["format"], found["command"]) == ("0.1.0", 1, line.split()[0])
+        assert (found["kvpolicy"], found["format"], found["command"]) == (kvpolicy.__version__, 1, line.split()[0])
         return found
 
     return call

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvpolicy
+from kvpolicy import registry
 from kvpolicy.cli import model_names
 from kvpolicy.cli.app import COMMANDS, main
 from kvpolicy.cli.commands import tiny
@@ -39,6 +41,50 @@ def test_help_does_not_import_pytorch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.split() == []
     assert done.stdout.count("Usage: kvpolicy") == 3 + len(COMMANDS)
+
+
+PLANS = """
+import sys
+sys.path[:0] = {path}
+import kvpolicy
+from kvpolicy.cli.app import main
+from kvpolicy.policy import Policy
+assert main(["explain"]) == 0
+assert main(["plan"]) == 0
+for spec in {specs}:
+    try:
+        kvpolicy.plan("tiny", Policy.parse(spec), prompt=1024)
+    except kvpolicy.KVPolicyError:
+        pass  # such as a part that must be calibrated
+print(*{{"transformers", "sympy", "torch._dynamo"}} & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_plans_import_no_more_than_pytorch() -> None:
+    """No part makes PyTorch import its symbolic shapes, with SymPy: that takes a third as long as PyTorch itself."""
+    specs = [f"{base}{name}@0.5" for name in registry.names() for base in ("", "snapkv+", "uniform/")]
+    code = PLANS.format(path=[path for path in sys.path if path], specs=specs)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.split() == []
+
+
+HEADERS = """
+import sys
+sys.path[:0] = {path}
+from kvpolicy.cli.app import main
+assert main(["cache", "info", {file!r}]) == 0
+print(*{{"torch", "transformers"}} & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_a_header_is_read_without_pytorch(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = str(tmp_path / "cache.safetensors")
+    assert main(["cache", "make", "tiger=4821", "--policy", "window@8", "--out", file]) == 0
+    code = HEADERS.format(path=[path for path in sys.path if path], file=file)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.split() == []
+    assert "window@8" in done.stdout
 
 
 def test_version(run: Run) -> None:

@@ -19,6 +19,7 @@ import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.cli.cache_files import check, describe
 from kvpolicy.hf import cache_file
+from kvpolicy.hf.cache_header import KEY, read_header
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.files.test_saved_cache import start
@@ -90,13 +91,13 @@ def forge(path: Path, text: str, tensors: dict[str, Tensor]) -> None:
         text = json.dumps(header)
     except (ValueError, TypeError):
         pass  # what has no hash is refused before
-    save_file(tensors, path, metadata={"format": "pt", cache_file.KEY: text})
+    save_file(tensors, path, metadata={"format": "pt", KEY: text})
 
 
 def stored(cache: PolicyCache, path: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header, without its hash, and the tensors of a saved cache as they are in the file."""
     cache.save(path, **options)
-    header = cache_file.read_header(path)
+    header = read_header(path)
     del header["sha256"]
     return header, load_file(path)
 
@@ -142,7 +143,7 @@ def test_every_field_with_nasty_values(spec: str, tmp_path: Path) -> None:
 
 def bombs(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Headers and tensors that ask for more memory than the file holds."""
-    header, tensors = cache_file.read_header(path), load_file(path)
+    header, tensors = read_header(path), load_file(path)
     name = next(iter(header["packed"]))
     zeros = torch.frombuffer(bytearray(zlib.compress(bytes(2**26))), dtype=torch.uint8)
     tensors = {**tensors, name: zeros}

@@ -16,6 +16,7 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.hf import cache_file
+from kvpolicy.hf.cache_header import KEY, read_header
 from kvpolicy.hf.saved_cache import TOKENS
 from kvpolicy.registry import names
 from tests.conformance.access import static_tensors
@@ -230,9 +231,9 @@ def test_codes_that_would_not_become_smaller_stay_as_they_are() -> None:
 
 def rewritten(change: Callable[[dict[str, Any], dict[str, Tensor]], None], path: Path) -> None:
     """A file with another header or other tensors."""
-    header, tensors = cache_file.read_header(path), load_file(path)
+    header, tensors = read_header(path), load_file(path)
     change(header, tensors)
-    save_file(tensors, path, metadata={"format": "pt", cache_file.KEY: json.dumps(header)})
+    save_file(tensors, path, metadata={"format": "pt", KEY: json.dumps(header)})
 
 
 def cut(path: Path) -> None:

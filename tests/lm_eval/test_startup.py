@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -54,6 +55,38 @@ def test_start_up_imports_almost_nothing():
 
 def test_start_up_file_is_silent_where_the_package_is_gone():
     assert python("print('alive', 'kvpolicy_lm_eval' in sys.modules)", path=False) == ["alive", "False"]
+
+
+def test_nothing_is_imported_where_lm_eval_is_not_installed():
+    """Python 3.15 reads the other file, which imports the module to call it: then nothing is done."""
+    code = f"""
+sys.path[:] = [path for path in sys.path if 'site-packages' not in path] + [{str(ROOT.parent)!r}]
+before = set(sys.modules)
+exec({PTH.read_text()!r})
+print(*set(sys.modules) - before, 'end')
+from kvpolicy_lm_eval import startup
+startup.install()
+print(startup._Finder in sys.meta_path)
+"""
+    assert python(code, path=False) == ["end", "False"]
+
+
+def test_lm_eval_still_needs_the_start_up_file():
+    """Fails with the first lm-eval that finds the model by the entry point alone."""
+    pytest.importorskip("lm_eval")
+    code = """
+import lm_eval.models
+from lm_eval.api.registry import get_model
+try:
+    print(get_model('kvpolicy') is not None)
+except Exception:
+    print(False)
+"""
+    assert python(code, KVPOLICY_NO_STARTUP="1")[-1] == "False", (
+        f"lm-eval {version('lm_eval')} reads entry points: remove kvpolicy_lm_eval.pth and .start from the package, "
+        "raise the floor of lm_eval in pyproject.toml to this version, and say in docs/lm-eval.md and "
+        "docs/guide/install.md that tasks need --include_path or a declaration that lm-eval reads"
+    )
 
 
 def test_start_file_names_the_same_function():

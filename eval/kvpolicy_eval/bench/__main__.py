@@ -23,10 +23,10 @@ def show(row: Row, bars: str) -> list[str]:
 
 
 def lines(rows: Iterable[Row]) -> Iterator[list[str]]:
-    """One row per measurement, with all of its limits."""
+    """One row per measurement, with all of its limits, and whether it is within each."""
     for _, group in groupby(rows, key=lambda row: (row.what, row.policy)):
         same = list(group)
-        yield show(same[0], " and ".join(row.bar for row in same if row.bar))
+        yield show(same[0], "; ".join(f"{row.bar}: {row.verdict}" for row in same if row.bar))
 
 
 def main() -> None:

@@ -12,17 +12,20 @@ from pathlib import Path
 
 import torch
 
+from kvpolicy_eval.board import choices, places
 from kvpolicy_eval.board.cells import DOCS, SHARES, Board, cells
 from kvpolicy_eval.board.page import full_cache, peer_refusals, refusals, tables
 from kvpolicy_eval.board.peers import PEERS
 from kvpolicy_eval.board.pictures import picture
-from kvpolicy_eval.board.places import fill_places, pages
 from kvpolicy_eval.board.policies import Entry, entries
-from kvpolicy_eval.common.markdown import add_fill_argument, publish
+from kvpolicy_eval.common.markdown import add_fill_argument, check_places, pages_with, publish
 from kvpolicy_eval.data.tasks import LENGTHS
 from kvpolicy_eval.peers.env import find
 from kvpolicy_eval.peers.process import Process
 from kvpolicy_eval.pictures.style import svg
+
+TABLES = ("board", "board-refused", "board-peers-refused")
+"""Places of the page of the board."""
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -43,15 +46,19 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--fill-places",
         type=Path,
         metavar="ROOT",
-        help="source tree, in whose pages the tables by the place of the question are filled: of methods and others",
+        help="source tree, in whose pages the tables by the place of the question and by situation are filled",
     )
-    add_fill_argument(parser, "board", "board-refused", "board-peers-refused")
+    parser.add_argument(
+        "--walks", type=Path, metavar="FILE", help="results of the long generation; walk.jsonl beside --results"
+    )
+    add_fill_argument(parser, *TABLES)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the tables, and fill a page with them on request."""
     args = _arguments(argv)
+    _check(args)
     torch.set_num_threads(1)
     docs = {length: args.n or DOCS.get(length, 4) for length in args.lengths}
     board = Board(args.results, docs, args.model)
@@ -75,9 +82,25 @@ def main(argv: list[str] | None = None) -> None:
     publish(peer_refusals(board, peers, shares, args.lengths), "board-peers-refused", args.fill)
     publish(full_cache(board, args.lengths), "board-full", args.fill_full)
     if args.fill_places:
-        fill_places(pages(args.fill_places), board, entries(args.model), shares)
+        places.fill_places(pages_with(args.fill_places, places.PLACE), board, entries(args.model), shares)
+        walks = args.walks or args.results.with_name("walk.jsonl")
+        choices.fill_choices(pages_with(args.fill_places, choices.PLACE), board, entries(args.model), walks)
     for length in args.lengths if args.pictures else ():
         (args.pictures / f"board-{length}.svg").write_bytes(svg(lambda n=length: picture(board, shown, shares, n)))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Check the pages and folders that are written at the end, before anything is measured or written.
+
+    Raises:
+        ValueError: If a page has no place for a table, or there is no folder for the pictures.
+    """
+    check_places([args.fill] if args.fill else [], *TABLES)
+    check_places([args.fill_full] if args.fill_full else [], "board-full")
+    for name in (places.PLACE, choices.PLACE) if args.fill_places else ():
+        check_places(pages_with(args.fill_places, name), name)
+    if args.pictures and not args.pictures.is_dir():
+        raise ValueError(f"--pictures must be an existing folder, got {args.pictures}.")
 
 
 if __name__ == "__main__":

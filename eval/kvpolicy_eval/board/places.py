@@ -11,7 +11,7 @@ from kvpolicy_eval.board.cells import Board, Cell, accuracy, has_beyond
 from kvpolicy_eval.board.policies import SELECTOR, Entry
 from kvpolicy_eval.common.codecs import selector_for
 from kvpolicy_eval.common.intervals import interval
-from kvpolicy_eval.common.markdown import fill, has_place, table
+from kvpolicy_eval.common.markdown import fill, table
 from kvpolicy_eval.data.modes import BEYOND, MODES
 
 PLACE = "places"
@@ -21,8 +21,10 @@ BASELINES = {"selector": ["window", SELECTOR], "reader": ["full+exact:read={read
 """What a method is compared with, beside the full cache, by its kind; others are compared with their selector."""
 
 OVERVIEW = (
-    *("full", "window", "streaming", "h2o", "snapkv", "tova", "kvcrush"),
-    *("squeeze+snapkv", "squeeze+kvcrush/snapkv"),
+    *("full", "window", "streaming", "h2o", "snapkv", "tova", "kvzip", "kvcrush", "squeeze+snapkv"),
+    *("uniform/adakv+snapkv", "snapkv+tokenwise:bits=4"),
+    *("squeeze+kvcrush/snapkv", "uniform/adakv+kvzip"),
+    *("uniform/adakv+kvzip+tokenwise:bits=4", "squeeze+kvcrush/snapkv+tokenwise:bits=4"),
 )
 """Policies of the pages that are not about one method."""
 OVERVIEW_LENGTH = 512
@@ -33,11 +35,6 @@ def fill_places(found: Sequence[Path], board: Board, listed: Sequence[Entry], sh
     """Fill pages that have a place for the table."""
     for page in found:
         fill(page, PLACE, page_table(page.stem, board, listed, shares))
-
-
-def pages(root: Path) -> list[Path]:
-    """The pages of a source tree that have a place for the table."""
-    return [page for page in [root / "README.md", *sorted(root.glob("docs/**/*.md"))] if has_place(page, PLACE)]
 
 
 def page_table(name: str, board: Board, listed: Sequence[Entry], shares: Sequence[float]) -> str:

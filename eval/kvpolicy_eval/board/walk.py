@@ -41,6 +41,8 @@ MORE = ("keydiff:every=16", "rkv:every=16", "h2o+tokenwise:bits=4", "keyformer+t
 
 Result = dict[str, Any]
 """`right`, answers of each walk; `passes`, the fraction of them in each pass; `held`; or `refused`, a message."""
+Known = dict[str, Result]
+"""Results by their keys."""
 
 
 class Walk(NamedTuple):
@@ -140,7 +142,7 @@ def measure(walk: Walk, policy: str, share: float, model: Any, given: Texts) -> 
     return {"right": right.sum(1).tolist(), "passes": passes, "held": round(held / full, 4)}
 
 
-def read(path: Path) -> dict[str, Result]:
+def read(path: Path) -> Known:
     """Results by their keys."""
     if not path.exists():
         return {}
@@ -148,7 +150,7 @@ def read(path: Path) -> dict[str, Result]:
     return {found.pop("key"): found for found in lines}
 
 
-def rows(walk: Walk, known: dict[str, Result], listed: list[str], shares: list[float]) -> str:
+def rows(walk: Walk, known: Known, listed: list[str], shares: list[float]) -> str:
     """The table: mean right answers of the walks, the lowest and the highest; what was refused is empty."""
 
     def cell(policy: str, share: float) -> str:

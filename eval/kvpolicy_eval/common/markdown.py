@@ -39,9 +39,29 @@ def table(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([*header(names), *map(row, rows)])
 
 
+def pages_with(root: Path, name: str) -> list[Path]:
+    """The README and the pages of a source tree that have a place for the table `name`, or the beginning of one."""
+    found = [root / "README.md", *sorted(root.glob("docs/**/*.md"))]
+    return [page for page in found if page.exists() and _begin(name) in page.read_text(encoding="utf-8")]
+
+
 def has_place(page: Path, name: str) -> bool:
     """Whether a page has a place for the table `name`."""
     return _place(name).search(page.read_text(encoding="utf-8")) is not None
+
+
+def check_places(pages: Iterable[Path], *names: str) -> None:
+    """Check that pages have places for tables, so that a command can refuse before it measures or writes anything.
+
+    Raises:
+        ValueError: If a page has no place for one of them.
+    """
+    for page in pages:
+        for name in names:
+            if not has_place(page, name):
+                raise ValueError(
+                    f"{page} has no place for {name}; add the lines '{_begin(name)}' and '<!-- /table -->'."
+                )
 
 
 def fill(page: Path, name: str, text: str) -> None:
@@ -50,14 +70,10 @@ def fill(page: Path, name: str, text: str) -> None:
     Raises:
         ValueError: If the page has no such place.
     """
+    check_places([page], name)
     content = page.read_text(encoding="utf-8")
-    place = _place(name)
-    if not place.search(content):
-        raise ValueError(
-            f"{page} has no place for {name}; add the lines '<!-- table:{name} -->' and '<!-- /table -->'."
-        )
     # A function as replacement: in a replacement string, backslashes of the table would be read as escapes.
-    page.write_text(place.sub(lambda match: f"{match[1]}{text}\n{match[2]}", content), encoding="utf-8")
+    page.write_text(_place(name).sub(lambda match: f"{match[1]}{text}\n{match[2]}", content), encoding="utf-8")
 
 
 def add_fill_argument(parser: argparse.ArgumentParser, *names: str, several: bool = False) -> None:
@@ -81,12 +97,18 @@ def publish(text: str, name: str, pages: Path | Sequence[Path] | None) -> None:
     """Print a table, and put it into the pages of `--fill`.
 
     Raises:
-        ValueError: If a page has no place for it.
+        ValueError: If a page has no place for it; then none is written.
     """
     print(text, flush=True)
-    for page in [pages] if isinstance(pages, Path) else pages or ():
+    filled = [pages] if isinstance(pages, Path) else pages or ()
+    check_places(filled, name)
+    for page in filled:
         fill(page, name, text)
 
 
+def _begin(name: str) -> str:
+    return f"<!-- table:{name} -->"
+
+
 def _place(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(<!-- table:{re.escape(name)} -->\n).*?(<!-- /table -->)", re.DOTALL)
+    return re.compile(rf"({re.escape(_begin(name))}\n).*?(<!-- /table -->)", re.DOTALL)

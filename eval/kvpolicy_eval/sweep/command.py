@@ -30,6 +30,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="maximum number of examples per task; overrides the config's")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="run the cells of these models of the config only")
     parser.add_argument(
+        "--policies",
+        nargs="+",
+        metavar="POLICY",
+        help="run these policies of the config only: at all of their budgets, as h2o, or at one, as h2o@0.2",
+    )
+    parser.add_argument("--tasks", nargs="+", metavar="NAME", help="run these tasks of the config only")
+    parser.add_argument(
         "--plan",
         action="store_true",
         help="list the cells with their state, bytes and estimated hours; run and download nothing",
@@ -61,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
         if args.limit < 1:
             raise ValueError(f"--limit must be an integer of at least 1, got {args.limit}.")
         config = dataclasses.replace(config, limit=args.limit)
-    if args.models:
-        config = config.only(args.models)
+    config = config.only(args.models or (), args.policies or (), args.tasks or ())
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
     folder = Path(args.out or config.output or Path("results") / config.name)

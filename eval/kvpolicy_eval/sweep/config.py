@@ -110,19 +110,32 @@ class Config:
         )
         return list(dict.fromkeys(cells))
 
-    def only(self, models: Iterable[str]) -> Config:
-        """The same sweep with some of its models, in its own order.
+    def only(self, models: Iterable[str] = (), policies: Iterable[str] = (), tasks: Iterable[str] = ()) -> Config:
+        """The same sweep with some of its models, policies and tasks, in its own order.
 
         Args:
-            models: Names of models.
+            models: Names of models; all by default.
+            policies: Policies, at all of their budgets (`h2o`) or at one (`h2o@0.2`); all by default.
+            tasks: Names of tasks; all by default.
 
         Raises:
-            ValueError: If it has no model of such a name.
+            ValueError: If it has none of such a name.
+
+        Examples:
+            >>> config = read({"policies": ["full", "h2o"], "budgets": [0.1, 64], "tasks": ["kvpolicy_hot"]}, "x")
+            >>> [cell.policy for cell in config.only(policies=["h2o@64"]).cells()]
+            ['h2o@64']
         """
-        names = set(models)
-        if unknown := sorted(names - self.models.keys()):
-            raise ValueError(f"--models must be among {', '.join(self.models)}, got {unknown[0]!r}.")
-        return replace(self, models={name: found for name, found in self.models.items() if name in names})
+        chosen = set(_among("--models", models, self.models))
+        cells = [(method, f"{method}@{budget}" if budget else method) for method, budget in self._policies()]
+        known = dict.fromkeys(name for cell in cells for name in cell)
+        named = set(_among("--policies", policies, known))
+        return replace(
+            self,
+            models={name: found for name, found in self.models.items() if name in chosen},
+            policies=tuple(dict.fromkeys(spec for method, spec in cells if named & {method, spec})),
+            tasks=tuple(_among("--tasks", tasks, self.tasks)),
+        )
 
     def settings(self) -> dict[str, Any]:
         """Settings that two runs must share for their cells to be comparable."""
@@ -139,6 +152,19 @@ class Config:
                 yield spec, ""
             else:
                 yield from ((spec, budget) for budget in self.budgets)
+
+
+def _among(option: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Those of the known names that are asked for, in their own order; all if none is.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    every = list(known)
+    asked = set(names)
+    if unknown := sorted(asked.difference(every)):
+        raise ValueError(f"{option} must be among {', '.join(every)}, got {unknown[0]!r}.")
+    return [name for name in every if not asked or name in asked]
 
 
 def load(name: str) -> Config:

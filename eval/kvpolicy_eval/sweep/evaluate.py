@@ -25,6 +25,7 @@ from kvpolicy_eval.sweep.cells import FORMAT, Cell
 from kvpolicy_eval.sweep.config import Config
 from kvpolicy_eval.sweep.errors import SharedError, describe
 from kvpolicy_eval.sweep.modes import INSIDE, split_task
+from kvpolicy_eval.sweep.output import quiet_git
 from kvpolicy_lm_eval import startup
 from kvpolicy_lm_eval.model import KVPolicyLM
 from kvpolicy_lm_eval.stats import Stats
@@ -168,6 +169,7 @@ class Evaluator:
         config = self.config
         lm = self.model(cell.model)
         start = time.perf_counter()
+        quiet_git(evaluator)
         results = simple_evaluate(
             model=lm,
             tasks=[cell.task],

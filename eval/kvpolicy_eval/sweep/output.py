@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import subprocess
 import warnings
 from typing import Any
 
@@ -29,3 +30,23 @@ def _disable_progress_bars() -> None:
 
     # lm-eval passes disable=False, which takes precedence over the variable TQDM_DISABLE.
     bar_class.__init__ = disabled
+
+
+def quiet_git(evaluator: Any) -> None:
+    """Let lm-eval ask git once for the commit, without git's error message where there is no repository.
+
+    Args:
+        evaluator: The module `lm_eval.evaluator`.
+    """
+    if hasattr(evaluator, "get_git_commit_hash"):
+        evaluator.get_git_commit_hash = _commit
+
+
+@functools.cache
+def _commit() -> str | None:
+    """The commit of the working folder; None if there is no repository, or no git."""
+    try:
+        done = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

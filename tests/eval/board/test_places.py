@@ -12,8 +12,9 @@ pytest.importorskip("matplotlib")
 
 from kvpolicy_eval.board.__main__ import main
 from kvpolicy_eval.board.cells import DOCS, SHARES, Board, Cell
-from kvpolicy_eval.board.places import OVERVIEW, compared, page_table, pages
+from kvpolicy_eval.board.places import OVERVIEW, PLACE, compared, page_table
 from kvpolicy_eval.board.policies import entries
+from kvpolicy_eval.common.markdown import pages_with
 from kvpolicy_eval.methods.plan import methods
 
 ROOT = Path(__file__).parents[3]
@@ -94,7 +95,7 @@ def test_the_overview_is_of_the_board() -> None:
 @pytest.mark.skipif(not RESULTS.is_file(), reason="the docs are not installed")
 def test_the_pages_have_what_the_results_give(tmp_path: Path) -> None:
     """Of the results that were known when a page was filled: others may be added to the file later."""
-    found = pages(ROOT)
+    found = pages_with(ROOT, PLACE)
     names = {page.stem for page in found}
     assert names >= {*methods(), "README", "index", "sweep"}
     lines = RESULTS.read_text(encoding="utf-8").splitlines()

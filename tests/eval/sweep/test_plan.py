@@ -259,12 +259,37 @@ def test_a_card_that_is_too_small_is_said() -> None:
     ("words", "message"),
     [
         (["--models", "m", "x"], "--models must be among m, got 'x'."),
+        (["--policies", "h2o"], "--policies must be among full, got 'h2o'."),
+        (["--tasks", "xsum"], "--tasks must be among kvpolicy_fewshot, got 'xsum'."),
         (["--plan", "--card", "tpu"], "--card must be one of a100-80gb, h100-80gb, h200-141gb, got 'tpu'."),
     ],
 )
 def test_wrong_names_are_one_sentence(words: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
     assert sweep(file(tmp_path, models=[MISTRAL]), tmp_path / "out", *words) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"kvpolicy-eval: {message}"
+
+
+def test_policies_and_tasks_are_chosen_in_the_configs_order() -> None:
+    found = config.load("papers-squeeze")
+    some = found.only(policies=["h2o@0.2", "full", "squeeze+window"], tasks=["xsum", "longbench_samsum"])
+    assert some.models == found.models
+    budgets = [f"squeeze+window@{budget}" for budget in found.budgets]
+    expected = {("longbench_samsum", policy) for policy in ["full", *budgets, "h2o@0.2"]}
+    expected |= {("xsum", policy) for _, policy in expected}
+    assert {(cell.task, cell.policy) for cell in some.cells()} == expected
+    assert [cell.policy for cell in some.cells()][:2] == ["full", "squeeze+window@0.1"]
+    assert found.only().cells() == found.cells()
+    assert some.settings() == found.settings(), "so that the cells go into the same folder"
+
+
+def test_the_config_of_table_2_has_its_cells_alone() -> None:
+    found = config.load("papers-squeeze-table2")
+    whole = config.load("papers-squeeze")
+    assert {(cell.model, cell.task, cell.policy) for cell in found.cells()} == {
+        ("mistral-7b", "longbench_samsum", policy) for policy in ("full", "squeeze+window@0.2", "window@0.3")
+    }
+    assert set(found.cells()) <= set(whole.cells())
+    assert found.models["mistral-7b"] == whole.models["mistral-7b"]
 
 
 def test_models_are_chosen_in_the_configs_order() -> None:

@@ -278,7 +278,7 @@ SHIPPED = sorted(path.stem for path in (ROOT / "eval" / "kvpolicy_eval" / "confi
 def test_shipped_configs(name: str) -> None:
     found = config.load(name)
     assert found.name == name and found.output == f"results/{name}" and found.about
-    assert len(found.cells()) > 5
+    assert len(found.cells()) >= 3
 
 
 def test_time_left_is_that_of_like_cells() -> None:
