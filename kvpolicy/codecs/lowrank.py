@@ -120,9 +120,9 @@ class LowRank(SingleStage):
         SVD of W S, followed by the inverse of S, is a projection of the outputs of W, and with whitened inputs it is
         the one with the least error: the principal components. The papers were read in part (unverified in full).
         "Effectively Compress KV Heads" (arXiv:2406.07056) is `head_group=g:rank=D/g:key_space=unrotated` at run time,
-        without its fine-tuning. Differences: directions are those of each KV head alone by default, since the heads of a
-        selector may keep different tokens; Palu's are of groups of 4 heads, and EigenAttention's of all keys of a layer,
-        but of the values of each head. The mean is subtracted first, which takes no rank. All layers have the same rank
+        without its fine-tuning. Differences: directions are those of each KV head alone by default, since the heads of
+        a selector may keep different tokens; Palu's are of groups of 4 heads, and EigenAttention's are the same for the
+        keys of all heads. The mean is subtracted first, which takes no rank. All layers have the same rank
         by default. `ranks=fisher` takes gradients of keys and values, and not of the weights that make them as Palu
         does, and the root of their mean square over all heads; ranks sum to the total, and are not rounded to multiples
         of 32. `ranks=threshold` compares energies, the squares of the singular values that EigenAttention sums, meets a
@@ -315,8 +315,8 @@ class LowRank(SingleStage):
             )
         if model.head_dim % self.rank_multiple or sum(ranks) < 2 * self.rank_multiple:
             raise KVPolicyError(
-                f"LowRank.rank_multiple must divide the head dimension, {model.head_dim}, and be at most the mean rank, "
-                f"got {self.rank_multiple}; try rank_multiple=1."
+                f"LowRank.rank_multiple must divide the head dimension, {model.head_dim}, and be at most the mean "
+                f"rank, got {self.rank_multiple}; try rank_multiple=1."
             )
 
     def _check_calibration(self, model: ModelInfo) -> None:
@@ -332,10 +332,8 @@ class LowRank(SingleStage):
 
 
 @lru_cache(maxsize=16)
-def _divided(
-    calibration: _files.CalibrationFile, codec: LowRank, layers: tuple[int, ...], head_dim: int
-) -> list[Ranks]:
-    """The ranks of layers by the division of a codec; `calibration` is what it reads, which a changed file is not."""
+def _divided(file: _files.CalibrationFile, codec: LowRank, layers: tuple[int, ...], head_dim: int) -> list[Ranks]:
+    """The ranks of layers by the division of a codec; `file` is what it reads, and is another one once it changed."""
     step = codec.rank_multiple
     total = len(layers) * sum(codec._ranks(head_dim)) // step
     if codec.ranks == "fisher":

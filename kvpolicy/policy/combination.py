@@ -89,8 +89,8 @@ def check_joint(policy: Any) -> None:
     codec = policy.codec
     if not same_in_heads(policy.selector):
         raise KVPolicyError(
-            f"The selector must keep the same tokens in every head to be combined with {codec}, whose heads share latent "
-            f"vectors, got {policy.selector}; try full, window, streaming or tova, or head_group=1."
+            f"The selector must keep the same tokens in every head to be combined with {codec}, whose heads share "
+            f"latent vectors, got {policy.selector}; try full, window, streaming or tova, or head_group=1."
         )
     if not isinstance(policy.reader, ReadAll):
         raise KVPolicyError(

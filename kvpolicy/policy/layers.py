@@ -34,8 +34,8 @@ def check_layers(layers: Sequence[Any]) -> None:
             )
         if differs_by_layer(policy.codec):
             raise KVPolicyError(
-                f"The codec of a layer must not depend on the other layers, got {policy} for layer {index}, whose codec "
-                "divides ranks over them; try ranks=same with a rank for this layer."
+                f"The codec of a layer must not depend on the other layers, got {policy} for layer {index}, whose "
+                "codec divides ranks over them; try ranks=same with a rank for this layer."
             )
         if isinstance(policy.budget, str):
             raise KVPolicyError(

@@ -101,7 +101,8 @@ class Traits(NamedTuple):
             entries of its head. Such slots may lie in pages of heads with budgets of their own. None if slots share
             anything else, or if calibrated tensors differ by head.
         at_once: The most tokens of a head that a write takes to fp32 at a time; 0 for all of them.
-        joint_heads: Whether heads share codes, so that all heads of a layer must hold the same tokens in the same slots.
+        joint_heads: Whether heads share codes, so that all heads of a layer must hold the same tokens in the same
+            slots.
     """
 
     block: int = 0

@@ -49,8 +49,8 @@ def check_candidates(candidates: Sequence[Policy | str], model: ModelInfo) -> li
             )
         if differs_by_layer(policy.codec):
             raise KVPolicyError(
-                "The codec of a candidate must not depend on the other layers, since it is measured in one layer alone, "
-                f"got {policy}; try ranks=same."
+                "The codec of a candidate must not depend on the other layers, since it is measured in one layer "
+                f"alone, got {policy}; try ranks=same."
             )
         if isinstance(policy.codec, GroupsLayers):
             raise KVPolicyError(
