@@ -304,7 +304,10 @@ def traits_for(codec: Codec, tokens: int) -> Traits:
 
 @runtime_checkable
 class DiffersByLayer(Protocol):
-    """An optional ability of a codec: its options may stand for a codec of each layer, once the model is known."""
+    """An optional ability of a codec: its options may stand for a codec of each layer, once the model is known.
+
+    Without a model, its stages are those of a layer that has the mean of what layers have.
+    """
 
     @property
     def differs_by_layer(self) -> bool:
