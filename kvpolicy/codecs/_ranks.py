@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import heapq
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._files import CalibrationFile
+from kvpolicy.codecs._projection import Basis, energies, fisher_of
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.spec.errors import KVPolicyError
@@ -34,6 +37,43 @@ class Ranks(NamedTuple):
 
     keys: int
     values: int
+
+
+def divided(file: CalibrationFile, basis: Basis, how: str, total: int, step: int, model: ModelInfo) -> dict[int, Ranks]:
+    """Divide directions over the layers under the policy, and over keys and values.
+
+    Args:
+        file: What `basis` reads, so that a calibration that has changed is divided again.
+        basis: The calibrated directions.
+        how: `energy`, `threshold` or `fisher`.
+        total: Directions of all layers together, in steps.
+        step: Directions of each head that are given at a time; it divides the head dimension.
+        model: The model.
+
+    Raises:
+        KVPolicyError: If the calibration lacks what is divided by.
+    """
+    return dict(zip(model.indices, _divided(file, basis, how, total, step, model.indices, model.head_dim), strict=True))
+
+
+@lru_cache(maxsize=16)
+def _divided(
+    file: CalibrationFile, basis: Basis, how: str, total: int, step: int, layers: tuple[int, ...], head_dim: int
+) -> tuple[Ranks, ...]:
+    if how == "fisher":
+        weights = [fisher_of(basis.folder, layer_idx) for layer_idx in layers]
+        found = by_weight(torch.tensor(weights, dtype=torch.float64).flatten().sqrt(), total, head_dim // step)
+    else:
+        sides = [side for layer_idx in layers for side in energies(basis, layer_idx)]
+        shares = torch.stack([_shares(energy, step * basis.group) for energy in sides])
+        found = (least_energy if how == "energy" else equal_energy)(shares, total)
+    return tuple(Ranks(step * keys, step * values) for keys, values in zip(found[::2], found[1::2], strict=True))
+
+
+def _shares(energy: Tensor, size: int) -> Tensor:
+    """The share of the energy [H, D] of all heads in each `size` directions, [D / size], falling."""
+    along = energy.sum(0).unflatten(0, (-1, size)).sum(-1)
+    return along / along.sum().clamp_min(torch.finfo(along.dtype).tiny)
 
 
 def least_energy(shares: Tensor, total: int) -> list[int]:

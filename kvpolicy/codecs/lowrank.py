@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -196,9 +195,9 @@ class LowRank(SingleStage):
         if self._has_file:
             ranks = _ranks.load_ranks(self.ranks, model)
         else:
-            found = _files.load(self.calibration, "lowrank")
-            divided = _divided(found, replace(self, base=Plain()), model.indices, model.head_dim)
-            ranks = dict(zip(model.indices, divided, strict=True))
+            file = _files.load(self.calibration, "lowrank")
+            total = model.layers * sum(self._ranks(model.head_dim)) // self.rank_multiple
+            ranks = _ranks.divided(file, self._basis, self.ranks, total, self.rank_multiple, model)
         return {
             index: replace(self, rank=own.keys, value_rank=own.values, ranks=_ranks.SAME, rank_multiple=1)
             for index, own in ranks.items()
@@ -329,27 +328,6 @@ class LowRank(SingleStage):
                     f"{model.head_dim}, as the model has, got {heads} of dimension {width}; try "
                     "kvpolicy calibrate lowrank on this model."
                 )
-
-
-@lru_cache(maxsize=16)
-def _divided(file: _files.CalibrationFile, codec: LowRank, layers: tuple[int, ...], head_dim: int) -> list[Ranks]:
-    """The ranks of layers by the division of a codec; `file` is what it reads, and is another one once it changed."""
-    step = codec.rank_multiple
-    total = len(layers) * sum(codec._ranks(head_dim)) // step
-    if codec.ranks == "fisher":
-        weights = [_projection.fisher_of(codec.calibration, layer_idx) for layer_idx in layers]
-        found = _ranks.by_weight(torch.tensor(weights, dtype=torch.float64).flatten().sqrt(), total, head_dim // step)
-    else:
-        sides = [side for layer_idx in layers for side in _projection.energies(codec._basis, layer_idx)]
-        shares = torch.stack([_shares(energy, step * codec.head_group) for energy in sides])
-        found = (_ranks.least_energy if codec.ranks == "energy" else _ranks.equal_energy)(shares, total)
-    return [Ranks(step * keys, step * values) for keys, values in zip(found[::2], found[1::2], strict=True)]
-
-
-def _shares(energy: Tensor, size: int) -> Tensor:
-    """The share of the energy [H, D] of all heads in each `size` directions, [D / size], falling."""
-    along = energy.sum(0).unflatten(0, (-1, size)).sum(-1)
-    return along / along.sum().clamp_min(torch.finfo(along.dtype).tiny)
 
 
 def _latents(projection: Projection, x: Tensor, group: int) -> Tensor:

@@ -84,7 +84,7 @@ def test_weights_divide_in_proportion(weights: list[float], total: int, most: in
 @pytest.mark.parametrize("ranks", ["energy", "threshold", "fisher"])
 @pytest.mark.parametrize("options", [{}, {"value_rank": 2}, {"rank_multiple": 2}, {"key_space": "unrotated"}])
 def test_layers_have_the_ranks_of_the_division(tmp_path: Path, ranks: str, options: dict[str, Any]) -> None:
-    codec = LowRank(**{"rank": 4, "ranks": ranks, "calibration": written(tmp_path)} | options)  # pyright: ignore
+    codec = LowRank(rank=4, ranks=ranks, calibration=written(tmp_path), **options)
     layers = 2  # few enough to try every division
     found: dict[int, Any] = dict(codec.by_layer(ModelInfo(layers, HEADS, DIM)))
     step = codec.rank_multiple
@@ -201,7 +201,7 @@ def test_files_that_are_refused(tmp_path: Path, content: Any, message: str) -> N
 )
 def test_divisions_that_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(KVPolicyError, match=message):
-        LowRank(**{"calibration": written(tmp_path)} | options).check(MODEL)
+        LowRank(calibration=written(tmp_path), **options).check(MODEL)
 
 
 def test_multiples_suit_a_base_that_needs_them(tmp_path: Path) -> None:

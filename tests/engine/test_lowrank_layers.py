@@ -102,7 +102,7 @@ def test_heads_read_the_projection_of_all_of_them(name: str, folder: str) -> Non
         cache = PolicyCache(model, new=sum(TURNS[1:]))
         talk(model, ids, mask, TURNS, cache)
     for layer in range(LAYERS):
-        store = cache.policy_layers[layer].store
+        store: Any = cache.policy_layers[layer].store
         exact = store.layout.exact
         positions = store.tensors.positions[0, :, exact:]
         assert (positions == positions[:1]).all() and bool((positions >= 0).any())
