@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from kvpolicy import KIVI, KVPolicyError, LowRank, Policy, TokenWise
+from kvpolicy.calibration import calibrate_lowrank
 from kvpolicy.codecs import _projection
 from kvpolicy.codecs._files import load
 from kvpolicy.policy.combination import check_joint
 from kvpolicy.protocols import ModelInfo, StageStore
+from kvpolicy.testing import check, conformance
 from tests.codecs.test_lowrank_ranks import DIM, HEADS, LAYERS, MODEL, written
 from tests.reference.codecs._lowrank_ranks import joint_latents
 
@@ -139,6 +141,20 @@ def test_a_rank_that_holds_whole_groups_reads_its_own(tmp_path: Path) -> None:
 def test_models_that_are_refused(folder: str, options: dict[str, Any], info: ModelInfo, message: str) -> None:
     with pytest.raises(KVPolicyError, match=message):
         LowRank(calibration=folder, **options).check(info)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": "energy", "residual_length": 8, "block_size": 8},
+        {"head_group": 2, "ranks": "fisher", "key_space": "unrotated", "residual_length": 8, "block_size": 8},
+        {"head_group": 2, "base": TokenWise(bits=8, residual_length=8, block_size=8)},
+    ],
+)
+def test_the_rules_of_codecs_hold(tmp_path: Path, options: dict[str, Any]) -> None:
+    texts = [torch.randint(3, 40, (70,), generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    calibrate_lowrank(conformance._model(), texts, tmp_path, head_groups=[2], fisher=True)
+    check(LowRank(rank=8, calibration=str(tmp_path), **options))
 
 
 @pytest.mark.parametrize("other", ["full", "window@0.5", "streaming@0.5", "tova@0.5"])

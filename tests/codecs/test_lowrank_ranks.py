@@ -31,12 +31,12 @@ def written(folder: Path, *, fisher: bool = True, layers: int = LAYERS, joint: b
     tensors: dict[str, Tensor] = {}
     for layer in range(layers):
         for part in ("keys.pre", "keys.post", "values", "queries"):
-            for name, heads, dim in (("", HEADS, DIM), *([(".joint2", 1, 2 * DIM)] if joint else [])):
-                basis = torch.linalg.qr(torch.randn(heads, dim, dim, generator=generator)).Q
+            for name, heads, width in (("", HEADS, DIM), *([(".joint2", 1, 2 * DIM)] if joint else [])):
+                basis = torch.linalg.qr(torch.randn(heads, width, width, generator=generator)).Q
                 falls = {"values": 0.8, "queries": 0.7}.get(part, 0.3 + 0.2 * layer)
                 tensors[f"{part}{name}.basis.{layer}"] = basis.half()
-                tensors[f"{part}{name}.energy.{layer}"] = (3 + layer) * falls ** torch.arange(dim).expand(heads, -1)
-                tensors[f"{part}{name}.mean.{layer}"] = torch.randn(heads, dim, generator=generator)
+                tensors[f"{part}{name}.energy.{layer}"] = (3 + layer) * falls ** torch.arange(width).expand(heads, -1)
+                tensors[f"{part}{name}.mean.{layer}"] = torch.randn(heads, width, generator=generator)
         if fisher:
             tensors[f"fisher.{layer}"] = torch.tensor([1.0, 4.0]) * 4**layer
     save(folder, "lowrank", {"model": None, "head_dim": DIM}, tensors)
