@@ -165,6 +165,11 @@ class LowRank(SingleStage):
             raise KVPolicyTypeError(
                 f"LowRank.ranks must be same, {', '.join(_ranks.DIVIDED)} or a file, got {self.ranks!r}; try energy."
             )
+        if not self.differs_by_layer and self.rank_multiple != 1:
+            raise KVPolicyError(
+                f"LowRank.rank_multiple must be 1 with ranks='same', which divides none, got {self.rank_multiple}; try "
+                "ranks=energy."
+            )
         if self._has_file and (self.rank, self.value_rank, self.rank_multiple) != ("auto", "auto", 1):
             raise KVPolicyError(
                 f"LowRank.rank, value_rank and rank_multiple must not be given with a file of ranks, got {self.rank}, "

@@ -238,6 +238,11 @@ def test_a_file_is_all_that_is_given(options: dict[str, Any]) -> None:
         LowRank(ranks="ranks.json", **options)
 
 
+def test_a_multiple_is_of_what_is_divided() -> None:
+    with pytest.raises(KVPolicyError, match="rank_multiple must be 1 with ranks='same', which divides none, got 2"):
+        LowRank(rank_multiple=2)
+
+
 def test_a_name_is_text() -> None:
     with pytest.raises(KVPolicyError, match="ranks must be same, energy, threshold, fisher or a file, got ''"):
         LowRank(ranks="")
