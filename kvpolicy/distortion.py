@@ -49,7 +49,8 @@ def distortion(
     """Encode tokens as a cache does after a prompt, and measure the error.
 
     Args:
-        codec: The codec; of one that groups layers, a layer without a partner is measured: see `group_distortion`.
+        codec: The codec; of one that groups layers, a layer without a partner is measured: see `group_distortion`. One
+            that differs by layer is measured as it is without a model: give the codec of a layer, by `by_layer`.
         keys: [B, H, n, D], in the key space of the codec.
         values: [B, H, n, D].
         queries: [B, Hq, n, D], for codecs that use them, or whose tokens are ranked by a selector; the keys by default.

@@ -83,14 +83,8 @@ def collect(
         >>> collect(kvpolicy.tiny()[0], [torch.arange(3, 40)], tokens=20).unrotated[0].shape
         torch.Size([4, 20, 32])
     """
-    if any((config._attn_implementation or "").startswith(PREFIX) for config in configs_of(model)):
-        raise KVPolicyError(
-            "The model must have no policy during calibration, got one with a policy attached; try detaching it."
-        )
-    windows = as_windows(windows)
-    if not windows:
-        raise KVPolicyError("The windows must contain tokens to calibrate on, got none; try a longer text.")
     reader = _Reader(model, key_spaces, fisher)
+    windows = _with_tokens(windows)
     kept: dict[str, dict[int, list[Tensor]]] = {}
     generator = torch.Generator().manual_seed(seed)
     with eval_mode(model):
@@ -103,6 +97,54 @@ def collect(
                     sampled = x.index_select(-2, sample.to(x.device)).float().cpu()
                     kept.setdefault(part, {}).setdefault(layer, []).append(sampled)
     return Samples(**_joined(kept))
+
+
+def fisher_information(
+    model: nn.Module, windows: Sequence[Tensor], *, progress: bool = False
+) -> dict[int, tuple[float, float]]:
+    """The Fisher information of the keys and of the values of each layer: their mean squared gradient.
+
+    It is that of the loss, summed over the tokens of a window, with respect to each number of every token. Each window
+    takes one backward pass, and the memory of a training step.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: Token ids, each [n] or [1, n].
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The mean over tokens, heads and channels of keys, and that of values, by the index of the layer.
+
+    Raises:
+        KVPolicyTypeError: If the windows are not token ids.
+        KVPolicyError: If the model is not supported, has a policy attached, or needs no gradients, or a gradient is not
+            finite.
+
+    Examples:
+        >>> import kvpolicy
+        >>> found = fisher_information(kvpolicy.tiny()[0], [torch.arange(3, 40)])
+        >>> len(found), found[0][1] > found[0][0] > 0
+        (8, True)
+    """
+    reader = _Reader(model, ("rotated",), fisher=True)
+    sums: dict[int, Tensor] = {}
+    windows = _with_tokens(windows)
+    with eval_mode(model):
+        for ids in tqdm(windows, desc="fisher", disable=not progress):
+            for layer, squares in reader.run(ids)["fisher"].items():
+                # The loss is a mean over tokens.
+                own = squares.sum((1, 2, 3), dtype=torch.float64).cpu() * len(ids) ** 2 / squares[0, :, 0].numel()
+                check_finite("gradients", layer, own)
+                sums[layer] = sums[layer] + own if layer in sums else own
+    tokens = sum(map(len, windows))
+    return {layer: (float(own[0]) / tokens, float(own[1]) / tokens) for layer, own in sums.items()}
+
+
+def _with_tokens(windows: Sequence[Tensor]) -> list[Tensor]:
+    windows = as_windows(windows)
+    if not windows:
+        raise KVPolicyError("The windows must contain tokens to calibrate on, got none; try a longer text.")
+    return windows
 
 
 def tokens_per_window(windows: Sequence[Tensor], tokens: int) -> list[int]:
@@ -126,6 +168,10 @@ class _Reader:
     """Runs a model and reads keys and values from its cache."""
 
     def __init__(self, model: nn.Module, key_spaces: Sequence[str], fisher: bool) -> None:
+        if any((config._attn_implementation or "").startswith(PREFIX) for config in configs_of(model)):
+            raise KVPolicyError(
+                "The model must have no policy during calibration, got one with a policy attached; try detaching it."
+            )
         self.model = model
         self.key_spaces = key_spaces
         self.fisher = fisher

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from kvpolicy.calibration.collect import fisher_information
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.listener import Listener, Sums, check_finite, listening
@@ -26,7 +27,7 @@ KEY_SPACES = ("rotated", "unrotated")
 
 
 class Moments(NamedTuple):
-    """First and second moments of vectors of each KV head, fp64.
+    """First and second moments of vectors of each KV head, or of each group of heads, fp64.
 
     Attributes:
         mean: [H, D].
@@ -43,6 +44,8 @@ def calibrate_lowrank(
     out: str | Path,
     *,
     key_spaces: Sequence[str] = KEY_SPACES,
+    head_groups: Sequence[int] = (),
+    fisher: bool = False,
     name: str | None = None,
     progress: bool = False,
     force: bool = False,
@@ -55,6 +58,10 @@ def calibrate_lowrank(
         out: The folder.
         key_spaces: Whether keys are taken as attention sees them (`rotated`), without the rotary embedding
             (`unrotated`), or both.
+        head_groups: Of how many KV heads bases are found together too, for `lowrank:head_group=N`; each divides the
+            heads of the model.
+        fisher: Whether to collect the Fisher information too, for `lowrank:ranks=fisher`. Each window then takes a
+            backward pass and the memory of a training step.
         name: Name of the model in the calibration.
         progress: Whether to show a progress bar.
         force: Whether to replace a finished calibration of another model or text, or with other options.
@@ -66,7 +73,8 @@ def calibrate_lowrank(
     Raises:
         KVPolicyTypeError: If the windows are not token ids.
         KVPolicyError: If the model is not supported, has a policy attached, has no rotary embedding that could be
-            undone, or produces numbers that are not finite; the text is too short; or `out` holds another calibration.
+            undone, needs no gradients for `fisher`, or produces numbers that are not finite; a group of heads does not
+            divide them; the text is too short; or `out` holds another calibration.
 
     Examples:
         >>> import tempfile, kvpolicy
@@ -80,6 +88,8 @@ def calibrate_lowrank(
         raise KVPolicyError(
             f"The key spaces must be of {' and '.join(KEY_SPACES)}, got {', '.join(unknown) or 'none'}; try rotated."
         )
+    described = identity(model, name)
+    check_groups(head_groups, described["heads"])
     windows = as_windows(windows)
     count = sum(len(ids) for ids in windows)
     if count < MIN_TOKENS:
@@ -87,26 +97,31 @@ def calibrate_lowrank(
             f"The tokens to find bases with must be at least {MIN_TOKENS}, got {count}; try a longer text."
         )
     facts: dict[str, Any] = {
-        "model": identity(model, name),
+        "model": described,
         "text_sha256": text_sha256(windows),
         "windows": len(windows),
         "tokens": count,
         "key_spaces": sorted({*key_spaces}),
+        "head_groups": sorted({*head_groups}),
+        "fisher": fisher,
     }
     if not force:
         check_free(out, "lowrank", facts)
-    moments = collect_moments(model, windows, unrotated="unrotated" in key_spaces, progress=progress)
-    wanted = {"keys.pre", "values"} if "rotated" not in key_spaces else {"keys.pre", "keys.post", "values", "queries"}
     tensors: dict[str, Tensor] = {}
+    for layer, both in (fisher_information(model, windows, progress=progress) if fisher else {}).items():
+        tensors[f"fisher.{layer}"] = torch.tensor(both)
+    groups = tuple(facts["head_groups"])
+    moments = collect_moments(model, windows, unrotated="unrotated" in key_spaces, groups=groups, progress=progress)
+    unwanted = ("keys.post", "queries") if "rotated" not in key_spaces else ()
     shares: dict[str, list[float]] = {}
     for layer, parts in tqdm(moments.items(), desc="bases", disable=not progress):
-        for part in sorted(parts.keys() & wanted):
+        for part in sorted(part for part in parts if not part.startswith(unwanted)):
             own = parts[part]
             found = basis_of(own, centered=part != "queries")
             tensors |= {f"{part}.{what}.{layer}": t for what, t in found.items()}
             energy = found["energy"].double()
             first = energy[:, : -(-energy.shape[-1] // 4)].sum(-1) / energy.sum(-1).clamp_min(1e-30)
-            if part != "queries":
+            if part in ("keys.pre", "keys.post", "values"):
                 shares.setdefault(part, []).append(float(first.mean()))
     meta = facts | {"energy": {part: round(sum(own) / len(own), 4) for part, own in sorted(shares.items())}}
     _files.save(out, "lowrank", meta, tensors)
@@ -137,8 +152,27 @@ def basis_of(moments: Moments, centered: bool = True) -> dict[str, Tensor]:
     return found | ({"mean": moments.mean.float()} if centered else {})
 
 
+def check_groups(groups: Sequence[int], heads: int) -> None:
+    """Refuse groups of KV heads that do not divide the heads of a model.
+
+    Raises:
+        KVPolicyError: Naming the group.
+    """
+    for group in groups:
+        if group < 2 or heads % group:
+            raise KVPolicyError(
+                f"A group of heads must be at least 2 and divide the {heads} KV heads of the model, got {group}; try "
+                f"{heads}."
+            )
+
+
 def collect_moments(
-    model: nn.Module, windows: Sequence[Tensor], *, unrotated: bool = True, progress: bool = False
+    model: nn.Module,
+    windows: Sequence[Tensor],
+    *,
+    unrotated: bool = True,
+    groups: Sequence[int] = (),
+    progress: bool = False,
 ) -> dict[int, dict[str, Moments]]:
     """Run windows of tokens through a model once, and add up the moments of keys, values and queries.
 
@@ -146,6 +180,8 @@ def collect_moments(
         model: A causal language model without a policy attached.
         windows: Token ids, each [n] or [1, n].
         unrotated: Whether to also take keys without the rotary embedding.
+        groups: Of how many KV heads moments are added up together too: of g heads, their vectors are one of g D
+            channels, and the part has `.joint` and g behind its name.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -156,7 +192,7 @@ def collect_moments(
         KVPolicyTypeError: If the windows are not token ids.
         KVPolicyError: If the model is not supported, has a policy attached, or produces numbers that are not finite.
     """
-    tap = _Tap(unrotated=unrotated)
+    tap = _Tap(unrotated=unrotated, groups=tuple(groups))
     with listening(model, tap) as run:
         for ids in tqdm(as_windows(windows), desc="moments", disable=not progress):
             run(ids)
@@ -174,10 +210,12 @@ class _Tap(Listener):
 
     Attributes:
         unrotated: Whether to take keys without the rotary embedding too.
+        groups: Of how many heads sums are taken together.
         found: The sums of each layer and part so far.
     """
 
     unrotated: bool
+    groups: tuple[int, ...] = ()
     found: dict[int, dict[str, Sums]] = field(default_factory=dict[int, dict[str, Sums]])
 
     @property
@@ -190,9 +228,15 @@ class _Tap(Listener):
         assert seen.keys is not None and seen.values is not None
         heads = seen.keys.shape[1]
         queries = seen.forward.queries[0].unflatten(0, (heads, -1)).flatten(1, 2)
-        parts = {"keys.post": seen.keys[0], "values": seen.values[0], "queries": queries}
+        parts = {"keys.post": seen.keys[0], "values": seen.values[0]}
         if seen.unrotated is not None:
             parts["keys.pre"] = seen.unrotated[0]
+        parts |= {
+            f"{part}.joint{group}": x.unflatten(0, (-1, group)).transpose(1, 2).flatten(2)
+            for part, x in parts.items()
+            for group in self.groups
+        }
+        parts["queries"] = queries
         own = self.found.setdefault(view.layer_idx, {})
         for part, vectors in parts.items():
             x = vectors.double()

@@ -5,6 +5,7 @@ Everything is computed through the protocols, so that parts of other packages ar
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from kvpolicy.engine.row_limits import buffer_slots
 from kvpolicy.planning.planner import divide
 from kvpolicy.planning.tokens import tokens_of
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import SMALLEST_HEAD, Needs, Traits, View, alloc_state, traits_for
+from kvpolicy.protocols import SMALLEST_HEAD, Needs, Traits, View, alloc_state, differs_by_layer, traits_for
 from kvpolicy.selectors.kvcrush import KVCrush
 
 EXAMPLE_COSINES = (0.5, 0.95)
@@ -274,6 +275,7 @@ def of_codec(case: Case) -> list[str]:
     sentences = [
         f"Here: {stages}; in the dtype of the model, a number takes {bits} bits.",
         *_groups(case.planned.policy.layer_groups),
+        *_differences(case),
         slots,
         *_demotion(traits_for(codec, case.tokens)),
     ]
@@ -293,6 +295,16 @@ def _groups(groups: Sequence[Sequence[int]]) -> list[str]:
     return [f"Layers {named} share what they store, which the first of them holds."]
 
 
+def _differences(case: Case) -> list[str]:
+    """Explain in which parameters the codecs of the layers differ, where the codec stands for one of each layer."""
+    if not differs_by_layer(case.policy.codec):
+        return []
+    codecs: list[Any] = [case.planned.policy.at(layer.layer_idx).codec for layer in case.planned.layers]
+    every = {field.name: [getattr(codec, field.name) for codec in codecs] for field in dataclasses.fields(codecs[0])}
+    differing = [f"{name} {', '.join(map(str, own))}" for name, own in every.items() if len({*map(str, own)}) > 1]
+    return [f"By layer: {'; '.join(differing) or 'all alike'}."]
+
+
 def _bits(case: Case, stage: int) -> str:
     """Explain the bits per number of a stage, from the tensors that it allocates, without storage."""
     codec = case.policy.codec
@@ -300,8 +312,11 @@ def _bits(case: Case, stage: int) -> str:
     group = codec.traits.group_size
     slots = -(-AVERAGED_SLOTS // group) * group  # the next multiple, so that no group is cut
     policy = case.planned.policy
-    # Where layers share what they store, the mean of those that do.
-    codecs = [policy.at(layer).codec for layer in policy.layer_groups[0]] if policy.layer_groups else [codec]
+    # The mean of layers that share what they store, or that differ.
+    averaged = policy.layer_groups[0] if policy.layer_groups else ()
+    if differs_by_layer(codec):
+        averaged = tuple(layer.layer_idx for layer in case.planned.layers)
+    codecs = [policy.at(layer).codec for layer in averaged] or [codec]
     allocated = [each.stages[stage].alloc(1, shape.heads, slots, shape.head_dim, "meta") for each in codecs]
     kinds = bytes_by_kind((), allocated, torch.empty(0), (), ())
     numbers = 2 * shape.heads * slots * shape.head_dim * len(codecs)  # keys and values

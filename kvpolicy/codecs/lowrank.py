@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs import _files, _projection
+from kvpolicy.codecs import _files, _projection, _ranks
 from kvpolicy.codecs._base import check_base, inner_of, keys_of, keys_only, values_of, values_only, wrapper_traits
 from kvpolicy.codecs._common import SingleStage, score_by_chunks, token_ranges
-from kvpolicy.codecs._projection import Projection
+from kvpolicy.codecs._projection import Basis, Projection
+from kvpolicy.codecs._ranks import Ranks
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import AutoInt, check_fields
 
@@ -25,7 +28,7 @@ class LowRankCalibration(NamedTuple):
 
     Attributes:
         key_mean: [1, H, 1, D] fp32.
-        key_encode: [1, H, D, r] fp32.
+        key_encode: [1, H, D, r] fp32, where r counts the directions of a group of heads.
         key_decode: [1, H, r, D] fp32.
         value_mean: [1, H, 1, D] fp32.
         value_encode: [1, H, D, s] fp32.
@@ -76,8 +79,17 @@ class LowRank(SingleStage):
     Args:
         base: The codec that stores latent vectors: `plain`, which stores them in fp16, or one that encodes keys and
             values apart, such as `tokenwise`.
-        rank: Directions of keys, at most the head dimension. `auto`: half the head dimension.
-        value_rank: Directions of values. `auto`: as many as of keys.
+        rank: Directions of keys for each KV head, at most the head dimension; of layers with different ranks, the mean.
+            `auto`: half the head dimension.
+        value_rank: Directions of values likewise. `auto`: as many as of keys.
+        ranks: `same`: all layers have `rank` and `value_rank`. Otherwise the total of both over all layers is divided.
+            `energy`: so that the energies left out, as shares of the energy of the keys or values of a layer, have the
+            least sum. `threshold`: so that the least share that is kept is the largest. `fisher`: in proportion to the
+            root of the Fisher information, which `kvpolicy calibrate lowrank --fisher` collects. Anything else is a
+            JSON file with the ranks of every layer, `{"keys": [...], "values": [...]}`.
+        rank_multiple: Ranks that are divided are multiples of it, such as a base may need.
+        head_group: How many KV heads have directions, and latent vectors, together: `rank` times as many. More than 1
+            needs a selector that keeps the same tokens in all heads, such as `window` or `streaming`.
         key_space: Whether keys are projected as attention sees them (`rotated`) or with the rotary embedding undone
             (`unrotated`).
         basis: `keys`: the directions in which keys vary most. `scores`: directions that leave the least error in the
@@ -90,7 +102,8 @@ class LowRank(SingleStage):
         calibration: Folder of the calibration, or the name of an embedded model, `tiny` or `tiny-4k`.
 
     Raises:
-        KVPolicyError: If a parameter is out of range, or `basis` is `scores` for unrotated keys.
+        KVPolicyError: If a parameter is out of range, `basis` is `scores` for unrotated keys, or ranks are given both
+            in a file and as numbers.
 
     Examples:
         >>> LowRank(rank=8).layout(1000)
@@ -105,12 +118,17 @@ class LowRank(SingleStage):
         and SVD, ASVD (arXiv:2312.05821) and SVD-LLM (arXiv:2403.07378) of the key and value projections. A truncated
         SVD of W S, followed by the inverse of S, is a projection of the outputs of W, and with whitened inputs it is
         the one with the least error: the principal components. The papers were read in part (unverified in full).
-        Differences: directions are those of each KV head alone, since the heads of a selector may keep different
-        tokens (Palu joins groups of heads, EigenAttention all keys of a layer). The mean is subtracted first, which
-        takes no rank. All layers have the same rank (Palu: by Fisher information; EigenAttention: by error). Weights
-        stay as they are: queries are projected in each step instead of by folded weights. Latent vectors are fp16, or
-        codes of the base without a Hadamard transform (Palu folds one into the weights). `basis=scores` is in none of
-        them: EigenAttention stacks keys and queries instead.
+        "Effectively Compress KV Heads" (arXiv:2406.07056) is `head_group=g:rank=D/g:key_space=unrotated` at run time,
+        without its fine-tuning. Differences: directions are those of each KV head alone by default, since the heads of
+        a selector may keep different tokens; Palu's are of groups of 4 heads, and EigenAttention's are the same for the
+        keys of all heads. The mean is subtracted first, which takes no rank. All layers have the same rank
+        by default. `ranks=fisher` takes gradients of keys and values, and not of the weights that make them as Palu
+        does, and the root of their mean square over all heads; ranks sum to the total, and are not rounded to multiples
+        of 32. `ranks=threshold` compares energies, the squares of the singular values that EigenAttention sums, meets a
+        total instead of an output error, and is one threshold for all layers (EigenAttention lowers one for each).
+        `ranks=energy` is in neither. Weights stay as they are: queries are projected in each step instead of by folded
+        weights. Latent vectors are fp16, or codes of the base without a Hadamard transform (Palu folds one into the
+        weights). `basis=scores` is in none of them: EigenAttention stacks keys and queries instead.
     """
 
     WRAPS_ITSELF: ClassVar[bool] = False
@@ -118,6 +136,9 @@ class LowRank(SingleStage):
     base: Codec = field(default_factory=Plain)
     rank: AutoInt = "auto"
     value_rank: AutoInt = "auto"
+    ranks: str = _ranks.SAME
+    rank_multiple: int = 1
+    head_group: int = 1
     key_space: Literal["rotated", "unrotated"] = "rotated"
     basis: Literal["keys", "scores"] = "keys"
     residual_length: AutoInt = "auto"
@@ -129,7 +150,7 @@ class LowRank(SingleStage):
         check_fields(self)
         check_base(self, self.base)
         check_choice(self, key_space=("rotated", "unrotated"), basis=("keys", "scores"))
-        check_min(self, rank=1, value_rank=1, residual_length=0, block_size=1)
+        check_min(self, rank=1, value_rank=1, rank_multiple=1, head_group=1, residual_length=0, block_size=1)
         if self.basis == "scores" and self.key_space == "unrotated":
             raise KVPolicyError(
                 "LowRank.basis must be 'keys' with key_space='unrotated', whose scores depend on positions, got "
@@ -139,6 +160,20 @@ class LowRank(SingleStage):
             raise KVPolicyError(
                 f"LowRank.residual_length and block_size must be auto over {type(self.base).__name__}, whose own are "
                 f"used, got {self.residual_length} and {self.block_size}; try giving them to the base."
+            )
+        if not isinstance(self.ranks, str) or not self.ranks:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise KVPolicyTypeError(
+                f"LowRank.ranks must be same, {', '.join(_ranks.DIVIDED)} or a file, got {self.ranks!r}; try energy."
+            )
+        if not self.differs_by_layer and self.rank_multiple != 1:
+            raise KVPolicyError(
+                f"LowRank.rank_multiple must be 1 with ranks='same', which divides none, got {self.rank_multiple}; try "
+                "ranks=energy."
+            )
+        if self._has_file and (self.rank, self.value_rank, self.rank_multiple) != ("auto", "auto", 1):
+            raise KVPolicyError(
+                f"LowRank.rank, value_rank and rank_multiple must not be given with a file of ranks, got {self.rank}, "
+                f"{self.value_rank} and {self.rank_multiple} with ranks={self.ranks!r}; try ranks=energy."
             )
         if not self.calibration:
             raise KVPolicyError("LowRank.calibration must be a folder or 'tiny', got an empty string; try 'tiny'.")
@@ -151,40 +186,51 @@ class LowRank(SingleStage):
     def traits_for(self, tokens: int | None) -> Traits:
         """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         own = wrapper_traits(self.base, tokens, self.residual_length, self.block_size)
-        return own._replace(key_space=self.key_space)
+        return own._replace(key_space=self.key_space, joint_heads=self.head_group > 1)
+
+    @property
+    def differs_by_layer(self) -> bool:
+        """Whether layers may have different ranks."""
+        return self.ranks != _ranks.SAME
+
+    def by_layer(self, model: ModelInfo) -> dict[int, Codec]:
+        """The codec of each layer, with its ranks; see `DiffersByLayer`."""
+        self._check_ranks(model)
+        self._check_calibration(model)
+        if self._has_file:
+            ranks = _ranks.load_ranks(self.ranks, model)
+        else:
+            file = _files.load(self.calibration, "lowrank")
+            total = model.layers * sum(self._ranks(model.head_dim)) // self.rank_multiple
+            ranks = _ranks.divided(file, self._basis, self.ranks, total, self.rank_multiple, model)
+        return {
+            index: replace(self, rank=own.keys, value_rank=own.values, ranks=_ranks.SAME, rank_multiple=1)
+            for index, own in ranks.items()
+        }
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if a rank is too large, or the calibration is missing, incomplete or of another model."""
-        for name, rank in zip(("rank", "value_rank"), self._ranks(model.head_dim), strict=True):
-            if rank > model.head_dim:
-                raise KVPolicyError(
-                    f"LowRank.{name} must be at most the head dimension, {model.head_dim}, got {rank}; try "
-                    f"{name}={max(1, model.head_dim // 2)}."
-                )
-        for rank in {*self._ranks(model.head_dim)}:
-            self.base.check(model._replace(head_dim=rank))
-        _files.check_model(_files.load(self.calibration, "lowrank"), self.calibration, model)
-        for layer_idx in model.indices:
-            heads, width = _projection.shape_of(self.calibration, self.key_space, self.basis, layer_idx)
-            if heads not in (1, model.heads) or width != model.head_dim:
-                raise KVPolicyError(
-                    f"The calibration {self.calibration!r} must be for {model.heads} KV heads of dimension "
-                    f"{model.head_dim}, as the model has, got {heads} of dimension {width}; try "
-                    "kvpolicy calibrate lowrank on this model."
-                )
+        self._check_ranks(model)
+        for own in {*self.by_layer(model).values()} if self.differs_by_layer else {self}:
+            assert isinstance(own, LowRank)
+            for rank in {*own._ranks(model.head_dim)}:
+                self.base.check(model._replace(head_dim=rank * self.head_group))
+        self._check_calibration(model)
 
     def load_calibration(
         self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS
     ) -> LowRankCalibration:
         """The projections of a layer."""
-        _, width = _projection.shape_of(self.calibration, self.key_space, self.basis, layer_idx)
-        of_values = _projection.of_values(self.calibration, self._ranks(width)[1], layer_idx, device, heads)
-        return LowRankCalibration(*self._of_keys(layer_idx, width, device, heads), *of_values)
+        _, width = _projection.shape_of(self._basis, layer_idx)
+        rank, value_rank = self._ranks(width)
+        of_keys = _projection.of_keys(self._basis, rank, layer_idx, device, heads)
+        return LowRankCalibration(*of_keys, *_projection.of_values(self._basis, value_rank, layer_idx, device, heads))
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> LowRankCodes:
         """Empty codes for `slots` slots."""
         inner = inner_of(self.base)
-        keys, values = (inner.alloc(batch, heads, slots, rank, device) for rank in self._ranks(head_dim))
+        ranks = (rank * self.head_group for rank in self._ranks(head_dim))
+        keys, values = (inner.alloc(batch, heads // self.head_group, slots, rank, device) for rank in ranks)
         return LowRankCodes(keys_only(keys), values_only(values))
 
     def write(
@@ -192,17 +238,19 @@ class LowRank(SingleStage):
     ) -> None:
         """Encode tokens into slots, in place; see `Stage.write`."""
         inner = inner_of(self.base)
-        latent = _latents(store.calibration.keys, keys), _latents(store.calibration.values, values)
-        inner.write_keys(keys_of(store), latent[0], slots, write_mask, occupied)
-        inner.write_values(values_of(store), latent[1], slots, write_mask, occupied)
+        # The heads of a group hold the same tokens in the same slots.
+        group = self.head_group
+        where = [t[:, ::group] for t in (slots, write_mask, occupied)]
+        inner.write_keys(keys_of(store), _latents(store.calibration.keys, keys, group), *where)
+        inner.write_values(values_of(store), _latents(store.calibration.values, values, group), *where)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at` in the key space of the codec, [B, H, n, D] fp32."""
-        return store.calibration.keys.decoded(inner_of(self.base).keys(keys_of(store), at))
+        return store.calibration.keys.decoded(self._read(inner_of(self.base).keys, keys_of(store), at))
 
     def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
-        return store.calibration.values.decoded(inner_of(self.base).values(values_of(store), at))
+        return store.calibration.values.decoded(self._read(inner_of(self.base).values, values_of(store), at))
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot, of latent vectors where keys are rotated; see `Stage`."""
@@ -211,33 +259,85 @@ class LowRank(SingleStage):
             return score_by_chunks(self._rough_keys, store, queries, rope, slots, self.traits.group_size)
         projection = store.calibration.keys
         own = queries.float()
-        scores = inner_of(self.base).score(keys_of(store), own @ projection.decode.mT, None)
+        projected = self._by_group(own @ projection.decode.mT)
+        scores = self._by_head(inner_of(self.base).score(keys_of(store), projected, None))
         return scores + own @ projection.mean.mT
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots, of which only the sum is decoded; see `Stage.mix`."""
         projection = store.calibration.values
         own = weights.float()
-        mixed = inner_of(self.base).mix(values_of(store), own)
+        mixed = self._by_head(inner_of(self.base).mix(values_of(store), self._by_group(own)))
         return mixed @ projection.decode + own.sum(-1, keepdim=True) * projection.mean
 
     def _rough_keys(self, store: StageStore, at: At) -> Tensor:
-        latents = inner_of(self.base).keys(keys_of(store), at)
+        latents = self._read(inner_of(self.base).keys, keys_of(store), at)
         return store.calibration.keys.roughly_decoded(latents)
 
-    def _ranks(self, head_dim: int) -> tuple[int, int]:
-        """Directions of keys and of values."""
+    def _read(self, read: Callable[[StageStore, At], Tensor], store: StageStore, at: At) -> Tensor:
+        """The latent vectors that each head reads of slots, [B, H, n, r]: those of its group."""
+        group = self.head_group
+        if group == 1:
+            return read(store, at)
+        if isinstance(at, slice):
+            return read(store, at).repeat_interleave(group, 1)
+        return read(store, self._by_group(at[..., None])[..., 0]).unflatten(2, (group, -1)).flatten(1, 2)
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        """Vectors of the heads of a group, one behind the other: [B, H, n, ...] as [B, H / g, g n, ...]."""
+        return x if self.head_group == 1 else x.unflatten(1, (-1, self.head_group)).flatten(2, 3)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """The inverse of `_by_group`."""
+        return x if self.head_group == 1 else x.unflatten(2, (self.head_group, -1)).flatten(1, 2)
+
+    @property
+    def _basis(self) -> Basis:
+        return Basis(self.calibration, self.key_space, self.basis, self.head_group)
+
+    @property
+    def _has_file(self) -> bool:
+        return self.ranks not in (_ranks.SAME, *_ranks.DIVIDED)
+
+    def _ranks(self, head_dim: int) -> Ranks:
+        """Directions of keys and of values, of layers with different ranks the mean."""
         keys = max(1, head_dim // 2) if self.rank == "auto" else self.rank
-        return keys, keys if self.value_rank == "auto" else self.value_rank
+        return Ranks(keys, keys if self.value_rank == "auto" else self.value_rank)
 
-    def _of_keys(
-        self, layer_idx: int, head_dim: int, device: torch.device | str, heads: slice = ALL_HEADS
-    ) -> Projection:
-        rank = self._ranks(head_dim)[0]
-        return _projection.of_keys(self.calibration, self.key_space, self.basis, rank, layer_idx, device, heads)
+    def _check_ranks(self, model: ModelInfo) -> None:
+        ranks = self._ranks(model.head_dim)
+        for name, rank in zip(("rank", "value_rank"), ranks, strict=True):
+            if rank > model.head_dim:
+                raise KVPolicyError(
+                    f"LowRank.{name} must be at most the head dimension, {model.head_dim}, got {rank}; try "
+                    f"{name}={max(1, model.head_dim // 2)}."
+                )
+        if model.heads % self.head_group:
+            raise KVPolicyError(
+                f"LowRank.head_group must divide the model's {model.heads} KV heads, got {self.head_group}; try "
+                f"head_group={math.gcd(model.heads, self.head_group)}."
+            )
+        if model.head_dim % self.rank_multiple or sum(ranks) < 2 * self.rank_multiple:
+            raise KVPolicyError(
+                f"LowRank.rank_multiple must divide the head dimension, {model.head_dim}, and be at most the mean "
+                f"rank, got {self.rank_multiple}; try rank_multiple=1."
+            )
+
+    def _check_calibration(self, model: ModelInfo) -> None:
+        _files.check_model(_files.load(self.calibration, "lowrank"), self.calibration, model)
+        for layer_idx in model.indices:
+            heads, width = _projection.shape_of(self._basis, layer_idx)
+            if heads not in ((1, model.heads) if self.head_group == 1 else (model.heads,)) or width != model.head_dim:
+                raise KVPolicyError(
+                    f"The calibration {self.calibration!r} must be for {model.heads} KV heads of dimension "
+                    f"{model.head_dim}, as the model has, got {heads} of dimension {width}; try "
+                    "kvpolicy calibrate lowrank on this model."
+                )
 
 
-def _latents(projection: Projection, x: Tensor) -> Tensor:
-    """Latent vectors of all tokens, of which few pass through fp64 at a time, [B, H, n, r] fp32."""
-    found = [projection.latents(x[:, :, at]) for at in token_ranges(x.shape[2])]
-    return torch.cat(found, 2) if found else x.new_zeros(*x.shape[:3], projection.encode.shape[-1]).float()
+def _latents(projection: Projection, x: Tensor, group: int) -> Tensor:
+    """Latent vectors of all tokens, of which few pass through fp64 at a time, [B, H / group, n, r] fp32."""
+    found = [projection.latents(x[:, :, at], group) for at in token_ranges(x.shape[2])]
+    if found:
+        return torch.cat(found, 2)
+    return x.new_zeros(x.shape[0], x.shape[1] // group, x.shape[2], projection.encode.shape[-1]).float()

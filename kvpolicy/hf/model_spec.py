@@ -14,7 +14,7 @@ from kvpolicy.hf.widths import widths_of
 from kvpolicy.planning.activations import Prefill, Widths
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.planning.tuned import resolve
-from kvpolicy.policy import LayeredPolicy, Policy, grouped
+from kvpolicy.policy import LayeredPolicy, Policy, for_model
 from kvpolicy.protocols import LayerShape, ModelInfo
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -204,7 +204,7 @@ def _check_supported(config: Any, text: Any) -> None:
 
 
 def resolve_for(policy: Policy, shape: ModelShape, info: ModelInfo) -> Policy:
-    """Resolve a policy for a model: load one that is made from a file, leave out unmanaged layers, group others.
+    """Resolve a policy for a model: load one that is made from a file, leave out unmanaged layers, give others codecs.
 
     Raises:
         KVPolicyError: If the file cannot be read, is of another model, or has no policy for the budget.
@@ -216,7 +216,7 @@ def resolve_for(policy: Policy, shape: ModelShape, info: ModelInfo) -> Policy:
     found = resolve(policy, info, shape.shape, shape.whole, unmanaged_nbytes)
     if isinstance(found, LayeredPolicy) and len(found.layers) == info.depth:
         return found.of_layers(shape.evictable)
-    return grouped(found, info)
+    return for_model(found, info)
 
 
 def check_class(config: Any) -> None:

@@ -24,6 +24,7 @@ from kvpolicy.protocols import (
     compares_heads,
     joint_decode,
     positions_only,
+    same_in_heads,
     whole_heads,
 )
 from kvpolicy.readers.all import ReadAll
@@ -47,6 +48,8 @@ def check_together(policy: Any) -> None:
     is_grouping = isinstance(policy.codec, GroupsLayers)
     if is_grouping:
         check_grouped(policy)
+    if policy.codec.traits.joint_heads:
+        check_joint(policy)
     if policy.codec.traits.demote_by == "priority" and whole_heads(policy.selector):
         raise KVPolicyError(
             f"The selector must rank a token by itself to be combined with {policy.codec}, which ranks a part of the "
@@ -78,6 +81,21 @@ def check_grouped(policy: Any) -> None:
         raise KVPolicyError(
             f"The reader must read every token to be combined with {codec}, whose codes are written after both layers "
             f"of a pair have run, got {policy.reader}; try all."
+        )
+
+
+def check_joint(policy: Any) -> None:
+    """Refuse parts that may keep or read other tokens in one head than in the next, where heads share codes."""
+    codec = policy.codec
+    if not same_in_heads(policy.selector):
+        raise KVPolicyError(
+            f"The selector must keep the same tokens in every head to be combined with {codec}, whose heads share "
+            f"latent vectors, got {policy.selector}; try full, window, streaming or tova, or head_group=1."
+        )
+    if not isinstance(policy.reader, ReadAll):
+        raise KVPolicyError(
+            f"The reader must read every token to be combined with {codec}, whose heads share latent vectors, got "
+            f"{policy.reader}; try all, or head_group=1."
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpolicy.allocators.uniform import Uniform
-from kvpolicy.protocols import GroupsLayers
+from kvpolicy.protocols import GroupsLayers, differs_by_layer
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -31,6 +31,11 @@ def check_layers(layers: Sequence[Any]) -> None:
             raise KVPolicyError(
                 f"The codec of a layer must encode it by itself, got {policy} for layer {index}, whose codec stores "
                 "a part of two layers once; try tokenwise."
+            )
+        if differs_by_layer(policy.codec):
+            raise KVPolicyError(
+                f"The codec of a layer must not depend on the other layers, got {policy} for layer {index}, whose "
+                "codec divides ranks over them; try ranks=same with a rank for this layer."
             )
         if isinstance(policy.budget, str):
             raise KVPolicyError(

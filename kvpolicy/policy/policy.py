@@ -251,7 +251,7 @@ class Policy:
 
     @property
     def layer_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Layers that store a part of what they hold together, once the model is known; see `GroupedPolicy`."""
+        """Layers that store a part of what they hold together, once the model is known; see `ModelPolicy`."""
         return ()
 
     def with_budget(self, budget: Budget) -> Policy:

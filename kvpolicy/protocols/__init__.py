@@ -26,6 +26,7 @@ from kvpolicy.protocols.codec import At as At
 from kvpolicy.protocols.codec import Calibration as Calibration
 from kvpolicy.protocols.codec import Codec as Codec
 from kvpolicy.protocols.codec import Codes as Codes
+from kvpolicy.protocols.codec import DiffersByLayer as DiffersByLayer
 from kvpolicy.protocols.codec import GroupsLayers as GroupsLayers
 from kvpolicy.protocols.codec import GroupStage as GroupStage
 from kvpolicy.protocols.codec import Layout as Layout
@@ -35,6 +36,7 @@ from kvpolicy.protocols.codec import SizedCodec as SizedCodec
 from kvpolicy.protocols.codec import Stage as Stage
 from kvpolicy.protocols.codec import StageStore as StageStore
 from kvpolicy.protocols.codec import Traits as Traits
+from kvpolicy.protocols.codec import differs_by_layer as differs_by_layer
 from kvpolicy.protocols.codec import traits_for as traits_for
 from kvpolicy.protocols.merger import Candidates as Candidates
 from kvpolicy.protocols.merger import Merge as Merge
@@ -77,6 +79,7 @@ from kvpolicy.protocols.selector import compares_heads as compares_heads
 from kvpolicy.protocols.selector import joint_decode as joint_decode
 from kvpolicy.protocols.selector import nested_from as nested_from
 from kvpolicy.protocols.selector import positions_only as positions_only
+from kvpolicy.protocols.selector import same_in_heads as same_in_heads
 from kvpolicy.protocols.selector import scoped as scoped
 from kvpolicy.protocols.selector import whole_heads as whole_heads
 from kvpolicy.protocols.shapes import SMALLEST_HEAD as SMALLEST_HEAD

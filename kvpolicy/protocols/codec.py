@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -100,6 +101,8 @@ class Traits(NamedTuple):
             entries of its head. Such slots may lie in pages of heads with budgets of their own. None if slots share
             anything else, or if calibrated tensors differ by head.
         at_once: The most tokens of a head that a write takes to fp32 at a time; 0 for all of them.
+        joint_heads: Whether heads share codes, so that all heads of a layer must hold the same tokens in the same
+            slots.
     """
 
     block: int = 0
@@ -115,6 +118,7 @@ class Traits(NamedTuple):
     searches: bool = False
     per_head: tuple[str, ...] | None = None
     at_once: int = 0
+    joint_heads: bool = False
 
     @property
     def fits_pages(self) -> bool:
@@ -183,9 +187,9 @@ class RotaryView(Protocol):
 class Stage(Protocol):
     """A part of a layer's slots in which every token is coded in the same way.
 
-    Every tensor of the codes is [B, H or 1, X, ...], where X counts slots, groups of slots, or something that does not
-    depend on them; the tensors of a longer stage begin like those of a shorter one. All methods but
-    `load_calibration` and `alloc` are traceable: no host sync, no data-dependent shape.
+    Every tensor of the codes is [B, H or 1, X, ...], or of fewer heads with `Traits.joint_heads`, where X counts slots,
+    groups of slots, or something that does not depend on them; the tensors of a longer stage begin like those of a
+    shorter one. All methods but `load_calibration` and `alloc` are traceable: no host sync, no data-dependent shape.
     """
 
     __slots__ = ()
@@ -247,7 +251,7 @@ class Codec(Protocol):
 
     A class that inherits from it stores every token in full precision, but for what it overrides. Most codecs have one
     stage, which is the codec itself: `kvpolicy.helpers.SingleStage`. An object that has all members is accepted
-    whatever its class. Optional abilities are `SizedCodec` and `GroupsLayers`.
+    whatever its class. Optional abilities are `SizedCodec`, `DiffersByLayer` and `GroupsLayers`.
     """
 
     __slots__ = ()
@@ -296,6 +300,34 @@ def traits_for(codec: Codec, tokens: int) -> Traits:
         (15, 4)
     """
     return codec.traits_for(tokens) if isinstance(codec, SizedCodec) else codec.traits
+
+
+@runtime_checkable
+class DiffersByLayer(Protocol):
+    """An optional ability of a codec: its options may stand for a codec of each layer, once the model is known.
+
+    Without a model, its stages are those of a layer that has the mean of what layers have.
+    """
+
+    @property
+    def differs_by_layer(self) -> bool:
+        """Whether they do; if not, the codec is that of every layer."""
+        ...
+
+    def by_layer(self, model: ModelInfo) -> Mapping[int, Codec]:
+        """The codec of each layer under the policy, by its index in the model.
+
+        Its traits and layouts are those of this codec, and it does not differ by layer itself.
+
+        Raises:
+            KVPolicyError: If they cannot be used with the model.
+        """
+        ...
+
+
+def differs_by_layer(codec: object) -> bool:
+    """Whether the layers of a model have codecs of their own; without `DiffersByLayer` they do not."""
+    return isinstance(codec, DiffersByLayer) and bool(codec.differs_by_layer)
 
 
 @runtime_checkable

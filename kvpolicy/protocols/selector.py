@@ -249,6 +249,11 @@ def positions_only(selector: object) -> bool:
     return isinstance(selector, RanksPositions) and bool(selector.positions_only)
 
 
+def same_in_heads(selector: object) -> bool:
+    """Whether all heads of a layer keep the same tokens: by position, or since they decide together."""
+    return positions_only(selector) or joint_decode(selector)
+
+
 @runtime_checkable
 class Selector(Protocol):
     """Which tokens are kept?

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import GroupsLayers, ModelInfo, Needs, Replay
+from kvpolicy.protocols import GroupsLayers, ModelInfo, Needs, Replay, differs_by_layer
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -46,6 +46,11 @@ def check_candidates(candidates: Sequence[Policy | str], model: ModelInfo) -> li
             raise KVPolicyError(
                 f"A candidate must read every kept token, since answers are measured in one piece, got {policy}; try "
                 "it without " + ("read_top_k." if policy.codec.traits.searches else "the reader.")
+            )
+        if differs_by_layer(policy.codec):
+            raise KVPolicyError(
+                "The codec of a candidate must not depend on the other layers, since it is measured in one layer "
+                f"alone, got {policy}; try ranks=same."
             )
         if isinstance(policy.codec, GroupsLayers):
             raise KVPolicyError(

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvpolicy import KVPolicyError
+from kvpolicy import KVPolicyError, LowRank
 from kvpolicy.calibration import calibrate_lowrank, collect
+from kvpolicy.calibration.collect import fisher_information
 from kvpolicy.calibration.lowrank import Moments, basis_of, collect_moments
 from kvpolicy.codecs._files import load
+from kvpolicy.hf.identity import model_info
 from tests.calibration.test_heads import llama, windows
 
 
@@ -25,6 +27,30 @@ def test_moments_are_those_of_all_tokens() -> None:
             own, x = found[layer][part], x.double()
             torch.testing.assert_close(own.mean, x.mean(1), atol=1e-6, rtol=1e-5)
             torch.testing.assert_close(own.product, x.mT @ x / x.shape[1], atol=1e-6, rtol=1e-5)
+
+
+def test_moments_of_groups_are_those_of_heads_as_one_vector() -> None:
+    model, texts = llama(), windows(2, 40)
+    found = collect_moments(model, texts, groups=[2])
+    samples = collect(model, texts, tokens=10**6)
+    parts = {"keys.post": samples.rotated, "keys.pre": samples.unrotated, "values": samples.values}
+    for part, layers in parts.items():
+        for layer, x in layers.items():
+            own = found[layer][f"{part}.joint2"]
+            long = torch.cat([*x.double()], -1)  # two heads
+            torch.testing.assert_close(own.mean[0], long.mean(0), atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(own.product[0], long.mT @ long / len(long), atol=1e-6, rtol=1e-5)
+
+
+def test_fisher_information_is_that_of_all_tokens() -> None:
+    """Windows of different lengths, whose loss is a mean, weigh as much as their tokens."""
+    model, texts = llama(initializer_range=0.5), [windows(1, 40)[0], windows(1, 10)[0]]
+    found = fisher_information(model, texts)
+    every = [collect(model, [ids], tokens=10**6, key_spaces=("rotated",), fisher=True).fisher for ids in texts]
+    for layer, both in found.items():
+        squares = [own[layer].double() * len(ids) ** 2 for own, ids in zip(every, texts, strict=True)]
+        want = torch.cat(squares, 2).mean((1, 2, 3))
+        torch.testing.assert_close(torch.tensor(both, dtype=torch.float64), want, rtol=1e-5, atol=0)
 
 
 def test_directions_are_those_of_most_variance() -> None:
@@ -55,6 +81,33 @@ def test_files(tmp_path: Path) -> None:
     calibrate_lowrank(model, texts, tmp_path, key_spaces=["unrotated"], force=True)
     names = {name.rpartition(".")[0] for name in load(str(tmp_path), "lowrank").tensors}
     assert names == {f"{part}.{what}" for part in ("keys.pre", "values") for what in ("mean", "basis", "energy")}
+
+
+def test_files_with_groups_and_information(tmp_path: Path) -> None:
+    model, texts = llama(), windows(2, 80)
+    meta = calibrate_lowrank(model, texts, tmp_path, key_spaces=["rotated"], head_groups=[2], fisher=True)
+    assert meta["head_groups"] == [2] and meta["fisher"] and sorted(meta["energy"]) == ["keys.post", "values"]
+    found = load(str(tmp_path), "lowrank").tensors
+    heads, dim = found["values.mean.0"].shape
+    assert found["values.joint2.basis.0"].shape == (heads // 2, 2 * dim, 2 * dim)
+    assert torch.equal(found["keys.post.joint2.mean.1"].flatten(), found["keys.post.mean.1"].flatten())
+    want = {layer: torch.tensor(both) for layer, both in fisher_information(model, texts).items()}
+    assert all(torch.equal(found[f"fisher.{layer}"], both) for layer, both in want.items())
+    codec = LowRank(rank=2, ranks="fisher", head_group=2, calibration=str(tmp_path))
+    codec.check(model_info(model))
+    with pytest.raises(KVPolicyError, match=r"differs in head_groups, fisher; try"):
+        calibrate_lowrank(model, texts, tmp_path, key_spaces=["rotated"])
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_groups_divide_the_heads(tmp_path: Path, group: int) -> None:
+    with pytest.raises(KVPolicyError, match=f"must be at least 2 and divide the 2 KV heads of the model, got {group}"):
+        calibrate_lowrank(llama(), windows(2, 80), tmp_path, head_groups=[group])
+
+
+def test_information_needs_gradients(tmp_path: Path) -> None:
+    with pytest.raises(KVPolicyError, match="must require gradients"):
+        calibrate_lowrank(llama().requires_grad_(False), windows(2, 80), tmp_path, fisher=True)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kvpolicy.cli.app import main
 from kvpolicy.codecs._files import load
 from kvpolicy.codecs.csr import CSR
 from kvpolicy.codecs.kvquant import KVQuant
+from kvpolicy.codecs.lowrank import LowRank
 from kvpolicy.selectors.center_files import load_centers
 from kvpolicy.selectors.filter_files import load_filters
 from kvpolicy.selectors.gate_files import load_gates
@@ -45,6 +46,19 @@ def test_kvquant(tmp_path: Path) -> None:
     more = ["--bits", "2", "--no-fisher", "--length", "64", "--windows", "2"]
     assert main(words(tmp_path, "kvquant", *more)) == 0
     assert not load(str(tmp_path / "out"), "kvquant").meta["fisher"]
+
+
+def test_lowrank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--fisher", "--head-groups", "2,4", "--key-spaces", "unrotated", "--length", "100", "--windows", "2"]
+    assert main(words(tmp_path, "lowrank", *more)) == 0
+    assert f"lowrank:calibration={tmp_path / 'out'}" in capsys.readouterr().out
+    found = load(str(tmp_path / "out"), "lowrank")
+    assert found.meta["fisher"] and found.meta["head_groups"] == [2, 4]
+    for group in (2, 4):
+        options: dict[str, Any] = {"key_space": "unrotated", "calibration": str(tmp_path / "out")}
+        LowRank(ranks="fisher", head_group=group, **options).check(model_info(kvpolicy.tiny()[0]))
+    assert main(words(tmp_path, "lowrank", "--head-groups", "3")) == 2
+    assert "must be at least 2 and divide the 4 KV heads of the model, got 3; try 4." in capsys.readouterr().err
 
 
 def test_channels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +187,8 @@ def test_the_embedded_model_is_calibrated_for_both_codecs() -> None:
     for key_space in ("unrotated", "rotated"):
         for value_chunks in (1, 2, 4):
             CSR(key_space=key_space, value_chunks=value_chunks).check(info)
+    for ranks in ("energy", "threshold", "fisher"):
+        LowRank(ranks=ranks).check(info)
     KVQuant().check(info)
     for method in ("csr", "kvquant"):
         model = load("tiny", method).meta["model"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvpolicy import KIVI, KVPolicyError, LowRank, TokenWise, TurboQuant
 from kvpolicy.codecs import _projection
 from kvpolicy.codecs._files import save
+from kvpolicy.codecs._projection import Basis
 from kvpolicy.protocols import Codec, ModelInfo, Stage
 from tests.codecs import stages
 from tests.codecs.stages import H, at, draw, empty, fill, flags, read
@@ -92,7 +93,7 @@ def test_a_basis_for_scores_has_the_least_error_of_products(made: Any, tmp_path:
     covariance, moment = ((basis * energy[:, None]) @ basis.mT for basis, energy in (keys, queries))
     errors: dict[str, float] = {}
     for name in ("keys", "scores"):
-        given = _projection.of_keys(str(tmp_path / "one"), "rotated", name, 4, 0, "cpu")
+        given = _projection.of_keys(Basis(str(tmp_path / "one"), kind=name), 4, 0, "cpu")
         lost = torch.eye(D).double() - (given.encode[0] @ given.decode[0]).double()
         errors[name] = float(torch.einsum("hij,hjk->hik", moment, lost.mT @ covariance @ lost).diagonal(0, 1, 2).sum())
     values, vectors = torch.linalg.eigh(moment)

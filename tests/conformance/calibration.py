@@ -62,7 +62,8 @@ def _lowrank() -> tuple[dict[str, Any], dict[str, Tensor]]:
         for number, part in enumerate(("keys.pre", "keys.post", "values", "queries")):
             seed = 400 + 4 * layer + number
             tensors[f"{part}.basis.{layer}"] = torch.linalg.qr(_random(1, DIM, DIM, seed=seed)).Q.half()
-            tensors[f"{part}.energy.{layer}"] = 4 * 0.6 ** torch.arange(DIM)[None] + 0.01 * (number + 1)
+            falls = 0.6 - 0.08 * (layer % 4)
+            tensors[f"{part}.energy.{layer}"] = 4 * falls ** torch.arange(DIM)[None] + 0.01 * (number + 1)
             if part != "queries":
                 tensors[f"{part}.mean.{layer}"] = _random(1, DIM, seed=seed + 100) / 4
     return {}, tensors

@@ -20,8 +20,8 @@ from kvpolicy.codecs.plain import Plain
 from kvpolicy.distortion import group_distortion
 from kvpolicy.engine.layer_group import Block, LayerGroup
 from kvpolicy.engine.state import tensors
-from kvpolicy.policy import GroupedPolicy
-from kvpolicy.protocols import Selector, StageStore, View
+from kvpolicy.policy import ModelPolicy, for_model
+from kvpolicy.protocols import ModelInfo, Selector, StageStore, View
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.testing import check_cache
 from tests.conformance.access import attending
@@ -228,7 +228,7 @@ def test_a_saved_cache_goes_on_bit_for_bit(tmp_path: Path) -> None:
         cache.save(path)
         loaded = PolicyCache.load(model, path)
         check_cache(loaded)
-        assert loaded.nbytes == cache.nbytes and isinstance(loaded.policy, GroupedPolicy)
+        assert loaded.nbytes == cache.nbytes and isinstance(loaded.policy, ModelPolicy)
         assert torch.equal(talk_on(model, ids, mask, loaded, TURNS[7:]), talk_on(model, ids, mask, cache, TURNS[7:]))
 
 
@@ -351,7 +351,7 @@ def test_a_policy_is_grouped_for_a_model() -> None:
     with kvpolicy.attach(model, EVICTING) as handle:
         cache = PolicyCache(model)
         policy = cache.policy
-    assert isinstance(policy, GroupedPolicy) and policy == Policy.parse(EVICTING) and str(policy) == EVICTING
+    assert isinstance(policy, ModelPolicy) and policy == Policy.parse(EVICTING) and str(policy) == EVICTING
     assert policy.layer_groups == ((1, 2),)
     codecs = [policy.at(layer).codec for layer in range(4)]
     pair = policy.codec
@@ -362,21 +362,22 @@ def test_a_policy_is_grouped_for_a_model() -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_a_grouped_policy_is_copied(copied: Any) -> None:
-    policy = GroupedPolicy(Policy.parse(EVICTING), ((1, 2),))
+    policy = for_model(Policy.parse(EVICTING), ModelInfo(4, 2, 8))
     other = copied(policy)
-    assert isinstance(other, GroupedPolicy) and other == policy and hash(other) == hash(policy)
+    assert isinstance(other, ModelPolicy) and other == policy and hash(other) == hash(policy)
     assert other.layer_groups == policy.layer_groups and other.at(2) == policy.at(2)
 
 
 def test_a_grouped_policy_is_attached_to_another_model() -> None:
-    policy = GroupedPolicy(Policy.parse(EVICTING), ((4, 5), (6, 7)))
+    policy = for_model(Policy.parse(EVICTING), ModelInfo(8, 2, 8))
+    assert policy.layer_groups == ((1, 2), (3, 4), (5, 6))
     with kvpolicy.attach(model_of(), policy) as handle:
         assert handle.policy.layer_groups == ((1, 2),)
 
 
 def test_a_grouped_policy_with_another_budget() -> None:
-    other = GroupedPolicy(Policy.parse(EVICTING), ((1, 2),)).with_budget(30)
-    assert isinstance(other, GroupedPolicy) and other.layer_groups == ((1, 2),)
+    other = for_model(Policy.parse(EVICTING), ModelInfo(4, 2, 8)).with_budget(30)
+    assert isinstance(other, ModelPolicy) and other.layer_groups == ((1, 2),)
     assert other.budget == other.at(0).budget == other.at(1).budget == 30
 
 

@@ -72,6 +72,20 @@ MUTATIONS = (
         tests=("tests/calibration/test_collect.py::test_squared_gradients_are_those_of_the_loss",),
     ),
     Mutation(
+        name="long windows have less Fisher information",
+        file="kvpolicy/calibration/collect.py",
+        old="* len(ids) ** 2 /",
+        new="/",
+        tests=("tests/calibration/test_lowrank.py",),
+    ),
+    Mutation(
+        name="moments of a group are of heads that are not neighbors",
+        file="kvpolicy/calibration/lowrank.py",
+        old="x.unflatten(0, (-1, group)).transpose(1, 2).flatten(2)",
+        new="x.unflatten(0, (-1, group)).flip(1).transpose(1, 2).flatten(2)",
+        tests=("tests/calibration/test_lowrank.py",),
+    ),
+    Mutation(
         name="short windows weigh as much as long ones",
         file="kvpolicy/calibration/channels.py",
         old="(len(ids) / tokens)",

@@ -6,6 +6,27 @@ from tests.mutants import Mutation
 
 MUTATIONS = (
     Mutation(
+        name="heads that keep different tokens share latent vectors",
+        file="kvpolicy/policy/combination.py",
+        old="if not same_in_heads(policy.selector):",
+        new="if False:",
+        tests=("tests/codecs/test_lowrank_joint.py",),
+    ),
+    Mutation(
+        name="only selectors of positions keep the same in all heads",
+        file="kvpolicy/protocols/selector.py",
+        old="return positions_only(selector) or joint_decode(selector)",
+        new="return positions_only(selector)",
+        tests=("tests/codecs/test_lowrank_joint.py",),
+    ),
+    Mutation(
+        name="a codec of each layer is that of all",
+        file="kvpolicy/policy/model_policy.py",
+        old="return ModelPolicy(policy, codecs, codecs[model.indices[0]])",
+        new="return policy",
+        tests=("tests/codecs/test_lowrank_ranks.py",),
+    ),
+    Mutation(
         name="rounding puts a layer above what it can use",
         file="kvpolicy/spec/budget.py",
         old="for index in [index for index in order if whole[index] < ceiling][:missing]:",

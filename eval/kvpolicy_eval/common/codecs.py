@@ -53,14 +53,17 @@ def selector_for(codec: str, usual: str) -> str:
 
     Args:
         codec: Spec of the codec.
-        usual: Spec of the selector of most codecs. Those that group layers are combined with few; with `streaming`
-            otherwise.
+        usual: Spec of the selector of most codecs. Those that group layers or heads are combined with few; with
+            `streaming` otherwise.
 
     Examples:
         >>> selector_for("tokenwise", "snapkv"), selector_for("minicache:start=0", "snapkv")
         ('snapkv', 'streaming')
+        >>> selector_for("lowrank:head_group=4", "snapkv")
+        'streaming'
     """
-    refused = groups_layers(codec) and first_name(usual) not in ("full", "window", "streaming")
+    is_grouped = groups_layers(codec) or Policy.parse(with_ranking(codec)).codec.traits.joint_heads
+    refused = is_grouped and first_name(usual) not in ("full", "window", "streaming")
     return "streaming" if refused else usual
 
 

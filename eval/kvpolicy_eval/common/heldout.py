@@ -14,7 +14,7 @@ import kvpolicy
 from kvpolicy.distortion import Distortion, distortion, group_distortion
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import rope_of
-from kvpolicy.protocols import GroupsLayers, ModelInfo
+from kvpolicy.protocols import Codec, DiffersByLayer, GroupsLayers, ModelInfo, differs_by_layer
 from kvpolicy_eval.data.text import held_out
 
 PROMPT = 448
@@ -71,23 +71,30 @@ class HeldOutText:
         codec = kvpolicy.Policy.parse(policy).codec
         if isinstance(codec, GroupsLayers):
             return self._group_errors(codec)
+        codecs: dict[int, Codec] = dict.fromkeys(self.tensors, codec)
+        if isinstance(codec, DiffersByLayer) and differs_by_layer(codec):
+            codecs |= codec.by_layer(self._info)
         key_errors: list[float] = []
         value_errors: list[float] = []
         for index, (rotated, unrotated, values) in self.tensors.items():
             keys = unrotated if codec.traits.key_space == "unrotated" else rotated
             try:
-                key_error, value_error = distortion(codec, keys, values, queries=rotated, layer_idx=index)[:2]
+                key_error, value_error = distortion(codecs[index], keys, values, queries=rotated, layer_idx=index)[:2]
             except ValueError:  # all tokens stay in full precision
                 return math.nan, math.nan
             key_errors.append(key_error)
             value_errors.append(value_error)
         return sum(key_errors) / len(key_errors), sum(value_errors) / len(value_errors)
 
+    @property
+    def _info(self) -> ModelInfo:
+        _, heads, _, dim = next(iter(self.tensors.values()))[0].shape
+        return ModelInfo(len(self.tensors), heads, dim)
+
     def _group_errors(self, codec: GroupsLayers) -> tuple[float, float]:
         """The same for a codec that groups layers, averaged over the layers in a group."""
-        _, heads, _, dim = next(iter(self.tensors.values()))[0].shape
         found: list[Distortion] = []
-        for group in codec.groups(ModelInfo(len(self.tensors), heads, dim)):
+        for group in codec.groups(self._info):
             layers = [(rotated, values) for rotated, _, values in (self.tensors[index] for index in group)]
             try:
                 found += group_distortion(codec, layers)

@@ -22,6 +22,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--n-codecs", type=int, default=8, help="prompts per task for codecs and readers")
     parser.add_argument("--cache", type=Path, help="folder for results, with which an interrupted run continues")
     parser.add_argument(
+        "--also", nargs="+", default=[], metavar="CODEC", help="specs of further codecs for the table of a codec"
+    )
+    parser.add_argument(
         "--fill",
         type=Path,
         metavar="FOLDER",
@@ -36,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in args.names or methods():
         kind, _ = registry.lookup(name)
         if kind == "codec":
-            text = codec_table(codecs, name)
+            text = codec_table(codecs, name, args.also)
         elif kind == "reader":
             text = reader_table(readers, name)
         else:

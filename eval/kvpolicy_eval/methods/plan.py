@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvpolicy import registry
 from kvpolicy_eval.common.codecs import selector_for, short_windows, with_ranking
 
@@ -49,6 +51,10 @@ CODECS = {
     "lowrank": [
         "lowrank:rank=16",
         "lowrank:rank=8",
+        "lowrank:rank=12",
+        "lowrank:rank=12:ranks=energy",
+        "lowrank:rank=12:ranks=threshold",
+        "lowrank:rank=12:ranks=fisher",
         "lowrank:rank=8:key_space=unrotated",
         "lowrank:rank=16:basis=scores",
         "lowrank:rank=16/tokenwise:bits=4",
@@ -123,14 +129,17 @@ def selection_policies(name: str) -> list[str]:
     return [policy for selector in selectors for policy in (selector, f"{ALLOCATORS.get(name, name)}+{selector}")]
 
 
-def codec_policies(name: str) -> list[str]:
+def codec_policies(name: str, also: Sequence[str] = ()) -> list[str]:
     """Policies of the page of a codec: without a codec, the codec alone, and the codec under eviction.
+
+    Args:
+        name: The codec.
+        also: Specs of further codecs.
 
     >>> codec_policies("zipcache")
     ['full', 'snapkv@0.2', 'h2o+zipcache:recode_every=16', 'snapkv+zipcache:recode_every=16@0.2']
     """
-    selector = selector_for(name, CODEC_SELECTOR)
-    policies = ["full", f"{selector}@{CODEC_BUDGET}"]
-    for codec in map(short_windows, CODECS.get(name, [name])):
-        policies += [with_ranking(codec), f"{selector}+{codec}@{CODEC_BUDGET}"]
+    policies = ["full", f"{selector_for(name, CODEC_SELECTOR)}@{CODEC_BUDGET}"]
+    for codec in map(short_windows, [*CODECS.get(name, [name]), *also]):
+        policies += [with_ranking(codec), f"{selector_for(codec, CODEC_SELECTOR)}+{codec}@{CODEC_BUDGET}"]
     return policies

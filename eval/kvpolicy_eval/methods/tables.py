@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import kvpolicy
 from kvpolicy_eval.common.accuracy import mean
 from kvpolicy_eval.common.markdown import table
@@ -31,11 +33,11 @@ def task_table(results: dict[str, Result]) -> str:
     return table([f"by task, at {TASK_BUDGET:.0%}", *tasks], rows)
 
 
-def codec_table(bench: Bench, name: str) -> str:
-    """Table of a codec: accuracy, bytes, errors and perplexity, with and without the codec."""
+def codec_table(bench: Bench, name: str, also: Sequence[str] = ()) -> str:
+    """Table of a codec, and `also` of further specs: accuracy, bytes, errors and perplexity, with and without it."""
     names = ["policy", "answers", "bytes", "error K", "error V", "perplexity"]
     rows: list[list[str]] = []
-    for policy in codec_policies(name):
+    for policy in codec_policies(name, also):
         result = bench.result(policy)
         evicts = "@" in policy  # the error of an encoded token does not depend on which tokens are kept
         errors = ["" if evicts or result[side] is None else f"{result[side]:.3f}" for side in ("keys", "values")]

@@ -183,17 +183,32 @@ def lowrank(
     key_spaces: Annotated[
         str, typer.Option(metavar="NAMES", help="Whether keys are taken rotated, unrotated or both.")
     ] = "rotated,unrotated",
+    head_groups: Annotated[
+        str, typer.Option(metavar="INTS", help="Of how many KV heads to find directions together too, such as 2,4.")
+    ] = "",
+    fisher: Annotated[
+        bool, typer.Option("--fisher", help="Collect the Fisher information too, by which ranks=fisher divides ranks.")
+    ] = False,
 ) -> None:
     """Find the directions in which keys and values vary most, for the codec lowrank.
 
-    It takes one forward pass of each window, without gradients.
+    It takes one forward pass of each window, without gradients; with --fisher, a backward pass besides.
     """
     spaces = parse_names(key_spaces)
+    groups = parse_integers("--head-groups", head_groups) if head_groups else ()
     from kvpolicy.calibration import calibrate_lowrank
 
     loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
     meta = calibrate_lowrank(
-        loaded, sampled, out, key_spaces=spaces, name=_name(model), progress=not quiet, force=force
+        loaded,
+        sampled,
+        out,
+        key_spaces=spaces,
+        head_groups=groups,
+        fisher=fisher,
+        name=_name(model),
+        progress=not quiet,
+        force=force,
     )
     for part, share in meta["energy"].items():
         print(f"{part}: {share:.3f} of the variance in a quarter of the directions")

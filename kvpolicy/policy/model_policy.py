@@ -1,0 +1,89 @@
+"""A policy of which layers have codecs of their own, for the layers of a known model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvpolicy.policy.parts import PROTOCOLS
+from kvpolicy.policy.policy import Policy
+from kvpolicy.protocols import Codec, DiffersByLayer, GroupsLayers, ModelInfo, differs_by_layer
+from kvpolicy.spec.budget import Budget
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+class ModelPolicy(Policy):
+    """A policy whose layers differ in their codecs, since its codec groups them or differs by layer.
+
+    `kvpolicy.attach` and `kvpolicy.plan` make it of the policy, which it equals; see `kvpolicy.protocols.GroupsLayers`
+    and `kvpolicy.protocols.DiffersByLayer`.
+
+    Args:
+        policy: The policy.
+        codecs: The codec of each layer that has one of its own, by its index in the model.
+        other: The codec of other layers.
+        groups: Layers that store a part of what they hold together, by their indices in the model.
+    """
+
+    __slots__ = ("_codecs", "_groups", "_other", "_places")
+    _codecs: dict[int, Codec]
+    _groups: Groups
+    _other: Policy
+    _places: dict[int, Policy]
+
+    def __init__(self, policy: Policy, codecs: Mapping[int, Codec], other: Codec, groups: Groups = ()) -> None:
+        """Make the policy of every layer."""
+        for name in (*PROTOCOLS, "budget"):
+            object.__setattr__(self, name, getattr(policy, name))
+        own = self._without_model()  # of a policy that is for another model, perhaps
+        places = {index: dataclasses.replace(own, codec=codec) for index, codec in codecs.items()}
+        object.__setattr__(self, "_codecs", dict(codecs))
+        object.__setattr__(self, "_groups", groups)
+        object.__setattr__(self, "_other", dataclasses.replace(own, codec=other))
+        object.__setattr__(self, "_places", places)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle by construction."""
+        return ModelPolicy, (self._without_model(), self._codecs, self._other.codec, self._groups)
+
+    def at(self, layer_idx: int) -> Policy:
+        """The policy of a layer, by its index in the model."""
+        return self._places.get(layer_idx, self._other)
+
+    @property
+    def layer_groups(self) -> Groups:
+        """Layers that store a part of what they hold together."""
+        return self._groups
+
+    @property
+    def distinct(self) -> tuple[Policy, ...]:
+        """The policies of all layers, each once."""
+        return tuple(dict.fromkeys([self._other, *self._places.values()]))
+
+    def with_budget(self, budget: Budget) -> Policy:
+        """The same policy with another budget."""
+        return ModelPolicy(self._without_model().with_budget(budget), self._codecs, self._other.codec, self._groups)
+
+    def _without_model(self) -> Policy:
+        return Policy(**{kind: getattr(self, kind) for kind in PROTOCOLS}, budget=self.budget)
+
+
+def for_model(policy: Policy, model: ModelInfo) -> Policy:
+    """A policy for the layers of a model, if its codec is not the same in all of them; else the policy as it is.
+
+    Raises:
+        KVPolicyError: If the codec cannot be used with the model.
+    """
+    if policy.differs_by_layer:
+        return policy
+    codec = policy.codec
+    if isinstance(codec, GroupsLayers):
+        groups = codec.groups(model)
+        places = {index: codec.codec_at(number) for group in groups for number, index in enumerate(group)}
+        return ModelPolicy(policy, places, codec.codec_at(None), groups)
+    if isinstance(codec, DiffersByLayer) and differs_by_layer(codec):
+        codecs = codec.by_layer(model)
+        return ModelPolicy(policy, codecs, codecs[model.indices[0]])
+    return policy
