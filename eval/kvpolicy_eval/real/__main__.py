@@ -28,12 +28,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, required=True, help="file of results, with which a run continues")
     parser.add_argument("--only", nargs="+", metavar="POLICY", default=POLICIES, help="policies, instead of all")
     parser.add_argument("--n", type=int, default=100, help="prompts per task")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     add_fill_argument(parser, "real")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    model = RealModel(args.model, args.gguf, args.results, args.n)
+    model = RealModel(args.model, args.gguf, args.results, args.n, getattr(torch, args.dtype))
     publish(rows(model, args.only, measure=not args.page_only), "real", args.fill)
 
 

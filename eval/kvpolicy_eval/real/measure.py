@@ -44,15 +44,21 @@ class RealModel:
         gguf: Name of a GGUF file in the folder `name`.
         results: File of results.
         docs: Prompts per task.
+        dtype: Of the model and its cache.
     """
 
-    def __init__(self, name: str, gguf: str | None, results: Path, docs: int) -> None:
+    def __init__(
+        self, name: str, gguf: str | None, results: Path, docs: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         """Read earlier results; the model is loaded when it is needed."""
         self.name = name
         self.gguf = gguf
-        self.title = (gguf or name).rsplit("/", 1)[-1].removesuffix(".gguf")
+        self.title = (gguf or name).rsplit("/", 1)[-1].removesuffix(
+            ".gguf"
+        ) + f" in {str(dtype).removeprefix('torch.')}"
         self.results = results
         self.docs = docs
+        self.dtype = dtype
         self.known: dict[str, Result] = {}
         if results.exists():
             lines = map(json.loads, results.read_text(encoding="utf-8").splitlines())
@@ -116,7 +122,7 @@ class RealModel:
 
     def _model(self) -> tuple[Any, Any]:
         if self._loaded is None:
-            self._loaded = load(self.name, self.gguf, torch.float32)
+            self._loaded = load(self.name, self.gguf, self.dtype)
         return self._loaded
 
     def _keep(self, key: str, result: Result) -> None:

@@ -15,7 +15,7 @@ def rows(model: RealModel, policies: Sequence[str], *, measure: bool) -> str:
     names = ["policy", "held", *(f"{task}, {place}" for task in TASKS for place in PLACES)]
     body = [_row(model, policy, measure=measure) for policy in policies]
     note = (
-        f"`{model.title}` in fp32: fraction of right answers with an interval of 95 %, {model.docs} prompts a task; "
+        f"`{model.title}`: fraction of right answers with an interval of 95 %, {model.docs} prompts a task; "
         "bits per byte of English prose, each token predicted by a step; relative squared error of encoded keys and "
         "values in the layers without a sliding window. Held: bytes over the full cache's, in the first task."
     )
