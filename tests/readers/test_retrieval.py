@@ -1,0 +1,269 @@
+"""Clusters of keys: how they are found, kept up to date, counted and carried over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import KVPolicyError, Policy, Retrieval
+from kvpolicy.engine.clusters import ClusterTokens, need_in_clusters
+from kvpolicy.engine.reading import ReadShape, choose
+from kvpolicy.protocols import SINGLE_RANK, Reader, ReaderTraits
+from kvpolicy.readers import _clusters, retrieval
+from kvpolicy.readers._clusters import k_means, mean_by_cluster, nearest
+from tests.engine.parts import index_of
+from tests.readers.bench import DIM, HEADS, Layer, draw
+from tests.reference.readers.retrieval import belongs
+from tests.reference.readers.retrieval import k_means as slow_k_means
+
+
+def index_held(layer: Layer) -> Any:
+    """The index of a layer."""
+    reads: Any = layer.store.tensors.reads
+    return reads.index
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("tokens", [(1, 7), (40, 12), (0, 3)])
+def test_k_means_is_that_of_the_slow_version(seed: int, tokens: tuple[int, int]) -> None:
+    """Of each head alone, whatever stands behind its tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(1, 2, 40, DIM, generator=generator)
+    held = torch.tensor([tokens])
+    keys = keys.masked_fill(torch.arange(40)[:, None] >= held[..., None, None], torch.nan)
+    counts = (held + 2) // 3
+    directions, used = k_means(keys, held, counts, 14)
+    for head in range(2):
+        count = int(counts[0, head])
+        assert used[0, head].tolist() == [True] * count + [False] * (14 - count)
+        if not count:
+            continue
+        want = slow_k_means(keys[0, head, : tokens[head]].double().tolist(), count)
+        assert torch.allclose(directions[0, head, :count].double(), torch.tensor(want, dtype=torch.float64), atol=1e-5)
+
+
+def test_equal_directions_and_empty_heads() -> None:
+    """Of equal products, the first direction is taken, however many keys are looked at; without one, cluster 0."""
+    keys = torch.randn(1, 2, 50, DIM, generator=torch.Generator().manual_seed(1))
+    directions = keys[:, :, :1].expand(-1, -1, 6, -1)
+    used = torch.tensor([[[False, True, True, True, True, True], [False] * 6]])
+    every = nearest(keys, directions, used)
+    assert every.tolist() == [[[1] * 50, [0] * 50]]
+    for number in range(50):
+        assert torch.equal(nearest(keys[:, :, number : number + 1], directions, used), every[:, :, :1])
+
+
+def test_products_are_looked_at_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(2)
+    keys, directions = (torch.randn(2, 2, n, DIM, generator=generator) for n in (33, 5))
+    used = torch.rand(2, 2, 5, generator=generator) < 0.7
+    whole = nearest(keys, directions, used)
+    monkeypatch.setattr(_clusters, "_TILE", 40)
+    assert torch.equal(nearest(keys, directions, used), whole)
+    for row, head, key in ((0, 0, 3), (1, 1, 32)):
+        there = [d if u else [0.0] * DIM for d, u in zip(directions[row, head].tolist(), used[row, head], strict=True)]
+        want = belongs(keys[row, head, key].tolist(), [d for d, u in zip(there, used[row, head], strict=True) if u])
+        assert int(used[row, head].nonzero()[want]) == int(whole[row, head, key])
+
+
+def test_means_leave_out_what_does_not_count() -> None:
+    vectors = torch.tensor([[[[1.0], [3.0], [torch.nan], [8.0]]]])
+    means, number = mean_by_cluster(
+        vectors, torch.tensor([[[2, 2, 0, 0]]]), torch.tensor([[[True, True, False, True]]]), 3
+    )
+    assert means.flatten().tolist() == [8, 0, 2] and number.flatten().tolist() == [1, 0, 2]
+
+
+@pytest.mark.parametrize(("cluster", "long"), [("auto", 6), (2, 6), ("auto", 100)])
+@pytest.mark.parametrize("tokens", [1, 5, 6, 9, 16, 17, 40])
+def test_long_prompts_are_clustered_in_segments(
+    tokens: int, cluster: Any, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each segment as if it were alone; and the index has room for all clusters that any shorter row may need."""
+    monkeypatch.setattr(_clusters, "SEGMENT", 8)
+    monkeypatch.setattr(retrieval, "SEGMENT", 8)
+    monkeypatch.setattr(retrieval, "LONG", long)
+    monkeypatch.setattr("kvpolicy.readers._common.LONG", long)
+    reader = Retrieval(cluster=cluster, sinks=1)
+    index = reader.alloc(1, 1, 44, DIM, torch.float32, "cpu")
+    generator = torch.Generator().manual_seed(tokens)
+    keys = torch.randn(1, 1, 44, DIM, generator=generator)
+    order = torch.randperm(44, generator=generator)
+    positions = torch.where(order < tokens, order, -1).int()[None, None]
+    reader.fit_clusters(index, keys, keys, positions, torch.ones(1, dtype=torch.bool))
+    size = cluster if cluster != "auto" else 4 if tokens - 1 < long else 16
+    by_position = [int(order.argsort()[position]) for position in range(1, tokens)]
+    want: list[Any] = []
+    for start in range(0, tokens - 1, 8):
+        segment = by_position[start : start + 8]
+        want += slow_k_means(keys[0, 0, segment].double().tolist(), -(-len(segment) // size))
+    found = index.directions[index.used]
+    assert torch.allclose(found.double(), torch.tensor(want, dtype=torch.float64).view(-1, DIM), atol=1e-5)
+    assert reader.has_clusters(index).tolist() == [tokens > 1]
+
+
+def test_rows_that_are_not_asked_for_keep_their_clusters() -> None:
+    reader = Retrieval(cluster=2, sinks=0)
+    index = reader.alloc(2, 1, 8, DIM, torch.float32, "cpu")
+    keys = torch.randn(2, 1, 8, DIM, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(8).expand(2, 1, -1).int()
+    reader.fit_clusters(index, keys, keys, positions, torch.tensor([True, False]))
+    assert reader.has_clusters(index).tolist() == [True, False]
+    assert not bool(index.directions[1].any() or index.values[1].any() or index.lengths[1].any())
+    before = [t[0].clone() for t in index]
+    reader.fit_clusters(index, -keys, keys, positions, torch.tensor([False, True]))
+    assert all(torch.equal(now[0], then) for now, then in zip(index, before, strict=True))
+
+
+def test_the_number_of_a_cluster_has_two_bytes_where_that_is_enough() -> None:
+    for entries, kind in ((4 * 8000, torch.int16), (70_000, torch.int32)):
+        assert Retrieval(cluster=2).alloc(1, 1, entries, 2, torch.float32, "meta").assigned.dtype == kind
+
+
+def test_a_cluster_weighs_as_many_tokens_as_it_holds() -> None:
+    """Also those that a merged slot stands for; and what is read of it is not estimated."""
+    assigned = torch.tensor([[[0, 1, 1, 0, 2]]])
+    log_tokens = torch.tensor([[[1.0, 1.0, 3.0, 1.0, 0.0]]]).log()
+    clusters = ClusterTokens.counted(assigned, log_tokens, 4)
+    assert torch.allclose(clusters.total, torch.tensor([[[2.0, 4.0, 0.0, 0.0]]]))
+    left = clusters.unread(torch.tensor([[[2, 0, 3]]]), torch.tensor([[[True, True, False]]]))
+    assert torch.allclose(left, torch.tensor([[[1.0, 1.0, 0.0, 0.0]]]))
+    score = torch.tensor([[[[0.0, 1.0, 9.0, 9.0], [2.0, 0.0, 9.0, 9.0]]]])
+    need = need_in_clusters(score, clusters, SINGLE_RANK)[0, 0].exp()
+    weights = torch.tensor([[1.0, 2.718281828], [7.389056099, 1.0]])
+    weights = (weights / (weights * torch.tensor([2.0, 4.0])).sum(-1, keepdim=True)).amax(0)
+    assert torch.allclose(need, weights[[0, 1, 1, 0, 0]] * torch.tensor([1.0, 1, 3, 1, 0]), atol=1e-6)
+    nothing = ClusterTokens.counted(assigned, torch.full((1, 1, 5), -torch.inf), 4)
+    assert bool(need_in_clusters(score, nothing, SINGLE_RANK).isfinite().all())
+
+
+def test_tokens_at_the_first_positions_are_always_read() -> None:
+    """Behind the newest and the first kept token, as far as they fit."""
+    positions = torch.tensor([[[5, 4, 3, 2, 1, 0]]], dtype=torch.int32)
+    score = torch.tensor([[[[0.0, 9.0, 8.0, 7.0, 6.0, 5.0]]]])
+    for count, want in ((2, {0, 5}), (3, {0, 1, 5}), (4, {0, 1, 2, 5}), (5, {0, 1, 2, 4, 5})):
+        shape = ReadShape(1, count, ((0, 6),))
+        length = torch.tensor([6])
+        found = choose(shape, torch.tensor([9]), score, positions, length, 1, SINGLE_RANK, sinks=3)
+        assert {int(positions[0, 0, slot]) for slot in found.slots[0, 0]} == want
+
+
+def test_new_tokens_join_clusters_until_these_are_found_again() -> None:
+    layer = Layer("full+retrieval:read=6:cluster=3:sinks=0:rebuild=5", [24], new=20)
+    layer.prompt(*draw(24, 1))
+    before = [t.clone() for t in index_held(layer)[:4]]
+    for step in range(1, 11):
+        now = draw(1, step)
+        layer.step(*now)
+        index = index_held(layer)
+        joined = [belongs(now[1][0, h, 0].tolist(), index.directions[0, h][index.used[0, h]].tolist()) for h in (0, 1)]
+        assert index.assigned[0, :, 23 + step, 0].tolist() == joined
+        layer.between()
+        same = all(map(torch.equal, index_held(layer)[:4], before))
+        assert same == bool(step % 5)
+        before = [t.clone() for t in index_held(layer)[:4]]
+
+
+def test_a_layer_that_gets_more_slots_keeps_its_clusters() -> None:
+    """Whether it becomes longer, or a row in it is read in part from now on."""
+    layer = Layer("full+retrieval:read=6:cluster=3", [24, 5], new=1)
+    layer.prompt(*draw(24, 1, batch=2), torch.arange(24) >= torch.tensor([[0], [19]]))
+    reader: Any = layer.policy.reader
+    assert reader.has_clusters(index_held(layer)).tolist() == [True, False]
+    old = index_held(layer)
+    for step in range(3):
+        layer.step(*draw(1, step, batch=2), valid=torch.tensor([[False], [True]]))
+        layer.between()
+    assert reader.has_clusters(index_held(layer)).tolist() == [True, True]
+    assert index_held(layer) is old
+    for step in range(3):
+        layer.step(*draw(1, step, batch=2))
+        layer.between()
+    new = index_held(layer)
+    first = old.used.shape[-1]
+    assert new is not old and new.used.shape[-1] > first
+    for now, then in zip(new[:4], old[:4], strict=True):
+        assert torch.equal(now[:, :, :first], then) and not bool(now[:, :, first:].any())
+
+
+def test_a_row_read_whole_has_no_clusters_until_it_is_read_in_part() -> None:
+    """So that it has the same ones as it would have alone."""
+    both = Layer("full+retrieval:read=8:cluster=3", [24, 5], new=1)
+    alone = Layer("full+retrieval:read=8:cluster=3", [5], new=1)
+    q, k, v = draw(24, 1, batch=2)
+    both.prompt(q, k, v, torch.arange(24) >= torch.tensor([[0], [19]]))
+    alone.prompt(*(t[1:, :, 19:] for t in (q, k, v)))
+    for step in range(24):
+        now = draw(1, 100 + step, batch=2)
+        out = both.step(*now), alone.step(*(t[1:] for t in now))
+        assert torch.allclose(out[0][1], out[1][0], atol=1e-5), step
+        both.between()
+        alone.between()
+
+
+def test_what_is_read_to_assign_a_key_is_counted() -> None:
+    plan = kvpolicy.plan("tiny", "full+retrieval:read=16", prompt=500, dtype=torch.float32)
+    layer = plan.layers[0]
+    clusters, heads, dim = Retrieval().clusters(layer.tokens), 4, 32
+    centers = heads * clusters * (dim * 4 + 1)
+    index = centers + heads * (clusters * (dim * 4 + 4) + layer.tokens * 2)
+    assert layer.nbytes["index"] == index + 8
+    assert layer.moved == index + centers + heads * layer.tokens * 4 + heads * dim * 4 * (2 * 16 + 1)
+
+
+@pytest.mark.parametrize(
+    "spec", ["retrieval:cluster=0", "retrieval:sinks=-1", "retrieval:rebuild=0", "retrieval:read=0"]
+)
+def test_numbers_out_of_range_are_refused(spec: str) -> None:
+    with pytest.raises(KVPolicyError, match=r"Retrieval\.[a-z]+ must be"):
+        Policy.parse(f"full+{spec}")
+
+
+def test_a_reader_without_the_methods_of_clusters_is_refused() -> None:
+    class Lacking(Reader):
+        @property
+        def traits(self) -> ReaderTraits:
+            return ReaderTraits(clustered=True)
+
+        def score(self, index: Any, queries: Tensor, products: Any) -> Tensor:
+            return products(queries)
+
+    with pytest.raises(TypeError, match=r"must have the methods of kvpolicy\.protocols\.Clusters"):
+        Policy(reader=Lacking())
+
+
+def test_layers_that_follow_read_what_clusters_chose() -> None:
+    with pytest.raises(KVPolicyError, match="estimates nothing"):
+        Policy.parse("full+reuse/retrieval")
+    model, tokenizer = kvpolicy.tiny()
+    ids = tokenizer("tiger=4821\nfalcon=1937\n" * 12 + "?tiger=", return_tensors="pt")
+    with kvpolicy.attach(model, "full+reuse:every=2/retrieval:read=24:estimate=false") as handle:
+        model.generate(**ids, max_new_tokens=3)
+        kinds = [layer.nbytes.get("index", 0) for layer in handle.report().layers]
+        assert handle.cache.nbytes == handle.plan.nbytes and handle.report().moved == handle.plan.moved
+    assert [kind > 20_000 for kind in kinds] == [False, False, True, False, True, False, True, False]
+
+
+def test_a_rollback_brings_clusters_back() -> None:
+    from kvpolicy.engine import rollback
+
+    layer = Layer("full+retrieval:read=6:cluster=3:rebuild=3", [24], new=20)
+    layer.prompt(*draw(24, 1))
+    layer.step(*draw(1, 2))
+    layer.between()
+    before = [t.clone() for t in index_held(layer)]
+    rollback.mark(layer.store.contents, layer.store.geometry, 4)
+    for step in range(4):
+        layer.step(*draw(1, 10 + step))
+        layer.between()
+    assert not torch.equal(index_held(layer).directions, before[0])
+    rollback.roll_back(layer.store.contents, layer.store.geometry, 0)
+    live = layer.store.tensors.positions >= 0
+    for now, then in zip(index_held(layer)[:4], before[:4], strict=True):
+        assert torch.equal(now, then)
+    assert torch.equal(index_held(layer).assigned[live], before[4][live])
+    assert index_of(layer.store).shape is not None and HEADS == 2
