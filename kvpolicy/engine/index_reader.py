@@ -238,10 +238,9 @@ class IndexReader:
 
     def _clusters(self, shape: ReadShape, reads: ReadState, clusters: int) -> ClusterTokens:
         """The tokens of the layer in each of its `clusters` clusters."""
-        tensors = self._layer.tensors
+        counts, positions = self._layer.tensors.log_counts, self._layer.tensors.positions
         reader: Any = self._reader  # not asserted to have clusters, since a compiler would trace the assertion
-        tokens = log_tokens(shape, tensors.log_counts, tensors.positions)
-        return ClusterTokens.counted(reader.assigned(reads.index), tokens, clusters)
+        return ClusterTokens.counted(reader.assigned(reads.index), log_tokens(shape, counts, positions), clusters)
 
     def _decode_chosen(self, coded: CodecView, slots: Tensor, shape: ReadShape) -> ChosenSlots:
         tensors = self._layer.tensors

@@ -153,7 +153,6 @@ def test_reading_all_is_no_reader(reader: str, read: str, base: str) -> None:
         f"loki:channels={DIM}:calibration={FOLDER / 'lowrank'}",
         f"sparq:channels={DIM}:correct=false",
         "centroids:page=1:estimate=false",
-        "retrieval:cluster=1:estimate=false:sinks=0",
     ],
 )
 @pytest.mark.parametrize("base", ["full", "snapkv", "tokenwise"])

@@ -16,7 +16,7 @@ from kvpolicy.protocols import SINGLE_RANK, Reader, ReaderTraits
 from kvpolicy.readers import _clusters, retrieval
 from kvpolicy.readers._clusters import k_means, mean_by_cluster, nearest
 from tests.engine.parts import index_of
-from tests.readers.bench import DIM, HEADS, Layer, draw
+from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw
 from tests.reference.readers.retrieval import belongs
 from tests.reference.readers.retrieval import k_means as slow_k_means
 
@@ -44,6 +44,34 @@ def test_k_means_is_that_of_the_slow_version(seed: int, tokens: tuple[int, int])
             continue
         want = slow_k_means(keys[0, head, : tokens[head]].double().tolist(), count)
         assert torch.allclose(directions[0, head, :count].double(), torch.tensor(want, dtype=torch.float64), atol=1e-5)
+
+
+def test_a_cluster_that_loses_its_keys_stays() -> None:
+    """Of equal directions, the first one gets all keys."""
+    keys = torch.tensor([3.0, 4.0]).expand(1, 1, 6, 2)
+    directions, used = k_means(keys, torch.tensor([[6]]), torch.tensor([[3]]), 3)
+    assert torch.allclose(directions, torch.tensor([0.6, 0.8]).expand(1, 1, 3, 2)) and bool(used.all())
+
+
+@pytest.mark.parametrize("base", ["full", "snapkv"])
+def test_clusters_of_single_tokens_read_as_exact(base: str) -> None:
+    """If they are found again after each step: a center is the key then."""
+    at = "@0.5" if base == "snapkv" else ""
+    budget = [13] if at else [26]
+    spec = "retrieval:cluster=1:estimate=false:sinks=0:rebuild=1"
+    one, exact = (Layer(f"{base}+{reader}:read=6{at}", budget, new=9) for reader in (spec, "exact"))
+    for layer in (one, exact):
+        layer.prompt(*draw(26, 8))
+    for step in range(9):
+        q, k, v = draw(1, 60 + step)
+        # Alike in a group: what the newest token weighs, which has no center yet, then changes no order.
+        q = q[:, ::GROUP].repeat_interleave(GROUP, 1)
+        outputs = [layer.step(q, k, v) for layer in (one, exact)]
+        assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
+        for head in range(HEADS):
+            assert one.positions_read(0, head) == exact.positions_read(0, head)
+        for layer in (one, exact):
+            layer.between()
 
 
 def test_equal_directions_and_empty_heads() -> None:
