@@ -362,13 +362,15 @@ class IndexReader:
     def find_missing_clusters(self) -> None:
         """Find the clusters of rows that are read in part from now on, after they were given more slots."""
         reads = self._layer.tensors.reads
-        if self.shape is not None and reads and bool(self._rows_to_cluster(self.shape, reads, None).any()):
+        if self.shape is None or not reads or not self._spec.reader_traits.clustered:
+            return
+        if bool(self._rows_to_cluster(self.shape, reads, None).any()):
             self.rebuild()
 
     def _rows_to_cluster(self, shape: ReadShape, reads: ReadState, placed: Tensor | None) -> Tensor:
         """Rows that have no clusters and need some, and those that are `placed` [B] bool, [B] bool."""
         lengths = self._layer.tensors.length
-        if not (self._spec.reader_traits.clustered and reads.index) or shape.followed:
+        if not reads.index or shape.followed:
             return torch.zeros_like(lengths, dtype=torch.bool)
         assert isinstance(self._reader, Clusters)  # see `policy.combination.check_abilities`
         rows = ~self._reader.has_clusters(reads.index)
@@ -377,8 +379,10 @@ class IndexReader:
         restricted = restricted_rows(self._reader, self._spec.codec, self._layer.expected_len)
         return rows & rows.new_tensor(restricted) & (lengths > 0)
 
-    def _find_clusters(self, shape: ReadShape, reads: ReadState, placed: Tensor | None) -> None:
+    def _find_clusters(self, shape: ReadShape, reads: ReadState | tuple[()], placed: Tensor | None) -> None:
         """Find the clusters of `_rows_to_cluster`."""
+        if not reads or not self._spec.reader_traits.clustered:  # without waiting for the device
+            return
         rows = self._rows_to_cluster(shape, reads, placed)
         if not bool(rows.any()):
             return

@@ -136,7 +136,7 @@ def test_long_prompts_are_clustered_in_segments(
 
 def test_rows_that_are_not_asked_for_keep_their_clusters() -> None:
     reader = Retrieval(cluster=2, sinks=0)
-    index = reader.alloc(2, 1, 8, DIM, torch.float32, "cpu")
+    index: Any = reader.alloc(2, 1, 8, DIM, torch.float32, "cpu")
     keys = torch.randn(2, 1, 8, DIM, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(8).expand(2, 1, -1).int()
     reader.fit_clusters(index, keys, keys, positions, torch.tensor([True, False]))
@@ -271,8 +271,9 @@ def test_layers_that_follow_read_what_clusters_chose() -> None:
     ids = tokenizer("tiger=4821\nfalcon=1937\n" * 12 + "?tiger=", return_tensors="pt")
     with kvpolicy.attach(model, "full+reuse:every=2/retrieval:read=24:estimate=false") as handle:
         model.generate(**ids, max_new_tokens=3)
-        kinds = [layer.nbytes.get("index", 0) for layer in handle.report().layers]
-        assert handle.cache.nbytes == handle.plan.nbytes and handle.report().moved == handle.plan.moved
+        report, plan = handle.report(), handle.plan
+        assert plan is not None and (report.nbytes, report.moved) == (plan.nbytes, plan.moved)
+        kinds = [layer.nbytes.get("index", 0) for layer in report.layers]
     assert [kind > 20_000 for kind in kinds] == [False, False, True, False, True, False, True, False]
 
 
