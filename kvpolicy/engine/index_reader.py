@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import Rest, ScoreTransform, attend_slots
 from kvpolicy.engine.attention_part import Part
-from kvpolicy.engine.clusters import ClusterTokens
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.engine.in_place_attention import attend_in_place
 from kvpolicy.engine.key_products import KeyProducts
+from kvpolicy.engine.layer_clusters import LayerClusters
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_tensors import alloc_index
 from kvpolicy.engine.link import Link
@@ -36,7 +36,6 @@ from kvpolicy.engine.reading import (
     largest_counts,
     log_tokens,
     read_shape,
-    restricted_rows,
     row_entries,
     show,
     unscanned,
@@ -48,7 +47,7 @@ from kvpolicy.engine.summaries import Summaries
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.products import coordinates
 from kvpolicy.kernels.row_sums import sums_in_place
-from kvpolicy.protocols import Clusters, Estimated, Index, LoadsSalience, Needs, channels_read
+from kvpolicy.protocols import LoadsSalience, Needs, channels_read
 
 REBUILD_SLOTS = 8192
 """Slots of each head that are decoded at a time when an index is made."""
@@ -76,6 +75,7 @@ class IndexReader:
         self._link = layer.link
         self._products = KeyProducts(layer, codes)
         self._summaries = Summaries(layer, codes)
+        self._clusters = LayerClusters(layer, codes)
         self.shape: ReadShape | None = None
         self.board: Board | None = None
         self.same_slots = False
@@ -112,7 +112,8 @@ class IndexReader:
             return attend_slots(q, exact, coded, occupied, transform, want_weights, counts, scanned, beside=beside)
         occupied = (self._of_read(tensors.positions, chosen) >= 0) & self._of_read(None, chosen)
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, chosen)
-        rest = None if chosen.scores is None else partial(self._estimate, chosen)
+        estimate = self._clusters.estimate if self._clusters.are_used else self._summaries.estimate
+        rest = None if chosen.scores is None else partial(estimate, chosen)
         if coded is not None:
             part = self._decode_chosen(coded, chosen.slots, self.shape)
             buffer = tensors.keys, tensors.values
@@ -120,15 +121,6 @@ class IndexReader:
         else:
             out, weights = self._attend_rows(q, chosen.slots, occupied, transform, want_weights, counts, rest)
         return out, self._to_slots(weights, chosen) if want_weights and weights is not None else None
-
-    def _estimate(self, chosen: Chosen, normalizer: Tensor) -> Estimated:
-        """Slots that stand for what was not chosen, from the normalizer of what was."""
-        if not self._spec.reader_traits.clustered:
-            return self._summaries.estimate(chosen, normalizer)
-        reads: Any = self._layer.tensors.reads
-        reader: Any = self._reader
-        scores: Any = chosen.scores
-        return Estimated(scores, reader.mean_values(reads.index))
 
     def _attend_rows(
         self,
@@ -212,7 +204,9 @@ class IndexReader:
         self._link.whole(reads.index)
         score = transform.finish(self._reader.score(reads.index, self._indexed(self._queries(q)), products))
         estimated = None
-        clusters = self._clusters(shape, reads, score.shape[-1]) if self._spec.reader_traits.clustered else None
+        clusters = None
+        if self._clusters.are_used:
+            clusters = self._clusters.tokens(shape, reads.index, score.shape[-1])
         if self._summaries.size:
             estimated = score + log_tokens(shape, tensors.log_counts, tensors.positions)[:, :, None]
         if tensors.log_counts is not None and clusters is None:
@@ -231,16 +225,9 @@ class IndexReader:
             sinks=self._spec.reader_traits.sinks,
             clusters=clusters,
         )
-        if clusters is not None and self._spec.reader_traits.estimates:
-            found: Any = chosen
-            estimated = score + clusters.unread(found.entries, found.read).log()[:, :, None]
+        if clusters is not None:
+            estimated = self._clusters.unread(score, clusters, chosen)
         return chosen._replace(scores=estimated)
-
-    def _clusters(self, shape: ReadShape, reads: ReadState, clusters: int) -> ClusterTokens:
-        """The tokens of the layer in each of its `clusters` clusters."""
-        counts, positions = self._layer.tensors.log_counts, self._layer.tensors.positions
-        reader: Any = self._reader  # not asserted to have clusters, since a compiler would trace the assertion
-        return ClusterTokens.counted(reader.assigned(reads.index), log_tokens(shape, counts, positions), clusters)
 
     def _decode_chosen(self, coded: CodecView, slots: Tensor, shape: ReadShape) -> ChosenSlots:
         tensors = self._layer.tensors
@@ -290,7 +277,9 @@ class IndexReader:
         refreshed = shape.page * written if index and not channels else 0
         summarized = shape.page * self._summaries.size * written
         is_coded = sum(self._layer.layout.coded) > 0
-        link.whole(() if is_coded or shape.followed else self._centers(index))  # coded slots are written between steps
+        link.whole(
+            () if is_coded or shape.followed else self._clusters.centers(index)
+        )  # coded slots are written between steps
         if self._reads_all:  # keys that were scanned to choose are not read again
             link.count_vectors(tensors.keys, 0 if is_coded else refreshed)
             link.whole(key_codes(tensors.codes) if is_coded and channels else ())
@@ -352,7 +341,7 @@ class IndexReader:
             return
         self.same_slots = shape.followed > 0 and self._holds_the_same()
         self.set_limit()
-        self._find_clusters(shape, tensors.reads, placed)
+        self._clusters.find(shape, tensors.reads, placed)
         step = max(REBUILD_SLOTS // shape.page, 1)
         for start in range(0, shape.entries, step):
             entries = torch.arange(start, min(start + step, shape.entries), device=tensors.device)
@@ -361,45 +350,8 @@ class IndexReader:
 
     def find_missing_clusters(self) -> None:
         """Find the clusters of rows that are read in part from now on, after they were given more slots."""
-        reads = self._layer.tensors.reads
-        if self.shape is None or not reads or not self._spec.reader_traits.clustered:
-            return
-        if bool(self._rows_to_cluster(self.shape, reads, None).any()):
+        if self._clusters.are_missing(self.shape):
             self.rebuild()
-
-    def _rows_to_cluster(self, shape: ReadShape, reads: ReadState, placed: Tensor | None) -> Tensor:
-        """Rows that have no clusters and need some, and those that are `placed` [B] bool, [B] bool."""
-        lengths = self._layer.tensors.length
-        if not reads.index or shape.followed:
-            return torch.zeros_like(lengths, dtype=torch.bool)
-        assert isinstance(self._reader, Clusters)  # see `policy.combination.check_abilities`
-        rows = ~self._reader.has_clusters(reads.index)
-        rows = rows if placed is None else rows | placed
-        # A row that is read whole would have no clusters alone.
-        restricted = restricted_rows(self._reader, self._spec.codec, self._layer.expected_len)
-        return rows & rows.new_tensor(restricted) & (lengths > 0)
-
-    def _find_clusters(self, shape: ReadShape, reads: ReadState | tuple[()], placed: Tensor | None) -> None:
-        """Find the clusters of `_rows_to_cluster`."""
-        if not reads or not self._spec.reader_traits.clustered:  # without waiting for the device
-            return
-        rows = self._rows_to_cluster(shape, reads, placed)
-        if not bool(rows.any()):
-            return
-        assert isinstance(self._reader, Clusters)
-        positions = self._layer.tensors.positions
-        entries = torch.arange(shape.entries, device=positions.device).expand(*positions.shape[:2], -1)
-        slots = entry_slots(shape, entries)[0].flatten(2)
-        self._reader.fit_clusters(reads.index, *self._vectors_at(slots), positions.gather(-1, slots), rows)
-
-    def _vectors_at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots [B, H, n], [B, H, n, D] each."""
-        tensors = self._layer.tensors
-        coded = self._codes.view()
-        if coded is None:
-            return self._link.rows(tensors.keys, slots), self._link.rows(tensors.values, slots)
-        dtype = tensors.keys.dtype
-        return coded.keys_at(slots, dtype), coded.values_at(slots, dtype)
 
     def show(self) -> None:
         """Show the layers behind this one where its choice and its positions are; they may be new tensors."""
@@ -488,14 +440,9 @@ class IndexReader:
         flat = slots.flatten(2)
         coded = self._codes.view()
         keys = self._link.rows(tensors.keys, flat) if coded is None else coded.keys_at(flat, tensors.keys.dtype)
-        self._link.whole(self._centers(reads.index))
+        self._link.whole(self._clusters.centers(reads.index))
         occupied = inside & (tensors.positions.gather(-1, flat) >= 0).view_as(inside)
         self._reader.refresh(reads.index, entries, self._indexed(keys).unflatten(2, inside.shape[2:]), occupied)
-
-    def _centers(self, index: Index) -> Any:
-        """What is read of the index to assign keys to clusters."""
-        reader: Any = self._reader
-        return reader.centers(index) if index and self._spec.reader_traits.clustered else ()
 
     def _indexed(self, vectors: Tensor) -> Tensor:
         """Queries or keys [B, H, n, D] as the reader takes them, in the basis of the layer if it has one."""

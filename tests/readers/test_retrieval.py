@@ -10,12 +10,9 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, Retrieval
-from kvpolicy.engine.clusters import ClusterTokens, need_in_clusters
-from kvpolicy.engine.reading import ReadShape, choose
-from kvpolicy.protocols import SINGLE_RANK, Reader, ReaderTraits
+from kvpolicy.protocols import Reader, ReaderTraits
 from kvpolicy.readers import _clusters, retrieval
 from kvpolicy.readers._clusters import k_means, mean_by_cluster, nearest
-from tests.engine.parts import index_of
 from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw
 from tests.reference.readers.retrieval import belongs
 from tests.reference.readers.retrieval import k_means as slow_k_means
@@ -99,10 +96,9 @@ def test_products_are_looked_at_in_tiles(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_means_leave_out_what_does_not_count() -> None:
-    vectors = torch.tensor([[[[1.0], [3.0], [torch.nan], [8.0]]]])
-    means, number = mean_by_cluster(
-        vectors, torch.tensor([[[2, 2, 0, 0]]]), torch.tensor([[[True, True, False, True]]]), 3
-    )
+    vectors = torch.tensor([[[[1.0], [3.0], [torch.nan], [8.0], [5.0]]]])
+    counted = torch.tensor([[[True, True, False, True, False]]])
+    means, number = mean_by_cluster(vectors, torch.tensor([[[2, 2, 0, 0, 0]]]), counted, 3)
     assert means.flatten().tolist() == [8, 0, 2] and number.flatten().tolist() == [1, 0, 2]
 
 
@@ -147,100 +143,15 @@ def test_rows_that_are_not_asked_for_keep_their_clusters() -> None:
     assert all(torch.equal(now[0], then) for now, then in zip(index, before, strict=True))
 
 
+def test_an_index_has_room_for_the_clusters_of_shorter_rows() -> None:
+    """Which have clusters of 4 tokens, and so more of them."""
+    assert [Retrieval().clusters(slots) for slots in (1, 4095, 4096, 16_400)] == [1, 1024, 1024, 1025]
+    assert [Retrieval(cluster=16).clusters(slots) for slots in (0, 4096, 8193)] == [0, 256, 513]
+
+
 def test_the_number_of_a_cluster_has_two_bytes_where_that_is_enough() -> None:
     for entries, kind in ((4 * 8000, torch.int16), (70_000, torch.int32)):
         assert Retrieval(cluster=2).alloc(1, 1, entries, 2, torch.float32, "meta").assigned.dtype == kind
-
-
-def test_a_cluster_weighs_as_many_tokens_as_it_holds() -> None:
-    """Also those that a merged slot stands for; and what is read of it is not estimated."""
-    assigned = torch.tensor([[[0, 1, 1, 0, 2]]])
-    log_tokens = torch.tensor([[[1.0, 1.0, 3.0, 1.0, 0.0]]]).log()
-    clusters = ClusterTokens.counted(assigned, log_tokens, 4)
-    assert torch.allclose(clusters.total, torch.tensor([[[2.0, 4.0, 0.0, 0.0]]]))
-    left = clusters.unread(torch.tensor([[[2, 0, 3]]]), torch.tensor([[[True, True, False]]]))
-    assert torch.allclose(left, torch.tensor([[[1.0, 1.0, 0.0, 0.0]]]))
-    score = torch.tensor([[[[0.0, 1.0, 9.0, 9.0], [2.0, 0.0, 9.0, 9.0]]]])
-    need = need_in_clusters(score, clusters, SINGLE_RANK)[0, 0].exp()
-    weights = torch.tensor([[1.0, 2.718281828], [7.389056099, 1.0]])
-    weights = (weights / (weights * torch.tensor([2.0, 4.0])).sum(-1, keepdim=True)).amax(0)
-    assert torch.allclose(need, weights[[0, 1, 1, 0, 0]] * torch.tensor([1.0, 1, 3, 1, 0]), atol=1e-6)
-    nothing = ClusterTokens.counted(assigned, torch.full((1, 1, 5), -torch.inf), 4)
-    assert bool(need_in_clusters(score, nothing, SINGLE_RANK).isfinite().all())
-
-
-def test_tokens_at_the_first_positions_are_always_read() -> None:
-    """Behind the newest and the first kept token, as far as they fit."""
-    positions = torch.tensor([[[5, 4, 3, 2, 1, 0]]], dtype=torch.int32)
-    score = torch.tensor([[[[0.0, 9.0, 8.0, 7.0, 6.0, 5.0]]]])
-    for count, want in ((2, {0, 5}), (3, {0, 1, 5}), (4, {0, 1, 2, 5}), (5, {0, 1, 2, 4, 5})):
-        shape = ReadShape(1, count, ((0, 6),))
-        length = torch.tensor([6])
-        found = choose(shape, torch.tensor([9]), score, positions, length, 1, SINGLE_RANK, sinks=3)
-        assert {int(positions[0, 0, slot]) for slot in found.slots[0, 0]} == want
-
-
-def test_new_tokens_join_clusters_until_these_are_found_again() -> None:
-    layer = Layer("full+retrieval:read=6:cluster=3:sinks=0:rebuild=5", [24], new=20)
-    layer.prompt(*draw(24, 1))
-    before = [t.clone() for t in index_held(layer)[:4]]
-    for step in range(1, 11):
-        now = draw(1, step)
-        layer.step(*now)
-        index = index_held(layer)
-        joined = [belongs(now[1][0, h, 0].tolist(), index.directions[0, h][index.used[0, h]].tolist()) for h in (0, 1)]
-        assert index.assigned[0, :, 23 + step, 0].tolist() == joined
-        layer.between()
-        same = all(map(torch.equal, index_held(layer)[:4], before))
-        assert same == bool(step % 5)
-        before = [t.clone() for t in index_held(layer)[:4]]
-
-
-def test_a_layer_that_gets_more_slots_keeps_its_clusters() -> None:
-    """Whether it becomes longer, or a row in it is read in part from now on."""
-    layer = Layer("full+retrieval:read=6:cluster=3", [24, 5], new=1)
-    layer.prompt(*draw(24, 1, batch=2), torch.arange(24) >= torch.tensor([[0], [19]]))
-    reader: Any = layer.policy.reader
-    assert reader.has_clusters(index_held(layer)).tolist() == [True, False]
-    old = index_held(layer)
-    for step in range(3):
-        layer.step(*draw(1, step, batch=2), valid=torch.tensor([[False], [True]]))
-        layer.between()
-    assert reader.has_clusters(index_held(layer)).tolist() == [True, True]
-    assert index_held(layer) is old
-    for step in range(3):
-        layer.step(*draw(1, step, batch=2))
-        layer.between()
-    new = index_held(layer)
-    first = old.used.shape[-1]
-    assert new is not old and new.used.shape[-1] > first
-    for now, then in zip(new[:4], old[:4], strict=True):
-        assert torch.equal(now[:, :, :first], then) and not bool(now[:, :, first:].any())
-
-
-def test_a_row_read_whole_has_no_clusters_until_it_is_read_in_part() -> None:
-    """So that it has the same ones as it would have alone."""
-    both = Layer("full+retrieval:read=8:cluster=3", [24, 5], new=1)
-    alone = Layer("full+retrieval:read=8:cluster=3", [5], new=1)
-    q, k, v = draw(24, 1, batch=2)
-    both.prompt(q, k, v, torch.arange(24) >= torch.tensor([[0], [19]]))
-    alone.prompt(*(t[1:, :, 19:] for t in (q, k, v)))
-    for step in range(24):
-        now = draw(1, 100 + step, batch=2)
-        out = both.step(*now), alone.step(*(t[1:] for t in now))
-        assert torch.allclose(out[0][1], out[1][0], atol=1e-5), step
-        both.between()
-        alone.between()
-
-
-def test_what_is_read_to_assign_a_key_is_counted() -> None:
-    plan = kvpolicy.plan("tiny", "full+retrieval:read=16", prompt=500, dtype=torch.float32)
-    layer = plan.layers[0]
-    clusters, heads, dim = Retrieval().clusters(layer.tokens), 4, 32
-    centers = heads * clusters * (dim * 4 + 1)
-    index = centers + heads * (clusters * (dim * 4 + 4) + layer.tokens * 2)
-    assert layer.nbytes["index"] == index + 8
-    assert layer.moved == index + centers + heads * layer.tokens * 4 + heads * dim * 4 * (2 * 16 + 1)
 
 
 @pytest.mark.parametrize(
@@ -275,24 +186,3 @@ def test_layers_that_follow_read_what_clusters_chose() -> None:
         assert plan is not None and (report.nbytes, report.moved) == (plan.nbytes, plan.moved)
         kinds = [layer.nbytes.get("index", 0) for layer in report.layers]
     assert [kind > 20_000 for kind in kinds] == [False, False, True, False, True, False, True, False]
-
-
-def test_a_rollback_brings_clusters_back() -> None:
-    from kvpolicy.engine import rollback
-
-    layer = Layer("full+retrieval:read=6:cluster=3:rebuild=3", [24], new=20)
-    layer.prompt(*draw(24, 1))
-    layer.step(*draw(1, 2))
-    layer.between()
-    before = [t.clone() for t in index_held(layer)]
-    rollback.mark(layer.store.contents, layer.store.geometry, 4)
-    for step in range(4):
-        layer.step(*draw(1, 10 + step))
-        layer.between()
-    assert not torch.equal(index_held(layer).directions, before[0])
-    rollback.roll_back(layer.store.contents, layer.store.geometry, 0)
-    live = layer.store.tensors.positions >= 0
-    for now, then in zip(index_held(layer)[:4], before[:4], strict=True):
-        assert torch.equal(now, then)
-    assert torch.equal(index_held(layer).assigned[live], before[4][live])
-    assert index_of(layer.store).shape is not None and HEADS == 2
