@@ -277,9 +277,8 @@ class IndexReader:
         refreshed = shape.page * written if index and not channels else 0
         summarized = shape.page * self._summaries.size * written
         is_coded = sum(self._layer.layout.coded) > 0
-        link.whole(
-            () if is_coded or shape.followed else self._clusters.centers(index)
-        )  # coded slots are written between steps
+        # Coded slots are written between steps, and assigned to clusters there.
+        link.whole(() if is_coded or shape.followed else self._clusters.centers(index))
         if self._reads_all:  # keys that were scanned to choose are not read again
             link.count_vectors(tensors.keys, 0 if is_coded else refreshed)
             link.whole(key_codes(tensors.codes) if is_coded and channels else ())
