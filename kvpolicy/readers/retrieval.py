@@ -82,8 +82,8 @@ class Retrieval(TokenReader):
     its keys were assigned by. One set of tokens per KV head: a token is as needed as the query head says that weights
     its cluster most, after a softmax in which a cluster counts once for each token. Generated tokens join clusters at
     once, and all tokens are clustered again every `rebuild` steps; the authors always read them, and cluster them apart
-    every 1,024. Mean values are those of the tokens that were held when clusters were found. The newest and the first
-    tokens are within `read`; the authors read the first 4 and the newest 64 beside. Nothing is cached between steps on
+    every 1,024. Mean values are those of the tokens that were held when clusters were found. The first 4 and the
+    newest 16 tokens are within `read` by default; the authors read 4 and 64 beside. Nothing is cached between steps on
     the device; the authors have a cache of blocks. Ties go to the earlier position.
     """
 
@@ -92,7 +92,7 @@ class Retrieval(TokenReader):
     estimate: bool = True
     dense: int = 0
     sinks: int = 4
-    recent: int = 1
+    recent: int = 16
     rebuild: int = 1024
     host: bool = False
 

@@ -120,7 +120,7 @@ OTHERS = [
     words("h2o", "sparq", "tokenwise"),
     words("h2o+compensate", "centroids"),
     words("h2o", "retrieval"),
-    "full+retrieval:read=8:cluster=4:host=true",
+    "full+retrieval:recent=1:read=8:cluster=4:host=true",
     words("full", "centroids", "kivi", budget="1.0"),
     *(words("h2o", codec) for codec in CODECS if words("h2o", codec) not in METHODS),
     *(

@@ -34,15 +34,15 @@ BASES = ["full", "window", "snapkv", "h2o", "h2o+regress"]
 READERS = [
     "quest:read=6:page=2:dense=0:resort=3",
     "labels:read=6:channels=3:dense=0",
-    "retrieval:read=6:cluster=3:sinks=2:rebuild=5",
+    "retrieval:recent=1:read=6:cluster=3:sinks=2:rebuild=5",
 ]
 ELSEWHERE = [
     "full+quest:read=6:page=2:dense=0:host=true",
     "full+labels:read=6:channels=3:dense=0:host=true",
     "full+labels:read=900:dense=0:host=true",
     "h2o+labels:read=6:channels=3:dense=0:host=true@0.5",
-    "h2o+retrieval:read=6:cluster=3:rebuild=5:host=true@0.5",
-    "full+retrieval:read=6:cluster=3:estimate=false:host=true",
+    "h2o+retrieval:recent=1:read=6:cluster=3:rebuild=5:host=true@0.5",
+    "full+retrieval:recent=1:read=6:cluster=3:estimate=false:host=true",
     "snapkv+quest:read=6:page=2:dense=0:resort=3:host=true@0.5",
     "full+quest:read=6:page=2:dense=0",
 ]

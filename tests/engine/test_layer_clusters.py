@@ -9,6 +9,7 @@ import torch
 import kvpolicy
 from kvpolicy import Retrieval
 from kvpolicy.engine import rollback
+from kvpolicy.engine.layer_clusters import LayerClusters
 from tests.engine.parts import index_of
 from tests.readers.bench import Layer, draw
 from tests.reference.readers.retrieval import belongs
@@ -20,8 +21,25 @@ def index_held(layer: Layer) -> Any:
     return reads.index
 
 
+def test_rows_that_are_read_in_part_lack_clusters_until_they_are_found() -> None:
+    layer = Layer("full+retrieval:recent=1:read=6:cluster=3", [24], new=2)
+    layer.prompt(*draw(24, 1))
+    slots = layer.store.slots
+    assert slots is not None
+    clusters = LayerClusters(layer.store.contents, slots.codes)
+    shape = index_of(layer.store).shape
+    assert shape is not None and clusters.are_used
+    assert [clusters.are_missing(each) for each in (shape, None)] == [False, False]
+    before = index_held(layer).directions.clone()
+    index_held(layer).used.zero_()
+    assert clusters.are_missing(shape)
+    clusters.find(shape, layer.store.tensors.reads, None)
+    assert torch.equal(index_held(layer).directions, before) and not clusters.are_missing(shape)
+    assert clusters.centers(()) == ()
+
+
 def test_new_tokens_join_clusters_until_these_are_found_again() -> None:
-    layer = Layer("full+retrieval:read=6:cluster=3:sinks=0:rebuild=5", [24], new=20)
+    layer = Layer("full+retrieval:recent=1:read=6:cluster=3:sinks=0:rebuild=5", [24], new=20)
     layer.prompt(*draw(24, 1))
     before = [t.clone() for t in index_held(layer)[:4]]
     for step in range(1, 11):
@@ -38,7 +56,7 @@ def test_new_tokens_join_clusters_until_these_are_found_again() -> None:
 
 def test_a_layer_that_gets_more_slots_keeps_its_clusters() -> None:
     """Whether it becomes longer, or a row in it is read in part from now on."""
-    layer = Layer("full+retrieval:read=6:cluster=3", [24, 5], new=1)
+    layer = Layer("full+retrieval:recent=1:read=6:cluster=3", [24, 5], new=1)
     layer.prompt(*draw(24, 1, batch=2), torch.arange(24) >= torch.tensor([[0], [19]]))
     reader: Any = layer.policy.reader
     assert reader.has_clusters(index_held(layer)).tolist() == [True, False]
@@ -60,8 +78,8 @@ def test_a_layer_that_gets_more_slots_keeps_its_clusters() -> None:
 
 def test_a_row_read_whole_has_no_clusters_until_it_is_read_in_part() -> None:
     """So that it has the same ones as it would have alone."""
-    both = Layer("full+retrieval:read=8:cluster=3", [24, 5], new=1)
-    alone = Layer("full+retrieval:read=8:cluster=3", [5], new=1)
+    both = Layer("full+retrieval:recent=1:read=8:cluster=3", [24, 5], new=1)
+    alone = Layer("full+retrieval:recent=1:read=8:cluster=3", [5], new=1)
     q, k, v = draw(24, 1, batch=2)
     both.prompt(q, k, v, torch.arange(24) >= torch.tensor([[0], [19]]))
     alone.prompt(*(t[1:, :, 19:] for t in (q, k, v)))
@@ -74,7 +92,7 @@ def test_a_row_read_whole_has_no_clusters_until_it_is_read_in_part() -> None:
 
 
 def test_what_is_read_to_assign_a_key_is_counted() -> None:
-    plan = kvpolicy.plan("tiny", "full+retrieval:read=16", prompt=500, dtype=torch.float32)
+    plan = kvpolicy.plan("tiny", "full+retrieval:recent=1:read=16", prompt=500, dtype=torch.float32)
     layer = plan.layers[0]
     clusters, heads, dim = Retrieval().clusters(layer.tokens), 4, 32
     centers = heads * clusters * (dim * 4 + 1)
@@ -84,7 +102,7 @@ def test_what_is_read_to_assign_a_key_is_counted() -> None:
 
 
 def test_a_rollback_brings_clusters_back() -> None:
-    layer = Layer("full+retrieval:read=6:cluster=3:rebuild=3", [24], new=20)
+    layer = Layer("full+retrieval:recent=1:read=6:cluster=3:rebuild=3", [24], new=20)
     layer.prompt(*draw(24, 1))
     layer.step(*draw(1, 2))
     layer.between()

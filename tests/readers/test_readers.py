@@ -391,7 +391,7 @@ def test_centroids_of_single_tokens_leave_nothing_out(base: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reader", "without"), [("sparq", "correct"), ("centroids", "estimate"), ("retrieval", "estimate")]
+    ("reader", "without"), [("sparq", "correct"), ("centroids", "estimate"), ("retrieval:recent=1", "estimate")]
 )
 def test_estimates_bring_the_output_closer_to_attention_to_all(reader: str, without: str) -> None:
     """Where attention is spread over many tokens: to less than half of the error."""
@@ -438,9 +438,9 @@ def test_readers_of_a_basis_or_of_estimates_conform(tmp_path: Path) -> None:
         "sparq:read=8",
         "sparq:read=8:correct=false",
         "centroids:read=8",
-        "retrieval:read=8",
-        "retrieval:read=8:cluster=2:estimate=false",
-        "reuse/retrieval:estimate=false",
+        "retrieval:recent=1:read=8",
+        "retrieval:recent=1:read=8:cluster=2:estimate=false",
+        "reuse/retrieval:recent=1:estimate=false",
     ):
         check(Policy.parse(text).reader)
 

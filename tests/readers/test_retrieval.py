@@ -55,7 +55,7 @@ def test_clusters_of_single_tokens_read_as_exact(base: str) -> None:
     """If they are found again after each step: a center is the key then."""
     at = "@0.5" if base == "snapkv" else ""
     budget = [13] if at else [26]
-    spec = "retrieval:cluster=1:estimate=false:sinks=0:rebuild=1"
+    spec = "retrieval:recent=1:cluster=1:estimate=false:sinks=0:rebuild=1"
     one, exact = (Layer(f"{base}+{reader}:read=6{at}", budget, new=9) for reader in (spec, "exact"))
     for layer in (one, exact):
         layer.prompt(*draw(26, 8))
@@ -180,7 +180,7 @@ def test_layers_that_follow_read_what_clusters_chose() -> None:
         Policy.parse("full+reuse/retrieval")
     model, tokenizer = kvpolicy.tiny()
     ids = tokenizer("tiger=4821\nfalcon=1937\n" * 12 + "?tiger=", return_tensors="pt")
-    with kvpolicy.attach(model, "full+reuse:every=2/retrieval:read=24:estimate=false") as handle:
+    with kvpolicy.attach(model, "full+reuse:every=2/retrieval:recent=1:read=24:estimate=false") as handle:
         model.generate(**ids, max_new_tokens=3)
         report, plan = handle.report(), handle.plan
         assert plan is not None and (report.nbytes, report.moved) == (plan.nbytes, plan.moved)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from . import Held, Vector, log_sum, product
 
 DEFAULTS: dict[str, Any] = {"read": 256, "cluster": "auto", "estimate": True, "sinks": 4, "rebuild": 1024}
-SMALL = "retrieval:read=6:cluster=3:sinks=2:rebuild=5"
+SMALL = "retrieval:recent=1:read=6:cluster=3:sinks=2:rebuild=5"
 SEGMENT = 8192
 ROUNDS = 10
 TIE = 1e-5
