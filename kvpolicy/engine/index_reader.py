@@ -451,9 +451,8 @@ class IndexReader:
     def count_unsorted_step(self) -> bool:
         """Count a step that wrote slots; whether it is time to sort them by position, or to find clusters, again."""
         traits = self._spec.reader_traits
-        if self.shape is None or self.shape.followed or not (traits.clustered or traits.ordered):
-            return False
-        if self._spec.grows and not traits.clustered:
+        is_sorted = traits.ordered and not self._spec.grows
+        if self.shape is None or not (is_sorted or self._clusters.are_used):
             return False
         self._layer.steps_unsorted += 1
         return self._layer.steps_unsorted >= traits.resort
