@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from kvpolicy.readers.labels import DoubleSparsity as DoubleSparsity
     from kvpolicy.readers.loki import Loki as Loki
     from kvpolicy.readers.quest import Quest as Quest
+    from kvpolicy.readers.retrieval import Retrieval as Retrieval
     from kvpolicy.readers.reuse import Reuse as Reuse
     from kvpolicy.readers.sparq import SparQ as SparQ
     from kvpolicy.selectors.a2sf import A2SF as A2SF

@@ -115,6 +115,7 @@ READERS = {
     "loki": "kvpolicy.readers.loki:Loki",
     "sparq": "kvpolicy.readers.sparq:SparQ",
     "centroids": "kvpolicy.readers.centroids:Centroids",
+    "retrieval": "kvpolicy.readers.retrieval:Retrieval",
     "reuse": "kvpolicy.readers.reuse:Reuse",
 }
 WHOLE = {"tuned": "kvpolicy.policy.tuned:TunedPolicy"}
@@ -208,6 +209,7 @@ SUMMARIES = {
     "loki": "Read the tokens whose keys have the largest product with the query in a few principal components.",
     "sparq": "Read the tokens whose keys have the largest product with the query in its own largest channels.",
     "centroids": "Read the pages whose mean key has the largest product with the query, and estimate the others.",
+    "retrieval": "Read the clusters whose center has the largest product with the query, and estimate the others.",
     "reuse": "Let some layers choose which tokens are read, and let the layers behind them read the same tokens.",
     # /generated
 }

@@ -13,6 +13,7 @@ from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.engine.in_place_attention import attend_in_place
 from kvpolicy.engine.key_products import KeyProducts
+from kvpolicy.engine.layer_clusters import LayerClusters
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_tensors import alloc_index
 from kvpolicy.engine.link import Link
@@ -40,7 +41,7 @@ from kvpolicy.engine.reading import (
     unscanned,
 )
 from kvpolicy.engine.slot_codes import SlotCodes
-from kvpolicy.engine.state import map_slots, slot_tensors
+from kvpolicy.engine.state import carry_over, map_slots, slot_tensors
 from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.engine.summaries import Summaries
 from kvpolicy.engine.token_batch import BEYOND
@@ -74,6 +75,7 @@ class IndexReader:
         self._link = layer.link
         self._products = KeyProducts(layer, codes)
         self._summaries = Summaries(layer, codes)
+        self._clusters = LayerClusters(layer, codes)
         self.shape: ReadShape | None = None
         self.board: Board | None = None
         self.same_slots = False
@@ -110,7 +112,8 @@ class IndexReader:
             return attend_slots(q, exact, coded, occupied, transform, want_weights, counts, scanned, beside=beside)
         occupied = (self._of_read(tensors.positions, chosen) >= 0) & self._of_read(None, chosen)
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, chosen)
-        rest = None if chosen.scores is None else partial(self._summaries.estimate, chosen)
+        estimate = self._clusters.estimate if self._clusters.are_used else self._summaries.estimate
+        rest = None if chosen.scores is None else partial(estimate, chosen)
         if coded is not None:
             part = self._decode_chosen(coded, chosen.slots, self.shape)
             buffer = tensors.keys, tensors.values
@@ -201,9 +204,12 @@ class IndexReader:
         self._link.whole(reads.index)
         score = transform.finish(self._reader.score(reads.index, self._indexed(self._queries(q)), products))
         estimated = None
+        clusters = None
+        if self._clusters.are_used:
+            clusters = self._clusters.tokens(shape, reads.index, score.shape[-1])
         if self._summaries.size:
             estimated = score + log_tokens(shape, tensors.log_counts, tensors.positions)[:, :, None]
-        if tensors.log_counts is not None:
+        if tensors.log_counts is not None and clusters is None:
             # As attention adds them: a slot that stands for many tokens is needed more than its key says.
             score = score + largest_counts(shape, tensors.log_counts, tensors.positions)[:, :, None]
         chosen = choose(
@@ -216,7 +222,11 @@ class IndexReader:
             self._layer.ranks,
             # Slots that lie together are copied together. The layers behind this one need the order of need, however.
             in_slots_order=not reads.choice,
+            sinks=self._spec.reader_traits.sinks,
+            clusters=clusters,
         )
+        if clusters is not None:
+            estimated = self._clusters.unread(score, clusters, chosen)
         return chosen._replace(scores=estimated)
 
     def _decode_chosen(self, coded: CodecView, slots: Tensor, shape: ReadShape) -> ChosenSlots:
@@ -267,6 +277,8 @@ class IndexReader:
         refreshed = shape.page * written if index and not channels else 0
         summarized = shape.page * self._summaries.size * written
         is_coded = sum(self._layer.layout.coded) > 0
+        # Coded slots are written between steps, and assigned to clusters there.
+        link.whole(() if is_coded or shape.followed else self._clusters.centers(index))
         if self._reads_all:  # keys that were scanned to choose are not read again
             link.count_vectors(tensors.keys, 0 if is_coded else refreshed)
             link.whole(key_codes(tensors.codes) if is_coded and channels else ())
@@ -294,12 +306,15 @@ class IndexReader:
 
     # the index
 
-    def rebuild(self, first: Tensor | None = None, salience: Tensor | None = None) -> None:
+    def rebuild(
+        self, first: Tensor | None = None, salience: Tensor | None = None, placed: Tensor | None = None
+    ) -> None:
         """Make the index fit the layout, and compute every entry.
 
         Args:
             first: Rows that had their first prompt, [B] bool; None if no row had.
             salience: The salience of the channels of that prompt, [B, H, D], if the reader needs it.
+            placed: Rows that had a prompt, [B] bool, or None: there, a reader of clusters finds them again.
         """
         layer = self._layer
         tensors = layer.tensors
@@ -313,10 +328,9 @@ class IndexReader:
             self.shape = shape
             old = tensors.reads
             tensors.reads = alloc_index(self._spec, batch, layer.shape, layer.layout, tensors.device)
-            # What was fitted to the first prompt does not depend on the number of entries.
+            # What was fitted to prompts, such as channels or clusters, is carried over.
             for new, fitted in zip(all_tensors(tensors.reads), all_tensors(old), strict=True):
-                if new.shape == fitted.shape:
-                    new.copy_(fitted)
+                carry_over(new, fitted)
         if first is not None and salience is not None and tensors.reads.index:
             self._reader.fit(tensors.reads.index, salience, first)
         self.is_current = True
@@ -326,11 +340,17 @@ class IndexReader:
             return
         self.same_slots = shape.followed > 0 and self._holds_the_same()
         self.set_limit()
+        self._clusters.find(shape, tensors.reads, placed)
         step = max(REBUILD_SLOTS // shape.page, 1)
         for start in range(0, shape.entries, step):
             entries = torch.arange(start, min(start + step, shape.entries), device=tensors.device)
             self._refresh_entries(shape, tensors.reads, entries.expand(batch, heads, -1))
         self._summaries.rebuild(shape, tensors.reads, REBUILD_SLOTS)
+
+    def find_missing_clusters(self) -> None:
+        """Find the clusters of rows that are read in part from now on, after they were given more slots."""
+        if self._clusters.are_missing(self.shape):
+            self.rebuild()
 
     def show(self) -> None:
         """Show the layers behind this one where its choice and its positions are; they may be new tensors."""
@@ -419,6 +439,7 @@ class IndexReader:
         flat = slots.flatten(2)
         coded = self._codes.view()
         keys = self._link.rows(tensors.keys, flat) if coded is None else coded.keys_at(flat, tensors.keys.dtype)
+        self._link.whole(self._clusters.centers(reads.index))
         occupied = inside & (tensors.positions.gather(-1, flat) >= 0).view_as(inside)
         self._reader.refresh(reads.index, entries, self._indexed(keys).unflatten(2, inside.shape[2:]), occupied)
 
@@ -428,12 +449,21 @@ class IndexReader:
         return coordinates(vectors, basis) if isinstance(basis, Tensor) else vectors
 
     def count_unsorted_step(self) -> bool:
-        """Count a step that overwrote slots; whether it is time to sort them by position again."""
+        """Count a step that wrote slots; whether it is time to sort them by position, or to find clusters, again."""
         traits = self._spec.reader_traits
-        if self.shape is None or not traits.ordered or self._spec.grows:
+        is_sorted = traits.ordered and not self._spec.grows
+        if self.shape is None or not (is_sorted or self._clusters.are_used):
             return False
         self._layer.steps_unsorted += 1
         return self._layer.steps_unsorted >= traits.resort
+
+    def renew(self) -> None:
+        """Sort the slots again, or find their clusters again; see `count_unsorted_step`."""
+        if self._spec.reader_traits.ordered:
+            self.sort_slots()
+        else:
+            self._layer.steps_unsorted = 0
+            self.rebuild(placed=torch.ones_like(self._layer.tensors.length, dtype=torch.bool))
 
     def sort_slots(self) -> None:
         """Sort the slots of each head by position, in place, and compute the index again; no coded slot is moved."""

@@ -297,7 +297,7 @@ class LayerStore:
         layer.free_steps -= 1
         if self.slots is not None and self.slots.index.count_unsorted_step():
             with undoable(layer, self.geometry):
-                self.slots.index.sort_slots()
+                self.slots.index.renew()
         if layer.free_steps < 1:
             self.demote()
         note_counters(layer)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.engine.clusters import ClusterTokens, need_in_clusters
 from kvpolicy.engine.state import fields
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.in_memory import in_memory
@@ -101,7 +102,8 @@ class Chosen(NamedTuple):
         chosen: Whether the slot belongs to the entries that are read, [B, H, n] bool; it may still be empty.
         entries: Their entries, [B, H, k] int64; None if another layer chose.
         read: Which of these entries are read, [B, H, k] bool.
-        scores: Scores of all entries, as `Estimates` takes them, [B, H, G, X] fp32; None if nothing is estimated.
+        scores: Scores of all entries, as `Estimates` takes them, [B, H, G, X] fp32; None if nothing is estimated. With
+            clusters, those of what is not read of each cluster, [B, H, G, C].
     """
 
     slots: Tensor
@@ -191,6 +193,17 @@ def row_entries(reader: Reader, codec: Codec, shape: ReadShape, tokens: list[int
     alone = [_chosen_shape(reader, codec, layout) for layout in layouts]
     restricted = [own is not None and _followed_shape(own) is not None for own in alone]
     return [limit if follows else shape.chosen + 1 for limit, follows in zip(limits, restricted, strict=True)]
+
+
+def restricted_rows(reader: Reader, codec: Codec, tokens: list[int]) -> list[bool]:
+    """Whether each row would be read in part alone.
+
+    Args:
+        reader: The reader.
+        codec: The codec.
+        tokens: The most tokens that each row may hold.
+    """
+    return [_chosen_shape(reader, codec, codec.layout(most)) is not None for most in tokens]
 
 
 def _paged_slots(layout: Layout) -> int:
@@ -336,28 +349,34 @@ def choose(
     recent: int,
     ranks: Ranks,
     in_slots_order: bool = False,
+    *,
+    sinks: int = 0,
+    clusters: ClusterTokens | None = None,
 ) -> Chosen:
     """The slots of the entries that are needed most; ties go to the earlier position.
 
     Args:
         shape: Read plan of the layer.
         limit: Entries that each row reads, [B] int64.
-        score: Scores of the entries, scaled and capped, [B, H, G, X] fp32.
+        score: Scores of the entries, scaled and capped, [B, H, G, X] fp32; with `clusters`, those of clusters.
         positions: Positions of all slots, [B, H, S] int32.
         length: Tokens that each row has seen, [B] int64.
         recent: The newest tokens whose entries are always read.
         ranks: The ranks that hold the other query heads of these KV heads.
         in_slots_order: Whether to return the slots in their order in memory, and not the most needed entry first.
+        sinks: Entries with a token at a position below it are always read.
+        clusters: The clusters of the entries; None if entries are scored.
     """
     held = by_entry(shape, positions)
     newest = within_entries(torch.amax, held)
     earliest = within_entries(torch.amin, torch.where(held >= 0, held, BEYOND))
     live = newest >= 0
-    need = need_of(score, live, ranks)
+    need = need_of(score, live, ranks) if clusters is None else need_in_clusters(score, clusters, ranks)
     outside = positions[..., : shape.parts[0][0]]  # a codec's full-precision buffer; parts reach to the last slot
     first = torch.cat([earliest, torch.where(outside >= 0, outside, BEYOND)], -1).amin(-1, keepdim=True)
     last = length.int()[:, None, None] - 1
-    need = torch.where(newest > last - recent, _RECENT, need)
+    always = newest > last - recent
+    need = torch.where(always | (earliest < sinks) if sinks else always, _RECENT, need)
     need = torch.where(earliest == first, _FIRST, need)
     # Masked last: in a row without any token, `last` is -1, as is the `newest` of its empty entries.
     need = in_memory(torch.where(newest == last, _NEWEST, need).masked_fill(~live, -torch.inf))

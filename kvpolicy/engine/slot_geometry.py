@@ -117,7 +117,8 @@ class SlotGeometry:
         tensors.keys, tensors.values = data.keys, data.values
         sums = pending.statistic(ChannelSums)
         salience = self.index.prompt_salience(None if sums is None else sums.sums, tensors.length - seen_before)
-        self.index.rebuild(first, salience)
+        placed = torch.ones_like(first) if pending.idle is None else ~pending.idle
+        self.index.rebuild(first, salience, placed)
         tensors.hold(data.keys, data.values)  # from now on: the index is made from keys on the device
         self.fix_addresses()
         layer.schedule.note(None if pending.idle is None else ~pending.idle, tensors.length, tensors.budget)
@@ -314,6 +315,7 @@ class SlotGeometry:
             self._lengthen()
         slots = tensors.budget.new_tensor(layer.expected_len)
         self._set_budget(torch.maximum(tensors.budget, slots) if self._spec.grows else tensors.budget)
+        self.index.find_missing_clusters()
         self.fix_addresses()
         return layer.capacity - old
 

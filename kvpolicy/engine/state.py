@@ -91,6 +91,14 @@ def empty_slots(state: State, slots: int) -> State:
     return map_slots(lambda t: t.new_zeros(*t.shape[:2], slots), state)
 
 
+def carry_over(target: Tensor, held: Tensor) -> None:
+    """Copy a tensor to one of the same shape, or to the beginning of one with more entries in the third dimension."""
+    if target.shape == held.shape:
+        target.copy_(held)
+    elif target.dim() > 2 and target[:, :, :0].shape == held[:, :, :0].shape and target.shape[2] > held.shape[2]:
+        target[:, :, : held.shape[2]] = held
+
+
 def owned(t: Tensor) -> Tensor:
     """A tensor in memory of its own, so that it does not keep a larger one alive; itself if it is."""
     return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()

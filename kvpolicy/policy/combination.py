@@ -7,6 +7,7 @@ from typing import Any
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.protocols import (
     Allocator,
+    Clusters,
     Codec,
     DecodeMode,
     DrawsCurves,
@@ -127,7 +128,9 @@ def check_abilities(selector: Selector, reader: Reader) -> None:
     rule = "The reader must have a method load_basis(layer_idx, device, heads) for ReaderTraits.projected"
     _check_ability(reader, LoadsBasis, traits.projected, rule)
     rule = "The reader must have the methods summarize and estimate_rest for ReaderTraits.estimates"
-    _check_ability(reader, Estimates, bool(traits.estimates), rule, "one")
+    _check_ability(reader, Estimates, bool(traits.estimates) and not traits.clustered, rule, "one")
+    rule = "The reader must have the methods of kvpolicy.protocols.Clusters for ReaderTraits.clustered"
+    _check_ability(reader, Clusters, traits.clustered, rule, "one")
 
 
 def _check_ability(part: object, ability: type[Any], asks: bool, rule: str, lacks: str = "it") -> None:

@@ -46,6 +46,7 @@ from kvpolicy.protocols.merger import MergerTraits as MergerTraits
 from kvpolicy.protocols.merger import Tokens as Tokens
 from kvpolicy.protocols.ranks import SINGLE_RANK as SINGLE_RANK
 from kvpolicy.protocols.ranks import Ranks as Ranks
+from kvpolicy.protocols.reader import Clusters as Clusters
 from kvpolicy.protocols.reader import Estimated as Estimated
 from kvpolicy.protocols.reader import Estimates as Estimates
 from kvpolicy.protocols.reader import Index as Index

@@ -33,6 +33,9 @@ class ReaderTraits(NamedTuple):
         choosing: The layers that choose, ascending, instead of `every`.
         choosers_read_all: Whether a layer that chooses reads every slot itself.
         host: Whether keys and values lie in host memory, in the layers that read a part of them.
+        sinks: Tokens at positions below it are always read, if they are kept, besides the newest ones.
+        clustered: Whether `score` scores clusters, each the sum of many entries, see `Clusters`. They are found again
+            after `resort` decode steps.
     """
 
     dense: int = 0
@@ -48,6 +51,8 @@ class ReaderTraits(NamedTuple):
     choosing: tuple[int, ...] = ()
     choosers_read_all: bool = False
     host: bool = False
+    sinks: int = 0
+    clustered: bool = False
 
     def source(self, layer_idx: int) -> int | None:
         """The layer that chooses for a layer: itself, an earlier one, or None if it reads all slots.
@@ -101,6 +106,47 @@ class LoadsBasis(Protocol):
             device: Device of the result.
             heads: Which of the model's KV heads this rank holds.
         """
+        ...
+
+
+@runtime_checkable
+class Clusters(Protocol):
+    """An optional ability of a reader, for `ReaderTraits.clustered`: an entry belongs to a cluster of similar keys.
+
+    Entries are single slots, and `score` returns the scores of C clusters, [B, H, G, C]. A step reads the entries of
+    the best clusters, the earlier positions of the last one. Clusters are found from all keys of a layer: after each
+    prompt, and again after `ReaderTraits.resort` decode steps. In between, `refresh` assigns new keys to them.
+
+    With `ReaderTraits.estimates`, what is not read of a cluster takes part in attention as one slot, that has the score
+    and the mean value of the cluster, and stands for as many tokens. `Estimates` is not needed for that.
+    """
+
+    def fit_clusters(self, index: Index, keys: Tensor, values: Tensor, positions: Tensor, rows: Tensor) -> None:
+        """Find the clusters of some rows, in place; `refresh` of all entries follows. Not traceable.
+
+        Args:
+            index: The index.
+            keys: The keys of all entries, as attention sees them, [B, H, X, D]; undefined in empty slots.
+            values: Their values, [B, H, X, D].
+            positions: Their positions, [B, H, X] int32; -1 in empty slots.
+            rows: Which rows, [B] bool; the others keep what they have.
+        """
+        ...
+
+    def has_clusters(self, index: Index) -> Tensor:
+        """Whether clusters of a row were found, [B] bool."""
+        ...
+
+    def assigned(self, index: Index) -> Tensor:
+        """The cluster of each entry, [B, H, X] int64, below C; of an empty slot any."""
+        ...
+
+    def centers(self, index: Index) -> Any:
+        """The tensors, in (nested) tuples, that `refresh` reads to assign a key."""
+        ...
+
+    def mean_values(self, index: Index) -> Tensor:
+        """The mean value of each cluster, [B, H, C, D], finite everywhere; only called if the reader estimates."""
         ...
 
 
@@ -199,7 +245,7 @@ class Reader(Protocol):
 
     A class that inherits from it has single tokens as entries and no index, and needs `count` and `score`. An object
     that has all members is accepted whatever its class. Optional abilities are `LoadsSalience`,
-    `LoadsBasis`, `ReadsChannels` and `Estimates`.
+    `LoadsBasis`, `ReadsChannels`, `Estimates` and `Clusters`.
     """
 
     __slots__ = ()
@@ -225,8 +271,8 @@ class Reader(Protocol):
     ) -> Index:
         """An empty index of tensors [B, H, ...]; on the device `meta` too, where only their sizes count.
 
-        A tensor whose shape does not depend on `entries` is carried over when a layer gets more slots. By default
-        there is no index.
+        When a layer gets more slots, tensors are carried over: those that get longer in their third dimension keep what
+        they have at its beginning, until entries are recomputed. By default there is no index.
         """
         return ()
 
@@ -265,6 +311,6 @@ class Reader(Protocol):
                 `traits.scans_keys` must declare, or some channels of them, see `ReadsChannels`.
 
         Returns:
-            [B, H, G, X] fp32.
+            [B, H, G, X] fp32; of clusters instead of entries with `ReaderTraits.clustered`.
         """
         ...

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpolicy.protocols import (
     ALL_HEADS,
+    Clusters,
     Index,
     LoadsBasis,
     LoadsSalience,
@@ -169,6 +171,31 @@ class Reuse(Reader):
     def channels_read(self, head_dim: int) -> int:
         """As the base; see `ReadsChannels`."""
         return channels_read(self.base, head_dim)
+
+    def fit_clusters(self, index: Index, keys: Tensor, values: Tensor, positions: Tensor, rows: Tensor) -> None:
+        """As the base; see `ReaderTraits.clustered`."""
+        self._clusters.fit_clusters(index, keys, values, positions, rows)
+
+    def has_clusters(self, index: Index) -> Tensor:
+        """As the base; see `ReaderTraits.clustered`."""
+        return self._clusters.has_clusters(index)
+
+    def assigned(self, index: Index) -> Tensor:
+        """As the base; see `ReaderTraits.clustered`."""
+        return self._clusters.assigned(index)
+
+    def centers(self, index: Index) -> Any:
+        """As the base; see `ReaderTraits.clustered`."""
+        return self._clusters.centers(index)
+
+    def mean_values(self, index: Index) -> Tensor:
+        """As the base; see `ReaderTraits.clustered`."""
+        return self._clusters.mean_values(index)
+
+    @property
+    def _clusters(self) -> Clusters:
+        base: Any = self.base  # not asserted to have clusters, since a compiler would trace the assertion
+        return base
 
     def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """As the base."""

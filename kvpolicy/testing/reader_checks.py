@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.state import map_state, tensors
-from kvpolicy.protocols import Estimated, Estimates, LoadsBasis, Reader, channels_read
+from kvpolicy.protocols import Clusters, Estimated, Estimates, Index, LoadsBasis, Reader, channels_read
 from kvpolicy.testing.part_checks import describe
 
 _TOKENS = 1000
@@ -41,14 +41,16 @@ def check_reader(part: Reader) -> None:
     shown = _score(part, dim, keys, occupied, every, queries)
     is_score = shown.dtype == torch.float32 and shown.shape[:3] == (2, 2, 2)
     assert is_score, f"{part}: score must be float32 [B, H, G, X], got {describe(shown)}"
-    if part.traits.estimates:
+    if part.traits.estimates and not part.traits.clustered:
         _check_estimates(part, dim)
+    if part.traits.clustered:
+        _check_clusters(part, dim, keys, occupied, shown)
     if part.traits.scans_keys or channels_read(part, dim):
         return
     junk = torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan))
     same = torch.equal(_score(part, dim, junk, occupied, every, queries), shown)
     assert same, f"{part}: refresh must ignore slots without a token, got other scores with NaN there"
-    index = part.alloc(2, 2, 5, dim, torch.float32, "cpu")
+    index = _fitted(part, dim, keys, occupied)
     part.refresh(index, every, keys, occupied)
     before = map_state(torch.clone, index)
     part.refresh(index, every[..., 3:4], keys[:, :, 3:4] * 2, occupied[:, :, 3:4])
@@ -62,9 +64,19 @@ def check_reader(part: Reader) -> None:
 
 def _score(part: Reader, dim: int, keys: Tensor, occupied: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
     """Scores of entries with these keys, in a model of the head dimension `dim`."""
-    index = part.alloc(2, 2, 5, dim, torch.float32, "cpu")
+    index = _fitted(part, dim, keys, occupied)
     part.refresh(index, entries, keys, occupied)
     return part.score(index, queries, _ProductsOf(keys.flatten(2, 3)))
+
+
+def _fitted(part: Reader, dim: int, keys: Tensor, occupied: Tensor) -> Index:
+    """An index of five entries, whose clusters are those of the keys if the reader has some."""
+    index = part.alloc(2, 2, 5, dim, torch.float32, "cpu")
+    if part.traits.clustered:
+        assert isinstance(part, Clusters), f"{part}: a reader of clusters must implement Clusters, got one without"
+        positions = torch.arange(5, dtype=torch.int32).where(occupied.squeeze(-1), -1)
+        part.fit_clusters(index, keys.squeeze(3), keys.squeeze(3), positions, torch.ones(2, dtype=torch.bool))
+    return index
 
 
 class _ProductsOf:
@@ -81,6 +93,25 @@ class _ProductsOf:
 
     def group_mean(self, of_heads: Tensor, /) -> Tensor:
         return of_heads.mean(2)
+
+
+def _check_clusters(part: Reader, dim: int, keys: Tensor, occupied: Tensor, shown: Tensor) -> None:
+    """Check that entries belong to clusters that are scored, and that mean values are finite."""
+    assert isinstance(part, Clusters)  # checked where they were found
+    index = _fitted(part, dim, torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan)), occupied)
+    part.refresh(index, torch.arange(5).expand(2, 2, -1), keys, occupied)
+    assigned = part.assigned(index)
+    fits = assigned.shape == (2, 2, 5) and assigned.dtype == torch.int64
+    assert fits, f"{part}: assigned must be int64 [B, H, X], got {describe(assigned)}"
+    clusters = shown.shape[-1]
+    inside = bool(((assigned >= 0) & (assigned < clusters)).all())
+    assert inside, f"{part}: assigned must be a cluster that is scored, got {clusters} scores and {assigned.tolist()}"
+    has = part.has_clusters(index)
+    assert has.tolist() == [True, True], f"{part}: has_clusters must be set after fit_clusters, got {has.tolist()}"
+    if part.traits.estimates:
+        values = part.mean_values(index)
+        usable = values.shape == (2, 2, clusters, dim) and bool(values.isfinite().all())
+        assert usable, f"{part}: mean_values must be finite [B, H, C, D], got {describe(values)} or NaN"
 
 
 def _check_estimates(part: Reader, dim: int) -> None:

@@ -31,12 +31,18 @@ NUMBER = 4
 """Bytes of a number in fp32."""
 
 BASES = ["full", "window", "snapkv", "h2o", "h2o+regress"]
-READERS = ["quest:read=6:page=2:dense=0:resort=3", "labels:read=6:channels=3:dense=0"]
+READERS = [
+    "quest:read=6:page=2:dense=0:resort=3",
+    "labels:read=6:channels=3:dense=0",
+    "retrieval:recent=1:read=6:cluster=3:sinks=2:rebuild=5",
+]
 ELSEWHERE = [
     "full+quest:read=6:page=2:dense=0:host=true",
     "full+labels:read=6:channels=3:dense=0:host=true",
     "full+labels:read=900:dense=0:host=true",
     "h2o+labels:read=6:channels=3:dense=0:host=true@0.5",
+    "h2o+retrieval:recent=1:read=6:cluster=3:rebuild=5:host=true@0.5",
+    "full+retrieval:recent=1:read=6:cluster=3:estimate=false:host=true",
     "snapkv+quest:read=6:page=2:dense=0:resort=3:host=true@0.5",
     "full+quest:read=6:page=2:dense=0",
 ]
@@ -148,7 +154,8 @@ def test_both_places_hold_what_was_planned(base: str, policy: str) -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 def test_dense_layers_stay_on_the_device(reader: str) -> None:
-    cache, _ = conversation(on_host(f"full+{reader.replace('dense=0', 'dense=1')}"), layers=2)
+    reader = f"{reader.replace(':dense=0', '')}:dense=1"
+    cache, _ = conversation(on_host(f"full+{reader}"), layers=2)
     first, second = (layer.held() for layer in cache.policy_layers)
     assert "host" not in first and first["exact"] == second["host"] > 0 == second["exact"]
 

@@ -409,4 +409,7 @@ def test_turns_and_unannounced_growth(reader: str) -> None:
     shape = index_of(layer.store).shape
     assert shape is not None and reads.limit.tolist() == [shape.chosen]
     blocks = -(-shape.entries // max(layer.policy.reader.traits.estimates, 1))
-    assert all(t.shape[2] in (shape.entries, blocks, 3) for t in tensors(reads.index))
+    sizes = [shape.entries, blocks, 3]
+    if layer.policy.reader.traits.clustered:
+        sizes.append(layer.policy.reader.clusters(shape.entries))  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(t.shape[2] in sizes for t in tensors(reads.index))

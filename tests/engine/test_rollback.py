@@ -33,6 +33,7 @@ READERS = [
     "labels:read=8",
     "sparq:read=8",
     "centroids:read=8",
+    "retrieval:recent=1:read=8:rebuild=4",
     "reuse/exact:read=8",
 ]
 CUTS = [(0, 0), (1, 0), (5, 0), (5, 2), (5, 4), (8, 8)]
@@ -114,6 +115,7 @@ OTHERS = [
     words("full", "kivi", "labels:read=8", budget="1.0"),
     words("h2o", "tokenwise", "sparq:read=8", budget="0.7"),
     "h2o+centroids:read=8:page=4@0.7",
+    "h2o+retrieval:recent=1:read=8:cluster=4:rebuild=3@0.7",
     *(f"uniform/{heads}+h2o@0.7" for heads in HEADS),
     words("uniform/adakv", "h2o", "tokenwise", budget="0.7"),
     "uniform/adakv+h2o+compensate@0.7",

@@ -41,6 +41,7 @@ OTHERS = [
     "snapkv:window=6:kernel=3+labels:read=5:channels=3:dense=0@0.8",
     words("h2o", "tokenwise", "sparq"),
     words("h2o", "centroids"),
+    words("h2o", "retrieval"),
     "h2o+reuse:every=2:dense=0/exact:read=6@0.8",
     "h2o+compensate+quest:read=8:page=2:dense=1@0.5",
     "h2o+labels:read=6:channels=3:dense=0:host=true@0.5",

@@ -290,8 +290,8 @@ MUTATIONS = (
     Mutation(
         name="what a reader fitted to a prompt is lost when slots are added",
         file="kvpolicy/engine/index_reader.py",
-        old="if new.shape == fitted.shape:",
-        new="if new.shape != fitted.shape and new.shape == fitted.shape:",
+        old="carry_over(new, fitted)",
+        new="_ = carry_over",
         tests=("tests/engine/test_index_reader.py",),
     ),
     Mutation(

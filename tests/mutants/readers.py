@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutants import Mutation
 
+CLUSTERS = ("tests/readers/test_retrieval.py", "tests/engine/test_clusters.py", "tests/engine/test_layer_clusters.py")
+
 MUTATIONS = (
     Mutation(
         name="slots that are read are rounded down to whole pages",
@@ -221,5 +223,170 @@ MUTATIONS = (
         old="keys = keys.squeeze(3).masked_fill(~occupied, 0)",
         new="keys = keys.squeeze(3)",
         tests=("tests/readers/test_readers.py::test_labels_of_empty_slots_are_zero",),
+    ),
+    Mutation(
+        name="a key joins the last of equal directions",
+        file="kvpolicy/readers/_clusters.py",
+        old="torch.where(within, number, count).amin(-1)",
+        new="torch.where(within, number, -1).amax(-1)",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="a cluster that lost its keys is nowhere",
+        file="kvpolicy/readers/_clusters.py",
+        old="torch.where(held[..., None] > 0, unit(means).float(), directions)",
+        new="unit(means).float()",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="empty slots count in the mean of a cluster",
+        file="kvpolicy/readers/_clusters.py",
+        old="vectors.double().masked_fill(~counted[..., None], 0)",
+        new="vectors.double().nan_to_num()",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="every row gets new clusters",
+        file="kvpolicy/readers/retrieval.py",
+        old="torch.where(chosen, new.to(held.dtype), held)",
+        new="new.to(held.dtype) + 0 * chosen",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="tokens that are always read are clustered",
+        file="kvpolicy/readers/retrieval.py",
+        old="clustered = positions >= self.sinks",
+        new="clustered = positions >= 0",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="clusters are found once",
+        file="kvpolicy/readers/retrieval.py",
+        old="resort=self.rebuild",
+        new="resort=2**30",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="an index has no room for the clusters of a shorter row",
+        file="kvpolicy/readers/retrieval.py",
+        old="shorter = min(slots, LONG - 1)",
+        new="shorter = min(slots, 1)",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="what is read of a cluster is estimated too",
+        file="kvpolicy/engine/layer_clusters.py",
+        old="clusters.unread(found.entries, found.read).log()",
+        new="clusters.total.log()",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="a cluster counts once, however many tokens it holds",
+        file="kvpolicy/engine/clusters.py",
+        old="(score + clusters.total.log()[:, :, None])",
+        new="(score + 0 * clusters.total[:, :, None])",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="a head without a token needs what is not a number",
+        file="kvpolicy/engine/clusters.py",
+        old="torch.where(need == need, need, 0.0)",
+        new="need",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="directions are read again and not counted",
+        file="kvpolicy/engine/index_reader.py",
+        old="self._link.whole(self._clusters.centers(reads.index))",
+        new="_ = self._clusters.centers(reads.index)",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="a layer that grows forgets its clusters",
+        file="kvpolicy/engine/state.py",
+        old="target[:, :, : held.shape[2]] = held",
+        new="pass",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="a row that is read whole has clusters",
+        file="kvpolicy/engine/layer_clusters.py",
+        old="return rows & rows.new_tensor(restricted) & (layer.tensors.length > 0)",
+        new="return rows & (layer.tensors.length > 0)",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="a row that is read in part from now on has no clusters",
+        file="kvpolicy/engine/slot_geometry.py",
+        old="self.index.find_missing_clusters()",
+        new="_ = self.index.find_missing_clusters",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
+    ),
+    Mutation(
+        name="one position more is always read",
+        file="kvpolicy/engine/reading.py",
+        old="always | (earliest < sinks)",
+        new="always | (earliest <= sinks)",
+        tests=(
+            "tests/readers/test_retrieval.py",
+            "tests/engine/test_clusters.py",
+            "tests/engine/test_layer_clusters.py",
+        ),
     ),
 )

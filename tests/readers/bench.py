@@ -20,6 +20,7 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.registry import name_of
 from tests.engine.parts import index_of
 from tests.reference.readers import Held, estimated
+from tests.reference.versions import version
 
 DIM = 8
 HEADS = 2
@@ -55,6 +56,8 @@ class Layer:
         self.new = new
         self.transform = ScoreTransform(DIM**-0.5, softcap, sinks)
         self.read: Chosen | None = None
+        self.steps = 0
+        self.clusters: list[list[Any]] = []
 
     def prompt(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         """Take in a prompt."""
@@ -65,7 +68,28 @@ class Layer:
         extra = torch.full_like(keep, self.new if self.policy.decode == "grow" else 0)
         self.store.compress(pending, RowBudget(keep, extra, keep + extra))
         check_invariants(self.store, keeps_newest=False)
+        self._find_clusters()
         return out
+
+    def _find_clusters(self) -> None:
+        """Let the slow version find the clusters of every row and head, if the reader has some."""
+        method = version("reader", name_of(type(self.policy.reader)))
+        if not hasattr(method, "clusters"):
+            return
+        config = config_of(self.policy) | {"rounded": self._rounded}
+        self.clusters = [
+            [method.clusters(config, self.parts(row, head)) for head in range(HEADS)]
+            for row in range(len(self.budgets))
+        ]
+
+    def _rounded(self, vector: Any) -> Any:
+        """A vector in the dtype of the keys."""
+        return torch.tensor(vector, dtype=torch.float64).to(self.store.tensors.keys.dtype).double().tolist()
+
+    def config(self, row: int, head: int) -> dict[str, Any]:
+        """The parameters of the slow version of the reader, for a head."""
+        found = {"clusters": self.clusters[row][head], "rounded": self._rounded} if self.clusters else {}
+        return config_of(self.policy) | found
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         """Take in one token, and note what was read for it."""
@@ -90,6 +114,9 @@ class Layer:
 
     def between(self) -> None:
         """What the owner does between steps."""
+        self.steps += 1
+        if self.clusters and self.steps % config_of(self.policy)["rebuild"] == 0:
+            self._find_clusters()  # before blocks are demoted
         self.store.count_step()
         self.store.ensure_capacity()
         check_invariants(self.store, keeps_newest=False)
@@ -127,7 +154,7 @@ class Layer:
             return [[] for _ in range(GROUP)]
         found: Any = estimated(
             name,
-            config_of(self.policy),
+            self.config(row, head),
             self.parts(row, head),
             q[row, head * GROUP : (head + 1) * GROUP, 0].double().tolist(),
             read,

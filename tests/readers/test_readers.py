@@ -68,7 +68,7 @@ def slow_choice(layer: Layer, q: Tensor, prompt: tuple[Tensor, Tensor], lengths:
             found[-1].append(
                 chosen(
                     name,
-                    config,
+                    layer.config(row, head),
                     layer.parts(row, head),
                     q[row, mine, 0].double().tolist(),
                     length=int(layer.store.tensors.length[row]),
@@ -390,7 +390,9 @@ def test_centroids_of_single_tokens_leave_nothing_out(base: str) -> None:
             layer.between()
 
 
-@pytest.mark.parametrize(("reader", "without"), [("sparq", "correct"), ("centroids", "estimate")])
+@pytest.mark.parametrize(
+    ("reader", "without"), [("sparq", "correct"), ("centroids", "estimate"), ("retrieval:recent=1", "estimate")]
+)
 def test_estimates_bring_the_output_closer_to_attention_to_all(reader: str, without: str) -> None:
     """Where attention is spread over many tokens: to less than half of the error."""
     errors: list[float] = []
@@ -436,6 +438,9 @@ def test_readers_of_a_basis_or_of_estimates_conform(tmp_path: Path) -> None:
         "sparq:read=8",
         "sparq:read=8:correct=false",
         "centroids:read=8",
+        "retrieval:recent=1:read=8",
+        "retrieval:recent=1:read=8:cluster=2:estimate=false",
+        "reuse/retrieval:recent=1:estimate=false",
     ):
         check(Policy.parse(text).reader)
 

@@ -142,6 +142,7 @@ def test_autocast(policy: str) -> None:
         "full+labels:read=8:dense=0:host=true",
         "full+sparq:read=8",
         "full+centroids:read=8:page=2",
+        "full+retrieval:recent=1:read=8:cluster=4",
         "uniform/even+h2o+turboquant:bits=4@0.5",
         "uniform/adakv+snapkv:window=4+tokenwise:bits=4@0.5",
         "squeeze+h2o+gear:group_size=4:residual_length=4@0.5",

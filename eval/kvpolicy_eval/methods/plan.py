@@ -75,6 +75,7 @@ READERS = {
     "loki": ["loki", "loki:channels=16", "labels:channels=8:dense=0", "labels:dense=0", "exact"],
     "sparq": ["sparq", "sparq:correct=false", "labels:channels=8:dense=0", "exact"],
     "centroids": ["centroids", "centroids:estimate=false", "centroids:page=16", "quest:dense=0", "exact"],
+    "retrieval": ["retrieval", "retrieval:estimate=false", "retrieval:cluster=16", "centroids", "exact"],
     "reuse": ["reuse/exact", "reuse:layers=2_5/exact", "reuse:full=false/exact", "exact"],
 }
 """Readers of a reader's page, to which reading everything is added; others have their defaults only."""

@@ -33,6 +33,9 @@ READERS = [
     "centroids:page=16",
     "centroids",
     "centroids:estimate=false",
+    "retrieval:cluster=16",
+    "retrieval",
+    "retrieval:estimate=false",
 ]
 """Readers that choose in every layer, without what they read."""
 SHARES = [0.6, 0.4, 0.3, 0.25, 0.2]

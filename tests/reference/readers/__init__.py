@@ -3,7 +3,8 @@
 A file has `DEFAULTS`, the parameters that the reader has beside `read`, `dense` and `recent`; `page`, the slots of an
 entry; and `estimate`, what an entry is worth to a query. `channels` is what a reader chooses from a prompt, if it does.
 A reader that chooses channels by the queries of each step has `step_channels`. One that estimates what it does not read
-has `rest`. `SMALL` is a spec with numbers that fit tiny models.
+has `rest`. One that finds clusters in what a head holds has `clusters`, and gets the result as `clusters` of its
+parameters. `SMALL` is a spec with numbers that fit tiny models.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def ranked(
     def place(number: int) -> tuple[int, float, int]:
         positions = [held.position for held in entries[number]]
         always = 0
-        if max(positions) >= length - full["recent"]:
+        if max(positions) >= length - full["recent"] or min(positions) < full.get("sinks", 0):
             always = 1
         if min(positions) == first:
             always = 2

@@ -1,0 +1,211 @@
+"""Retrieval: read the clusters whose center has the largest product with the query, and estimate the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels.products import thin_products
+from kvpolicy.kernels.slot_writes import write_slots
+from kvpolicy.protocols import ReaderTraits
+from kvpolicy.readers._clusters import SEGMENT, k_means, mean_by_cluster, nearest, segments
+from kvpolicy.readers._common import LONG, Amount, TokenReader, check_reader, slots_of_page
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.validation import AutoInt
+
+
+class RetrievalIndex(NamedTuple):
+    """The clusters of one layer.
+
+    Attributes:
+        directions: Direction of each cluster, of length 1, [B, H, C, D] in the dtype of the keys.
+        lengths: Mean product of the keys of a cluster with its direction, [B, H, C, 1] fp32.
+        used: Which clusters there are, [B, H, C] bool.
+        values: Their mean values, [B, H, C, D] in the dtype of the keys; the empty tuple if nothing is estimated.
+        assigned: Cluster of each slot, [B, H, X, 1] int16, or int32 where there are too many clusters for that.
+    """
+
+    directions: Tensor
+    lengths: Tensor
+    used: Tensor
+    values: Tensor | tuple[()]
+    assigned: Tensor
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retrieval(TokenReader):
+    """Read the clusters whose center has the largest product with the query, and estimate the others.
+
+    After a prompt, the keys of each KV head are divided into clusters of similar keys, by k-means. Of each cluster, the
+    index holds its center and the mean of its values, and of each token, its cluster. A step multiplies the query with
+    the centers, and reads the tokens of the best clusters. What is not read of a cluster takes part in the same softmax
+    as a single slot, with the score of the center and the mean value, that stands for as many tokens.
+
+    Tokens of a cluster may lie anywhere, so the order of the slots does not matter: this reader suits caches that
+    evict, and all codecs. New tokens join the cluster whose direction has the largest product with their key; every
+    `rebuild` steps, and after each prompt, clusters are found again.
+
+    Args:
+        read: How many tokens each KV head reads in a step (int), or the fraction of the layer's slots (float). Of the
+            last cluster, the earlier positions are read as far as they fit.
+        cluster: Tokens of a cluster on average; `auto`: 4 in a row of less than 4,096 tokens, else 16.
+        estimate: Whether the tokens that are not read take part in attention.
+        dense: How many of the model's first layers read everything.
+        sinks: Tokens at the first positions that are always read, and not clustered; the first kept one always is read.
+        recent: The newest tokens that are always read; the newest one always is.
+        rebuild: After how many steps clusters are found again.
+        host: Whether keys and values lie in host memory, from where a step copies the tokens that it reads. Clusters,
+            and everything of the layers that read everything, stay on the device.
+
+    Raises:
+        KVPolicyTypeError: If a value is of another type.
+        KVPolicyError: If a value is out of range.
+
+    Examples:
+        >>> Retrieval(read=0.05).count(1000), Retrieval(cluster=16).clusters(1000), Retrieval().clusters(16_384)
+        (50, 63, 1024)
+
+    Source: the shape of RetrievalAttention (Liu et al., 2024, arXiv:2409.10516): a vector index for each head, and keys
+    and values in host memory; with the clusters of RetroInfer (Chen et al., 2025, arXiv:2505.02922), and its authors'
+    code, commit 6b1228c: spherical k-means in segments of 8,192 tokens, and its attention to clusters that are
+    retrieved and clusters that are estimated.
+    Differences from RetrievalAttention: its index is a graph that is built from queries of the prompt, since queries
+    are distributed otherwise than keys, and the host searches it; here there are clusters of the keys alone, which the
+    device compares with the query. Differences from RetroInfer: as many tokens are read in each step, and not as many
+    clusters, so that no shape depends on data. Everything that is not read is estimated; the authors estimate 23 % of
+    the clusters, and leave out the others. The center is the mean key's part along the direction of the cluster, which
+    its keys were assigned by. One set of tokens per KV head: a token is as needed as the query head says that weights
+    its cluster most, after a softmax in which a cluster counts once for each token. Generated tokens join clusters at
+    once, and all tokens are clustered again every `rebuild` steps; the authors always read them, and cluster them apart
+    every 1,024. Mean values are those of the tokens that were held when clusters were found. The first 4 and the
+    newest 16 tokens are within `read` by default; the authors read 4 and 64 beside. Nothing is cached between steps on
+    the device; the authors have a cache of blocks. Ties go to the earlier position.
+    """
+
+    read: Amount = 256
+    cluster: AutoInt = "auto"
+    estimate: bool = True
+    dense: int = 0
+    sinks: int = 4
+    recent: int = 16
+    rebuild: int = 1024
+    host: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_reader(self, cluster=1, dense=0, sinks=0, recent=1, rebuild=1)
+
+    @property
+    def traits(self) -> ReaderTraits:
+        """Clusters, and a mean value for each."""
+        return ReaderTraits(
+            dense=self.dense,
+            sinks=self.sinks,
+            recent=self.recent,
+            resort=self.rebuild,
+            estimates=1 if self.estimate else 0,
+            clustered=True,
+            host=self.host,
+        )
+
+    def clusters(self, slots: int) -> int:
+        """The most clusters that a head may need, with `slots` slots or fewer of them filled."""
+        whole, rest = divmod(slots, SEGMENT)
+        per_segment = self._stride
+        wanted = whole * per_segment + -(-rest // slots_of_page(self.cluster, max(slots, 1)))
+        # With `auto`, a shorter row has clusters of fewer tokens, and may have more of them.
+        shorter = min(slots, LONG - 1)
+        return max(wanted, -(-shorter // slots_of_page(self.cluster, shorter)))
+
+    @property
+    def _stride(self) -> int:
+        """Clusters of a whole segment."""
+        return -(-SEGMENT // slots_of_page(self.cluster, SEGMENT))
+
+    def alloc(
+        self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> RetrievalIndex:
+        """No clusters."""
+        clusters = self.clusters(entries)
+        number = torch.int16 if clusters <= torch.iinfo(torch.int16).max else torch.int32
+        directions = torch.zeros(batch, heads, clusters, head_dim, dtype=dtype, device=device)
+        return RetrievalIndex(
+            directions=directions,
+            lengths=torch.zeros(batch, heads, clusters, 1, device=device),
+            used=torch.zeros(batch, heads, clusters, dtype=torch.bool, device=device),
+            values=torch.zeros_like(directions) if self.estimate else (),
+            assigned=torch.zeros(batch, heads, entries, 1, dtype=number, device=device),
+        )
+
+    def fit_clusters(
+        self, index: RetrievalIndex, keys: Tensor, values: Tensor, positions: Tensor, rows: Tensor
+    ) -> None:
+        """Find the clusters of some rows; see `Clusters`."""
+        most = index.used.shape[-1]
+        directions, used = self._directions(keys, positions, most)
+        # Rounded first: tokens are assigned by the directions that are held.
+        directions = directions.to(index.directions.dtype)
+        occupied = positions >= 0
+        assigned = nearest(keys.masked_fill(~occupied[..., None], 0), directions, used)
+        counted = occupied & (positions >= self.sinks)
+        means, _ = mean_by_cluster(keys, assigned, counted, most)
+        lengths = (means * directions.double()).sum(-1, keepdim=True)
+        found = [(index.directions, directions), (index.lengths, lengths), (index.used, used)]
+        if isinstance(index.values, Tensor):
+            found.append((index.values, mean_by_cluster(values, assigned, counted, most)[0]))
+        for held, new in found:
+            chosen = rows.view(-1, *[1] * (held.dim() - 1))
+            held.copy_(torch.where(chosen, new.to(held.dtype), held))
+
+    def _directions(self, keys: Tensor, positions: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """Directions of the clusters of each head, [B, H, C, D] fp32, and which there are, [B, H, C] bool."""
+        clustered = positions >= self.sinks
+        place = torch.where(clustered, positions, torch.iinfo(positions.dtype).max)
+        order = place.argsort(dim=-1, stable=True)
+        total = clustered.sum(-1)
+        size = torch.where(total < LONG, slots_of_page(self.cluster, 1), slots_of_page(self.cluster, LONG))
+        shape = (*keys.shape[:2], most)
+        directions = keys.new_zeros(*shape, keys.shape[-1], dtype=torch.float32)
+        used = torch.zeros(shape, dtype=torch.bool, device=keys.device)
+        for number in range(segments(int(total.max()))):
+            of_segment = order[..., number * SEGMENT : (number + 1) * SEGMENT]
+            tokens = (total - number * SEGMENT).clamp(0, of_segment.shape[-1])
+            clusters = (tokens + size - 1).div(size, rounding_mode="floor")
+            held = keys.gather(2, of_segment[..., None].expand(*of_segment.shape, keys.shape[-1]))
+            first = number * self._stride
+            width = min(max(int(clusters.max()), 1), most - first)
+            at = slice(first, first + width)
+            directions[:, :, at], used[:, :, at] = k_means(held, tokens, clusters, width)
+        return directions, used
+
+    def has_clusters(self, index: RetrievalIndex) -> Tensor:
+        """Whether clusters of a row were found, [B] bool; see `Clusters`."""
+        return index.used.flatten(1).any(-1)
+
+    def assigned(self, index: RetrievalIndex) -> Tensor:
+        """The cluster of each slot, [B, H, X] int64; see `Clusters`."""
+        return index.assigned.squeeze(-1).long()
+
+    def centers(self, index: RetrievalIndex) -> tuple[Tensor, Tensor]:
+        """The directions; see `Clusters`."""
+        return index.directions, index.used
+
+    def mean_values(self, index: RetrievalIndex) -> Tensor:
+        """The mean value of each cluster, [B, H, C, D]; see `Clusters`."""
+        assert isinstance(index.values, Tensor)  # only called if the traits ask for it
+        return index.values
+
+    def refresh(self, index: RetrievalIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
+        """Assign some keys to clusters; see `Reader.refresh`."""
+        keys = keys.squeeze(3).masked_fill(~occupied, 0)  # a page is one slot
+        found = nearest(keys, index.directions, index.used)
+        write_slots(index.assigned, entries, found[..., None].to(index.assigned.dtype))
+
+    def score(self, index: RetrievalIndex, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
+        """The products with the centers of the clusters, [B, H, G, C] fp32."""
+        return thin_products(queries, index.directions) * index.lengths.squeeze(-1)[:, :, None]
