@@ -135,9 +135,9 @@ def test_forgotten_requests_leave_nothing(saved: Saved, requests: Requests) -> N
     for request in (about(saved), Request([5, 6], SALT), Request([5])):
         requests.admit(request)
         schedule(requests, request)
-        requests.forget(request.request_id)
-        requests.forget(request.request_id)
-    assert not requests._documents and not requests._computed
+        requests.forget(request)
+        requests.forget(request)
+    assert not requests._known and not requests._computed
 
 
 def test_what_sets_requests_apart_is_undone(saved: Saved, requests: Requests) -> None:
@@ -219,7 +219,7 @@ def test_blocks_behind_failed_ones_are_spoiled(saved: Saved, requests: Requests)
         requests.admit(request)
         schedule(requests, request, computed, blocks)
         requests.take()
-        requests.forget(request.request_id)
+        requests.forget(request)
     assert requests.failed({2}) == {2, 3, 4}
     assert requests.failed({9}) == set()
 
