@@ -64,7 +64,7 @@ class BlockReader:
         return self._cache.unflatten(self._dim, (self._blocks, -1)).movedim(self._dim, 0)
 
     def _lookup(self, shape: tuple[int, int, int], write: WriteSlots) -> Tensor | None:
-        """Places of keys and values in a block that is flattened, [2, H, tokens, D] int64; None if not all are there."""
+        """Places of keys and values in a flattened block, [2, H, tokens, D] int64; None if not all are there."""
         size, heads, dim = shape
         block = self._by_block()[0]
         dtype, device = self._cache.dtype, self._cache.device

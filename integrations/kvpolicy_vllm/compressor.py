@@ -211,23 +211,23 @@ class Compressor:
             return
         known = held.gathered.get(layer_idx)
         seen = 0 if known is None else known.seen
-        stop = part.start + part.count
+        stop = part.start + part.tokens
         if part.start > seen:
             raise RuntimeError(f"{part.start} tokens of a prompt were computed, and {seen} of them were seen")
         if stop <= seen:  # the same after a preemption
             return
         row = places[part.slot]
-        rows = slice(row + seen - part.start, row + part.count)
+        rows = slice(row + seen - part.start, row + part.tokens)
         q, k = (t[rows].reshape(stop - seen, -1, layer.head_dim).transpose(0, 1)[None] for t in (queries, keys))
         if known is None:
             known = held.gathered[layer_idx] = self._begun(layer_idx, part.total, q, k)
         known.statistics.add(q, k, seen)
         if known.attn_sum is not None:
-            past = (t[None] for t in layer.reader.read(part.blocks, stop))
-            attend_tile(q, *past, layer.transform, None, None, known.attn_sum)
+            past, values = (t[None] for t in layer.reader.read(part.blocks, stop))
+            attend_tile(q, past, values, layer.transform, None, None, known.attn_sum)
         known.seen = stop
         if stop == part.total:
-            held.outputs[layer_idx] = out[row + part.count - 1].flatten().to(HOST, copy=True)
+            held.outputs[layer_idx] = out[row + part.tokens - 1].flatten().to(HOST, copy=True)
             held.layers[layer_idx] = self._compressed(layer_idx, part, known)
             del held.gathered[layer_idx]
 

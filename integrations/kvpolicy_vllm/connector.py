@@ -66,7 +66,7 @@ class KVPolicyConnector(KVConnectorBase_V1):
         self._block_size = int(groups[0].kv_cache_spec.block_size)
         self._engine = Engine.of(vllm_config)
         folder = vllm_config.kv_transfer_config.get_from_extra_config("folder", None)
-        self._recipe = Recipe.of(vllm_config)
+        self._recipe = Recipe.of(vllm_config.kv_transfer_config)
         self._ledger: Ledger | None = None
         if self._recipe is not None:
             check_compresses(vllm_config, self._recipe, describe(self._engine.model))

@@ -157,13 +157,14 @@ def check_compresses(vllm_config: Any, recipe: Recipe, shape: ModelShape) -> Non
         )
     if ranks > 1 and recipe.compares_heads:
         raise KVPolicyError(
-            f"The selector must look at each KV head alone with tensor_parallel_size={ranks}, got {recipe.policy}, which "
-            "compares heads that other ranks have; try snapkv."
+            f"The selector must look at each KV head alone with tensor_parallel_size={ranks}, got {recipe.policy}, "
+            "which compares heads that other ranks have; try snapkv."
         )
     kind = getattr(vllm_config.cache_config, "cache_dtype", "auto")
     if kind not in ("auto", "bfloat16", "float16", "float32"):
         raise KVPolicyError(
-            f"--kv-cache-dtype must be auto for prompts to be compressed, since no backend reads codes back, got {kind}."
+            "--kv-cache-dtype must be auto for prompts to be compressed, since no attention backend reads codes back, "
+            f"got {kind}."
         )
 
 

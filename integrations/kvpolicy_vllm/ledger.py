@@ -35,7 +35,7 @@ class Part(NamedTuple):
         name: The prompt.
         total: Tokens of the prompt.
         start: The first of them.
-        count: How many.
+        tokens: How many.
         slot: The slot of the first of them.
         blocks: The blocks of the prompt, from its first token on.
     """
@@ -43,7 +43,7 @@ class Part(NamedTuple):
     name: str
     total: int
     start: int
-    count: int
+    tokens: int
     slot: int
     blocks: tuple[int, ...]
 
@@ -144,6 +144,7 @@ class Ledger:
         self._now = now
         self._prompts: dict[str, Prompt] = {}
         self._by_request: dict[str, Prompt] = {}
+        self._savings: dict[str, Saving] = {}
         self._dropped: list[str] = []
 
     def __len__(self) -> int:
@@ -209,7 +210,9 @@ class Ledger:
         return True
 
     def allocated(self, prompt: Prompt, blocks: Sequence[int]) -> None:
-        """Note the blocks of the second request of a prompt."""
+        """Note the blocks of the second request of a prompt, which may have lost others in the same step."""
+        if prompt.blocks:
+            self._savings[prompt.name] = Saving(prompt.name, prompt.kept, prompt.blocks)
         prompt.blocks = tuple(blocks)
 
     def finished(self, request: Any) -> None:
@@ -233,23 +236,24 @@ class Ledger:
             blocks_of: The blocks of a request.
         """
         self._expire()
-        found = Work(dropped=self._dropped)
-        self._dropped = []
+        savings, self._savings = self._savings, {}
         for request_id in preempted:
             prompt = self._by_request.get(request_id)
-            if prompt is not None and prompt.stage is Stage.BEGUN and prompt.blocks:
-                found.savings.append(Saving(prompt.name, prompt.kept, prompt.blocks))
+            if prompt is not None and prompt.blocks and prompt.name not in savings:
+                savings[prompt.name] = Saving(prompt.name, prompt.kept, prompt.blocks)
                 prompt.blocks = ()
-        for request_id, count in scheduled.items():
+        found = Work(savings=[*savings.values()], dropped=self._dropped)
+        self._dropped = []
+        for request_id, tokens in scheduled.items():
             prompt = self._by_request.get(request_id)
             if prompt is None:
                 continue
             start = int(prompt.request.num_computed_tokens)
             if prompt.is_first and start < prompt.total:
                 blocks = tuple(blocks_of(request_id))
-                count = min(count, prompt.total - start)
-                found.parts.append(Part(prompt.name, prompt.total, start, count, self._slot(blocks, start), blocks))
-            elif not prompt.is_first and start <= prompt.kept < start + count:
+                tokens = min(tokens, prompt.total - start)
+                found.parts.append(Part(prompt.name, prompt.total, start, tokens, self._slot(blocks, start), blocks))
+            elif not prompt.is_first and start <= prompt.kept < start + tokens:
                 found.last_tokens.append(LastToken(prompt.name, self._slot(prompt.blocks, prompt.kept)))
         return found
 

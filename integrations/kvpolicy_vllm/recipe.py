@@ -94,17 +94,20 @@ class Recipe:
         )
 
     @classmethod
-    def of(cls, vllm_config: Any, environment: Mapping[str, str] | None = None) -> Recipe | None:
+    def of(cls, transfer: Any, environment: Mapping[str, str] | None = None) -> Recipe | None:
         """The recipe of an engine: `policy`, `threshold` and `prefills` of its `kv_connector_extra_config`.
 
         Where one of them is missing, the variables `KVPOLICY_POLICY`, `KVPOLICY_THRESHOLD` and `KVPOLICY_PREFILLS` say
         it. None if there is no policy.
 
+        Args:
+            transfer: The `kv_transfer_config` of the engine, or None.
+            environment: The variables; those of the process by default.
+
         Raises:
             KVPolicyError: Naming what is wrong.
         """
         environment = os.environ if environment is None else environment
-        transfer = vllm_config.kv_transfer_config
 
         def setting(name: str, variable: str, default: Any = None) -> Any:
             found = None if transfer is None else transfer.get_from_extra_config(name, None)

@@ -1,5 +1,4 @@
-"""Requests of an engine's scheduler: which of them begin with a document or with a compressed prompt, and what has to be
-loaded for them."""
+"""Requests of an engine's scheduler: which begin with a document or a compressed prompt, and what they load."""
 
 from __future__ import annotations
 
@@ -78,9 +77,7 @@ class Requests:
         ledger: The prompts that are compressed; None if none are.
     """
 
-    def __init__(
-        self, engine: Engine, library: Library, block_size: int, ledger: Ledger | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, library: Library, block_size: int, ledger: Ledger | None = None) -> None:
         """Know no request."""
         self._engine = engine
         self._library = library
@@ -137,9 +134,7 @@ class Requests:
             self._loads.append(Load(request.request_id, "", "", start + 1, start, tuple(blocks), found))
             return
         path, digest, name = ("", "", found.name) if isinstance(found, Prompt) else (str(found.path), found.digest, "")
-        self._loads.append(
-            Load(request.request_id, path, digest, found.kept, start, tuple(blocks), prompt=name)
-        )
+        self._loads.append(Load(request.request_id, path, digest, found.kept, start, tuple(blocks), prompt=name))
 
     def failed(self, blocks: AbstractSet[int]) -> set[int]:
         """Note blocks that could not be filled.

@@ -31,7 +31,14 @@ def tap(module: Any, layer_idx: int, see: See) -> None:
     forward = module.impl.forward
 
     def seen(
-        layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor, **more: Any
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        **more: Any,
     ) -> Any:
         found = forward(layer, query, key, value, kv_cache, attn_metadata, output=output, **more)
         if attn_metadata is not None:
