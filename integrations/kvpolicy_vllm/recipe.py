@@ -51,7 +51,7 @@ class Recipe:
             beside the engine's blocks.
 
     Raises:
-        KVPolicyError: If the policy has a part that an engine cannot have, or the threshold is too low for its budget.
+        KVPolicyError: If the policy has a part that an engine cannot have, or the budget is too small for a prompt of the threshold.
 
     Examples:
         >>> recipe = Recipe.parse("snapkv@0.2", threshold="1024")
@@ -67,14 +67,7 @@ class Recipe:
         """Check the policy, and let it grow."""
         _check_parts(self.policy)
         object.__setattr__(self, "policy", dataclasses.replace(self.policy, selector=_growing(self.policy.selector)))
-        try:
-            kept = self.kept(self.threshold)
-        except KVPolicyError as error:
-            raise KVPolicyError(
-                f"{THRESHOLD} must be so many tokens that the budget of {self.policy} suffices, got {self.threshold}: "
-                f"{error}"
-            ) from error
-        if kept < 2:
+        if self.kept(self.threshold) < 2:
             raise KVPolicyError(
                 f"{THRESHOLD} must be so many tokens that {self.policy} keeps two of them, got {self.threshold}; try "
                 "1024."

@@ -42,7 +42,7 @@ def test_answers_of_several_processes(tmp_path: Path, ranks: int, policy: str) -
     [
         ("kvzip@0.2", "must be one of window"),
         ("snapkv+kivi@0.2", "keep tokens as they are"),
-        ("snapkv@0.02", "suffices"),
+        ("expected@0.003", "at least 5 tokens"),
     ],
 )
 def test_other_policies_do_not_start(saved: Saved, policy: str, message: str) -> None:
