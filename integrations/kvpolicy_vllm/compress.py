@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import secrets
@@ -28,6 +27,7 @@ from kvpolicy_vllm.asgi import (
 from kvpolicy_vllm.middleware import FIELD
 from kvpolicy_vllm.prompts import first_request, second_request
 from kvpolicy_vllm.recipe import POLICY, Recipe
+from kvpolicy_vllm.rendering import rendered
 from kvpolicy_vllm.usage import Tokens, UsageEditor
 
 UNTOUCHED: Mapping[str, tuple[Any, ...]] = {
@@ -179,27 +179,20 @@ class Compress:
             return None
         if any(field in content and content[field] not in allowed for field, allowed in UNTOUCHED.items()):
             return None
-        answer = await self._ask(scope, f"{path}/render", content)
-        found: Any = parsed(answer.body)
-        if isinstance(found, list) and len(found) == 1:
-            found = found[0]
-        if answer.status != 200 or not isinstance(found, dict) or found.get("features"):
+        found = await rendered(scope["app"].state, content, path == CHAT)
+        if found is None or found.new < 1 or len(found.ids) < recipe.threshold:
             return None
-        ids: list[int] = found["token_ids"]
-        if len(ids) < recipe.threshold or (kept := recipe.kept(len(ids))) >= len(ids):
-            return None
-        return _Asked(ids, kept, int(found["sampling_params"]["max_tokens"]))
+        kept = recipe.kept(len(found.ids))
+        return None if kept >= len(found.ids) else _Asked(found.ids, kept, found.new)
 
-    async def _ask(
-        self, scope: Scope, path: str, content: Mapping[str, Any], receive: Receive | None = None
-    ) -> _Answer:
+    async def _ask(self, scope: Scope, path: str, content: Mapping[str, Any], receive: Receive) -> _Answer:
         """What the server answers to a body of our own, for as long as the client waits."""
         body = json.dumps(content).encode()
         found = _Answer()
         path = f"{scope.get('root_path') or ''}{path}"
         headers = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
         asked = {**scope, "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
-        await self._app(with_body(asked, body), replay(body, receive or _nothing_more), found.send)
+        await self._app(with_body(asked, body), replay(body, receive), found.send)
         return found
 
 
@@ -212,8 +205,3 @@ def _second(content: Mapping[str, Any], asked: _Asked, name: str, is_chat: bool)
     body.pop("max_tokens", None)
     params["prompt_token_ids"] = text["prompt_token_ids"]
     return {**body, "max_completion_tokens": asked.new}
-
-
-async def _nothing_more() -> Event:
-    await asyncio.Event().wait()
-    raise AssertionError  # never

@@ -51,7 +51,8 @@ class Recipe:
             beside the engine's blocks.
 
     Raises:
-        KVPolicyError: If the policy has a part that an engine cannot have, or the budget is too small for a prompt of the threshold.
+        KVPolicyError: If the policy has a part that an engine cannot have, or the budget is too small for a prompt of
+            the threshold.
 
     Examples:
         >>> recipe = Recipe.parse("snapkv@0.2", threshold="1024")

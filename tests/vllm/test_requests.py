@@ -233,7 +233,7 @@ def test_a_request_whose_load_failed_is_refused_when_it_comes_back(saved: Saved,
         requests.take()
     assert requests.failed({2, 5, 6}) == {2, 3, 5, 6}
     assert schedule(requests, fails) == 1
-    assert [load.reason for load in requests.take()] == ["Its document could not be loaded."]
+    assert [load.reason for load in requests.take()] == ["Its beginning could not be loaded."]
     assert schedule(requests, earlier) == 35
 
 
