@@ -440,13 +440,25 @@ class _Watched:
 
 def apart(side: Side, name: str, folder: Path, repeats: int) -> Result:
     """Measure a side in a process of its own; see `measure`."""
+    return Result.of(measured_by("vllm_documents", [side.name, name], folder, repeats))
+
+
+def measured_by(module: str, words: Sequence[str], folder: Path, repeats: int) -> dict[str, Any]:
+    """What a benchmark of this folder measures in a process of its own, as JSON.
+
+    Args:
+        module: The benchmark.
+        words: What it is to measure.
+        folder: Where its files are.
+        repeats: How often.
+    """
     out = folder / "result.json"
-    command = [sys.executable, "-m", "kvpolicy_eval.bench.vllm_documents", "--measure", side.name, name, str(out)]
+    command = [sys.executable, "-m", f"kvpolicy_eval.bench.{module}", "--measure", *words, str(out)]
     command += ["--folder", str(folder), "--repeats", str(repeats)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
-    return Result.of(json.loads(out.read_text(encoding="utf-8")))
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
 def lines(work: Workload, sides: Sequence[Side], folder: Path, repeats: int) -> Iterator[list[str]]:
