@@ -115,7 +115,7 @@ def test_streams_stop_strings_and_tools(server: VLLMServer, answer: Callable[[st
     found = server.post(CHAT, chat(text, add_special_tokens=True, tools=[tool]))
     assert found.status == 200 and found.text == answer(text)  # this model calls no tool
     named = {"type": "function", "function": {"name": "f"}}
-    found = server.post(CHAT, chat(text, tools=[tool], tool_choice=named, max_tokens=40, ignore_eos=False))
+    found = server.post(CHAT, chat(text, tools=[tool], tool_choice=named, max_tokens=100, ignore_eos=False))
     assert found.status == 200, found
     (call,) = found.content["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "f" and found.content["usage"]["kvpolicy"]

@@ -30,20 +30,20 @@ class Scheduler:
         self.requests = Requests(saved.engine, Library(None, verify=False), BLOCK, self.ledger)
         self.blocks: dict[str, tuple[int, ...]] = {}
 
-    def first(self, name: str, **changes: Any) -> Request:
+    def first(self, name: str, **changes: Any) -> Any:
         return self._admitted(*first_request(IDS, name), **changes)
 
-    def second(self, name: str, **changes: Any) -> Request:
+    def second(self, name: str, **changes: Any) -> Any:
         return self._admitted(*second_request(IDS, KEPT, name), **changes)
 
-    def _admitted(self, text: Any, params: Any, **changes: Any) -> Request:
+    def _admitted(self, text: Any, params: Any, **changes: Any) -> Any:
         text |= changes
-        request = Request(text["prompt_token_ids"], text["cache_salt"], params)
+        request: Any = Request(text["prompt_token_ids"], text["cache_salt"], params)
         request.num_computed_tokens = 0
         self.requests.admit(request)
         return request
 
-    def begin(self, request: Request, computed: int = 0, blocks: tuple[int, ...] = BLOCKS) -> int | None:
+    def begin(self, request: Any, computed: int = 0, blocks: tuple[int, ...] = BLOCKS) -> int | None:
         """Begin a request, if it may; its tokens from outside."""
         found = self.requests.matched(request, computed)
         if found is not None:
@@ -52,14 +52,14 @@ class Scheduler:
             request.num_computed_tokens = computed + found
         return found
 
-    def step(self, tokens: dict[Request, int], preempted: tuple[Request, ...] = ()) -> Work:
+    def step(self, tokens: dict[Any, int], preempted: tuple[Any, ...] = ()) -> Work:
         scheduled = {request.request_id: count for request, count in tokens.items()}
         found = self.ledger.work(scheduled, [each.request_id for each in preempted], self.blocks.__getitem__)
         for request, count in tokens.items():
             request.num_computed_tokens += count
         return found
 
-    def end(self, request: Request, status: str = "FINISHED_LENGTH_CAPPED") -> None:
+    def end(self, request: Any, status: str = "FINISHED_LENGTH_CAPPED") -> None:
         request.status = SimpleNamespace(name=status)
         self.requests.forget(request)
 
@@ -70,7 +70,7 @@ class Scheduler:
         self.step({request: len(IDS)})
         self.end(request)
 
-    def refusal(self, request: Request) -> str:
+    def refusal(self, request: Any) -> str:
         assert self.requests.matched(request, 0) == 1
         self.requests.allocated(request, (1,), 1)
         (load,) = self.requests.take()

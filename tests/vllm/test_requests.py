@@ -57,6 +57,7 @@ def about(saved: Saved, question: Sequence[int] = (5, 6), **fields: Any) -> Requ
 def schedule(requests: Requests, request: Request, computed: int = 0, blocks: Sequence[int] = (3, 9, 4)) -> int:
     """What a scheduler does to begin a request; the tokens from outside."""
     external = requests.matched(request, computed)
+    assert external is not None
     requests.allocated(request, blocks, external)
     return external
 

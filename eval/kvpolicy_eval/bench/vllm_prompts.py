@@ -363,8 +363,8 @@ def note(size: Size, repeats: int) -> str:
     package = metadata.packages_distributions()["vllm"][0]
     return (
         f"{size.clients} requests at once, prompts of about {size.tokens:,} tokens with {size.records} records, "
-        f"answers of {size.new} tokens, blocks of {BLOCK} tokens, {BATCHED:,} tokens a step at most; median of {repeats}. "
-        f"{package} {metadata.version(package)}, torch {torch.__version__}, CPU, 1 thread."
+        f"answers of {size.new} tokens, blocks of {BLOCK} tokens, {BATCHED:,} tokens a step at most; median of "
+        f"{repeats}. {package} {metadata.version(package)}, torch {torch.__version__}, CPU, 1 thread."
     )
 
 
