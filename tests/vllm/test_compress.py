@@ -220,6 +220,6 @@ def test_sampling_is_that_of_the_whole_prompt(small: Model, llm: Any) -> None:
     """The first token is sampled from the logits of the whole prompt, by the first number of the seed."""
     recipe, prompts = recipe_of(POLICIES[0]), small.prompts[:1]  # on a CPU, vLLM takes no seed for prompts in chunks
     for seed in range(5):
-        options = {"temperature": 1.0, "seed": seed, "tokens": 1}
+        options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "tokens": 1}
         whole = [({"prompt_token_ids": ids}, sampling(**options)) for ids in prompts]
         assert close(answers_of(run(llm, prompts, recipe, **options)), answers_of(run(llm, [], recipe, whole)))
