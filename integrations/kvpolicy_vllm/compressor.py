@@ -119,6 +119,7 @@ class Compressor:
         self._failed: set[str] = set()
         self._work = Work()
         self._places: dict[int, int] | None = None
+        self._restored: set[tuple[str, int]] = set()
         self.peak = 0
 
     @property
@@ -139,6 +140,15 @@ class Compressor:
         """Begin the forward of a step."""
         self._work = work
         self._places = None
+        self._restored = set()
+
+    def lost_blocks(self) -> set[int]:
+        """First blocks of requests whose last prompt token did not get its output in every layer of this step.
+
+        What they generate would follow from the kept tokens alone.
+        """
+        wanted = {(last.name, layer_idx): last.block for last in self._work.last_tokens for layer_idx in self._layers}
+        return {block for key, block in wanted.items() if key not in self._restored}
 
     def end(self) -> None:
         """End the forward of a step."""
@@ -158,9 +168,9 @@ class Compressor:
         work = self._work
         if not work.parts and not work.last_tokens:
             return
-        if self._places is None:
-            self._places = self._find(slots)
         places = self._places
+        if places is None:
+            places = self._places = self._find(slots)
         for part in work.parts:
             self._guarded(part.name, lambda part=part: self._gather(part, layer_idx, queries, keys, out, places))
         for last in work.last_tokens:
@@ -169,6 +179,7 @@ class Compressor:
             if stored is not None and last.slot in places:
                 row = out[places[last.slot]]
                 row.copy_(stored.view(row.shape))
+                self._restored.add((last.name, layer_idx))
 
     def take(self, name: str) -> list[DenseLayer]:
         """The layers of a compressed prompt, which are held no longer.
@@ -197,8 +208,12 @@ class Compressor:
         """The row of each slot that is looked for among the tokens of a step; one transfer to the host."""
         work = self._work
         wanted = [part.slot for part in work.parts] + [last.slot for last in work.last_tokens]
-        same = slots.flatten()[None] == torch.tensor(wanted, device=slots.device)[:, None]
-        rows = torch.where(same.any(1), same.int().argmax(1), -1).tolist()
+        try:
+            same = slots.flatten()[None] == torch.tensor(wanted, device=slots.device)[:, None]
+            rows = torch.where(same.any(1), same.int().argmax(1), -1).tolist()
+        except Exception:  # these prompts fail, and no other request
+            logger.exception("The tokens of a step cannot be found.")
+            return {}
         return {slot: row for slot, row in zip(wanted, rows, strict=True) if row >= 0}
 
     def _gather(

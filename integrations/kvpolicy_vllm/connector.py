@@ -173,9 +173,9 @@ class KVPolicyConnector(KVConnectorBase_V1):
             self._failed |= self._loader.load(step.loads)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that could not be filled: their requests end with an error."""
+        """The blocks that could not be filled, or whose last token is lost: their requests end with an error."""
         failed, self._failed = self._failed, set()
-        return failed
+        return failed if self._compressor is None else failed | self._compressor.lost_blocks()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: documents are loaded before the step."""

@@ -54,10 +54,12 @@ class LastToken(NamedTuple):
     Attributes:
         name: The prompt.
         slot: The slot that it gets.
+        block: The first block of the request.
     """
 
     name: str
     slot: int
+    block: int
 
 
 class Saving(NamedTuple):
@@ -254,7 +256,9 @@ class Ledger:
                 tokens = min(tokens, prompt.total - start)
                 found.parts.append(Part(prompt.name, prompt.total, start, tokens, self._slot(blocks, start), blocks))
             elif not prompt.is_first and start <= prompt.kept < start + tokens:
-                found.last_tokens.append(LastToken(prompt.name, self._slot(prompt.blocks, prompt.kept)))
+                found.last_tokens.append(
+                    LastToken(prompt.name, self._slot(prompt.blocks, prompt.kept), prompt.blocks[0])
+                )
         return found
 
     def _slot(self, blocks: Sequence[int], token: int) -> int:

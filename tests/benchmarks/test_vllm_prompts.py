@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy_eval.bench import vllm_prompts as bench
-from kvpolicy_eval.bench.vllm_documents import BLOCK, MODEL, measured_by
 from kvpolicy_eval.bench.vllm_prompts import PREEMPTED, SIDES, Result, Run, Size
+from kvpolicy_eval.bench.vllm_sides import BLOCK, MODEL, measured_by
 from kvpolicy_vllm.recipe import Recipe
 
 SMALL = Size(clients=6, tokens=400, records=6, new=6, held=3)

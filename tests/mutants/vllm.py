@@ -86,7 +86,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="any scheme of authorization passes",
-        file=f"{PACKAGE}/middleware.py",
+        file=f"{PACKAGE}/asgi.py",
         old='return scheme.lower() == "bearer" and any(same)',
         new="return any(same)",
         tests=("tests/vllm/test_middleware.py",),
@@ -101,8 +101,8 @@ MUTATIONS = (
     Mutation(
         name="usage counts placeholders",
         file=f"{PACKAGE}/usage.py",
-        old="more = document.total - document.kept",
-        new="more = 0",
+        old="return Tokens(document.total - document.kept,",
+        new="return Tokens(0,",
         tests=("tests/vllm/test_middleware.py",),
     ),
     Mutation(
@@ -215,6 +215,13 @@ MUTATIONS = (
         file=f"{PACKAGE}/compressor.py",
         old="row.copy_(stored.view(row.shape))",
         new="row.copy_(row)",
+        tests=("tests/vllm/test_compressor.py",),
+    ),
+    Mutation(
+        name="a last token that no layer has seen goes on",
+        file=f"{PACKAGE}/compressor.py",
+        old="for key, block in wanted.items() if key not in self._restored}",
+        new="for key, block in wanted.items() if not key}",
         tests=("tests/vllm/test_compressor.py",),
     ),
     Mutation(

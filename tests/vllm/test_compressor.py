@@ -60,6 +60,7 @@ class Rank:
         ropes = saved.engine.skeleton.rotations
         layers = {n: EngineLayer(ropes[n], transform, pool, DIM) for n, pool in enumerate(self.pools)}
         self.compressor = Compressor(recipe, layers)
+        self.lost: set[int] = set()
 
     def step(self, parts: Sequence[tuple[Text, int, int]], last: Sequence[LastToken] = (), **work: Any) -> list[Tensor]:
         """A step of parts of prompts, each from a token to another one, with other requests between them.
@@ -93,6 +94,7 @@ class Rank:
             padding = torch.tensor([*slots, -1, -1])
             self.compressor.see(layer, q, k, out, padding)
             outs.append(out)
+        self.lost = self.compressor.lost_blocks()
         self.compressor.end()
         return outs
 
@@ -190,12 +192,32 @@ def test_the_output_of_the_last_token_is_put_back(saved: Saved) -> None:
     rank.step([(one, 0, 70), (two, 0, 30)])
     rank.step([(two, 30, 80)])
     for _ in range(2):  # again after a preemption
-        outs = rank.step([], [LastToken(one.name, 700), LastToken(two.name, 5), LastToken("unknown", 6)])
+        outs = rank.step([], [LastToken(one.name, 700, 7), LastToken(two.name, 5, 8), LastToken("unknown", 6, 9)])
         for layer, out in enumerate(outs):
             assert torch.equal(out[2], one.out[layer, -1].flatten())
             assert torch.equal(out[3], two.out[layer, -1].flatten())
             assert torch.equal(out[0], out[1]) and torch.equal(out[0], out[4])  # of other requests
             assert not torch.equal(out[0], out[2])
+        assert rank.lost == {9}
+
+
+def test_last_tokens_that_are_not_seen_are_lost(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a graph of a whole step, which no layer of Python takes part in."""
+    rank, text = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"]), text_of(70)
+    rank.step([(text, 0, 70)])
+    assert not rank.lost and not rank.compressor.lost_blocks()
+    work = Work(last_tokens=[LastToken(text.name, 5, 8)])
+    rank.compressor.begin(work)
+    assert rank.compressor.lost_blocks() == {8}
+    q = torch.zeros(1, HEADS * GROUP * DIM)
+    rank.compressor.see(0, q, q[:, : HEADS * DIM], q.clone(), torch.tensor([5]))
+    assert rank.compressor.lost_blocks() == {8}  # of one of two layers
+    rank.compressor.see(1, q, q[:, : HEADS * DIM], q.clone(), torch.tensor([5]))
+    assert not rank.compressor.lost_blocks()
+    rank.compressor.begin(work)
+    for layer in range(LAYERS):
+        rank.compressor.see(layer, q, q, q, torch.tensor([5], device="meta"))  # nothing can be compared
+    assert rank.compressor.lost_blocks() == {8}
 
 
 def test_what_is_held(saved: Saved) -> None:

@@ -92,7 +92,7 @@ def test_a_prompt_is_prefilled_and_then_loaded(scheduler: Scheduler) -> None:
     second = scheduler.second("a")
     assert scheduler.begin(second, 16, (8, 6, 5, 4)) == 33
     assert scheduler.requests.take() == [Load(second.request_id, "", "", 49, 16, (8, 6, 5, 4), prompt="a")]
-    assert scheduler.step({second: 1}) == Work(last_tokens=[LastToken("a", 4 * BLOCK + 1)])
+    assert scheduler.step({second: 1}) == Work(last_tokens=[LastToken("a", 4 * BLOCK + 1, 8)])
     assert scheduler.step({second: 1}) == Work()
     scheduler.end(second)
     assert scheduler.step({}) == Work(dropped=["a"])
@@ -107,10 +107,10 @@ def test_a_preempted_answer_is_saved_and_loaded_again(scheduler: Scheduler) -> N
     assert scheduler.step({}, (second,)) == Work(savings=[Saving("a", 49, BLOCKS)])
     assert scheduler.step({}, (second,)) == Work()
     assert scheduler.begin(second, 0, (11, 12, 13, 14)) == 49
-    assert scheduler.step({second: 3}) == Work(last_tokens=[LastToken("a", 14 * BLOCK + 1)])
+    assert scheduler.step({second: 3}) == Work(last_tokens=[LastToken("a", 14 * BLOCK + 1, 11)])
     # Preempted and begun in the same step.
     assert scheduler.begin(second, 32, (11, 12, 3, 4)) == 17
-    wanted = Work(last_tokens=[LastToken("a", 4 * BLOCK + 1)], savings=[Saving("a", 49, (11, 12, 13, 14))])
+    wanted = Work(last_tokens=[LastToken("a", 4 * BLOCK + 1, 11)], savings=[Saving("a", 49, (11, 12, 13, 14))])
     assert scheduler.step({second: 3}, (second,)) == wanted
     # All of it is in the prefix cache still.
     assert scheduler.begin(second, 64, (11, 12, 3, 4)) == 0

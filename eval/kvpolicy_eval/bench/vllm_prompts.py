@@ -35,7 +35,8 @@ import torch
 
 import kvpolicy
 from kvpolicy_eval.bench.output import collect, set_threads
-from kvpolicy_eval.bench.vllm_documents import BATCHED, BLOCK, MODEL, Workload, blocks_of, measured_by
+from kvpolicy_eval.bench.vllm_documents import Workload
+from kvpolicy_eval.bench.vllm_sides import BATCHED, BLOCK, MODEL, blocks_of, measured_by
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_vllm.prompts import first_request, second_request
 from kvpolicy_vllm.recipe import Recipe
@@ -192,7 +193,7 @@ def prepare(size: Size, folder: Path) -> None:
 
 
 def measure(side: str, folder: Path, repeats: int) -> Result:
-    """Measure a side in this process, which must have the variables of `vllm_documents.ENVIRONMENT`.
+    """Measure a side in this process, which must have the variables of `vllm_sides.ENVIRONMENT`.
 
     Args:
         side: What to measure.
