@@ -68,13 +68,15 @@ def llm(shared: Any) -> Generator[Any]:
 )
 def test_answers_are_those_of_kvpolicy(family: str, eager: bool, tmp_path: Path) -> None:
     found = Model(family, tmp_path)
+    # Before vLLM changes the classes of models that it runs by its backend of transformers.
+    expected = {policy: found.wanted(policy) for policy in POLICIES}
     with engine(tmp_path, extra=EXTRA, enforce_eager=eager) as llm:
         for policy in POLICIES:
             recipe = recipe_of(policy)
             use(llm, recipe)
-            assert close(answers_of(run(llm, found.prompts, recipe)), found.wanted(policy)), policy
+            assert close(answers_of(run(llm, found.prompts, recipe)), expected[policy]), policy
         whole = answers_of(run(llm, [], recipe_of(POLICIES[0]), [plain(ids) for ids in found.prompts]))
-    assert any(one.tokens != other.tokens for one, other in zip(whole, found.wanted("window@0.2"), strict=True))
+    assert any(one.tokens != other.tokens for one, other in zip(whole, expected["window@0.2"], strict=True))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -37,6 +37,19 @@ def test_answers_of_several_processes(tmp_path: Path, ranks: int, policy: str) -
     assert close(found[:3], [wanted(model, recipe, ids) for ids in prompts])
 
 
+def test_speculation_by_ngrams(tmp_path: Path) -> None:
+    """Drafts come with the last token of a prompt, in one step."""
+    model = make_model("llama3")
+    model.save_pretrained(tmp_path / "model")
+    policy = "snapkv:window=8@0.5"
+    prompts, recipe = [make_text(model, 40, 1) * 3, make_text(model, 100, 2)], recipe_of(policy)
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    options: dict[str, Any] = {"processes": True, "speculative_config": speculation}
+    with engine(tmp_path / "model", extra={"policy": policy, "threshold": LEAST}, **options) as llm:
+        found = answers_of(run(llm, prompts, recipe, tokens=24))
+    assert close(found, [wanted(model, recipe, ids, 24) for ids in prompts])
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
