@@ -21,14 +21,19 @@ from kvpolicy_vllm.asgi import (
     is_let_in,
     parsed,
     posted,
+    refuse,
     replay,
     with_body,
 )
-from kvpolicy_vllm.middleware import FIELD
+from kvpolicy_vllm.ledger import COMPRESSED, PREFILL
+from kvpolicy_vllm.middleware import FIELD, UNANSWERED
 from kvpolicy_vllm.prompts import first_request, second_request
 from kvpolicy_vllm.recipe import POLICY, Recipe
 from kvpolicy_vllm.rendering import rendered
 from kvpolicy_vllm.usage import Tokens, UsageEditor
+
+PARAMS = "kv_transfer_params"
+"""The field by which this middleware tells the engine about a prompt; clients could take the places of others."""
 
 UNTOUCHED: Mapping[str, tuple[Any, ...]] = {
     FIELD: (),
@@ -119,13 +124,18 @@ class Compress:
             await self._start(scope, receive, send)
             return
         path = posted(scope)
-        if path not in (CHAT, COMPLETION):
+        if path not in (CHAT, COMPLETION, *UNANSWERED):
             await self._app(scope, receive, send)
             return
         raw = await body_of(receive)
         content = parsed(raw)
+        params = content.get(PARAMS) if isinstance(content, dict) else None
+        if isinstance(params, dict) and (PREFILL in params or COMPRESSED in params):
+            await refuse(send, f"{PARAMS} must not name a prompt to compress, got one that does.", PARAMS)
+            return
         asked = None
-        if raw is not None and isinstance(content, dict) and is_let_in(scope, scope["app"].state.args):
+        lets_in = isinstance(content, dict) and is_let_in(scope, scope["app"].state.args)
+        if raw is not None and lets_in and path not in UNANSWERED:
             asked = await self._prompt_of(scope, path, content)
         if asked is None:
             await self._app(scope, replay(raw, receive), send)

@@ -134,7 +134,8 @@ class Compressor:
             self._failed.discard(name)
         for saving in work.savings:
             self._guarded(saving.name, lambda saving=saving: self._save(saving))
-        self._count()
+        if work.savings:
+            self._count()
 
     def begin(self, work: Work) -> None:
         """Begin the forward of a step."""
@@ -152,8 +153,9 @@ class Compressor:
 
     def end(self) -> None:
         """End the forward of a step."""
+        if self._work.parts:
+            self._count()
         self._work = Work()
-        self._count()
 
     def see(self, layer_idx: int, queries: Tensor, keys: Tensor, out: Tensor, slots: Tensor) -> None:
         """See a layer of a forward, which has its tokens in the blocks by now.

@@ -241,8 +241,8 @@ MUTATIONS = (
     Mutation(
         name="prompts are compressed without a key",
         file=f"{PACKAGE}/compress.py",
-        old='and is_let_in(scope, scope["app"].state.args)',
-        new="",
+        old='isinstance(content, dict) and is_let_in(scope, scope["app"].state.args)',
+        new="isinstance(content, dict)",
         tests=("tests/vllm/test_compress_middleware.py",),
     ),
     Mutation(
@@ -250,6 +250,13 @@ MUTATIONS = (
         file=f"{PACKAGE}/compress.py",
         old='    "prompt_logprobs": (None,),\n',
         new="",
+        tests=("tests/vllm/test_compress_middleware.py",),
+    ),
+    Mutation(
+        name="clients name prompts to the engine",
+        file=f"{PACKAGE}/compress.py",
+        old="(PREFILL in params or COMPRESSED in params)",
+        new="PREFILL in params",
         tests=("tests/vllm/test_compress_middleware.py",),
     ),
     Mutation(

@@ -88,8 +88,15 @@ def test_a_cache_whose_other_sizes_are_those_of_its_blocks() -> None:
 
 @pytest.mark.parametrize(
     "code",
-    [lambda t: t / 448, lambda t: t.clamp(max=7), torch.zeros_like, lambda t: t + 1, lambda t: t.flip(0) * 0 + 5],
-    ids=["scaled", "clamped", "nothing", "shifted", "constant"],
+    [
+        lambda t: t / 448,
+        lambda t: t.clamp(max=7),
+        torch.zeros_like,
+        lambda t: t + 1,
+        lambda t: torch.where(t < 60, t + 0.25, t),
+        lambda t: t.flip(0) * 0 + 5,
+    ],
+    ids=["scaled", "clamped", "nothing", "shifted", "inexact", "constant"],
 )
 def test_codes_are_refused(code: Callable[[Tensor], Tensor]) -> None:
     cache = torch.zeros(BLOCKS, HEADS, 2 * SIZE, DIM)

@@ -162,7 +162,7 @@ def test_every_prompt_has_a_name_of_its_own() -> None:
         {"use_beam_search": True},
         {"return_token_ids": True},
         {"truncate_prompt_tokens": 5},
-        {"kv_transfer_params": {"compressed": "x"}},
+        {"kv_transfer_params": {"other": "x"}},
         {"document": "report"},
         {"document": None},
     ],
@@ -180,6 +180,15 @@ def test_fields_that_ask_for_nothing_else(changes: dict[str, Any]) -> None:
     server = Server()
     server.post(COMPLETION, {**COMPLETED, **changes})
     assert len(server.bodies) == 2
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, "/v1/responses", "/inference/v1/generate"])
+@pytest.mark.parametrize("params", [{"prefill": "x"}, {"compressed": "x", "other": 1}])
+def test_clients_name_no_prompts_to_the_engine(path: str, params: dict[str, str]) -> None:
+    server = Server()
+    status, content = server.post(path, {**COMPLETED, "kv_transfer_params": params})
+    assert status == 400 and "must not name a prompt" in content["error"]["message"] and not server.bodies
+    assert server.post("/v1/responses", COMPLETED)[0] == 200 and server.bodies == [COMPLETED]
 
 
 def test_other_paths_and_bodies_pass() -> None:
