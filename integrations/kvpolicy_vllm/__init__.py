@@ -1,5 +1,6 @@
-"""Serve documents that kvpolicy has compressed with vLLM: a connector, prompts, and a middleware for chat."""
+"""Serve with vLLM what kvpolicy compresses: documents, and every long prompt. A connector, prompts, and middlewares."""
 
+from kvpolicy_vllm.compress import Compress as Compress
 from kvpolicy_vllm.documents import Document as Document
 from kvpolicy_vllm.documents import read_document as read_document
 from kvpolicy_vllm.middleware import Documents as Documents

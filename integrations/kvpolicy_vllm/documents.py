@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,17 +53,26 @@ class Document:
 
     @property
     def placeholders(self) -> list[int]:
-        """The ids that stand for its kept tokens in a prompt.
-
-        They are distinct tokens of the text, as far as there is room, so that what looks for a token in the prompt,
-        such as a repetition penalty, finds those of the document.
-        """
-        distinct = list(dict.fromkeys(self.tokens)) or [0]
-        return [*itertools.islice(itertools.cycle(distinct), self.kept)]
+        """The ids that stand for its kept tokens in a prompt."""
+        return placeholders(self.tokens, self.kept)
 
     def begins(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt is the placeholders and something behind them."""
         return len(prompt) > self.kept and [*prompt[: self.kept]] == self.placeholders
+
+
+def placeholders(tokens: Iterable[int], count: int) -> list[int]:
+    """Ids that stand for the kept tokens of a text in a prompt.
+
+    They are distinct tokens of the text, as far as there is room, so that what looks for a token in the prompt, such as
+    a repetition penalty, finds those of the text.
+
+    Examples:
+        >>> placeholders([5, 5, 7], 3), placeholders([5, 5, 7], 1), placeholders([], 2)
+        ([5, 7, 5], [5], [0, 0])
+    """
+    distinct = list(dict.fromkeys(tokens)) or [0]
+    return [*itertools.islice(itertools.cycle(distinct), count)]
 
 
 def read_document(path: str | Path, *, verify: bool = True) -> Document:

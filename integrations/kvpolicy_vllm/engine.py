@@ -20,11 +20,12 @@ from torch import Tensor
 
 from kvpolicy.hf.dense_cache import Skeleton, skeleton
 from kvpolicy.hf.discovery import samples_of
-from kvpolicy.hf.model_spec import describe
+from kvpolicy.hf.model_spec import ModelShape, describe
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.model_identity import check_same_model
 from kvpolicy_vllm.documents import Document
+from kvpolicy_vllm.recipe import Recipe
 
 
 @dataclass
@@ -128,6 +129,43 @@ class Engine:
             found = None if name is None else sampled(self.source, self.revision, name)
             self._weights[dtype] = None if found is None else found.to(getattr(torch, dtype)).float().tolist()
         return self._weights[dtype]
+
+
+def check_compresses(vllm_config: Any, recipe: Recipe, shape: ModelShape) -> None:
+    """Refuse an engine that cannot compress prompts.
+
+    Args:
+        vllm_config: Its config.
+        recipe: How prompts are to be compressed.
+        shape: The cache of its model.
+
+    Raises:
+        KVPolicyError: Naming what it has.
+    """
+    recipe.policy.check(shape.info())
+    parallel = vllm_config.parallel_config
+    for name in ("data_parallel_size", "pipeline_parallel_size"):
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise KVPolicyError(
+                f"{name} must be 1 for prompts to be compressed, since both requests of a prompt must be in one engine "
+                f"of whole layers, got {size}; try tensor parallelism."
+            )
+    ranks = getattr(parallel, "tensor_parallel_size", 1)
+    if shape.heads % ranks:
+        raise KVPolicyError(
+            f"tensor_parallel_size must divide the {shape.heads} KV heads for prompts to be compressed, got {ranks}."
+        )
+    if ranks > 1 and recipe.compares_heads:
+        raise KVPolicyError(
+            f"The selector must look at each KV head alone with tensor_parallel_size={ranks}, got {recipe.policy}, "
+            "which compares heads that other ranks have; try snapkv."
+        )
+    kind = getattr(vllm_config.cache_config, "cache_dtype", "auto")
+    if kind not in ("auto", "bfloat16", "float16", "float32"):
+        raise KVPolicyError(
+            "--kv-cache-dtype must be auto for prompts to be compressed, since no attention backend reads codes back, "
+            f"got {kind}."
+        )
 
 
 def sampled(source: str, revision: str | None, name: str) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Loading documents into the blocks of an engine, in the process of one rank."""
+"""Loading documents and compressed prompts into the blocks of an engine, in the process of one rank."""
 
 from __future__ import annotations
 
@@ -67,15 +67,25 @@ class Loader:
         block_size: Tokens of a block.
         layers: The layers of this rank.
         write: Writes to the cache of a layer.
+        take: The layers of a compressed prompt, by its name; None if none are compressed.
     """
 
-    def __init__(self, engine: Engine, heads: Heads, block_size: int, layers: Iterable[int], write: Write) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        heads: Heads,
+        block_size: int,
+        layers: Iterable[int],
+        write: Write,
+        take: Callable[[str], Sequence[DenseLayer]] | None = None,
+    ) -> None:
         """Load nothing yet."""
         self._engine = engine
         self._heads = heads
         self._block_size = block_size
         self._layers = {*layers}
         self._write = write
+        self._take = take
         self._tails: OrderedDict[str, list[DenseLayer]] = OrderedDict()
 
     def load(self, loads: Sequence[Load]) -> set[int]:
@@ -103,9 +113,16 @@ class Loader:
         return load.blocks[load.start // self._block_size : -(-load.kept // self._block_size)]
 
     def _fill(self, load: Load) -> None:
-        tail = load.kept - load.kept % self._block_size
         blocks = torch.tensor(load.blocks[: -(-load.kept // self._block_size)])
         slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[: load.kept]
+        if load.prompt:
+            for layer in [] if self._take is None else self._take(load.prompt):
+                self._write_layer(layer, load.start, slots[load.start :])
+        else:
+            self._fill_document(load, slots)
+
+    def _fill_document(self, load: Load, slots: Tensor) -> None:
+        tail = load.kept - load.kept % self._block_size
         held = self._tails.get(load.digest) if load.start >= tail else None
         if held is not None:
             self._tails.move_to_end(load.digest)

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import os
-import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy_vllm.asgi import (
+    CHAT,
+    COMPLETION,
+    App,
+    Receive,
+    Scope,
+    Send,
+    body_of,
+    is_let_in,
+    parsed,
+    posted,
+    refuse,
+    replay,
+    with_body,
+)
 from kvpolicy_vllm.chat import Chat
 from kvpolicy_vllm.documents import Document, Library, as_ids
 from kvpolicy_vllm.engine import Engine
 from kvpolicy_vllm.prompts import request_of
-from kvpolicy_vllm.usage import UsageEditor
-
-Scope = dict[str, Any]
-Event = dict[str, Any]
-Receive = Callable[[], Awaitable[Event]]
-Send = Callable[[Event], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from kvpolicy_vllm.usage import UsageEditor, tokens_of
 
 FIELD = "document"
 """The field of a body that names a document."""
-
-CHAT = "/v1/chat/completions"
-COMPLETION = "/v1/completions"
 
 UNANSWERED = (
     "/inference/v1/generate",
@@ -79,31 +82,29 @@ class Documents:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        path = str(scope.get("path", "")).removeprefix(str(scope.get("root_path") or ""))
-        if scope["type"] != "http" or scope["method"] != "POST" or path not in (CHAT, COMPLETION, *UNANSWERED):
+        path = posted(scope)
+        if path not in (CHAT, COMPLETION, *UNANSWERED):
             await self._app(scope, receive, send)
             return
         state = scope["app"].state
-        raw = await _body(receive)
-        content = _parsed(raw)
+        raw = await body_of(receive)
+        content = parsed(raw)
         if raw is None or not isinstance(content, dict) or FIELD not in content or not is_let_in(scope, state.args):
-            await self._app(scope, _replay(raw, receive), send)
+            await self._app(scope, replay(raw, receive), send)
             return
         if path in UNANSWERED:
-            await _refuse(send, f"A document must be asked at {CHAT} or {COMPLETION}, got {path}.")
+            await refuse(send, f"A document must be asked at {CHAT} or {COMPLETION}, got {path}.", FIELD)
             return
         try:
             desk = await self._desk_of(state)
             # Files are read and texts are tokenized beside the event loop, which other requests need.
             asked = await asyncio.to_thread(desk.prepare, content, path == CHAT)
         except KVPolicyError as error:
-            await _refuse(send, str(error))
+            await refuse(send, str(error), FIELD)
             return
         body = json.dumps(asked.body).encode()
-        headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"transfer-encoding")]
-        scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
-        editor = UsageEditor(asked.document, send)
-        await self._app(scope, _replay(body, receive), editor.send)
+        editor = UsageEditor(tokens_of(asked.document), send)
+        await self._app(with_body(scope, body), replay(body, receive), editor.send)
 
     async def _desk_of(self, state: Any) -> Desk:
         async with self._lock:
@@ -208,18 +209,6 @@ class Desk:
         raise KVPolicyError("prompt must be a text or token ids beside a document, got another kind of prompt.")
 
 
-def is_let_in(scope: Scope, args: Any) -> bool:
-    """Whether a request has one of the server's API keys, as vLLM checks it behind this middleware."""
-    keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
-    if not keys:
-        return True
-    header = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
-    scheme, _, given = header.decode("latin-1").partition(" ")
-    digest = hashlib.sha256(given.encode()).digest()
-    same = [secrets.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in keys]
-    return scheme.lower() == "bearer" and any(same)
-
-
 def _template(given: str | None) -> str | None:
     """The chat template of a server, which is given as a path or as the template itself."""
     if given is None or any(sign in given for sign in "{}\n"):
@@ -228,43 +217,3 @@ def _template(given: str | None) -> str | None:
     if not path.is_file():
         raise KVPolicyError(f"chat_template must be a file or a template for documents, got {given!r}.")
     return path.read_text(encoding="utf-8")
-
-
-async def _body(receive: Receive) -> bytes | None:
-    """The body of a request; None if its client left."""
-    parts: list[bytes] = []
-    while True:
-        event = await receive()
-        if event["type"] != "http.request":
-            return None
-        parts.append(event.get("body", b""))
-        if not event.get("more_body", False):
-            return b"".join(parts)
-
-
-def _parsed(raw: bytes | None) -> Any:
-    """The JSON of a body; None if it is none, which vLLM refuses in its own words."""
-    try:
-        return None if raw is None else json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _replay(raw: bytes | None, receive: Receive) -> Receive:
-    """Receive a body that was read before, and then what comes."""
-    events: list[Event] = [{"type": "http.request", "body": raw or b"", "more_body": False}]
-    if raw is None:
-        events = [{"type": "http.disconnect"}]
-
-    async def again() -> Event:
-        return events.pop() if events else await receive()
-
-    return again
-
-
-async def _refuse(send: Send, message: str) -> None:
-    error = {"message": message, "type": "BadRequestError", "param": FIELD, "code": 400}
-    body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -1,12 +1,14 @@
-"""Prompts that begin with a document."""
+"""Prompts that begin with a document, and the two requests of a prompt that is compressed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from kvpolicy_vllm.documents import Document, as_ids, read_document
+from kvpolicy_vllm.documents import Document, as_ids, placeholders, read_document
 from kvpolicy_vllm.engine import Engine
+from kvpolicy_vllm.ledger import COMPRESSED, PREFILL, salt_of
 from kvpolicy_vllm.requests import PARAM
 
 
@@ -51,3 +53,29 @@ def request_of(document: Document, question: list[int], name: str) -> tuple[dict
     """The prompt and the `kv_transfer_params` of a question about a document that is known by a name."""
     text = {"prompt_token_ids": [*document.placeholders, *question], "cache_salt": document.salt}
     return text, {PARAM: name, "digest": document.digest}
+
+
+def first_request(ids: Sequence[int], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The prompt and the `kv_transfer_params` of the request of one token that prefills and compresses a prompt.
+
+    Args:
+        ids: Its token ids.
+        name: Its name, which nobody else can guess; of letters and digits.
+    """
+    return {"prompt_token_ids": [*ids], "cache_salt": salt_of(name, PREFILL)}, {PREFILL: name}
+
+
+def second_request(ids: Sequence[int], kept: int, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The prompt and the `kv_transfer_params` of the request that goes on behind a compressed prompt.
+
+    Args:
+        ids: Its token ids.
+        kept: How many of them each head keeps, the last one included; see `Recipe.kept`.
+        name: Its name.
+
+    Examples:
+        >>> second_request([5, 6, 7, 8, 9], 3, "n")[0]["prompt_token_ids"]
+        [5, 6, 9]
+    """
+    text = {"prompt_token_ids": [*placeholders(ids, kept - 1), ids[-1]], "cache_salt": salt_of(name, COMPRESSED)}
+    return text, {COMPRESSED: name}

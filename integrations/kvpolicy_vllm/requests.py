@@ -1,4 +1,4 @@
-"""Requests of an engine's scheduler: which of them begin with a document, and what has to be loaded for them."""
+"""Requests of an engine's scheduler: which begin with a document or a compressed prompt, and what they load."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_vllm.documents import SALT, Document, Library
 from kvpolicy_vllm.engine import Engine
+from kvpolicy_vllm.ledger import COMPRESSED, PREFILL, Ledger, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +27,17 @@ STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Slots of a request that get tokens of a document, or that cannot.
+    """Slots of a request that get tokens of a document or of a compressed prompt, or that cannot.
 
     Attributes:
         request_id: The request.
-        path: The file; empty to report the blocks as failed.
+        path: The file; empty for a compressed prompt, and to report the blocks as failed.
         digest: The hash that it must have.
         kept: The end of the loaded tokens.
         start: The first token that is loaded; those before are in blocks that other requests have loaded.
         blocks: The blocks of the request, from its first token on.
         reason: Why the request is refused.
+        prompt: The name of the compressed prompt; empty for a document.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class Load:
     start: int
     blocks: tuple[int, ...]
     reason: str = ""
+    prompt: str = ""
 
 
 class _Begun(NamedTuple):
@@ -71,14 +74,16 @@ class Requests:
         engine: The engine.
         library: The documents.
         block_size: Tokens of a block.
+        ledger: The prompts that are compressed; None if none are.
     """
 
-    def __init__(self, engine: Engine, library: Library, block_size: int) -> None:
+    def __init__(self, engine: Engine, library: Library, block_size: int, ledger: Ledger | None = None) -> None:
         """Know no request."""
         self._engine = engine
         self._library = library
         self._block_size = block_size
-        self._documents: dict[str, Document | str] = {}
+        self._ledger = ledger
+        self._known: dict[str, Document | Prompt | str] = {}
         self._computed: dict[str, int] = {}
         self._loads: list[Load] = []
         self._begun: deque[list[_Begun]] = deque([[]], maxlen=STEPS)
@@ -86,43 +91,50 @@ class Requests:
     def admit(self, request: Any) -> None:
         """Look at a new request; see `KVConnectorBase_V1.on_new_request`."""
         try:
-            found = self._document_of(request)
+            found = self._beginning_of(request)
         except KVPolicyError as error:
             found = str(error)
         except Exception as error:
-            logger.exception("The document of request %s cannot be read.", request.request_id)
+            logger.exception("The beginning of request %s cannot be known.", request.request_id)
             found = f"{type(error).__name__}: {error}"
         if found is None:
             return
         if isinstance(found, str):
             _isolate(request)
-        self._documents[request.request_id] = found
+        self._known[request.request_id] = found
         # Prompt logprobs set it, and then nothing would be loaded: the request is refused, which needs a load.
         request.skip_reading_prefix_cache = False
 
-    def matched(self, request: Any, computed: int) -> int:
-        """Tokens behind the `computed` ones that are loaded for a request."""
-        found = self._documents.get(request.request_id)
+    def matched(self, request: Any, computed: int) -> int | None:
+        """Tokens behind the `computed` ones that are loaded for a request; None if it must wait."""
+        found = self._known.get(request.request_id)
         if found is None:
             return 0
         self._computed[request.request_id] = computed
         if isinstance(found, str):
             return min(1, request.num_tokens - 1 - computed)
+        if isinstance(found, Prompt) and found.is_first:
+            return 0 if self._ledger is None or self._ledger.may_begin(found) else None
         return max(found.kept - computed, 0)
 
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         """Note the blocks of a request whose last `external` tokens from outside are to be loaded."""
-        found = self._documents.get(request.request_id)
+        found = self._known.get(request.request_id)
         if found is None:
             return
         start = self._computed[request.request_id]
+        if isinstance(found, Prompt):
+            if self._ledger is None or found.is_first:
+                return
+            self._ledger.allocated(found, blocks)
         self._begun[-1].append(_Begun(request, start // self._block_size, tuple(blocks)))
         if external < 1:
             return
         if isinstance(found, str):
             self._loads.append(Load(request.request_id, "", "", start + 1, start, tuple(blocks), found))
             return
-        self._loads.append(Load(request.request_id, str(found.path), found.digest, found.kept, start, tuple(blocks)))
+        path, digest, name = ("", "", found.name) if isinstance(found, Prompt) else (str(found.path), found.digest, "")
+        self._loads.append(Load(request.request_id, path, digest, found.kept, start, tuple(blocks), prompt=name))
 
     def failed(self, blocks: AbstractSet[int]) -> set[int]:
         """Note blocks that could not be filled.
@@ -144,8 +156,8 @@ class Requests:
             first = next((index for index, block in enumerate(held) if block in blocks), len(held))
             spoiled |= {*held[first:]}
         for request in {id(owners[block]): owners[block] for block in blocks if block in owners}.values():
-            if isinstance(self._documents.get(request.request_id), Document):
-                self._documents[request.request_id] = "Its document could not be loaded."
+            if isinstance(self._known.get(request.request_id), Document | Prompt):
+                self._known[request.request_id] = "Its beginning could not be loaded."
                 _isolate(request)
         return spoiled
 
@@ -155,16 +167,25 @@ class Requests:
         self._begun.append([])
         return loads
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request: Any) -> None:
         """Forget a request that has ended."""
-        self._documents.pop(request_id, None)
-        self._computed.pop(request_id, None)
+        self._known.pop(request.request_id, None)
+        self._computed.pop(request.request_id, None)
+        if self._ledger is not None:
+            self._ledger.finished(request)
 
-    def _document_of(self, request: Any) -> Document | None:
+    def _beginning_of(self, request: Any) -> Document | Prompt | None:
         params: Any = request.kv_transfer_params or {}
-        salt = request.cache_salt or ""
         if not isinstance(params, dict):
             raise KVPolicyError(f"kv_transfer_params must be an object, got {type(params).__name__}.")
+        if PREFILL not in params and COMPRESSED not in params:
+            return self._document_of(request, params)
+        if self._ledger is None:
+            raise KVPolicyError("The engine must have a policy to compress a prompt, got none; try KVPOLICY_POLICY.")
+        return self._ledger.find(request)
+
+    def _document_of(self, request: Any, params: dict[str, Any]) -> Document | None:
+        salt = request.cache_salt or ""
         if PARAM not in params:
             if salt.startswith(SALT):
                 raise KVPolicyError(

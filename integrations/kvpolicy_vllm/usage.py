@@ -1,31 +1,43 @@
-"""The usage in an answer: the tokens of the whole document instead of its placeholders."""
+"""The usage in an answer: the tokens of whole texts instead of placeholders."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvpolicy_vllm.asgi import Event, Send
 from kvpolicy_vllm.documents import Document
 
-Event = dict[str, Any]
+
+class Tokens(NamedTuple):
+    """What the placeholders of a prompt stand for.
+
+    Attributes:
+        more: Tokens that a usage lacks, since placeholders stand for them.
+        facts: What is said beside.
+    """
+
+    more: int
+    facts: dict[str, int]
 
 
-def corrected(usage: dict[str, Any], document: Document) -> dict[str, Any]:
-    """A usage whose prompt is the document's text and the question.
+def tokens_of(document: Document) -> Tokens:
+    """What the placeholders of a document stand for."""
+    return Tokens(document.total - document.kept, {"document_tokens": document.total, "kept_tokens": document.kept})
+
+
+def corrected(usage: dict[str, Any], tokens: Tokens) -> dict[str, Any]:
+    """A usage that counts whole texts instead of placeholders.
 
     Examples:
-        >>> from pathlib import Path
-        >>> facts = {"path": Path("a"), "digest": "", "tokens": (), "model": {}, "dtype": "", "spec": ""}
         >>> usage = {"prompt_tokens": 23, "completion_tokens": 5, "total_tokens": 28}
-        >>> corrected(usage, Document(kept=20, total=100, **facts))["prompt_tokens"]
+        >>> corrected(usage, Tokens(80, {"kept_tokens": 20}))["prompt_tokens"]
         103
     """
-    more = document.total - document.kept
-    found: dict[str, Any] = {**usage, "kvpolicy": {"document_tokens": document.total, "kept_tokens": document.kept}}
+    found: dict[str, Any] = {**usage, "kvpolicy": tokens.facts}
     for name in ("prompt_tokens", "total_tokens"):
         if isinstance(found.get(name), int):
-            found[name] += more
+            found[name] += tokens.more
     return found
 
 
@@ -33,13 +45,13 @@ class UsageEditor:
     """Passes on the events of an ASGI response, and corrects the usage in them.
 
     Args:
-        document: The document that the request begins with.
+        tokens: What its placeholders stand for.
         send: Where the events go.
     """
 
-    def __init__(self, document: Document, send: Callable[[Event], Awaitable[None]]) -> None:
+    def __init__(self, tokens: Tokens, send: Send) -> None:
         """Expect the start of a response."""
-        self._document = document
+        self._tokens = tokens
         self._send = send
         self._start: Event | None = None
         self._held = b""
@@ -88,5 +100,5 @@ class UsageEditor:
             return body
         if not isinstance(content, dict) or not isinstance(content.get("usage"), dict):
             return body
-        content["usage"] = corrected(content["usage"], self._document)
+        content["usage"] = corrected(content["usage"], self._tokens)
         return json.dumps(content, ensure_ascii=False).encode()

@@ -28,7 +28,10 @@ ENVIRONMENT = {
 
 @contextmanager
 def engine(model: Path, **options: Any) -> Generator[Any]:
-    """A `vllm.LLM` with the connector; with `processes`, its scheduler and its ranks are in processes of their own."""
+    """A `vllm.LLM` with the connector, and the `extra` config of that.
+
+    With `processes`, its scheduler and its ranks are in processes of their own.
+    """
     processes = str(int(options.pop("processes", False)))
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": processes})
     from vllm import LLM
@@ -36,7 +39,7 @@ def engine(model: Path, **options: Any) -> Generator[Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    folder: str | None = options.pop("folder", None)
+    extra: dict[str, Any] = options.pop("extra", {})
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "block_size": BLOCK,
@@ -50,7 +53,7 @@ def engine(model: Path, **options: Any) -> Generator[Any]:
         kv_connector="KVPolicyConnector",
         kv_connector_module_path="kvpolicy_vllm.connector",
         kv_role="kv_both",
-        kv_connector_extra_config={} if folder is None else {"folder": folder},
+        kv_connector_extra_config=extra,
     )
     llm: Any = None
     try:
@@ -95,9 +98,13 @@ def ask(llm: Any, requests: Sequence[tuple[Any, Any]]) -> list[Any]:
 
 def answers(llm: Any, requests: Sequence[tuple[Any, Any]]) -> list[Answer]:
     """The first output of each of some requests, none of which may fail."""
-    found = ask(llm, requests)
-    assert [each.outputs[0].finish_reason for each in found] == ["length"] * len(found)
-    return [_answer(each.outputs[0]) for each in found]
+    return answers_of(ask(llm, requests))
+
+
+def answers_of(outputs: Sequence[Any]) -> list[Answer]:
+    """The answers of outputs, none of which may have failed."""
+    assert reasons(outputs) == ["length"] * len(outputs)
+    return [_answer(each.outputs[0]) for each in outputs]
 
 
 def reasons(outputs: Sequence[Any]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -188,6 +189,14 @@ def answer_of_decoded(model: Any, policy: str, path: Path, question: Sequence[in
         seen = cache.get_seq_length()
     with torch.no_grad():
         return _go_on(model, transformers.DynamicCache(layers), question, seen, tokens)
+
+
+def close(found: Sequence[Answer], wanted: Sequence[Answer]) -> bool:
+    """Whether tokens are the same, and their log probabilities up to rounding."""
+    assert [each.tokens for each in found] == [each.tokens for each in wanted]
+    return all(
+        each.logprobs == pytest.approx(other.logprobs, abs=2e-3) for each, other in zip(found, wanted, strict=True)
+    )
 
 
 def short(found: Sequence[Answer], tokens: int = 8) -> list[list[int]]:

@@ -91,8 +91,15 @@ class VLLMServer(NamedTuple):
 
 
 @contextmanager
-def serving(model: Path, documents: Path, log: Path, options: Sequence[str] = ()) -> Generator[VLLMServer, None, None]:
-    """Start a server, wait until it answers, and stop it."""
+def serving(
+    model: Path,
+    documents: Path,
+    log: Path,
+    options: Sequence[str] = (),
+    middlewares: Sequence[str] = ("kvpolicy_vllm.Documents",),
+    **variables: str,
+) -> Generator[VLLMServer, None, None]:
+    """Start a server with variables of its environment, wait until it answers, and stop it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     transfer = {
@@ -104,8 +111,10 @@ def serving(model: Path, documents: Path, log: Path, options: Sequence[str] = ()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--chat-template", TEMPLATE]
-    command += ["--middleware", "kvpolicy_vllm.Documents", "--kv-transfer-config", json.dumps(transfer), *options]
+    command += ["--kv-transfer-config", json.dumps(transfer), *options]
+    command += [word for each in middlewares for word in ("--middleware", each)]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    settings |= variables
     with log.open("w") as output:
         process = subprocess.Popen(
             command, env={**os.environ, **settings}, stdout=output, stderr=subprocess.STDOUT, cwd=documents

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tests.vllm.models import (
     Answer,
     answer,
     answer_of_decoded,
+    close,
     make_model,
     make_question,
     make_text,
@@ -37,14 +37,6 @@ CASES = [
 ]
 TEXTS = [90, 128, 200]
 """Tokens of documents, of which kept tokens fill a block, or end in the middle of one."""
-
-
-def close(found: Sequence[Answer], wanted: Sequence[Answer]) -> bool:
-    """Whether tokens are the same, and their log probabilities up to rounding."""
-    assert [each.tokens for each in found] == [each.tokens for each in wanted]
-    return all(
-        each.logprobs == pytest.approx(other.logprobs, abs=2e-3) for each, other in zip(found, wanted, strict=True)
-    )
 
 
 @pytest.mark.parametrize(("family", "eager", "policies"), CASES, ids=[f"{name}-{eager}" for name, eager, _ in CASES])

@@ -56,7 +56,7 @@ def test_no_block_is_left(served: Served, llm: Any) -> None:
     ask(llm, [about(*each, llm) for each in served.asked])
     assert free_blocks(llm) == before
     connector = scheduler_of(llm).connector
-    assert not connector._requests._documents and not connector._requests._computed
+    assert not connector._requests._known and not connector._requests._computed
 
 
 def test_aborted_requests_leave_nothing(served: Served, llm: Any) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 import kvpolicy
 from kvpolicy_vllm import Documents, read_document
-from kvpolicy_vllm.middleware import CHAT, COMPLETION, UNANSWERED
+from kvpolicy_vllm.asgi import CHAT, COMPLETION
+from kvpolicy_vllm.middleware import UNANSWERED
 from tests.vllm.documents import config_of, records, save
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"

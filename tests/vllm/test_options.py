@@ -132,7 +132,7 @@ def test_documents_of_a_folder(served: Served, tmp_path: Path) -> None:
     question = make_question(served.model)
     text, params = prompt(path, question)
     wanted = answer(served.model, POLICY, path, question)
-    with engine(served.folder / "model", folder=str(tmp_path / "folder")) as llm:
+    with engine(served.folder / "model", extra={"folder": str(tmp_path / "folder")}) as llm:
         named = [(text, sampling(params | {"document": name})) for name in ("inside", "inside.safetensors", str(path))]
         assert short(answers(llm, named)) == [wanted.tokens] * 3
         assert reasons(ask(llm, [about(outside, question), about(path, question)])) == ["error", "length"]

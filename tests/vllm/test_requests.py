@@ -57,6 +57,7 @@ def about(saved: Saved, question: Sequence[int] = (5, 6), **fields: Any) -> Requ
 def schedule(requests: Requests, request: Request, computed: int = 0, blocks: Sequence[int] = (3, 9, 4)) -> int:
     """What a scheduler does to begin a request; the tokens from outside."""
     external = requests.matched(request, computed)
+    assert external is not None
     requests.allocated(request, blocks, external)
     return external
 
@@ -135,9 +136,9 @@ def test_forgotten_requests_leave_nothing(saved: Saved, requests: Requests) -> N
     for request in (about(saved), Request([5, 6], SALT), Request([5])):
         requests.admit(request)
         schedule(requests, request)
-        requests.forget(request.request_id)
-        requests.forget(request.request_id)
-    assert not requests._documents and not requests._computed
+        requests.forget(request)
+        requests.forget(request)
+    assert not requests._known and not requests._computed
 
 
 def test_what_sets_requests_apart_is_undone(saved: Saved, requests: Requests) -> None:
@@ -219,7 +220,7 @@ def test_blocks_behind_failed_ones_are_spoiled(saved: Saved, requests: Requests)
         requests.admit(request)
         schedule(requests, request, computed, blocks)
         requests.take()
-        requests.forget(request.request_id)
+        requests.forget(request)
     assert requests.failed({2}) == {2, 3, 4}
     assert requests.failed({9}) == set()
 
@@ -233,7 +234,7 @@ def test_a_request_whose_load_failed_is_refused_when_it_comes_back(saved: Saved,
         requests.take()
     assert requests.failed({2, 5, 6}) == {2, 3, 5, 6}
     assert schedule(requests, fails) == 1
-    assert [load.reason for load in requests.take()] == ["Its document could not be loaded."]
+    assert [load.reason for load in requests.take()] == ["Its beginning could not be loaded."]
     assert schedule(requests, earlier) == 35
 
 

@@ -25,11 +25,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -44,25 +41,11 @@ import torch
 
 import kvpolicy
 from kvpolicy_eval.bench.output import collect, set_threads
+from kvpolicy_eval.bench.vllm_sides import BATCHED, BLOCK, MODEL, blocks_of, measured_by
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.data import prompts
 from kvpolicy_vllm import prompt, read_document
 
-MODEL = "tiny-4k"
-BLOCK = 32
-"""Tokens of a block: the fewest that attention on a CPU takes. With vLLM's 128, a tenth of a document would be rounded
-up by a third."""
-BATCHED = 2048
-"""Tokens that a step computes at most."""
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-"""What the process of a side has: its engine is in it, where it can be watched, and has one thread."""
 RECORD = re.compile(r"^(\w+)=(\d{4})$", re.MULTILINE)
 TOKENS_OF_RECORD = 7
 CHARS_OF_TOKEN = 2
@@ -229,15 +212,6 @@ class Result:
         return cls(**fields)
 
 
-def blocks_of(tokens: int) -> int:
-    """Blocks that tokens take.
-
-    >>> blocks_of(32), blocks_of(33)
-    (1, 2)
-    """
-    return -(-tokens // BLOCK)
-
-
 def own_blocks(document: int, question: int, new: int) -> int:
     """Blocks that a request cannot share: behind the whole blocks of its document. The last token is not held.
 
@@ -307,7 +281,7 @@ def _save(model: Any, ids: torch.Tensor, policy: str, path: Path) -> None:
 
 
 def measure(side: Side, name: str, folder: Path, repeats: int) -> Result:
-    """Measure a side in this process, which must have the variables of `ENVIRONMENT`.
+    """Measure a side in this process, which must have the variables of `vllm_sides.ENVIRONMENT`.
 
     Args:
         side: What to measure.
@@ -440,13 +414,7 @@ class _Watched:
 
 def apart(side: Side, name: str, folder: Path, repeats: int) -> Result:
     """Measure a side in a process of its own; see `measure`."""
-    out = folder / "result.json"
-    command = [sys.executable, "-m", "kvpolicy_eval.bench.vllm_documents", "--measure", side.name, name, str(out)]
-    command += ["--folder", str(folder), "--repeats", str(repeats)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
-    return Result.of(json.loads(out.read_text(encoding="utf-8")))
+    return Result.of(measured_by("vllm_documents", [side.name, name], folder, repeats))
 
 
 def lines(work: Workload, sides: Sequence[Side], folder: Path, repeats: int) -> Iterator[list[str]]:

@@ -1,0 +1,301 @@
+"""A rank compresses what comes in parts, through blocks and beside other requests, as a layer that sees it whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy import KVPolicyError
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.hf.dense_cache import moved
+from kvpolicy.hf.layer import make_store
+from kvpolicy_vllm import compressor as compressing
+from kvpolicy_vllm.compressor import Compressor, EngineLayer
+from kvpolicy_vllm.ledger import LastToken, Part, Saving, Work
+from kvpolicy_vllm.recipe import Recipe
+from tests.vllm.compressed import POLICIES, recipe_of
+from tests.vllm.models import Saved
+
+BLOCK, LAYERS, HEADS, GROUP, DIM = 16, 2, 2, 2, 32
+NAMES = itertools.count()
+
+
+class Pool:
+    """The blocks of an engine, which has written a prompt before a layer is seen."""
+
+    def __init__(self) -> None:
+        self.keys = torch.zeros(64 * BLOCK, HEADS, DIM)
+        self.values = self.keys.clone()
+
+    def read(self, blocks: Sequence[int], tokens: int) -> tuple[Tensor, Tensor]:
+        at = slots_of(blocks, 0, tokens)
+        return self.keys[at].transpose(0, 1), self.values[at].transpose(0, 1)
+
+
+class Text(NamedTuple):
+    """A random prompt in every layer, with its blocks."""
+
+    name: str
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    out: Tensor
+    blocks: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return self.keys.shape[1]
+
+
+class Rank:
+    """A rank of an engine that runs steps."""
+
+    def __init__(self, saved: Saved, recipe: Recipe, transform: ScoreTransform) -> None:
+        self.pools = [Pool() for _ in range(LAYERS)]
+        ropes = saved.engine.skeleton.rotations
+        layers = {n: EngineLayer(ropes[n], transform, pool, DIM) for n, pool in enumerate(self.pools)}
+        self.compressor = Compressor(recipe, layers)
+        self.lost: set[int] = set()
+
+    def step(self, parts: Sequence[tuple[Text, int, int]], last: Sequence[LastToken] = (), **work: Any) -> list[Tensor]:
+        """A step of parts of prompts, each from a token to another one, with other requests between them.
+
+        Returns:
+            The output of attention in each layer.
+        """
+        found = [
+            Part(text.name, text.total, start, stop - start, slots_of(text.blocks, start, stop)[0], text.blocks)
+            for text, start, stop in parts
+        ]
+        now = Work(found, [*last], **work)
+        self.compressor.save(now)
+        self.compressor.begin(now)
+        outs: list[Tensor] = []
+        for layer, pool in enumerate(self.pools):
+            noise, slots = (
+                torch.randn(3, HEADS * GROUP, DIM),
+                [63 * BLOCK, 63 * BLOCK + 1, *[each.slot for each in last]],
+            )
+            rows = [(noise[:1].expand(len(slots), -1, -1), noise[:1, :HEADS].expand(len(slots), -1, -1))]
+            rows = [(q, k, q.clone()) for q, k in rows]
+            for text, start, stop in parts:
+                at = slots_of(text.blocks, start, stop)
+                pool.keys[at], pool.values[at] = text.keys[layer, start:stop], text.values[layer, start:stop]
+                rows.append(
+                    (text.queries[layer, start:stop], text.keys[layer, start:stop], text.out[layer, start:stop])
+                )
+                slots += at
+            q, k, out = (torch.cat(each).flatten(1) for each in zip(*rows, strict=True))
+            padding = torch.tensor([*slots, -1, -1])
+            self.compressor.see(layer, q, k, out, padding)
+            outs.append(out)
+        self.lost = self.compressor.lost_blocks()
+        self.compressor.end()
+        return outs
+
+
+def slots_of(blocks: Sequence[int], start: int, stop: int) -> list[int]:
+    return [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start, stop)]
+
+
+def text_of(tokens: int, seed: int = 0, first: int = 1) -> Text:
+    generator = torch.Generator().manual_seed(seed)
+    q, out = torch.randn(2, LAYERS, tokens, HEADS * GROUP, DIM, generator=generator)
+    k, v = torch.randn(2, LAYERS, tokens, HEADS, DIM, generator=generator)
+    blocks = tuple(range(first, first + -(-tokens // BLOCK)))[::-1]
+    return Text(f"t{next(NAMES)}", q, k, v, out, blocks)
+
+
+def wanted(
+    saved: Saved, recipe: Recipe, transform: ScoreTransform, text: Text, layer: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values that each head keeps of a prompt in one piece, moved, in the order of positions, but the last."""
+    rope = saved.engine.skeleton.rotations[layer]
+    q, k, v = (t[layer].transpose(0, 1)[None] for t in text[1:4])
+    store = make_store(recipe.policy, layer, rope)
+    store.initialize(k, group=GROUP)
+    _, pending = store.attend_prompt(q, k, v, None, transform)
+    store.compress(pending, recipe.budget(text.total))
+    found: list[tuple[Tensor, Tensor]] = []
+    for head, places in enumerate(store.tensors.positions[0].tolist()):
+        kept = sorted(place for place in places if place >= 0)
+        assert len(kept) == recipe.kept(text.total) and kept[-1] == text.total - 1
+        keys = moved(k[0, head : head + 1, kept[:-1]], text.total - len(kept), rope)
+        found.append((keys[0], v[0, head, kept[:-1]]))
+    return found
+
+
+def check(saved: Saved, rank: Rank, recipe: Recipe, transform: ScoreTransform, text: Text) -> None:
+    layers = rank.compressor.take(text.name)
+    assert [layer.layer_idx for layer in layers] == [*range(LAYERS)]
+    for number, layer in enumerate(layers):
+        assert layer.keys.device.type == "cpu"
+        for head, (keys, values) in enumerate(wanted(saved, recipe, transform, text, number)):
+            assert torch.equal(layer.values[head], values)
+            torch.testing.assert_close(layer.keys[head], keys, atol=1e-5, rtol=1e-5)
+
+
+TRANSFORMS = {
+    "plain": ScoreTransform(DIM**-0.5),
+    "capped": ScoreTransform(DIM**-0.5, softcap=3.0),
+    "sinks": ScoreTransform(DIM**-0.5, sinks=torch.tensor([0.5, -1.0, 2.0, 4.0])),
+}
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_parts_are_one_piece(saved: Saved, policy: str, kind: str) -> None:
+    recipe, transform = recipe_of(policy), TRANSFORMS[kind]
+    rank = Rank(saved, recipe, transform)
+    for tokens, ends in ((70, [70]), (81, [1, 2, 64, 80, 81]), (100, [33, 99, 100]), (100, [7, 100]), (64, [63, 64])):
+        text = text_of(tokens, tokens)
+        for start, stop in itertools.pairwise([0, *ends]):
+            rank.step([(text, start, stop)])
+        check(saved, rank, recipe, transform, text)
+
+
+@pytest.mark.parametrize("policy", ["snapkv:window=8@0.4", "h2o@0.3", "expected@0.3"])
+def test_several_prompts_of_a_step(saved: Saved, policy: str) -> None:
+    recipe, transform = recipe_of(policy), TRANSFORMS["plain"]
+    rank = Rank(saved, recipe, transform)
+    one, two, three = text_of(90, 1), text_of(90, 2, 20), text_of(70, 3, 40)
+    rank.step([(one, 0, 40), (two, 0, 90)])
+    rank.step([(three, 0, 10), (one, 40, 90)])
+    check(saved, rank, recipe, transform, one)
+    rank.step([(three, 10, 70)])
+    check(saved, rank, recipe, transform, three)
+    check(saved, rank, recipe, transform, two)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("again", [0, 16, 32])
+def test_parts_that_are_computed_again(saved: Saved, policy: str, again: int) -> None:
+    """A prompt that is preempted begins anew, or behind blocks that are still in the prefix cache."""
+    recipe, transform = recipe_of(policy), TRANSFORMS["plain"]
+    rank, text = Rank(saved, recipe, transform), text_of(80)
+    rank.step([(text, 0, 50)])
+    other = text._replace(blocks=(*text.blocks[: again // BLOCK], *range(50, 50 + len(text.blocks) - again // BLOCK)))
+    for start, stop in itertools.pairwise([again, 40, 60, 80]):
+        if again < stop:
+            rank.step([(other, max(start, again), stop)])
+    check(saved, rank, recipe, transform, text)
+
+
+def test_the_output_of_the_last_token_is_put_back(saved: Saved) -> None:
+    rank = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"])
+    one, two = text_of(70, 1), text_of(80, 2, 20)
+    rank.step([(one, 0, 70), (two, 0, 30)])
+    rank.step([(two, 30, 80)])
+    for _ in range(2):  # again after a preemption
+        outs = rank.step([], [LastToken(one.name, 700, 7), LastToken(two.name, 5, 8), LastToken("unknown", 6, 9)])
+        for layer, out in enumerate(outs):
+            assert torch.equal(out[2], one.out[layer, -1].flatten())
+            assert torch.equal(out[3], two.out[layer, -1].flatten())
+            assert torch.equal(out[0], out[1]) and torch.equal(out[0], out[4])  # of other requests
+            assert not torch.equal(out[0], out[2])
+        assert rank.lost == {9}
+
+
+def test_last_tokens_that_are_not_seen_are_lost(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a graph of a whole step, which no layer of Python takes part in."""
+    rank, text = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"]), text_of(70)
+    rank.step([(text, 0, 70)])
+    assert not rank.lost and not rank.compressor.lost_blocks()
+    work = Work(last_tokens=[LastToken(text.name, 5, 8)])
+    rank.compressor.begin(work)
+    assert rank.compressor.lost_blocks() == {8}
+    q = torch.zeros(1, HEADS * GROUP * DIM)
+    rank.compressor.see(0, q, q[:, : HEADS * DIM], q.clone(), torch.tensor([5]))
+    assert rank.compressor.lost_blocks() == {8}  # of one of two layers
+    rank.compressor.see(1, q, q[:, : HEADS * DIM], q.clone(), torch.tensor([5]))
+    assert not rank.compressor.lost_blocks()
+    rank.compressor.begin(work)
+    for layer in range(LAYERS):
+        rank.compressor.see(layer, q, q, q, torch.tensor([5], device="meta"))  # nothing can be compared
+    assert rank.compressor.lost_blocks() == {8}
+
+
+def test_what_is_held(saved: Saved) -> None:
+    recipe = recipe_of("window@41")
+    rank, text = Rank(saved, recipe, TRANSFORMS["plain"]), text_of(80)
+    outputs, kept = LAYERS * HEADS * GROUP * DIM * 4, LAYERS * 2 * HEADS * 40 * DIM * 4
+    rank.step([(text, 0, 50)])
+    assert rank.compressor.nbytes == 0  # a window needs no queries
+    rank.step([(text, 50, 80)])
+    assert rank.compressor.nbytes == rank.compressor.peak == outputs + kept
+    rank.compressor.take(text.name)
+    assert rank.compressor.nbytes == outputs
+    rank.step([], dropped=[text.name])
+    assert rank.compressor.nbytes == 0 and rank.compressor.peak == outputs + kept
+    with pytest.raises(KVPolicyError, match="could not be compressed"):
+        rank.compressor.take(text.name)
+    summing = Rank(saved, recipe_of("h2o@41"), TRANSFORMS["plain"])
+    summing.step([(text, 0, 50)])
+    assert summing.compressor.nbytes == LAYERS * HEADS * GROUP * 80 * 4
+
+
+def test_prompts_that_leave_their_blocks_are_saved(saved: Saved) -> None:
+    recipe, transform = recipe_of("keydiff@0.5"), TRANSFORMS["plain"]
+    rank, text = Rank(saved, recipe, transform), text_of(80)
+    rank.step([(text, 0, 80)])
+    blocks, kept = (9, 8, 7), recipe.kept(80) - 1
+    at = slots_of(blocks, 0, kept)
+    for pool, layer in zip(rank.pools, rank.compressor.take(text.name), strict=True):
+        pool.keys[at], pool.values[at] = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
+    other = text_of(40, 5, 7)  # gets the blocks in the same step
+    rank.step([(other, 0, 40)], savings=[Saving(text.name, kept, blocks)])
+    check(saved, rank, recipe, transform, text)
+
+
+@pytest.mark.parametrize("what", ["_gather", "_compressed", "_begun"])
+def test_what_goes_wrong_with_a_prompt_is_its_own(saved: Saved, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, transform = recipe_of("snapkv:window=8@0.4"), TRANSFORMS["plain"]
+    rank, good, bad = Rank(saved, recipe, transform), text_of(80, 1), text_of(90, 2, 20)
+    original = getattr(rank.compressor, what)
+
+    def broken(*args: Any) -> Any:
+        if any(each == 90 or getattr(each, "total", 0) == 90 for each in args if isinstance(each, int | Part)):
+            raise RuntimeError("no memory")
+        return original(*args)
+
+    monkeypatch.setattr(rank.compressor, what, broken)
+    rank.step([(bad, 0, 90), (good, 0, 80)])
+    check(saved, rank, recipe, transform, good)
+    with pytest.raises(KVPolicyError, match="could not be compressed"):
+        rank.compressor.take(bad.name)
+    rank.step([], dropped=[good.name, bad.name])
+    assert not rank.compressor.nbytes and not rank.compressor._failed
+
+
+def test_a_prompt_of_which_parts_are_missing_fails(saved: Saved) -> None:
+    rank, text = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"]), text_of(80)
+    rank.step([(text, 10, 80)])
+    with pytest.raises(KVPolicyError, match="could not be compressed"):
+        rank.compressor.take(text.name)
+
+
+def test_a_selector_that_evicts_the_last_token_fails(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No built-in one does; the last token is computed again, and would be there twice otherwise."""
+    recipe, text = recipe_of("window@0.5"), text_of(80)
+    rank = Rank(saved, recipe, TRANSFORMS["plain"])
+
+    class Oldest(type(recipe.policy.selector)):
+        __slots__ = ()
+
+        def priority(self, state: Any, view: Any) -> Tensor:
+            return -view.positions.float()
+
+    def make(policy: Any, layer_idx: int, rope: Any) -> Any:
+        store = make_store(policy, layer_idx, rope)
+        object.__setattr__(store.spec, "selector", Oldest())
+        return store
+
+    monkeypatch.setattr(compressing, "make_store", make)
+    rank.step([(text, 0, 80)])
+    with pytest.raises(KVPolicyError, match="could not be compressed"):
+        rank.compressor.take(text.name)
