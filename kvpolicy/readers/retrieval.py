@@ -133,12 +133,12 @@ class Retrieval(TokenReader):
         """No clusters."""
         clusters = self.clusters(entries)
         number = torch.int16 if clusters <= torch.iinfo(torch.int16).max else torch.int32
-        directions = torch.zeros(batch, heads, clusters, head_dim, dtype=dtype, device=device)
+        vectors = (batch, heads, clusters, head_dim)
         return RetrievalIndex(
-            directions=directions,
+            directions=torch.zeros(vectors, dtype=dtype, device=device),
             lengths=torch.zeros(batch, heads, clusters, 1, device=device),
             used=torch.zeros(batch, heads, clusters, dtype=torch.bool, device=device),
-            values=torch.zeros_like(directions) if self.estimate else (),
+            values=torch.zeros(vectors, dtype=dtype, device=device) if self.estimate else (),
             assigned=torch.zeros(batch, heads, entries, 1, dtype=number, device=device),
         )
 

@@ -57,10 +57,11 @@ def test_start_up_file_is_silent_where_the_package_is_gone():
     assert python("print('alive', 'kvpolicy_lm_eval' in sys.modules)", path=False) == ["alive", "False"]
 
 
-def test_nothing_is_imported_where_lm_eval_is_not_installed():
+def test_nothing_is_imported_where_lm_eval_is_not_installed(tmp_path: Path):
     """Python 3.15 reads the other file, which imports the module to call it: then nothing is done."""
+    (tmp_path / ROOT.name).symlink_to(ROOT)  # an installed package stands beside lm-eval
     code = f"""
-sys.path[:] = [path for path in sys.path if 'site-packages' not in path] + [{str(ROOT.parent)!r}]
+sys.path[:] = [path for path in sys.path if 'site-packages' not in path] + [{str(tmp_path)!r}]
 before = set(sys.modules)
 exec({PTH.read_text()!r})
 print(*set(sys.modules) - before, 'end')
