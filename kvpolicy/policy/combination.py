@@ -19,6 +19,7 @@ from kvpolicy.protocols import (
     MeasuresAttention,
     Merger,
     Reader,
+    RebuildsKeys,
     Reranks,
     ScoresInputs,
     Selector,
@@ -131,6 +132,8 @@ def check_abilities(selector: Selector, reader: Reader) -> None:
     _check_ability(reader, Estimates, bool(traits.estimates) and not traits.clustered, rule, "one")
     rule = "The reader must have the methods of kvpolicy.protocols.Clusters for ReaderTraits.clustered"
     _check_ability(reader, Clusters, traits.clustered, rule, "one")
+    rule = "The reader must have the methods of kvpolicy.protocols.RebuildsKeys for ReaderTraits.rebuilds"
+    _check_ability(reader, RebuildsKeys, traits.rebuilds, rule, "one")
 
 
 def _check_ability(part: object, ability: type[Any], asks: bool, rule: str, lacks: str = "it") -> None:
@@ -240,6 +243,11 @@ def check_reader(reader: Reader, selector: Selector, codec: Codec, merger: Merge
         raise KVPolicyError(
             f"The codec {codec} must not choose the slots that a step reads itself, got the reader {reader}, which "
             "does so too; try one of them alone."
+        )
+    if reader.traits.rebuilds and codec.stages:
+        raise KVPolicyError(
+            f"The codec must be plain for the reader {reader}, which rebuilds keys from coefficients of its own, got "
+            f"{codec}; try quest."
         )
     if reader.traits.host:
         check_host(reader, codec, merger, decode)

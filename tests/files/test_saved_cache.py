@@ -42,6 +42,7 @@ OTHERS = [
     words("h2o", "tokenwise", "sparq"),
     words("h2o", "centroids"),
     words("h2o", "retrieval"),
+    words("h2o", "shadowkv"),
     "h2o+reuse:every=2:dense=0/exact:read=6@0.8",
     "h2o+compensate+quest:read=8:page=2:dense=1@0.5",
     "h2o+labels:read=6:channels=3:dense=0:host=true@0.5",
