@@ -11,6 +11,7 @@ from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.reading import Chosen, ReadShape, ReadState, rebuilds
 from kvpolicy.engine.rotary import KeyRotation, SlotRotary
+from kvpolicy.kernels.products import of_tokens
 from kvpolicy.protocols import Index
 
 _TILE = 512
@@ -40,7 +41,7 @@ class RebuiltKeys:
         traits = layer.spec.reader_traits
         slots = chosen.slots
         layer.link.whole(self._reader.basis(reads.index))
-        layer.link.count_rows(self._reader.coefficients(reads.index), slots.shape[-1])
+        self._count_coefficients(layer.link, reads.index, slots.shape[-1])
         positions = tensors.positions.gather(-1, slots)
         plain = self._reader.rebuild_keys(reads.index, slots)
         keys = self._rotated(plain, positions, reads).to(tensors.keys.dtype)
@@ -73,8 +74,14 @@ class RebuiltKeys:
         """Count on `link` what a step that reads `slots` slots reads of the index, and of the keys as stored."""
         basis = self._reader.basis(index)
         link.whole((basis, basis))  # for the key that is written, and for those that are read
-        link.count_rows(self._reader.coefficients(index), slots)
+        self._count_coefficients(link, index, slots)
         link.count_vectors(self._layer.tensors.keys, self.stored(slots))
+
+    def _count_coefficients(self, link: Link, index: Index, slots: int) -> None:
+        """Count on `link` what the heads read of the coefficients, for `slots` slots each."""
+        held = self._reader.coefficients(index)
+        # Heads that share coefficients choose slots of their own.
+        link.count_rows(held, slots * (self._layer.tensors.keys.shape[1] // held.shape[1]))
 
     def project(self, reads: ReadState, entries: Tensor, slots: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """Compute the coefficients of entries [B, H, n].
@@ -118,10 +125,12 @@ class RebuiltKeys:
         return rows & (self._layer.tensors.length > 0)
 
     def _moments(self, shape: ReadShape, reads: ReadState) -> Tensor:
-        """Sums of the outer products of the unrotated keys of each head, [B, H, D, D] fp64."""
+        """Sums of the outer products of the unrotated keys of each head, or of all heads together, as `fit_basis`."""
         tensors = self._layer.tensors
         batch, heads, _, dim = tensors.keys.shape
-        total = torch.zeros(batch, heads, dim, dim, dtype=torch.float64, device=tensors.device)
+        is_joint = self._layer.spec.reader_traits.joint_heads
+        size = (1, heads * dim) if is_joint else (heads, dim)
+        total = torch.zeros(batch, *size, size[-1], dtype=torch.float64, device=tensors.device)
         start, size = shape.parts[0]  # the only one: nothing is coded
         for first in range(start, start + size, _TILE):
             slots = torch.arange(first, min(first + _TILE, start + size), device=tensors.device)
@@ -130,5 +139,6 @@ class RebuiltKeys:
             empty = tensors.positions.gather(-1, slots) < 0
             # In fp64, so that the sum does not depend on the order of the slots.
             keys = keys.double().masked_fill(empty[..., None], 0)
+            keys = of_tokens(keys) if is_joint else keys
             total += keys.mT @ keys
         return total

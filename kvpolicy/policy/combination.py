@@ -52,6 +52,11 @@ def check_together(policy: Any) -> None:
         check_grouped(policy)
     if policy.codec.traits.joint_heads:
         check_joint(policy)
+    if policy.reader.traits.joint_heads and not same_in_heads(policy.selector):
+        raise KVPolicyError(
+            f"The selector must keep the same tokens in every head to be combined with {policy.reader}, whose heads "
+            f"share coefficients, got {policy.selector}; try full, window or streaming, or joint=false."
+        )
     if policy.codec.traits.demote_by == "priority" and whole_heads(policy.selector):
         raise KVPolicyError(
             f"The selector must rank a token by itself to be combined with {policy.codec}, which ranks a part of the "

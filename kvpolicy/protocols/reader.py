@@ -38,6 +38,8 @@ class ReaderTraits(NamedTuple):
             after `resort` decode steps.
         rebuilds: Whether a step computes the keys that it reads from the index, see `RebuildsKeys`. What this needs is
             found again after `resort` decode steps.
+        joint_heads: Whether the heads of a layer share a basis of keys, so that they must hold the same tokens in the
+            same slots, see `RebuildsKeys`.
     """
 
     dense: int = 0
@@ -56,6 +58,7 @@ class ReaderTraits(NamedTuple):
     sinks: int = 0
     clustered: bool = False
     rebuilds: bool = False
+    joint_heads: bool = False
 
     def source(self, layer_idx: int) -> int | None:
         """The layer that chooses for a layer: itself, an earlier one, or None if it reads all slots.
@@ -163,6 +166,9 @@ class RebuildsKeys(Protocol):
     read as they are stored. The basis is found from all keys of a layer: after each prompt, and again after
     `ReaderTraits.resort` decode steps. In between, new keys get coefficients in it.
 
+    With `ReaderTraits.joint_heads`, the basis is of the keys of all heads of a token, one behind the other, and
+    coefficients are those of a token.
+
     Needs equally many slots in full precision in every head, so no codec. All methods but `fit_basis` and `has_basis`
     are traceable.
     """
@@ -172,7 +178,8 @@ class RebuildsKeys(Protocol):
 
         Args:
             index: The index.
-            moments: Sums of the outer products of the unrotated keys of each head, [B, H, D, D] fp64.
+            moments: Sums of the outer products of the unrotated keys of each head, [B, H, D, D] fp64; of all heads with
+                `ReaderTraits.joint_heads`, [B, 1, H * D, H * D].
             rows: Which rows, [B] bool; the others keep what they have.
         """
         ...
@@ -205,7 +212,7 @@ class RebuildsKeys(Protocol):
         ...
 
     def coefficients(self, index: Index) -> Tensor:
-        """The coefficients, of which `rebuild_keys` reads those of its slots, [B, H, S, ...] with S slots at least."""
+        """The coefficients, of which each head reads those of its slots, [B, H or 1, S, ...] with S slots at least."""
         ...
 
 

@@ -122,6 +122,7 @@ OTHERS = [
     words("h2o", "retrieval"),
     "full+retrieval:recent=1:read=8:cluster=4:host=true",
     words("h2o", "shadowkv"),
+    "streaming+shadowkv:joint=true:read=8:page=2:rank=3:sinks=1:recent=2@0.5",
     "full+shadowkv:read=8:page=2:rank=3:sinks=1:recent=2:host=true",
     words("full", "centroids", "kivi", budget="1.0"),
     *(words("h2o", codec) for codec in CODECS if words("h2o", codec) not in METHODS),

@@ -46,6 +46,7 @@ ELSEWHERE = [
     "full+retrieval:recent=1:read=6:cluster=3:estimate=false:host=true",
     "full+shadowkv:read=6:page=2:rank=3:sinks=1:recent=2:rebuild=5:host=true",
     "h2o+shadowkv:read=6:page=2:rank=3:sinks=1:recent=2:rebuild=3:host=true@0.5",
+    "streaming+shadowkv:joint=true:read=6:page=2:rank=3:sinks=1:recent=2:rebuild=3:host=true@0.5",
     "snapkv+quest:read=6:page=2:dense=0:resort=3:host=true@0.5",
     "full+quest:read=6:page=2:dense=0",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.engine import rebuilt_keys, rollback
 from kvpolicy.engine.reading import Chosen
 from kvpolicy.engine.rebuilt_keys import RebuiltKeys
@@ -47,17 +47,18 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RebuiltKeys, Chosen, Te
     return found
 
 
+@pytest.mark.parametrize("joint", ["false", "true"])
 @pytest.mark.parametrize("positions", ["own", "columns"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_are_projected_without_their_rotation(
-    family: str, positions: str, monkeypatch: pytest.MonkeyPatch
+    family: str, positions: str, joint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of padded rows too, whether the model counts the padding or not; and those of the newest are not projected."""
     model = model_of(family)
     prompt, lengths = 26, [26, 17]
     ids, mask = make_batch(lengths, [prompt] + [1] * 4)
     found = watch(monkeypatch)
-    with torch.no_grad(), kvpolicy.attach(model, SPEC):
+    with torch.no_grad(), kvpolicy.attach(model, f"{SPEC}:joint={joint}"):
         cache = PolicyCache(model, new=4)
         for start, stop in [(0, prompt), *((prompt + step, prompt + step + 1) for step in range(4))]:
             if positions == "own":
@@ -71,23 +72,33 @@ def test_keys_are_projected_without_their_rotation(
     for reader, chosen, keys in found[-len(cache.policy_layers) :]:
         tensors, rope = reader._layer.tensors, reader._layer.spec.rope
         assert rope is not None
+        every = range(tensors.keys.shape[1])
         for row in range(2):
-            for head in range(tensors.keys.shape[1]):
+            plain: list[Tensor] = []
+            there = tensors.positions[row] + shifts[row]
+            for head in every:
+                stored = tensors.keys[row, head][None, None]
+                plain.append(rope.unrotate(stored, there[head][None, None])[0, 0].double())
+            rebuilt = [projected(each, tensors.positions[row, head], lengths[row]) for head, each in enumerate(plain)]
+            if joint == "true":
+                width = keys.shape[-1]
+                together = projected(torch.cat(plain, -1), tensors.positions[row, 0], lengths[row])
+                rebuilt = [together[:, head * width : (head + 1) * width] for head in every]
+            for head in every:
                 at = tensors.positions[row, head]
-                held = at >= 0
-                stored = tensors.keys[row, head, held].double()
-                there = at[held][None, None] + shifts[row]
-                plain = rope.unrotate(stored.float()[None, None], there)[0, 0].double()
-                of_prompt = plain[at[held] < lengths[row]]
-                vectors = torch.linalg.svd(of_prompt, full_matrices=False).Vh[:RANK]
-                turned = rope.rotate((plain @ vectors.mT @ vectors).float()[None, None], there)[0, 0].double()
-                own = (at[held] >= int(tensors.length[row]) - 2) | (at[held] < 1)
-                want = torch.zeros(len(at), keys.shape[-1], dtype=torch.float64)
-                want[held] = torch.where(own[:, None], stored, turned)
-                read = chosen.slots[row, head][chosen.chosen[row, head]]
-                got = keys[row, head][chosen.chosen[row, head]].double()
-                live = at[read] >= 0
-                assert torch.allclose(got[live], want[read][live], atol=1e-4)
+                turned = rope.rotate(rebuilt[head].float()[None, None], there[head][None, None])[0, 0]
+                own = (at >= int(tensors.length[row]) - 2) | (at < 1)
+                want = torch.where(own[:, None], tensors.keys[row, head], turned)
+                chosen_here = chosen.chosen[row, head] & (at[chosen.slots[row, head]] >= 0)
+                read = chosen.slots[row, head][chosen_here]
+                assert len(read) >= 7
+                assert torch.allclose(keys[row, head][chosen_here], want[read], atol=1e-4)
+
+
+def projected(plain: Tensor, positions: Tensor, prompt: int) -> Tensor:
+    """Unrotated keys [n, D] in the space of those of a prompt; of slots that are empty, any."""
+    vectors = torch.linalg.svd(plain[(positions >= 0) & (positions < prompt)], full_matrices=False).Vh[:RANK]
+    return plain @ vectors.mT @ vectors
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "yarn"])
@@ -111,12 +122,13 @@ def test_all_coefficients_read_as_stored_keys(family: str, monkeypatch: pytest.M
     assert torch.allclose(made[0], made[1], atol=1e-4)
 
 
-def test_moments_are_summed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("joint", ["false", "true"])
+def test_moments_are_summed_in_tiles(joint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last tile is shorter."""
     bases: list[Tensor] = []
     for tile in (512, 5, 1):
         monkeypatch.setattr(rebuilt_keys, "_TILE", tile)
-        layer = Layer(SPEC, [26, 17], new=2)
+        layer = Layer(f"{SPEC}:joint={joint}", [26, 17], new=2)
         layer.prompt(*draw(26, 1, batch=2), torch.arange(26) >= torch.tensor([[0], [9]]))
         bases.append(vectors_of(layer))
     for each in bases[1:]:
@@ -193,22 +205,49 @@ def test_a_rollback_brings_the_basis_back() -> None:
         assert torch.equal(held, coefficients.view(1, HEADS, -1, RANK)[:, :, :size][:, :, live])
 
 
+@pytest.mark.parametrize("joint", ["false", "true"])
 @pytest.mark.parametrize("host", ["true", "false"])
-def test_bytes_are_those_of_the_parts(host: str) -> None:
-    policy = f"full+shadowkv:read=64:rank=5:page=8:sinks=3:recent=9:host={host}"
+def test_bytes_are_those_of_the_parts(host: str, joint: str) -> None:
+    policy = f"full+shadowkv:read=64:rank=5:joint={joint}:page=8:sinks=3:recent=9:host={host}"
     plan = kvpolicy.plan("tiny", policy, prompt=500, dtype=torch.float32)
     layer = plan.layers[0]
-    heads, dim, number = 4, 32, 4
+    count, dim, number = 4, 32, 4
     entries = -(-layer.tokens // 8)
-    basis = heads * dim * 5 * number
-    landmarks = heads * entries * dim * number
-    assert layer.nbytes["index"] == landmarks + heads * entries * 8 * 5 * number + basis + 8 + 8  # limit and offset
-    vector = heads * dim * number
+    basis = count * dim * 5 * number
+    landmarks = count * entries * dim * number
+    coefficients = (count if joint == "false" else 1) * entries * 8 * 5 * number
+    assert layer.nbytes["index"] == landmarks + coefficients + basis + 8 + 8  # limit and offset
+    vector = count * dim * number
     keys = (8 + 12) * vector  # of the page that was written, and those that are read as they are stored
     values = 64 * vector
-    positions = heads * layer.tokens * 4
-    assert layer.moved == positions + landmarks + 2 * basis + heads * 64 * 5 * number + keys + values
+    positions = count * layer.tokens * 4
+    assert layer.moved == positions + landmarks + 2 * basis + count * 64 * 5 * number + keys + values
     assert (layer.loaded, layer.stored) == ((keys + values, 2 * vector) if host == "true" else (0, 0))
+
+
+@pytest.mark.parametrize("selector", ["full", "window", "streaming"])
+def test_heads_that_share_a_basis(selector: str) -> None:
+    """A rank of all channels leaves nothing out, and the index is that of the slots, in a long life."""
+    budget = "" if selector == "full" else "@0.8"
+    shape = "read=8:page=2:recent=1:sinks=0:rebuild=3"
+    pair = [
+        Layer(f"{selector}+shadowkv:{shape}:{options}{budget}", [26, 17] if selector == "full" else [20, 13], new=3)
+        for options in ("rank=16:joint=true", "rank=8")
+    ]
+    for layer in pair:
+        layer.prompt(*draw(26, 1, batch=2), torch.arange(26) >= torch.tensor([[0], [9]]))
+    for step in range(9):
+        now = draw(1, 20 + step, batch=2)
+        outs = [layer.step(*now) for layer in pair]
+        assert torch.allclose(outs[0], outs[1], atol=1e-4)
+        for layer in pair:
+            layer.between()
+
+
+@pytest.mark.parametrize("policy", ["h2o+shadowkv:joint=true@0.5", "snapkv+shadowkv:joint=true@0.5"])
+def test_heads_that_keep_different_tokens_share_no_basis(policy: str) -> None:
+    with pytest.raises(KVPolicyError, match="must keep the same tokens in every head to be combined with ShadowKV"):
+        Policy.parse(policy)
 
 
 def test_an_embedding_that_depends_on_the_length_is_refused() -> None:

@@ -457,6 +457,7 @@ def test_readers_of_a_basis_or_of_estimates_conform(tmp_path: Path) -> None:
         "reuse/retrieval:recent=1:estimate=false",
         "shadowkv:read=8:page=1",
         "shadowkv:read=8:rank=3",
+        "shadowkv:read=8:rank=3:page=3:joint=true",
     ):
         check(Policy.parse(text).reader)
 

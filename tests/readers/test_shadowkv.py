@@ -158,10 +158,13 @@ def test_numbers_out_of_range_are_refused(spec: str) -> None:
 
 
 def test_more_coefficients_than_a_key_has_channels_are_refused() -> None:
-    with pytest.raises(KVPolicyError, match=r"ShadowKV\.rank must be at most the head dimension of 8, got 9; try 4"):
+    with pytest.raises(KVPolicyError, match=r"ShadowKV\.rank must be at most the head dimension, 8, got 9; try 4"):
         ShadowKV(rank=9).check(ModelInfo(1, 1, DIM))
     ShadowKV(rank=8).check(ModelInfo(1, 1, DIM))
     ShadowKV().check(ModelInfo(1, 1, 1))
+    with pytest.raises(KVPolicyError, match=r"at most the channels of all heads, 24, got 25; try 3"):
+        ShadowKV(rank=25, joint=True).check(ModelInfo(1, 3, DIM))
+    ShadowKV(rank=24, joint=True).check(ModelInfo(1, 3, DIM))
 
 
 @pytest.mark.parametrize(
