@@ -301,10 +301,7 @@ class IndexReader:
         link.whole(tensors.keys if scans else ())
         link.count_vectors(tensors.keys, refreshed)
         link.count_channels(tensors.keys, channels)
-        if self._rebuilt.are_used:
-            self._rebuilt.count_read(link, index, shape.slots)
-        else:
-            link.count_vectors(tensors.keys, shape.slots)
+        self._rebuilt.count_read(link, index, shape.slots)
         link.count_vectors(tensors.values, summarized + shape.slots)
 
     def _count_decoded(self, link: Link, shape: ReadShape) -> None:
@@ -453,8 +450,7 @@ class IndexReader:
         self._link.whole(self._clusters.centers(reads.index))
         occupied = inside & (tensors.positions.gather(-1, flat) >= 0).view_as(inside)
         self._reader.refresh(reads.index, entries, self._indexed(keys).unflatten(2, inside.shape[2:]), occupied)
-        if self._rebuilt.are_used:
-            self._rebuilt.project(reads, entries, flat, keys, occupied)
+        self._rebuilt.project(reads, entries, flat, keys, occupied)
 
     def _indexed(self, vectors: Tensor) -> Tensor:
         """Queries or keys [B, H, n, D] as the reader takes them, in the basis of the layer if it has one."""
@@ -486,11 +482,7 @@ class IndexReader:
             self.rebuild(placed=placed)
 
     def sort_slots(self, placed: Tensor | None = None) -> None:
-        """Sort the slots of each head by position, in place, and compute the index again; no coded slot is moved.
-
-        Args:
-            placed: Rows in which clusters and bases of keys are found again, [B] bool.
-        """
+        """Sort the slots of each head by position, in place, and `rebuild`; no coded slot is moved."""
         tensors = self._layer.tensors
         order = torch.where(tensors.positions >= 0, tensors.positions, BEYOND).argsort(dim=-1, stable=True)
         # Every slot is in full precision here: a policy that evicts may not combine a codec with an `ordered` reader.

@@ -71,8 +71,7 @@ class ReadState(NamedTuple):
         limit: Entries that each row reads, [B] int64: as many as it would alone; see `row_entries`.
         index: The reader's index.
         choice: The choice of the layer; the empty tuple if no other layer reads it.
-        rope_offset: Offset of the rotary positions from a row's positions, [B] int64; the empty tuple unless keys are
-            rebuilt.
+        rope_offset: Offset of the rotary positions from a row's positions, [B] int64; () unless keys are rebuilt.
     """
 
     limit: Tensor
@@ -124,11 +123,6 @@ def reads_part(reader: Reader, layer_idx: int) -> bool:
 def chooses(reader: Reader, layer_idx: int) -> bool:
     """Whether a layer chooses what it reads, and so may have an index."""
     return reader.traits.source(layer_idx) == layer_idx
-
-
-def rebuilds(reader: Reader, layer_idx: int) -> bool:
-    """Whether steps of a layer rebuild the keys that they read from the index."""
-    return reader.traits.rebuilds and chooses(reader, layer_idx)
 
 
 def in_host_memory(reader: Reader, layer_idx: int) -> bool:
@@ -253,7 +247,7 @@ def alloc_reads(
     entries = 0 if shape is None else shape.entries
     limit = torch.zeros(batch, dtype=torch.int64, device=device)
     index = reader.alloc(batch, heads, entries, head_dim, dtype, device) if chooses(reader, layer_idx) else ()
-    offset = torch.zeros_like(limit) if rebuilds(reader, layer_idx) else ()
+    offset = torch.zeros_like(limit) if index and reader.traits.rebuilds else ()
     if not reader.traits.shares(layer_idx):
         return ReadState(limit, index, rope_offset=offset)
     positions, slots = (torch.zeros(batch, heads, shown, dtype=torch.int32, device=device) for _ in range(2))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
-from kvpolicy.engine.reading import Chosen, ReadShape, ReadState, rebuilds
+from kvpolicy.engine.reading import Chosen, ReadShape, ReadState, chooses
 from kvpolicy.engine.rotary import KeyRotation, SlotRotary
 from kvpolicy.kernels.products import of_tokens
 from kvpolicy.protocols import Index
@@ -26,7 +26,7 @@ class RebuiltKeys:
         self._layer = layer
         # Not asserted to rebuild keys, since a compiler would trace the assertion; see `check_abilities`.
         self._reader: Any = layer.spec.reader
-        self.are_used = rebuilds(layer.spec.reader, layer.spec.layer_idx)
+        self.are_used = layer.spec.reader_traits.rebuilds and chooses(layer.spec.reader, layer.spec.layer_idx)
 
     # a step
 
@@ -71,7 +71,10 @@ class RebuiltKeys:
         return self._reader.scored(index) if self.are_used else index
 
     def count_read(self, link: Link, index: Index, slots: int) -> None:
-        """Count on `link` what a step that reads `slots` slots reads of the index, and of the keys as stored."""
+        """Count on `link` the keys of a step that reads `slots` slots, and what it reads to rebuild them."""
+        if not self.are_used:
+            link.count_vectors(self._layer.tensors.keys, slots)
+            return
         basis = self._reader.basis(index)
         link.whole((basis, basis))  # for the key that is written, and for those that are read
         self._count_coefficients(link, index, slots)
@@ -84,7 +87,7 @@ class RebuiltKeys:
         link.count_rows(held, slots * (self._layer.tensors.keys.shape[1] // held.shape[1]))
 
     def project(self, reads: ReadState, entries: Tensor, slots: Tensor, keys: Tensor, occupied: Tensor) -> None:
-        """Compute the coefficients of entries [B, H, n].
+        """Compute the coefficients of entries [B, H, n], if keys are rebuilt.
 
         Args:
             reads: The tensors of the reader.
@@ -93,6 +96,8 @@ class RebuiltKeys:
             keys: The keys of these slots, [B, H, n * page, D].
             occupied: Which of the slots hold a token, [B, H, n, page] bool.
         """
+        if not self.are_used:
+            return
         self._layer.link.whole(self._reader.basis(reads.index))
         plain = self._unrotated(reads, slots, keys)
         self._reader.project(reads.index, entries, plain.unflatten(2, occupied.shape[2:]), occupied)

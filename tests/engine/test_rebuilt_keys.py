@@ -15,6 +15,7 @@ from kvpolicy.engine.reading import Chosen
 from kvpolicy.engine.rebuilt_keys import RebuiltKeys
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
+from tests.engine.parts import index_of
 from tests.engine.test_rotary import scaled
 from tests.readers.bench import HEADS, Layer, draw
 
@@ -133,6 +134,18 @@ def test_moments_are_summed_in_tiles(joint: str, monkeypatch: pytest.MonkeyPatch
         bases.append(vectors_of(layer))
     for each in bases[1:]:
         assert torch.allclose(each @ each.mT, bases[0] @ bases[0].mT, atol=1e-5)
+
+
+def test_the_basis_is_of_tokens_and_not_of_what_stands_in_empty_slots() -> None:
+    layer = Layer(SPEC, [24], new=9)
+    layer.prompt(*draw(24, 1))
+    before = vectors_of(layer).clone()
+    tensors = layer.store.tensors
+    empty = tensors.positions < 0
+    assert bool(empty.any())
+    tensors.keys[empty] = torch.nan
+    index_of(layer.store).rebuild(placed=torch.ones(1, dtype=torch.bool))
+    assert torch.equal(vectors_of(layer), before)
 
 
 def test_a_row_that_begins_in_a_step_gets_a_basis_before_it_needs_one() -> None:
