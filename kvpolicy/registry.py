@@ -116,6 +116,7 @@ READERS = {
     "sparq": "kvpolicy.readers.sparq:SparQ",
     "centroids": "kvpolicy.readers.centroids:Centroids",
     "retrieval": "kvpolicy.readers.retrieval:Retrieval",
+    "shadowkv": "kvpolicy.readers.shadowkv:ShadowKV",
     "reuse": "kvpolicy.readers.reuse:Reuse",
 }
 WHOLE = {"tuned": "kvpolicy.policy.tuned:TunedPolicy"}
@@ -210,6 +211,7 @@ SUMMARIES = {
     "sparq": "Read the tokens whose keys have the largest product with the query in its own largest channels.",
     "centroids": "Read the pages whose mean key has the largest product with the query, and estimate the others.",
     "retrieval": "Read the clusters whose center has the largest product with the query, and estimate the others.",
+    "shadowkv": "Rebuild the keys of the chosen pages from a low rank, and copy only their values.",
     "reuse": "Let some layers choose which tokens are read, and let the layers behind them read the same tokens.",
     # /generated
 }

@@ -40,6 +40,7 @@ from kvpolicy.engine.reading import (
     show,
     unscanned,
 )
+from kvpolicy.engine.rebuilt_keys import RebuiltKeys
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.state import carry_over, map_slots, slot_tensors
 from kvpolicy.engine.state import tensors as all_tensors
@@ -76,6 +77,7 @@ class IndexReader:
         self._products = KeyProducts(layer, codes)
         self._summaries = Summaries(layer, codes)
         self._clusters = LayerClusters(layer, codes)
+        self._rebuilt = RebuiltKeys(layer)
         self.shape: ReadShape | None = None
         self.board: Board | None = None
         self.same_slots = False
@@ -119,29 +121,33 @@ class IndexReader:
             buffer = tensors.keys, tensors.values
             out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights, counts, rest=rest)
         else:
-            out, weights = self._attend_rows(q, chosen.slots, occupied, transform, want_weights, counts, rest)
+            out, weights = self._attend_rows(q, chosen, occupied, transform, want_weights, counts, rest)
         return out, self._to_slots(weights, chosen) if want_weights and weights is not None else None
 
     def _attend_rows(
         self,
         q: Tensor,
-        slots: Tensor,
+        chosen: Chosen,
         occupied: Tensor,
         transform: ScoreTransform,
         want_weights: bool,
         counts: Tensor | None,
         rest: Rest | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to slots [B, H, n] in full precision, as `attend_slots` does."""
+        """Attend to chosen slots in full precision, as `attend_slots` does."""
         tensors = self._layer.tensors
+        slots = chosen.slots
         group = q.shape[1] // slots.shape[1]
+        rebuilt = self._rebuilt.read(chosen) if self._rebuilt.are_used else None
         if self._spec.host:
-            keys, values = self._link.loaded_rows((tensors.keys, tensors.values), slots)
+            stored = (tensors.values,) if rebuilt is not None else (tensors.keys, tensors.values)
+            *loaded, values = self._link.loaded_rows(stored, slots)
+            keys = loaded[0] if rebuilt is None else rebuilt
             if sums_in_place(group, values):  # as without `host`, so that no result depends on where they lie
                 every = torch.arange(slots.shape[-1], device=slots.device).expand(slots.shape)
                 return attend_in_place(q, keys, values, every, occupied, transform, counts, rest)
             return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts, rest=rest)
-        keys = self._link.rows(tensors.keys, slots)
+        keys = self._link.rows(tensors.keys, slots) if rebuilt is None else rebuilt
         if sums_in_place(group, tensors.values):
             self._link.count_vectors(tensors.values, slots.shape[-1])
             return attend_in_place(q, keys, tensors.values, slots, occupied, transform, counts, rest)
@@ -201,7 +207,7 @@ class IndexReader:
         """The slots that a step reads besides a codec's full-precision buffer; `scanned` are known products."""
         tensors = self._layer.tensors
         products: Any = self._products if scanned is None else lambda _: scanned.clone()  # the engine changes scores
-        self._link.whole(reads.index)
+        self._link.whole(self._rebuilt.scored(reads.index))
         score = transform.finish(self._reader.score(reads.index, self._indexed(self._queries(q)), products))
         estimated = None
         clusters = None
@@ -270,7 +276,7 @@ class IndexReader:
             link.count_all_vectors(buffer)
             return
         index = tensors.reads.index
-        link.whole(self.board.choice if shape.followed and self.board is not None else index)
+        link.whole(self.board.choice if shape.followed and self.board is not None else self._rebuilt.scored(index))
         # The entries of the slots that are written are recomputed from their keys, and blocks from their values.
         written = 2 if self._spec.merges_in_steps else 1
         channels = 0 if shape.followed else self._channels_read
@@ -293,8 +299,9 @@ class IndexReader:
                 self._summaries.count_coded(link, shape, 1)
             return
         link.whole(tensors.keys if scans else ())
-        link.count_vectors(tensors.keys, refreshed + shape.slots)
+        link.count_vectors(tensors.keys, refreshed)
         link.count_channels(tensors.keys, channels)
+        self._rebuilt.count_read(link, index, shape.slots)
         link.count_vectors(tensors.values, summarized + shape.slots)
 
     def _count_decoded(self, link: Link, shape: ReadShape) -> None:
@@ -314,7 +321,7 @@ class IndexReader:
         Args:
             first: Rows that had their first prompt, [B] bool; None if no row had.
             salience: The salience of the channels of that prompt, [B, H, D], if the reader needs it.
-            placed: Rows that had a prompt, [B] bool, or None: there, a reader of clusters finds them again.
+            placed: Rows that had a prompt, [B] bool, or None: there, clusters and bases of keys are found again.
         """
         layer = self._layer
         tensors = layer.tensors
@@ -341,6 +348,7 @@ class IndexReader:
         self.same_slots = shape.followed > 0 and self._holds_the_same()
         self.set_limit()
         self._clusters.find(shape, tensors.reads, placed)
+        self._rebuilt.find(shape, tensors.reads, placed)
         step = max(REBUILD_SLOTS // shape.page, 1)
         for start in range(0, shape.entries, step):
             entries = torch.arange(start, min(start + step, shape.entries), device=tensors.device)
@@ -442,6 +450,7 @@ class IndexReader:
         self._link.whole(self._clusters.centers(reads.index))
         occupied = inside & (tensors.positions.gather(-1, flat) >= 0).view_as(inside)
         self._reader.refresh(reads.index, entries, self._indexed(keys).unflatten(2, inside.shape[2:]), occupied)
+        self._rebuilt.project(reads, entries, flat, keys, occupied)
 
     def _indexed(self, vectors: Tensor) -> Tensor:
         """Queries or keys [B, H, n, D] as the reader takes them, in the basis of the layer if it has one."""
@@ -449,26 +458,32 @@ class IndexReader:
         return coordinates(vectors, basis) if isinstance(basis, Tensor) else vectors
 
     def count_unsorted_step(self) -> bool:
-        """Count a step that wrote slots; whether it is time to sort them by position, or to find clusters, again."""
+        """Count a step that wrote slots; whether what `renew` does is due."""
         traits = self._spec.reader_traits
         is_sorted = traits.ordered and not self._spec.grows
-        if self.shape is None or not (is_sorted or self._clusters.are_used):
+        if self.shape is None or not (is_sorted or self._clusters.are_used or self._rebuilt.are_used):
             return False
         self._layer.steps_unsorted += 1
-        return self._layer.steps_unsorted >= traits.resort
+        if self._layer.steps_unsorted >= traits.resort:
+            return True
+        # A row may begin in a step. Of its first tokens, as many are read as they are stored.
+        return self._layer.steps_unsorted % traits.recent == 0 and self._rebuilt.are_missing()
 
     def renew(self) -> None:
-        """Sort the slots again, or find their clusters again; see `count_unsorted_step`."""
-        if self._spec.reader_traits.ordered:
-            self.sort_slots()
-        else:
-            self._layer.steps_unsorted = 0
-            self.rebuild(placed=torch.ones_like(self._layer.tensors.length, dtype=torch.bool))
-
-    def sort_slots(self) -> None:
-        """Sort the slots of each head by position, in place, and compute the index again; no coded slot is moved."""
-        tensors = self._layer.tensors
+        """Sort the slots again, and find their clusters or the basis of their keys; see `count_unsorted_step`."""
+        if self._layer.steps_unsorted < self._spec.reader_traits.resort:  # for rows without a basis alone
+            self.rebuild()
+            return
         self._layer.steps_unsorted = 0
+        placed = torch.ones_like(self._layer.tensors.length, dtype=torch.bool)
+        if self._spec.reader_traits.ordered and not self._spec.grows:
+            self.sort_slots(placed)
+        else:
+            self.rebuild(placed=placed)
+
+    def sort_slots(self, placed: Tensor | None = None) -> None:
+        """Sort the slots of each head by position, in place, and `rebuild`; no coded slot is moved."""
+        tensors = self._layer.tensors
         order = torch.where(tensors.positions >= 0, tensors.positions, BEYOND).argsort(dim=-1, stable=True)
         # Every slot is in full precision here: a policy that evicts may not combine a codec with an `ordered` reader.
         vectors = order.to(tensors.keys.device)[..., None].expand(tensors.keys.shape)
@@ -479,4 +494,4 @@ class IndexReader:
         in_order = map_slots(lambda t: t.gather(-1, order), per_slot)
         for held, new in zip(slot_tensors(per_slot), slot_tensors(in_order), strict=True):
             held.copy_(new)
-        self.rebuild()
+        self.rebuild(placed=placed)

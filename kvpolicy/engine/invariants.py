@@ -12,7 +12,7 @@ from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layer_tensors import PageTensors
-from kvpolicy.engine.reading import ReadState, by_entry, read_shape, row_entries
+from kvpolicy.engine.reading import by_entry, read_shape, row_entries
 from kvpolicy.engine.row_limits import has_dictionary, stage_slots, with_tokens
 from kvpolicy.engine.state import map_state
 from kvpolicy.engine.state import tensors as all_tensors
@@ -277,7 +277,7 @@ def _check_index(store: LayerStore, index: IndexReader) -> None:
     _require(reads.limit == reads.limit.new_tensor(limit), store, "a row reads as many entries as it would alone")
     if not reads.index or not bool((tensors.length > 0).all()):
         return
-    fresh = ReadState(reads.limit, map_state(torch.clone, reads.index), reads.choice)
+    fresh = reads._replace(index=map_state(torch.clone, reads.index))
     entries = torch.arange(shape.entries, device=tensors.positions.device).expand(*tensors.positions.shape[:2], -1)
     index.refresh(shape, fresh, entries)
     empty = by_entry(shape, tensors.positions).amax(-1) < 0  # what the index holds of such an entry is never read

@@ -40,7 +40,7 @@ class LayerSpec:
         merger: The layer's merger; by default, evicted tokens are dropped.
         reader: The layer's reader; by default, every slot is read.
         heads: Divides the pages of a row among its heads; None if all heads have equally many slots.
-        rope: The rotary embedding, if keys are coded unrotated, or the selector needs queries or keys without it.
+        rope: The rotary embedding, if keys are coded unrotated or rebuilt, or the selector needs vectors without it.
         projection: Reads the output projection, if the selector needs the norms of values behind it.
         allocator_needs: The statistics of a row's first prompt that the allocator needs.
         grows: Whether generated tokens are kept in addition to the budget.

@@ -208,11 +208,12 @@ class LayerStore:
 
     def record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
         """Update the limits that a prompt determines; a prompt in several chunks is recorded after each."""
+        known = self.rope_offset
+        if rope_offset is not None and known is not None:
+            known.copy_(rope_offset)
         limits = self.tensors.limits
         if limits is None:
             return
-        if rope_offset is not None and self.spec.key_rope is not None:
-            limits.rope_offset.copy_(rope_offset)
         queries = pending.statistic(LargestQueries)
         if queries is not None and queries.absmax is not None:
             # Ranks that replicate a KV head have different queries of it, and must still write the same codes.
@@ -284,6 +285,14 @@ class LayerStore:
         if layer.undo is not None:
             layer.undo.end()
         return out
+
+    @property
+    def rope_offset(self) -> Tensor | None:
+        """Offset of the rotary positions from the rows' positions, [B]; None if no stored key is unrotated."""
+        tensors = self.tensors
+        if tensors.reads and isinstance(tensors.reads.rope_offset, Tensor):
+            return tensors.reads.rope_offset
+        return None if tensors.limits is None or self.spec.key_rope is None else tensors.limits.rope_offset
 
     # between steps
 

@@ -71,11 +71,13 @@ class ReadState(NamedTuple):
         limit: Entries that each row reads, [B] int64: as many as it would alone; see `row_entries`.
         index: The reader's index.
         choice: The choice of the layer; the empty tuple if no other layer reads it.
+        rope_offset: Offset of the rotary positions from a row's positions, [B] int64; () unless keys are rebuilt.
     """
 
     limit: Tensor
     index: Index
     choice: Choice | tuple[()] = ()
+    rope_offset: Tensor | tuple[()] = ()
 
 
 class Board:
@@ -245,10 +247,11 @@ def alloc_reads(
     entries = 0 if shape is None else shape.entries
     limit = torch.zeros(batch, dtype=torch.int64, device=device)
     index = reader.alloc(batch, heads, entries, head_dim, dtype, device) if chooses(reader, layer_idx) else ()
+    offset = torch.zeros_like(limit) if index and reader.traits.rebuilds else ()
     if not reader.traits.shares(layer_idx):
-        return ReadState(limit, index)
+        return ReadState(limit, index, rope_offset=offset)
     positions, slots = (torch.zeros(batch, heads, shown, dtype=torch.int32, device=device) for _ in range(2))
-    return ReadState(limit, index, Choice(positions, slots))
+    return ReadState(limit, index, Choice(positions, slots), offset)
 
 
 def by_entry(shape: ReadShape, per_slot: Tensor, lacking: float = -1) -> Tensor:

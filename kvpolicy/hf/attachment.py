@@ -167,7 +167,7 @@ class Attachment:
                 "to attach a policy with the same codec."
                 if policy.undoes_rotation == "codec"
                 else f"The attached policy must undo the same rotations, as the cache's {policy} does, got "
-                f"{self.policy}; try to attach a policy with the same selector."
+                f"{self.policy}; try to attach a policy with the same {policy.undoes_rotation}."
             )
         pinning = [_pins_massive(policy, index) > _pins_massive(self.policy, index) for index in self.info.indices]
         if any(pinning):

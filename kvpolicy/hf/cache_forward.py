@@ -116,8 +116,7 @@ class CacheForward(Cache):
         # Before the guard begins, after which an error would leave the cache unusable. If a forward is running already,
         # the guard is about to refuse this one, and an error about positions would mislead.
         if not one_token and not self.guard.running and self.policy.undoes_rotation:
-            coded = self.policy.undoes_rotation == "codec"
-            known = self._known_offset() if coded else None
+            known = self._known_offset()
             offset = rope_offset(position_ids, valid, first.get_seq_length(), seen, new, known)
         starts = not one_token and bool((seen == 0).any())
         holds = self._holds_chunk(first, seen, new, valid, one_token=one_token)
@@ -373,9 +372,9 @@ class CacheForward(Cache):
 
     def _known_offset(self) -> Tensor | None:
         """Offset of the rotary positions from the rows' positions, [B], from an earlier forward, or None."""
-        layer = next(x for x in self.policy_layers if self.policy.at(x.layer_idx).undoes_rotation == "codec")
-        limits = layer.store.tensors.limits if layer.is_initialized else None
-        return None if limits is None else limits.rope_offset
+        # A selector does not keep it.
+        known = (layer.store.rope_offset for layer in self.policy_layers if layer.is_initialized)
+        return next((offset for offset in known if offset is not None), None)
 
     # metrics of a prompt
 

@@ -16,6 +16,13 @@ from kvpolicy.spec.errors import KVPolicyError
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding with frequencies that depend on the length: a stored key cannot be unrotated."""
 
+_INSTEAD = {
+    "codec": "a codec that stores rotated keys, such as tokenwise.",
+    "reader": "a reader that reads keys as they are stored, such as quest.",
+    "selector": "another selector.",
+}
+"""What does not undo the rotation, by the part that does."""
+
 
 def trained_positions(config: Any) -> int | None:
     """The positions that a model's rotary embedding was trained for; None where its kind reaches further by itself.
@@ -57,7 +64,7 @@ _ROTATES: dict[str, Callable[[Any], bool]] = {
 
 
 def rope_of(decoder: nn.Module, site: Site, part: str = "codec") -> Rope:
-    """The rotary embedding of a layer, which the `codec` or the `selector` of a policy undoes.
+    """The rotary embedding of a layer, which the `codec`, `reader` or `selector` of a policy undoes.
 
     Raises:
         KVPolicyError: If it cannot be undone.
@@ -94,7 +101,7 @@ def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
         raise KVPolicyError(
             f"The rotary embedding of layer {site.layer_idx} must be undone for this {part}, got "
             f"{type(tables).__name__} of type {kind}, which cannot be undone; try "
-            + ("a codec that stores rotated keys, such as tokenwise." if part == "codec" else "another selector.")
+            + _INSTEAD.get(part, "another policy.")
         )
     return Rope(tables, _of_pairs(apply), layer_type)
 

@@ -82,3 +82,13 @@ def coordinates(vectors: Tensor, basis: Tensor) -> Tensor:
     """
     # In fp64, so that the result does not depend on how a product over more tokens or rows is summed.
     return (vectors.double() @ basis.double()).float()
+
+
+def of_tokens(vectors: Tensor) -> Tensor:
+    """The vectors of all heads of each token, one behind the other: [B, H, n, D] as [B, 1, n, H * D].
+
+    Examples:
+        >>> of_tokens(torch.arange(4.0).view(1, 2, 1, 2))
+        tensor([[[[0., 1., 2., 3.]]]])
+    """
+    return vectors.transpose(1, 2).flatten(2)[:, None]

@@ -19,6 +19,7 @@ from kvpolicy.protocols import (
     MeasuresAttention,
     Merger,
     Reader,
+    RebuildsKeys,
     Reranks,
     ScoresInputs,
     Selector,
@@ -51,6 +52,11 @@ def check_together(policy: Any) -> None:
         check_grouped(policy)
     if policy.codec.traits.joint_heads:
         check_joint(policy)
+    if policy.reader.traits.joint_heads and not same_in_heads(policy.selector):
+        raise KVPolicyError(
+            f"The selector must keep the same tokens in every head to be combined with {policy.reader}, whose heads "
+            f"share coefficients, got {policy.selector}; try full, window or streaming, or joint=false."
+        )
     if policy.codec.traits.demote_by == "priority" and whole_heads(policy.selector):
         raise KVPolicyError(
             f"The selector must rank a token by itself to be combined with {policy.codec}, which ranks a part of the "
@@ -131,6 +137,8 @@ def check_abilities(selector: Selector, reader: Reader) -> None:
     _check_ability(reader, Estimates, bool(traits.estimates) and not traits.clustered, rule, "one")
     rule = "The reader must have the methods of kvpolicy.protocols.Clusters for ReaderTraits.clustered"
     _check_ability(reader, Clusters, traits.clustered, rule, "one")
+    rule = "The reader must have the methods of kvpolicy.protocols.RebuildsKeys for ReaderTraits.rebuilds"
+    _check_ability(reader, RebuildsKeys, traits.rebuilds, rule, "one")
 
 
 def _check_ability(part: object, ability: type[Any], asks: bool, rule: str, lacks: str = "it") -> None:
@@ -240,6 +248,11 @@ def check_reader(reader: Reader, selector: Selector, codec: Codec, merger: Merge
         raise KVPolicyError(
             f"The codec {codec} must not choose the slots that a step reads itself, got the reader {reader}, which "
             "does so too; try one of them alone."
+        )
+    if reader.traits.rebuilds and codec.stages:
+        raise KVPolicyError(
+            f"The codec must be plain for the reader {reader}, which rebuilds keys from coefficients of its own, got "
+            f"{codec}; try quest."
         )
     if reader.traits.host:
         check_host(reader, codec, merger, decode)

@@ -289,13 +289,15 @@ class Policy:
         return "grow" if own._ranks and own._is_whole else own.selector.decode
 
     @property
-    def undoes_rotation(self) -> Literal["", "codec", "selector"]:
-        """Which part undoes the model's rotary embedding: the codec for keys, the selector for either, or none.
+    def undoes_rotation(self) -> Literal["", "codec", "reader", "selector"]:
+        """Which part undoes the model's rotary embedding: the codec or the reader for keys, the selector, or none.
 
-        The codec, if layers have both kinds.
+        The first of them, if there are several.
         """
         if any(own.codec.traits.key_space == "unrotated" for own in self.distinct):
             return "codec"
+        if any(own.reader.traits.rebuilds for own in self.distinct):
+            return "reader"
         every = [own.selector.needs for own in self.distinct]
         undone = any(each.key_rotation or each.query_moments is not None for each in every)
         return "selector" if undone else ""

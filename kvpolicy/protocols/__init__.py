@@ -56,6 +56,7 @@ from kvpolicy.protocols.reader import Products as Products
 from kvpolicy.protocols.reader import Reader as Reader
 from kvpolicy.protocols.reader import ReaderTraits as ReaderTraits
 from kvpolicy.protocols.reader import ReadsChannels as ReadsChannels
+from kvpolicy.protocols.reader import RebuildsKeys as RebuildsKeys
 from kvpolicy.protocols.reader import channels_read as channels_read
 from kvpolicy.protocols.selector import ChecksModel as ChecksModel
 from kvpolicy.protocols.selector import ComparesHeads as ComparesHeads

@@ -36,6 +36,10 @@ class ReaderTraits(NamedTuple):
         sinks: Tokens at positions below it are always read, if they are kept, besides the newest ones.
         clustered: Whether `score` scores clusters, each the sum of many entries, see `Clusters`. They are found again
             after `resort` decode steps.
+        rebuilds: Whether a step computes the keys that it reads from the index, see `RebuildsKeys`. What this needs is
+            found again after `resort` decode steps.
+        joint_heads: Whether the heads of a layer share a basis of keys, so that they must hold the same tokens in the
+            same slots, see `RebuildsKeys`.
     """
 
     dense: int = 0
@@ -53,6 +57,8 @@ class ReaderTraits(NamedTuple):
     host: bool = False
     sinks: int = 0
     clustered: bool = False
+    rebuilds: bool = False
+    joint_heads: bool = False
 
     def source(self, layer_idx: int) -> int | None:
         """The layer that chooses for a layer: itself, an earlier one, or None if it reads all slots.
@@ -147,6 +153,66 @@ class Clusters(Protocol):
 
     def mean_values(self, index: Index) -> Tensor:
         """The mean value of each cluster, [B, H, C, D], finite everywhere; only called if the reader estimates."""
+        ...
+
+
+@runtime_checkable
+class RebuildsKeys(Protocol):
+    """An optional ability of a reader, for `ReaderTraits.rebuilds`: a step computes the keys that it reads.
+
+    The index holds a basis of the keys of each head without their rotary embedding, and the coefficients of each key in
+    it. A step rebuilds the keys of the slots that it reads, and the engine rotates them to their positions. Only the
+    keys of the newest tokens (`ReaderTraits.recent`), and of those at the first positions (`ReaderTraits.sinks`), are
+    read as they are stored. The basis is found from all keys of a layer: after each prompt, and again after
+    `ReaderTraits.resort` decode steps. In between, new keys get coefficients in it.
+
+    With `ReaderTraits.joint_heads`, the basis is of the keys of all heads of a token, one behind the other, and
+    coefficients are those of a token.
+
+    Needs equally many slots in full precision in every head, so no codec. All methods but `fit_basis` and `has_basis`
+    are traceable.
+    """
+
+    def fit_basis(self, index: Index, moments: Tensor, rows: Tensor) -> None:
+        """Find the basis of some rows, in place; `project` of all entries follows. Not traceable.
+
+        Args:
+            index: The index.
+            moments: Sums of the outer products of the unrotated keys of each head, [B, H, D, D] fp64; of all heads with
+                `ReaderTraits.joint_heads`, [B, 1, H * D, H * D].
+            rows: Which rows, [B] bool; the others keep what they have.
+        """
+        ...
+
+    def has_basis(self, index: Index) -> Tensor:
+        """Whether the basis of a row was found, [B] bool."""
+        ...
+
+    def project(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
+        """Compute the coefficients of the keys of some entries, in place, after `Reader.refresh` of them.
+
+        Args:
+            index: The index.
+            entries: Which entries, [B, H, n] int64; where one is given twice, so are its keys.
+            keys: Their keys without rotary embedding, [B, H, n, page, D] fp32; undefined where `occupied` is not set.
+            occupied: Which of these slots hold a token, [B, H, n, page] bool.
+        """
+        ...
+
+    def rebuild_keys(self, index: Index, slots: Tensor) -> Tensor:
+        """The keys of slots [B, H, n] int64 without rotary embedding, [B, H, n, D] fp32; of an empty slot any."""
+        ...
+
+    def scored(self, index: Index) -> Any:
+        """The tensors, in (nested) tuples, that `score` reads."""
+        ...
+
+    def basis(self, index: Index) -> Any:
+        """The tensors, in (nested) tuples, that `project` and `rebuild_keys` read whole."""
+        ...
+
+    def coefficients(self, index: Index) -> Tensor:
+        """The coefficients, of which each head reads those of its slots, [B, H or 1, S, ...] with S slots at least."""
         ...
 
 
@@ -245,7 +311,7 @@ class Reader(Protocol):
 
     A class that inherits from it has single tokens as entries and no index, and needs `count` and `score`. An object
     that has all members is accepted whatever its class. Optional abilities are `LoadsSalience`,
-    `LoadsBasis`, `ReadsChannels`, `Estimates` and `Clusters`.
+    `LoadsBasis`, `ReadsChannels`, `Estimates`, `Clusters` and `RebuildsKeys`.
     """
 
     __slots__ = ()

@@ -96,6 +96,10 @@ class Reuse(Reader):
                 f"Reuse.base must be a reader that estimates nothing of what it does not read, got {self.base}; try "
                 "sparq:correct=false or exact."
             )
+        if self.base.traits.rebuilds:
+            raise KVPolicyError(
+                f"Reuse.base must be a reader that reads keys as they are stored, got {self.base}; try quest."
+            )
         if not isinstance(self.layers, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise KVPolicyTypeError(f"Reuse.layers must be auto or layers such as 2_13, got {self.layers!r}; try auto.")
         ascending = sorted(set(self._choosing)) == [*self._choosing]

@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.state import map_state, tensors
-from kvpolicy.protocols import Clusters, Estimated, Estimates, Index, LoadsBasis, Reader, channels_read
+from kvpolicy.kernels.products import of_tokens
+from kvpolicy.protocols import (
+    Clusters,
+    Estimated,
+    Estimates,
+    Index,
+    LoadsBasis,
+    Reader,
+    RebuildsKeys,
+    channels_read,
+)
 from kvpolicy.testing.part_checks import describe
 
 _TOKENS = 1000
@@ -45,6 +55,8 @@ def check_reader(part: Reader) -> None:
         _check_estimates(part, dim)
     if part.traits.clustered:
         _check_clusters(part, dim, keys, occupied, shown)
+    if part.traits.rebuilds:
+        _check_rebuilt(part)
     if part.traits.scans_keys or channels_read(part, dim):
         return
     junk = torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan))
@@ -144,3 +156,38 @@ def _check_estimates(part: Reader, dim: int) -> None:
     junk = estimated(torch.where(occupied[..., None], values, torch.full_like(values, torch.nan)))
     same = all(map(torch.equal, junk, shown))
     assert same, f"{part}: summarize must ignore slots without a token, got other estimates with NaN there"
+
+
+def _check_rebuilt(part: Reader) -> None:
+    """Check that keys are rebuilt from their own coefficients, and exactly where they lie in few directions."""
+    assert isinstance(part, RebuildsKeys), f"{part}: a reader must implement RebuildsKeys to rebuild, got one without"
+    page = part.page_size(_TOKENS)
+    generator = torch.Generator().manual_seed(5)
+    # All along one direction in each head, by the same factors, so that one coefficient tells them.
+    factors = torch.randn(2, 1, 5 * page, 1, generator=generator).expand(-1, 2, -1, -1)
+    keys = (factors * torch.randn(2, 2, 1, 16, generator=generator)).unflatten(2, (5, page))
+    occupied = (torch.rand(2, 1, 5, page, generator=generator) < 0.7).expand(-1, 2, -1, -1)
+    index = part.alloc(2, 2, 5, 16, torch.float32, "cpu")
+    assert part.has_basis(index).tolist() == [False, False], f"{part}: has_basis must not be set before fit_basis"
+    flat = keys.masked_fill(~occupied[..., None], 0).flatten(2, 3).double()
+    flat = of_tokens(flat) if part.traits.joint_heads else flat
+    part.fit_basis(index, flat.mT @ flat, torch.tensor([True, False]))
+    assert part.has_basis(index).tolist() == [True, False], f"{part}: fit_basis must find the basis of its rows alone"
+    part.fit_basis(index, flat.mT @ flat, torch.tensor([False, True]))
+    every = torch.arange(5).expand(2, 2, -1)
+    part.project(index, every, torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan)), occupied)
+    before = map_state(torch.clone, index)
+    part.project(index, every[..., 3:4], keys[:, :, 3:4], occupied[:, :, 3:4])
+    same = all(torch.equal(now, then) for now, then in zip(tensors(index), tensors(before), strict=True))
+    assert same, f"{part}: project must compute an entry from its keys, got a trace of others"
+    slots = torch.randperm(5 * page, generator=generator).expand(2, 2, -1)
+    rebuilt = part.rebuild_keys(index, slots)
+    fits = rebuilt.shape == (2, 2, 5 * page, 16) and rebuilt.dtype == torch.float32
+    assert fits, f"{part}: rebuild_keys must be float32 [B, H, n, D], got {describe(rebuilt)}"
+    live = occupied.flatten(2)[:, :, slots[0, 0]]
+    close = torch.allclose(rebuilt[live], keys.flatten(2, 3)[:, :, slots[0, 0]][live], atol=1e-4)
+    assert close, f"{part}: rebuild_keys must be the keys where these lie in one direction, got others"
+    held = part.coefficients(index)
+    assert held.shape[1] in (1, 2) and held.shape[2] >= 5 * page, (
+        f"{part}: coefficients must be [B, H or 1, S, ...] of {5 * page} slots at least, got {describe(held)}"
+    )

@@ -85,7 +85,7 @@ class FakeStage:
         return mix_by_chunks(self.values, store, weights, self.group_size)
 
 
-_NOT_SLOW = ("query_absmax", "searches", "per_head", "at_once")
+_NOT_SLOW = ("query_absmax", "searches", "per_head", "at_once", "joint_heads")
 """Traits of which the slow reference has no field."""
 
 

@@ -64,7 +64,9 @@ def check_traffic(layer: Layer, rows: int) -> None:
     shape = index_of(layer.store).shape
     numbers = 0
     if layer.store.spec.host:  # of the new token, of its page, and of what was chosen
-        numbers = 1 + (0 if shape is None else shape.page + shape.slots)
+        traits = layer.policy.reader.traits
+        own = traits.recent + traits.sinks if traits.rebuilds else 0  # keys that are read as they are stored
+        numbers = 1 + (0 if shape is None else shape.page + shape.slots + own)
     assert traffic["back", False] == 8 * rows * HEADS * numbers
 
 

@@ -107,6 +107,7 @@ METHODS = [
     "uniform/adakv+h2o+compensate@0.5",
     "h2o+reuse:every=2:dense=0/exact:read=6@0.5",
     "quest:read=8:page=2:dense=1:host=true",
+    "full+shadowkv:read=8:page=2:rank=3:sinks=1:recent=2:host=true",
 ]
 MERGED = [words("h2o", name) for name in MERGERS if lookup(name)[1]().traits.when == "always"]
 OTHERS = [
@@ -121,6 +122,8 @@ OTHERS = [
     words("h2o+compensate", "centroids"),
     words("h2o", "retrieval"),
     "full+retrieval:recent=1:read=8:cluster=4:host=true",
+    words("h2o", "shadowkv"),
+    "streaming+shadowkv:joint=true:read=8:page=2:rank=3:sinks=1:recent=2@0.5",
     words("full", "centroids", "kivi", budget="1.0"),
     *(words("h2o", codec) for codec in CODECS if words("h2o", codec) not in METHODS),
     *(

@@ -35,6 +35,7 @@ READERS = [
     "quest:read=6:page=2:dense=0:resort=3",
     "labels:read=6:channels=3:dense=0",
     "retrieval:recent=1:read=6:cluster=3:sinks=2:rebuild=5",
+    "shadowkv:read=6:page=2:rank=3:sinks=1:recent=2:rebuild=5",
 ]
 ELSEWHERE = [
     "full+quest:read=6:page=2:dense=0:host=true",
@@ -43,6 +44,9 @@ ELSEWHERE = [
     "h2o+labels:read=6:channels=3:dense=0:host=true@0.5",
     "h2o+retrieval:recent=1:read=6:cluster=3:rebuild=5:host=true@0.5",
     "full+retrieval:recent=1:read=6:cluster=3:estimate=false:host=true",
+    "full+shadowkv:read=6:page=2:rank=3:sinks=1:recent=2:rebuild=5:host=true",
+    "h2o+shadowkv:read=6:page=2:rank=3:sinks=1:recent=2:rebuild=3:host=true@0.5",
+    "streaming+shadowkv:joint=true:read=6:page=2:rank=3:sinks=1:recent=2:rebuild=3:host=true@0.5",
     "snapkv+quest:read=6:page=2:dense=0:resort=3:host=true@0.5",
     "full+quest:read=6:page=2:dense=0",
 ]
@@ -95,7 +99,9 @@ def copied(layer: Layer, rows: int) -> tuple[int, int]:
     each = rows * HEADS * DIM * NUMBER
     if count >= slots:
         return each * 2 * slots, each * 2
-    return each * (2 * count + page), each * 2  # the keys of the page that was written, to bound it again
+    # Of chosen keys that are rebuilt, only those that are read as they are stored.
+    keys = reader.recent + reader.sinks if reader.traits.rebuilds else count
+    return each * (keys + count + page), each * 2  # the keys of the page that was written, to bound it again
 
 
 @pytest.mark.parametrize("policy", REUSE)

@@ -24,7 +24,7 @@ from kvpolicy.spec.tables import format_bytes
 from tests.conformance.fakes import Fake
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
-from tests.conformance.policies import CODECS, GROUPING, RANKED, spec_of, words
+from tests.conformance.policies import CODECS, GROUPING, RANKED, REBUILDING, spec_of, words
 from tests.engine.parts import index_of
 from tests.readers.bench import DIM, HEADS, Layer, draw
 from tests.sampling import product
@@ -37,6 +37,12 @@ INDEXED = [name for name in READERS if name != "exact"]
 EVICTING = ["snapkv", "h2o", "snapkv+merge", "h2o+compensate", "h2o+d2o"]
 BASES = ["full", *EVICTING, "tokenwise:block_size=3:residual_length=2", "kivi:group_size=4:residual_length=3"]
 STEPS = 12
+
+
+def takes(row: tuple[Any, ...]) -> bool:
+    """Whether a reader is combined with the codec in a base, or of this name."""
+    reader, base = row[:2]
+    return reader not in REBUILDING or base in ("plain", "full", *EVICTING)
 
 
 def policy(base: str, reader: str) -> str:
@@ -54,7 +60,7 @@ def live_entries(layer: Layer) -> list[Tensor]:
     ]
 
 
-@product("reader,base", INDEXED, BASES)
+@product("reader,base", INDEXED, BASES, allowed=takes)
 def test_the_index_after_many_steps_is_that_of_its_slots(reader: str, base: str) -> None:
     layer = Layer(policy(base, reader), [13, 9] if base in EVICTING else [26, 17], new=STEPS)
     q, k, v = draw(26, 1, batch=2)
@@ -273,7 +279,7 @@ def test_unread_slots_get_no_attention() -> None:
             assert changed <= (position in read), "only what was read has attention"
 
 
-@product("reader,codec", READERS, READ)
+@product("reader,codec", READERS, READ, allowed=takes)
 def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage is asked for no more slots than are read, in every step."""
     own = spec_of(reader)
@@ -319,7 +325,7 @@ def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pyt
     assert asked and max(asked) == shape.slots
 
 
-@product("reader,codec,rows", READERS, READ, ["one", "padded"])
+@product("reader,codec,rows", READERS, READ, ["one", "padded"], allowed=takes)
 def test_held_and_moved_are_planned(reader: str, codec: str, rows: str) -> None:
     own = spec_of(reader)
     grows = "full" if codec not in RANKED else "h2o:decode=grow"
@@ -412,4 +418,6 @@ def test_turns_and_unannounced_growth(reader: str) -> None:
     sizes = [shape.entries, blocks, 3]
     if layer.policy.reader.traits.clustered:
         sizes.append(layer.policy.reader.clusters(shape.entries))  # pyright: ignore[reportAttributeAccessIssue]
+    if layer.policy.reader.traits.rebuilds:
+        sizes.append(DIM)
     assert all(t.shape[2] in sizes for t in tensors(reads.index))

@@ -34,6 +34,7 @@ READERS = [
     "sparq:read=8",
     "centroids:read=8",
     "retrieval:recent=1:read=8:rebuild=4",
+    "shadowkv:read=8:page=2:rank=3:recent=2:rebuild=4",
     "reuse/exact:read=8",
 ]
 CUTS = [(0, 0), (1, 0), (5, 0), (5, 2), (5, 4), (8, 8)]
@@ -116,6 +117,8 @@ OTHERS = [
     words("h2o", "tokenwise", "sparq:read=8", budget="0.7"),
     "h2o+centroids:read=8:page=4@0.7",
     "h2o+retrieval:recent=1:read=8:cluster=4:rebuild=3@0.7",
+    "window+shadowkv:joint=true:read=8:page=2:rank=3:recent=2:rebuild=3@0.7",
+    "h2o+shadowkv:read=8:page=2:rank=3:recent=2:rebuild=3:host=true@0.7",
     *(f"uniform/{heads}+h2o@0.7" for heads in HEADS),
     words("uniform/adakv", "h2o", "tokenwise", budget="0.7"),
     "uniform/adakv+h2o+compensate@0.7",

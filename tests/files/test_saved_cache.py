@@ -42,6 +42,8 @@ OTHERS = [
     words("h2o", "tokenwise", "sparq"),
     words("h2o", "centroids"),
     words("h2o", "retrieval"),
+    words("h2o", "shadowkv"),
+    "window+shadowkv:joint=true:read=6:page=2:rank=3:recent=2@0.5",
     "h2o+reuse:every=2:dense=0/exact:read=6@0.8",
     "h2o+compensate+quest:read=8:page=2:dense=1@0.5",
     "h2o+labels:read=6:channels=3:dense=0:host=true@0.5",

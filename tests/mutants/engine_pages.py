@@ -262,8 +262,8 @@ MUTATIONS = (
     Mutation(
         name="slots are sorted a step late",
         file="kvpolicy/engine/index_reader.py",
-        old="return self._layer.steps_unsorted >= traits.resort",
-        new="return self._layer.steps_unsorted > traits.resort",
+        old="if self._layer.steps_unsorted >= traits.resort:",
+        new="if self._layer.steps_unsorted > traits.resort:",
         tests=("tests/engine/test_index_reader.py",),
     ),
     Mutation(

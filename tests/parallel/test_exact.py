@@ -50,6 +50,7 @@ POOLED = [
     "h2o+sparq:read=5:channels=3@0.8",
     "h2o+centroids:read=6:page=2:resort=3@0.8",
     "h2o+retrieval:recent=1:read=6:cluster=3:rebuild=3@0.8",
+    "h2o+shadowkv:read=6:page=2:rank=3:sinks=1:recent=2:rebuild=3@0.8",
     "tokenwise:residual_length=2:block_size=3+exact:read=5",
     "snapkv:window=6:kernel=3+reuse:every=2:dense=0/exact:read=5@0.8",
     "uniform/duo:file=FOLDER/heads.json+streaming:sinks=2@0.5",

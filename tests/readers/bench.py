@@ -57,7 +57,7 @@ class Layer:
         self.transform = ScoreTransform(DIM**-0.5, softcap, sinks)
         self.read: Chosen | None = None
         self.steps = 0
-        self.clusters: list[list[Any]] = []
+        self.fitted: list[list[Any]] = []
 
     def prompt(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         """Take in a prompt."""
@@ -68,18 +68,17 @@ class Layer:
         extra = torch.full_like(keep, self.new if self.policy.decode == "grow" else 0)
         self.store.compress(pending, RowBudget(keep, extra, keep + extra))
         check_invariants(self.store, keeps_newest=False)
-        self._find_clusters()
+        self._fit()
         return out
 
-    def _find_clusters(self) -> None:
-        """Let the slow version find the clusters of every row and head, if the reader has some."""
+    def _fit(self) -> None:
+        """Let the slow version find what the reader finds in each row and head, such as clusters, if it does."""
         method = version("reader", name_of(type(self.policy.reader)))
-        if not hasattr(method, "clusters"):
+        if not hasattr(method, "fitted"):
             return
         config = config_of(self.policy) | {"rounded": self._rounded}
-        self.clusters = [
-            [method.clusters(config, self.parts(row, head)) for head in range(HEADS)]
-            for row in range(len(self.budgets))
+        self.fitted = [
+            [method.fitted(config, self.parts(row, head)) for head in range(HEADS)] for row in range(len(self.budgets))
         ]
 
     def _rounded(self, vector: Any) -> Any:
@@ -88,7 +87,7 @@ class Layer:
 
     def config(self, row: int, head: int) -> dict[str, Any]:
         """The parameters of the slow version of the reader, for a head."""
-        found = {"clusters": self.clusters[row][head], "rounded": self._rounded} if self.clusters else {}
+        found = {"fitted": self.fitted[row][head], "rounded": self._rounded} if self.fitted else {}
         return config_of(self.policy) | found
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -115,8 +114,8 @@ class Layer:
     def between(self) -> None:
         """What the owner does between steps."""
         self.steps += 1
-        if self.clusters and self.steps % config_of(self.policy)["rebuild"] == 0:
-            self._find_clusters()  # before blocks are demoted
+        if self.fitted and self.steps % config_of(self.policy)["rebuild"] == 0:
+            self._fit()  # before blocks are demoted
         self.store.count_step()
         self.store.ensure_capacity()
         check_invariants(self.store, keeps_newest=False)
@@ -146,6 +145,16 @@ class Layer:
             [Held(held[s], keys[s], counts[s], values[s]) if held[s] >= 0 else None for s in range(a, b)]
             for a, b in ranges
         ]
+
+    def read_keys(self, row: int, head: int, positions: list[int], keys: Tensor) -> Tensor:
+        """The stored keys [n, D] of tokens as the last step read them; see the slow version."""
+        method = version("reader", name_of(type(self.policy.reader)))
+        if self.read is None or not hasattr(method, "read_key"):
+            return keys
+        config = self.config(row, head)
+        length = int(self.store.tensors.length[row])
+        tokens = [Held(position, key) for position, key in zip(positions, keys.tolist(), strict=True)]
+        return torch.tensor([method.read_key(config, token, length) for token in tokens], dtype=torch.float64)
 
     def estimated(self, row: int, head: int, q: Tensor, read: set[int]) -> list[list[tuple[float, list[float]]]]:
         """What stands for the tokens that the last step did not read, of each query head; see the slow version."""
@@ -197,6 +206,7 @@ def slow_output(layer: Layer, q: Tensor, chosen: list[list[set[int]]]) -> Tensor
             held = layer.store.tensors.positions[row, head].tolist()
             slots = [s for s, p in enumerate(held) if p >= 0 and (s < exact or p in positions)]
             keys, values = (t[row, head, slots].double() for t in (past.keys, past.values))
+            keys = layer.read_keys(row, head, [held[slot] for slot in slots], keys)
             others = layer.estimated(row, head, q, positions)
             for member in range(GROUP):
                 query = q[row, head * GROUP + member, 0].double()

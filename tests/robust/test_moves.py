@@ -143,6 +143,7 @@ def test_autocast(policy: str) -> None:
         "full+sparq:read=8",
         "full+centroids:read=8:page=2",
         "full+retrieval:recent=1:read=8:cluster=4",
+        "full+shadowkv:read=8:page=2:rank=3:sinks=1:recent=2",
         "uniform/even+h2o+turboquant:bits=4@0.5",
         "uniform/adakv+snapkv:window=4+tokenwise:bits=4@0.5",
         "squeeze+h2o+gear:group_size=4:residual_length=4@0.5",

@@ -76,6 +76,14 @@ READERS = {
     "sparq": ["sparq", "sparq:correct=false", "labels:channels=8:dense=0", "exact"],
     "centroids": ["centroids", "centroids:estimate=false", "centroids:page=16", "quest:dense=0", "exact"],
     "retrieval": ["retrieval", "retrieval:estimate=false", "retrieval:cluster=16", "centroids", "exact"],
+    "shadowkv": [
+        "shadowkv:recent=8",
+        "shadowkv:recent=8:rank=8",
+        "shadowkv:recent=8:joint=true",
+        "shadowkv:recent=8:joint=true:page=4",
+        "quest:page=8:dense=0",
+        "exact",
+    ],
     "reuse": ["reuse/exact", "reuse:layers=2_5/exact", "reuse:full=false/exact", "exact"],
 }
 """Readers of a reader's page, to which reading everything is added; others have their defaults only."""

@@ -58,7 +58,7 @@ def k_means(keys: Sequence[Vector], count: int) -> list[Vector]:
     return directions
 
 
-def clusters(config: dict[str, Any], parts: Sequence[Sequence[Held | None]]) -> list[Cluster]:
+def fitted(config: dict[str, Any], parts: Sequence[Sequence[Held | None]]) -> list[Cluster]:
     """The clusters of the tokens of a head.
 
     Args:
@@ -89,14 +89,14 @@ def clusters(config: dict[str, Any], parts: Sequence[Sequence[Held | None]]) -> 
 
 def cluster_of(config: dict[str, Any], key: Vector) -> int:
     """The cluster of a key."""
-    return belongs(config["rounded"](key), [cluster.direction for cluster in config["clusters"]])
+    return belongs(config["rounded"](key), [cluster.direction for cluster in config["fitted"]])
 
 
 def estimate(config: dict[str, Any], keys: Sequence[Vector], query: Vector, channels: Sequence[int]) -> float:
     """The product with the center of the key's cluster."""
-    if not config["clusters"]:
+    if not config["fitted"]:
         return 0.0
-    cluster = config["clusters"][cluster_of(config, keys[0])]
+    cluster = config["fitted"][cluster_of(config, keys[0])]
     return cluster.length * product(cluster.direction, query)
 
 
@@ -114,4 +114,4 @@ def rest(
     for entry, score, its in zip(entries, scores, is_read, strict=True):
         if not its:
             left.setdefault(cluster_of(config, entry[0].key), []).append(score)
-    return [(log_sum(logs), config["clusters"][number].value) for number, logs in left.items()]
+    return [(log_sum(logs), config["fitted"][number].value) for number, logs in left.items()]

@@ -1,0 +1,203 @@
+"""ShadowKV: rebuild the keys of the chosen pages from a low rank, and copy only their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels.products import coordinates, of_tokens, thin_products
+from kvpolicy.kernels.slot_writes import flat_slots, write_slots
+from kvpolicy.protocols import ModelInfo, ReaderTraits
+from kvpolicy.readers._common import Amount, TokenReader, check_reader
+from kvpolicy.spec.arguments import named_options
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import AutoInt
+
+
+class ShadowIndex(NamedTuple):
+    """The index of one layer, in the dtype of the keys.
+
+    Attributes:
+        landmarks: The mean key of each page, as attention sees keys, [B, H, X, D]; 0 for a page without a token.
+        coefficients: The coefficients of the unrotated keys of each page in the basis, [B, H, X, page * r], or of the
+            tokens in all heads, [B, 1, X, page * r]; 0 for an empty slot.
+        vectors: The basis of the unrotated keys of each head, [B, H, D, r], or of all of them, [B, 1, H * D, r], in
+            orthonormal columns; 0 before a prompt.
+    """
+
+    landmarks: Tensor
+    coefficients: Tensor
+    vectors: Tensor
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShadowKV(TokenReader):
+    """Rebuild the keys of the chosen pages from a low rank, and copy only their values.
+
+    Without their rotary embedding, the keys of a prompt lie close to a space of few dimensions. After each prompt, a
+    singular value decomposition finds this space, for every KV head or for all of a layer together, and the index holds
+    a few coefficients of each key. It also holds the mean key of each page, as attention sees keys: its landmark. A
+    step reads the pages whose landmarks have the largest products with the query. It rebuilds their keys from the
+    coefficients, rotates them to their positions, and attends to them and to the stored values. So with `host`, it
+    copies values, and hardly any key.
+
+    Pages are useful if they hold neighboring tokens. So a cache that evicts sorts its slots every `rebuild` steps.
+
+    Args:
+        read: How many tokens each KV head reads in a step (int), or the fraction of the layer's slots (float); rounded
+            up to whole pages.
+        rank: Coefficients of a key, at most the head dimension, or with `joint` of a token, at most those of all heads;
+            `auto`: half of the head dimension, or with `joint` 5/32 of those of all heads, 160 of 1,024.
+        joint: Whether the KV heads of a layer share a basis, as in the paper. They must keep the same tokens then, as
+            without a selector and with `window` and `streaming`.
+        page: Slots of a page.
+        dense: How many of the model's first layers read everything, as it is stored.
+        sinks: Tokens at the first positions whose pages are always read, with their own keys.
+        recent: The newest tokens whose pages are always read, with their own keys; the pages of the newest one and of
+            the first kept one always are.
+        rebuild: After how many steps the decomposition is computed again, of all kept keys.
+        host: Whether keys and values lie in host memory, from where a step copies the values that it reads. The index,
+            and everything of the layers that read everything, stay on the device.
+
+    Raises:
+        KVPolicyTypeError: If a value is of another type.
+        KVPolicyError: If a value is out of range.
+
+    Examples:
+        >>> ShadowKV(read=0.05).count(1000)
+        56
+        >>> ShadowKV(rank=4).alloc(1, 2, 10, 16, torch.float32, "meta").coefficients.shape
+        torch.Size([1, 2, 10, 32])
+
+    Source: ShadowKV (Sun et al., ICML 2025, arXiv:2410.21465), Algorithms 1 and 2, and its authors' code, commit
+    e51904c.
+    Differences: by default a decomposition for each KV head, so that heads may keep different tokens; as many
+    coefficients then leave out more. That of the authors is of the keys of all heads of a layer together, `joint`, with
+    rank 160. Of a model that is sharded over several ranks, it is that of the heads of a rank. It is found from the
+    second moments of the keys that are kept, whose eigenvectors are the singular vectors, and again after each later
+    prompt and every `rebuild` steps; that of the authors is computed once. No pages are kept as outliers: the authors
+    hold the 48 pages of each head whose keys are least like their landmark on the device, and always read them. Here
+    the first `sinks` and the newest `recent` tokens are read with their own keys. Generated tokens compete with those
+    of the prompt, and have coefficients in the same basis; the authors hold all of them on the device, and read them
+    all. Keys are held in host memory too, besides values: for later prompts, for the decompositions, and for files.
+    Nothing is cached between steps on the device; the authors copy only values that the step before did not read. One
+    set of pages per KV head, by the largest weight of a landmark after a softmax over landmarks, as the authors have
+    it. Ties go to the earlier position.
+    """
+
+    read: Amount = 256
+    rank: AutoInt = "auto"
+    joint: bool = False
+    page: int = 8
+    dense: int = 0
+    sinks: int = 4
+    recent: int = 32
+    rebuild: int = 256
+    host: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_reader(self, rank=1, page=1, dense=0, sinks=0, recent=1, rebuild=1)
+
+    @property
+    def traits(self) -> ReaderTraits:
+        """Pages of neighbors, unless a page is one slot, whose keys are rebuilt."""
+        return ReaderTraits(
+            dense=self.dense,
+            sinks=self.sinks,
+            recent=self.recent,
+            ordered=self.page != 1,
+            resort=self.rebuild,
+            rebuilds=True,
+            joint_heads=self.joint,
+            host=self.host,
+        )
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise KVPolicyError if a key, or those of a token, have fewer channels than coefficients."""
+        heads, width = self._size(model.heads, model.head_dim)
+        if self.rank != "auto" and self.rank > width:
+            whose = "the head dimension" if heads == model.heads else "the channels of all heads"
+            raise KVPolicyError(
+                f"ShadowKV.rank must be at most {whose}, {width}, got {self.rank}; try {self._auto_rank(width)}."
+            )
+
+    def page_size(self, slots: int) -> int:
+        """Slots of a page; see `Reader.page_size`."""
+        return self.page
+
+    def alloc(
+        self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> ShadowIndex:
+        """No basis, and landmarks and coefficients of zero."""
+        bases, width = self._size(heads, head_dim)
+        # A rank of a sharded model may have fewer heads than `check` was told.
+        rank = min(self._auto_rank(width) if self.rank == "auto" else self.rank, width)
+        sizes = ((heads, entries, head_dim), (bases, entries, self.page * rank), (bases, width, rank))
+        return ShadowIndex(*(torch.zeros(batch, *size, dtype=dtype, device=device) for size in sizes))
+
+    def fit_basis(self, index: ShadowIndex, moments: Tensor, rows: Tensor) -> None:
+        """Take the eigenvectors with the largest eigenvalues; see `RebuildsKeys`."""
+        rank = index.vectors.shape[-1]
+        # Ascending; they are the right singular vectors of the keys.
+        found = torch.linalg.eigh(moments).eigenvectors[..., -rank:]
+        index.vectors.copy_(torch.where(rows[:, None, None, None], found.to(index.vectors.dtype), index.vectors))
+
+    def has_basis(self, index: ShadowIndex) -> Tensor:
+        """Whether the basis of a row was found, [B] bool; see `RebuildsKeys`."""
+        return index.vectors.flatten(1).any(-1)
+
+    def refresh(self, index: ShadowIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
+        """Compute the landmarks of some pages; see `Reader.refresh`."""
+        # In fp64, so that a mean does not depend on how many are computed at a time.
+        total = keys.double().masked_fill(~occupied[..., None], 0).sum(3)
+        means = total / occupied.sum(-1).clamp_min(1)[..., None]
+        write_slots(index.landmarks, entries, means.to(index.landmarks.dtype))
+
+    def project(self, index: ShadowIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
+        """Compute the coefficients of the keys of some pages; see `RebuildsKeys`."""
+        plain = keys.masked_fill(~occupied[..., None], 0).flatten(2, 3)
+        if self.joint:  # whose entries are those of every head
+            plain, entries = of_tokens(plain), entries[:, :1]
+        found = coordinates(plain, index.vectors).unflatten(2, keys.shape[2:4])
+        write_slots(index.coefficients, entries, found.flatten(3).to(index.coefficients.dtype))
+
+    def rebuild_keys(self, index: ShadowIndex, slots: Tensor) -> Tensor:
+        """The unrotated keys of some slots, [B, H, n, D] fp32; see `RebuildsKeys`."""
+        held = self.coefficients(index)
+        batch, heads, _ = slots.shape
+        # Heads that share coefficients choose slots of their own.
+        flat = flat_slots(slots.reshape(batch, held.shape[1], -1), held.shape[2])
+        of_slots = held.flatten(0, 2).index_select(0, flat).view(*slots.shape, -1)
+        return of_slots.float() @ index.vectors.reshape(batch, heads, -1, of_slots.shape[-1]).float().mT
+
+    def scored(self, index: ShadowIndex) -> Tensor:
+        """The landmarks; see `RebuildsKeys`."""
+        return index.landmarks
+
+    def basis(self, index: ShadowIndex) -> Tensor:
+        """The basis; see `RebuildsKeys`."""
+        return index.vectors
+
+    def coefficients(self, index: ShadowIndex) -> Tensor:
+        """The coefficients of each slot, [B, H or 1, S, r]; see `RebuildsKeys`."""
+        batch, heads, entries, _ = index.coefficients.shape
+        # -1 would be ambiguous without entries.
+        return index.coefficients.view(batch, heads, entries * self.page, index.vectors.shape[-1])
+
+    def score(self, index: ShadowIndex, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
+        """The products with the landmarks, [B, H, G, X] fp32."""
+        return thin_products(queries, index.landmarks)
+
+    def _size(self, heads: int, head_dim: int) -> tuple[int, int]:
+        """How many bases there are for so many heads, and the channels that each is of."""
+        return (1, heads * head_dim) if self.joint else (heads, head_dim)
+
+    def _auto_rank(self, width: int) -> int:
+        """Coefficients of `width` channels with `rank="auto"`."""
+        return max(1, width * 5 // 32 if self.joint else width // 2)

@@ -1,0 +1,281 @@
+"""Keys that a step rebuilds: their rotation, their basis, and when it is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy.engine import rebuilt_keys, rollback
+from kvpolicy.engine.reading import Chosen
+from kvpolicy.engine.rebuilt_keys import RebuiltKeys
+from tests.conformance.models import build
+from tests.conformance.play import forward, make_batch
+from tests.engine.parts import index_of
+from tests.engine.test_rotary import scaled
+from tests.readers.bench import HEADS, Layer, draw
+
+RANK = 3
+SPEC = f"full+shadowkv:read=8:page=2:rank={RANK}:sinks=1:recent=2"
+FAMILIES = ["llama", "qwen3", "gpt_neox", "gemma2", "gpt_oss", "opt", "gpt2", "yarn", "linear"]
+
+
+def model_of(family: str) -> Any:
+    """A small model."""
+    return scaled(family) if family in ("yarn", "linear") else build(family, layers=2)
+
+
+def vectors_of(layer: Layer) -> Tensor:
+    """The basis that a layer holds."""
+    reads: Any = layer.store.tensors.reads
+    return reads.index.vectors
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RebuiltKeys, Chosen, Tensor]]:
+    """What steps read from now on: the chosen slots and their keys."""
+    found: list[tuple[RebuiltKeys, Chosen, Tensor]] = []
+    read = RebuiltKeys.read
+
+    def noted(self: RebuiltKeys, chosen: Chosen) -> Tensor:
+        found.append((self, chosen, read(self, chosen)))
+        return found[-1][2]
+
+    monkeypatch.setattr(RebuiltKeys, "read", noted)
+    return found
+
+
+@pytest.mark.parametrize("joint", ["false", "true"])
+@pytest.mark.parametrize("positions", ["own", "columns"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_are_projected_without_their_rotation(
+    family: str, positions: str, joint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of padded rows too, whether the model counts the padding or not; and those of the newest are not projected."""
+    model = model_of(family)
+    prompt, lengths = 26, [26, 17]
+    ids, mask = make_batch(lengths, [prompt] + [1] * 4)
+    found = watch(monkeypatch)
+    with torch.no_grad(), kvpolicy.attach(model, f"{SPEC}:joint={joint}"):
+        cache = PolicyCache(model, new=4)
+        for start, stop in [(0, prompt), *((prompt + step, prompt + step + 1) for step in range(4))]:
+            if positions == "own":
+                forward(model, ids, mask, start, stop, cache)
+            else:
+                places = torch.arange(start, stop).expand(2, -1)
+                more = {} if family in ("opt", "gpt2") else {"position_ids": places}
+                model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True, **more)
+    shifts = [0, 0] if positions == "own" else [prompt - length for length in lengths]
+    assert found
+    for reader, chosen, keys in found[-len(cache.policy_layers) :]:
+        tensors, rope = reader._layer.tensors, reader._layer.spec.rope
+        assert rope is not None
+        every = range(tensors.keys.shape[1])
+        for row in range(2):
+            plain: list[Tensor] = []
+            there = tensors.positions[row] + shifts[row]
+            for head in every:
+                stored = tensors.keys[row, head][None, None]
+                plain.append(rope.unrotate(stored, there[head][None, None])[0, 0].double())
+            rebuilt = [projected(each, tensors.positions[row, head], lengths[row]) for head, each in enumerate(plain)]
+            if joint == "true":
+                width = keys.shape[-1]
+                together = projected(torch.cat(plain, -1), tensors.positions[row, 0], lengths[row])
+                rebuilt = [together[:, head * width : (head + 1) * width] for head in every]
+            for head in every:
+                at = tensors.positions[row, head]
+                turned = rope.rotate(rebuilt[head].float()[None, None], there[head][None, None])[0, 0]
+                own = (at >= int(tensors.length[row]) - 2) | (at < 1)
+                want = torch.where(own[:, None], tensors.keys[row, head], turned)
+                chosen_here = chosen.chosen[row, head] & (at[chosen.slots[row, head]] >= 0)
+                read = chosen.slots[row, head][chosen_here]
+                assert len(read) >= 7
+                assert torch.allclose(keys[row, head][chosen_here], want[read], atol=1e-4)
+
+
+def projected(plain: Tensor, positions: Tensor, prompt: int) -> Tensor:
+    """Unrotated keys [n, D] in the space of those of a prompt; of slots that are empty, any."""
+    vectors = torch.linalg.svd(plain[(positions >= 0) & (positions < prompt)], full_matrices=False).Vh[:RANK]
+    return plain @ vectors.mT @ vectors
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "yarn"])
+def test_all_coefficients_read_as_stored_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A basis of all directions leaves nothing out."""
+    model = model_of(family)
+    ids, mask = make_batch([30, 21], [30] + [1] * 6)
+    made: list[Tensor] = []
+
+    def stored(self: RebuiltKeys, chosen: Chosen) -> Tensor:
+        return self._layer.link.rows(self._layer.tensors.keys, chosen.slots)
+
+    for own in (False, True):
+        if own:
+            monkeypatch.setattr(RebuiltKeys, "read", stored)
+        with kvpolicy.attach(model, "h2o+shadowkv:read=8:page=2:rank=8:sinks=0:recent=1:rebuild=3@0.8"):
+            cache = PolicyCache(model, new=6)
+            logits = [forward(model, ids, mask, 0, 30, cache)]
+            logits += [forward(model, ids, mask, 30 + step, 31 + step, cache) for step in range(6)]
+        made.append(torch.cat(logits, 1))
+    assert torch.allclose(made[0], made[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("joint", ["false", "true"])
+def test_moments_are_summed_in_tiles(joint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last tile is shorter."""
+    bases: list[Tensor] = []
+    for tile in (512, 5, 1):
+        monkeypatch.setattr(rebuilt_keys, "_TILE", tile)
+        layer = Layer(f"{SPEC}:joint={joint}", [26, 17], new=2)
+        layer.prompt(*draw(26, 1, batch=2), torch.arange(26) >= torch.tensor([[0], [9]]))
+        bases.append(vectors_of(layer))
+    for each in bases[1:]:
+        assert torch.allclose(each @ each.mT, bases[0] @ bases[0].mT, atol=1e-5)
+
+
+def test_the_basis_is_of_tokens_and_not_of_what_stands_in_empty_slots() -> None:
+    layer = Layer(SPEC, [24], new=9)
+    layer.prompt(*draw(24, 1))
+    before = vectors_of(layer).clone()
+    tensors = layer.store.tensors
+    empty = tensors.positions < 0
+    assert bool(empty.any())
+    tensors.keys[empty] = torch.nan
+    index_of(layer.store).rebuild(placed=torch.ones(1, dtype=torch.bool))
+    assert torch.equal(vectors_of(layer), before)
+
+
+def test_a_row_that_begins_in_a_step_gets_a_basis_before_it_needs_one() -> None:
+    """While all of its tokens are read as they are stored; the other row keeps what it has."""
+    layer = Layer("full+shadowkv:read=8:page=2:rank=2:sinks=0:recent=4:rebuild=100", [24, 24], new=20)
+    layer.prompt(*draw(24, 1, batch=2), torch.arange(24) >= torch.tensor([[0], [24]]))
+    reader: Any = layer.policy.reader
+    reads: Any = layer.store.tensors.reads
+    before = vectors_of(layer).clone()
+    has: list[bool] = []
+    for step in range(10):
+        layer.step(*draw(1, 10 + step, batch=2), valid=torch.tensor([[True], [step > 1]]))
+        held = int(layer.store.tensors.length[1])
+        has.append(reader.has_basis(reads.index).tolist()[1])
+        assert has[-1] or held <= 4
+        layer.between()
+    assert has == [False] * 4 + [True] * 6
+    assert torch.equal(vectors_of(layer)[0], before[0])
+
+
+def test_a_layer_that_gets_more_slots_keeps_its_basis() -> None:
+    layer = Layer(SPEC, [24], new=1)
+    layer.prompt(*draw(24, 1))
+    before = vectors_of(layer).clone()
+    for step in range(4):
+        layer.step(*draw(1, 20 + step))
+        layer.between()
+    assert layer.store.layout.exact > 25 and torch.equal(vectors_of(layer), before)
+
+
+def test_a_layer_that_read_everything_finds_a_basis_when_it_is_read_in_part() -> None:
+    layer = Layer(SPEC, [7], new=1)
+    layer.prompt(*draw(7, 1))
+    for step in range(6):
+        layer.step(*draw(1, 20 + step))
+        layer.between()
+    assert layer.read is not None and bool(vectors_of(layer).any())
+
+
+def test_each_prompt_finds_the_basis_again_of_its_rows() -> None:
+    layer = Layer(SPEC, [24, 24], new=2)
+    layer.prompt(*draw(24, 1, batch=2))
+    before = vectors_of(layer).clone()
+    layer.budgets = [30, 30]
+    layer.prompt(*draw(6, 2, batch=2), torch.tensor([[True] * 6, [False] * 6]))
+    same = [torch.equal(now, then) for now, then in zip(vectors_of(layer), before, strict=True)]
+    assert same == [False, True]
+
+
+def test_a_rollback_brings_the_basis_back() -> None:
+    layer = Layer(f"{SPEC}:rebuild=3", [24], new=20)
+    layer.prompt(*draw(24, 1))
+    layer.step(*draw(1, 2))
+    layer.between()
+    reads: Any = layer.store.tensors.reads
+    before = [t.clone() for t in reads.index]
+    rollback.mark(layer.store.contents, layer.store.geometry, 4)
+    for step in range(4):
+        layer.step(*draw(1, 10 + step))
+        layer.between()
+    assert not torch.equal(vectors_of(layer), before[2])
+    rollback.roll_back(layer.store.contents, layer.store.geometry, 0)
+    now: Any = layer.store.tensors.reads
+    assert torch.equal(now.index.vectors, before[2])
+    live = layer.store.tensors.positions[0, 0] >= 0
+    reader: Any = layer.policy.reader
+    size = len(live)
+    for index, coefficients in ((now.index, before[1]),):
+        held = reader.coefficients(index)[:, :, :size][:, :, live]
+        assert torch.equal(held, coefficients.view(1, HEADS, -1, RANK)[:, :, :size][:, :, live])
+
+
+@pytest.mark.parametrize("joint", ["false", "true"])
+@pytest.mark.parametrize("host", ["true", "false"])
+def test_bytes_are_those_of_the_parts(host: str, joint: str) -> None:
+    policy = f"full+shadowkv:read=64:rank=5:joint={joint}:page=8:sinks=3:recent=9:host={host}"
+    plan = kvpolicy.plan("tiny", policy, prompt=500, dtype=torch.float32)
+    layer = plan.layers[0]
+    count, dim, number = 4, 32, 4
+    entries = -(-layer.tokens // 8)
+    basis = count * dim * 5 * number
+    landmarks = count * entries * dim * number
+    coefficients = (count if joint == "false" else 1) * entries * 8 * 5 * number
+    assert layer.nbytes["index"] == landmarks + coefficients + basis + 8 + 8  # limit and offset
+    vector = count * dim * number
+    keys = (8 + 12) * vector  # of the page that was written, and those that are read as they are stored
+    values = 64 * vector
+    positions = count * layer.tokens * 4
+    assert layer.moved == positions + landmarks + 2 * basis + count * 64 * 5 * number + keys + values
+    assert (layer.loaded, layer.stored) == ((keys + values, 2 * vector) if host == "true" else (0, 0))
+
+
+@pytest.mark.parametrize("selector", ["full", "window", "streaming"])
+def test_heads_that_share_a_basis(selector: str) -> None:
+    """A rank of all channels leaves nothing out, and the index is that of the slots, in a long life."""
+    budget = "" if selector == "full" else "@0.8"
+    shape = "read=8:page=2:recent=1:sinks=0:rebuild=3"
+    pair = [
+        Layer(f"{selector}+shadowkv:{shape}:{options}{budget}", [26, 17] if selector == "full" else [20, 13], new=3)
+        for options in ("rank=16:joint=true", "rank=8")
+    ]
+    for layer in pair:
+        layer.prompt(*draw(26, 1, batch=2), torch.arange(26) >= torch.tensor([[0], [9]]))
+    for step in range(9):
+        now = draw(1, 20 + step, batch=2)
+        outs = [layer.step(*now) for layer in pair]
+        assert torch.allclose(outs[0], outs[1], atol=1e-4)
+        for layer in pair:
+            layer.between()
+
+
+@pytest.mark.parametrize("policy", ["h2o+shadowkv:joint=true@0.5", "snapkv+shadowkv:joint=true@0.5"])
+def test_heads_that_keep_different_tokens_share_no_basis(policy: str) -> None:
+    with pytest.raises(KVPolicyError, match="must keep the same tokens in every head to be combined with ShadowKV"):
+        Policy.parse(policy)
+
+
+def test_an_embedding_that_depends_on_the_length_is_refused() -> None:
+    with pytest.raises(KVPolicyError, match=r"must be undone for this reader, .* try a reader that reads keys as they"):
+        kvpolicy.attach(scaled("dynamic"), SPEC)
+    kvpolicy.attach(scaled("dynamic"), "full+quest:read=8").detach()
+
+
+def test_positions_with_a_gap_are_refused() -> None:
+    model = build("llama", layers=1)
+    with torch.no_grad(), kvpolicy.attach(model, SPEC):
+        cache = PolicyCache(model, new=2)
+        ids = torch.arange(3, 33)[None]
+        model(ids[:, :20], past_key_values=cache, position_ids=torch.arange(20)[None] + 4)
+        with pytest.raises(KVPolicyError, match="positions must go on by one"):
+            model(ids[:, 20:], past_key_values=cache, position_ids=torch.arange(10)[None] + 29)
+        model(ids[:, 20:], past_key_values=cache, position_ids=torch.arange(10)[None] + 24)
+        assert [layer.store.rope_offset.tolist() for layer in cache.policy_layers] == [[4]]  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,0 +1,143 @@
+"""Defects in keys that a step rebuilds from an index."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutation
+
+REBUILT = ("tests/readers/test_shadowkv.py", "tests/engine/test_rebuilt_keys.py")
+
+MUTATIONS = (
+    Mutation(
+        name="the basis is of the directions in which keys vary least",
+        file="kvpolicy/readers/shadowkv.py",
+        old="eigenvectors[..., -rank:]",
+        new="eigenvectors[..., :rank]",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="every row gets the basis of a new prompt",
+        file="kvpolicy/readers/shadowkv.py",
+        old="torch.where(rows[:, None, None, None], found.to(index.vectors.dtype), index.vectors)",
+        new="found",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="coefficients are of what stands in empty slots too",
+        file="kvpolicy/readers/shadowkv.py",
+        old="plain = keys.masked_fill(~occupied[..., None], 0).flatten(2, 3)",
+        new="plain = keys.flatten(2, 3)",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="a landmark is the mean over empty slots too",
+        file="kvpolicy/readers/shadowkv.py",
+        old="means = total / occupied.sum(-1).clamp_min(1)[..., None]",
+        new="means = total / self.page",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="the newest tokens have rebuilt keys",
+        file="kvpolicy/engine/rebuilt_keys.py",
+        old="(positions > last - traits.recent)",
+        new="(positions > last)",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="one token more has its own key",
+        file="kvpolicy/engine/rebuilt_keys.py",
+        old="(positions > last - traits.recent)",
+        new="(positions >= last - traits.recent)",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="the first tokens have rebuilt keys",
+        file="kvpolicy/engine/rebuilt_keys.py",
+        old=" | (positions < traits.sinks)",
+        new="",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="slots that are named twice count as stored keys twice",
+        file="kvpolicy/engine/rebuilt_keys.py",
+        old=" & chosen.chosen & (positions >= 0)",
+        new=" & (positions >= 0)",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="rebuilt keys stay without their rotation",
+        file="kvpolicy/engine/rebuilt_keys.py",
+        old="keys = self._rotated(plain, positions, reads).to(",
+        new="keys = plain.to(",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="keys are projected with their rotation",
+        file="kvpolicy/engine/rebuilt_keys.py",
+        old="        plain = self._unrotated(reads, slots, keys)\n",
+        new="        plain = keys.float()\n",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="the basis is of keys with their rotation",
+        file="kvpolicy/engine/rebuilt_keys.py",
+        old="keys = self._unrotated(reads, slots, self._layer.link.rows(tensors.keys, slots))",
+        new="keys = self._layer.link.rows(tensors.keys, slots)",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="empty slots take part in the basis",
+        file="kvpolicy/engine/rebuilt_keys.py",
+        old="keys = keys.double().masked_fill(empty[..., None], 0)",
+        new="keys = keys.double()",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="padding does not count in the rotation of keys",
+        file="kvpolicy/engine/layer_store.py",
+        old="            known.copy_(rope_offset)",
+        new="            known.zero_()",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="a row that begins in a step has no basis",
+        file="kvpolicy/engine/index_reader.py",
+        old="return self._layer.steps_unsorted % traits.recent == 0 and self._rebuilt.are_missing()",
+        new="return False",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="a row that begins gives every row a new basis",
+        file="kvpolicy/engine/index_reader.py",
+        old="if self._layer.steps_unsorted < self._spec.reader_traits.resort:",
+        new="if False:",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="the basis is found once",
+        file="kvpolicy/readers/shadowkv.py",
+        old="resort=self.rebuild",
+        new="resort=2**30",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="a step counts all coefficients",
+        file="kvpolicy/engine/rebuilt_keys.py",
+        old="link.count_rows(held, slots * (self._layer.tensors.keys.shape[1] // held.shape[1]))",
+        new="link.whole(held)",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="shared coefficients are counted for one head",
+        file="kvpolicy/engine/rebuilt_keys.py",
+        old="slots * (self._layer.tensors.keys.shape[1] // held.shape[1])",
+        new="slots",
+        tests=REBUILT,
+    ),
+    Mutation(
+        name="heads with different tokens share a basis",
+        file="kvpolicy/policy/combination.py",
+        old="if policy.reader.traits.joint_heads and not same_in_heads(policy.selector):",
+        new="if False:",
+        tests=REBUILT,
+    ),
+)
