@@ -247,7 +247,7 @@ def alloc_reads(
     entries = 0 if shape is None else shape.entries
     limit = torch.zeros(batch, dtype=torch.int64, device=device)
     index = reader.alloc(batch, heads, entries, head_dim, dtype, device) if chooses(reader, layer_idx) else ()
-    offset = torch.zeros_like(limit) if index and reader.traits.rebuilds else ()
+    offset = torch.zeros(batch, dtype=torch.int64, device=device) if index and reader.traits.rebuilds else ()
     if not reader.traits.shares(layer_idx):
         return ReadState(limit, index, rope_offset=offset)
     positions, slots = (torch.zeros(batch, heads, shown, dtype=torch.int32, device=device) for _ in range(2))
