@@ -243,7 +243,7 @@ def test_completion_has_a_script(
         ("explain squeeze+kvc", ["squeeze+kvcrush"]),
         ("explain kvcrush/sn", ["kvcrush/snapkv"]),
         ("explain kvcrush:split=0.5/kvc", ["kvcrush:split=0.5/kvcrush"]),
-        ("explain squeeze+h2o+s", ["squeeze+h2o+sparq", "squeeze+h2o+staircase"]),
+        ("explain squeeze+h2o+s", ["squeeze+h2o+shadowkv", "squeeze+h2o+sparq", "squeeze+h2o+staircase"]),
         ("explain h2o pl", []),
         ("plan llama-3", ["llama-3-70b", "llama-3.1-8b", "llama-3.2-1b"]),
         ("list code", ["codecs"]),
