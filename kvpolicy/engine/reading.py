@@ -160,8 +160,9 @@ def _chosen_shape(reader: Reader, codec: Codec, layout: Layout) -> ReadShape | N
     slots = _paged_slots(layout)
     if not slots:
         return None
-    wanted = reader.count(slots)
-    if wanted >= slots:
+    rebuilds = reader.traits.rebuilds  # keys that are all read too, so that a short row is as in a batch
+    wanted = min(reader.count(slots), slots)
+    if wanted == slots and not rebuilds:
         return None
     page = reader.page_size(slots)
     if page > 1 and sum(layout.coded):  # so that no group of slots that share parameters is read in part
@@ -171,7 +172,7 @@ def _chosen_shape(reader: Reader, codec: Codec, layout: Layout) -> ReadShape | N
     if sum(layout.coded):
         parts = tuple(pair for pair in zip(layout.starts(), layout.coded, strict=True) if pair[1])
     shape = ReadShape(page, -(-wanted // page), parts)
-    return None if shape.chosen >= shape.entries else shape
+    return None if shape.chosen >= shape.entries and not rebuilds else shape
 
 
 def row_entries(reader: Reader, codec: Codec, shape: ReadShape, tokens: list[int]) -> list[int]:

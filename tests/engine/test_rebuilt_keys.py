@@ -176,13 +176,25 @@ def test_a_layer_that_gets_more_slots_keeps_its_basis() -> None:
     assert layer.store.layout.exact > 25 and torch.equal(vectors_of(layer), before)
 
 
-def test_a_layer_that_read_everything_finds_a_basis_when_it_is_read_in_part() -> None:
-    layer = Layer(SPEC, [7], new=1)
-    layer.prompt(*draw(7, 1))
+@pytest.mark.parametrize("joint", ["false", "true"])
+def test_a_short_row_is_what_it_is_alone(joint: str) -> None:
+    """Although all of its tokens are read, and those of the other row are not."""
+    lengths = torch.tensor([24, 6])
+    q, k, v = draw(24, 2, batch=2)
+    spec = SPEC.replace("read=8", f"read=16:joint={joint}")  # the short row has 12 slots alone
+    both = Layer(spec, [24, 6], new=6)
+    both.prompt(q, k, v, torch.arange(24) >= 24 - lengths[:, None])
+    alone = Layer(spec, [6], new=6)
+    alone.prompt(*(t[1:, :, 18:] for t in (q, k, v)))
+    stored = Layer("full", [6], new=6)
+    stored.prompt(*(t[1:, :, 18:] for t in (q, k, v)))
     for step in range(6):
-        layer.step(*draw(1, 20 + step))
-        layer.between()
-    assert layer.read is not None and bool(vectors_of(layer).any())
+        now = draw(1, 20 + step, batch=2)
+        outputs = both.step(*now)[1], alone.step(*(t[1:] for t in now))[0], stored.step(*(t[1:] for t in now))[0]
+        assert torch.allclose(outputs[0], outputs[1], atol=1e-5)
+        assert not torch.allclose(outputs[1], outputs[2], atol=1e-3), "the rank is low"
+        for layer in (both, alone, stored):
+            layer.between()
 
 
 def test_each_prompt_finds_the_basis_again_of_its_rows() -> None:

@@ -134,7 +134,7 @@ def test_softcap_and_sinks_are_those_of_the_model(reader: str) -> None:
     assert torch.allclose(out.double(), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", [name for name in READERS if not lookup(name)[1]().traits.rebuilds])
 @pytest.mark.parametrize("read", ["99", "1.0"])
 @pytest.mark.parametrize("base", ["full", "tokenwise", "snapkv", "merge", "compensate"])
 def test_reading_all_is_no_reader(reader: str, read: str, base: str) -> None:
