@@ -8,6 +8,13 @@ REBUILT = ("tests/readers/test_shadowkv.py", "tests/engine/test_rebuilt_keys.py"
 
 MUTATIONS = (
     Mutation(
+        name="a short row has stored keys alone, and rebuilt ones in a batch",
+        file="kvpolicy/engine/reading.py",
+        old="if wanted == slots and not rebuilds:",
+        new="if wanted == slots:",
+        tests=REBUILT,
+    ),
+    Mutation(
         name="the basis is of the directions in which keys vary least",
         file="kvpolicy/readers/shadowkv.py",
         old="eigenvectors[..., -rank:]",
