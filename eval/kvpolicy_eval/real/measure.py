@@ -89,13 +89,14 @@ class RealModel:
 
     def _answers(self, policy: str, task: str, place: str) -> Result:
         model, tokenizer = self._model()
-        by_step = int(kvpolicy.Policy.parse(policy).reads_part)
+        # Without it, the first token of an answer would come from the whole prompt, whatever the policy keeps.
+        held_back = 1 if place == "inside" else int(kvpolicy.Policy.parse(policy).reads_part)
         right = held = full = 0
         with kvpolicy.attach(model, policy), torch.inference_mode():
             for number in range(self.docs):
                 prompt = TASKS[task](number).placed(place)
                 fed = self._fed(prompt, tokenizer)
-                found = answer(model, tokenizer, [prompt], policy, fed=fed, held_back=by_step)
+                found = answer(model, tokenizer, [prompt], policy, fed=fed, held_back=held_back)
                 right, held, full = right + sum(found.right), held + found.held, full + found.full
         return {"right": right, "of": self.docs, "held": round(held / full, 4)}
 
