@@ -12,9 +12,10 @@ import torch
 pytest.importorskip("transformers")
 
 import kvpolicy
+from kvpolicy_eval.data.words import WORDS
 from kvpolicy_eval.real.__main__ import main
-from kvpolicy_eval.real.measure import RealModel
-from kvpolicy_eval.real.prompts import COPIED, GIVEN, TASKS, facts, listed, prose
+from kvpolicy_eval.real.measure import PLACES, RealModel
+from kvpolicy_eval.real.prompts import COPIED, GIVEN, TASKS, Asked, facts, listed, prose
 
 TINY = str(files("kvpolicy") / "assets" / "tiny")
 """The embedded model, in the place of one with real weights."""
@@ -107,3 +108,13 @@ def test_a_tokenizer_that_joins_document_and_question_is_an_error(
     monkeypatch.setattr(model, "_model", lambda: (kvpolicy.tiny()[0], Joins()))
     with pytest.raises(ValueError, match="must keep a document and a question apart"):
         model.answers("full", "facts", "after", measure=True)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming@0.1"])
+def test_a_token_comes_after_the_compression(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record with a single digit, which only the full cache still has."""
+    lines = "".join(f"{word}={number % 10}\n" for number, word in enumerate(WORDS[:60]))
+    monkeypatch.setitem(TASKS, "facts", lambda number: Asked(lines, f"?{WORDS[20 + number]}=", f"{number}"))
+    for place in PLACES:
+        right = real(tmp_path, docs=6).answers(policy, "facts", place, measure=True)["right"]
+        assert right == 6 if policy == "full" else right < 4, place
