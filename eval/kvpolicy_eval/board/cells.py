@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.board.times import Times
 from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.common.intervals import Interval, interval
+from kvpolicy_eval.common.results import keep_result, read_results
 from kvpolicy_eval.data.modes import BEYOND, MODES
 from kvpolicy_eval.peers.process import Failed, Process
 
@@ -70,11 +69,7 @@ class Board:
         self.docs = docs
         self.model: EmbeddedName = model
         self.peer = peer
-        self.known: dict[str, Result] = {}
-        if results.exists():
-            for line in results.read_text(encoding="utf-8").splitlines():
-                found = json.loads(line)
-                self.known[found.pop("key")] = found
+        self.known = read_results(results)
         self._evaluators: dict[int, TaskEvaluator] = {}
         self._peer_evaluators: dict[int, PeerEvaluator] = {}
         self._times: Times | None = None
@@ -135,11 +130,7 @@ class Board:
         return {"right": counts, "docs": docs, "held": round(held, 4), "moved": _moved(cell, evaluator.model)}
 
     def _keep(self, key: str, result: Result) -> None:
-        self.known[key] = result
-        line = json.dumps({"key": key, **result})
-        print(line, file=sys.stderr, flush=True)
-        with self.results.open("a", encoding="utf-8") as out:
-            out.write(line + "\n")
+        keep_result(self.results, self.known, key, result)
 
 
 def _counts(accuracy: dict[str, float], docs: int) -> dict[str, int]:

@@ -11,6 +11,7 @@ from kvpolicy_eval.board import walk
 from kvpolicy_eval.board.cells import Board, Cell, Interval, Result, accuracy
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.common.markdown import fill, table
+from kvpolicy_eval.common.results import Known, read_results
 from kvpolicy_eval.data.modes import MODES
 
 PLACE = "choices"
@@ -40,7 +41,7 @@ class Choice(NamedTuple):
     worth: float
 
 
-Choose = Callable[[Board, Sequence[Entry], walk.Known], Iterator[Choice]]
+Choose = Callable[[Board, Sequence[Entry], Known], Iterator[Choice]]
 """Every policy that was measured for a situation, from results of the board, its policies, and long generations."""
 
 
@@ -68,10 +69,10 @@ def fill_choices(found: Sequence[Path], board: Board, listed: Sequence[Entry], w
         walks: File of results of the long generation.
     """
     for page in found:
-        fill(page, PLACE, tables(board, listed, walk.read(walks)))
+        fill(page, PLACE, tables(board, listed, read_results(walks)))
 
 
-def tables(board: Board, listed: Sequence[Entry], walks: walk.Known) -> str:
+def tables(board: Board, listed: Sequence[Entry], walks: Known) -> str:
     """A table for each situation; its last comment has the numbers of results that the tables were made from.
 
     Args:
@@ -107,7 +108,7 @@ def _prefill(spec: str) -> str:
 def _answered(modes: Sequence[str], share: float) -> Choose:
     """Policies by their right answers to the questions of some places; one that is listed twice counts once."""
 
-    def choices(board: Board, listed: Sequence[Entry], _: walk.Known) -> Iterator[Choice]:
+    def choices(board: Board, listed: Sequence[Entry], _: Known) -> Iterator[Choice]:
         held = [entry for entry in listed if entry.by_bytes and entry.hold == "plain"]
         return _by_answers(board, held, modes, share)
 
@@ -133,7 +134,7 @@ def _is_measured(results: list[Result]) -> bool:
     return accuracy(results) is not None
 
 
-def _generated(board: Board, _: Sequence[Entry], walks: walk.Known) -> Iterator[Choice]:
+def _generated(board: Board, _: Sequence[Entry], walks: Known) -> Iterator[Choice]:
     """Policies by their right answers in a long generation, and the lowest and highest of the walks."""
     task = walk.Walk(model=board.model)
     for policy in walk.policies():
@@ -144,7 +145,7 @@ def _generated(board: Board, _: Sequence[Entry], walks: walk.Known) -> Iterator[
             yield Choice(Entry(policy, "selector"), Interval(min(each), mean, max(each)), mean)
 
 
-def _fast(board: Board, listed: Sequence[Entry], _: walk.Known) -> Iterator[Choice]:
+def _fast(board: Board, listed: Sequence[Entry], _: Known) -> Iterator[Choice]:
     """Policies by the time of a decode step, of those that answer enough."""
     for choice in _answered(["inside"], SHARE)(board, listed, {}):
         step = board.known_time(choice.entry, SHARE)
@@ -152,7 +153,7 @@ def _fast(board: Board, listed: Sequence[Entry], _: walk.Known) -> Iterator[Choi
             yield choice._replace(worth=-step["ratio"])
 
 
-def _read(board: Board, listed: Sequence[Entry], _: walk.Known) -> Iterator[Choice]:
+def _read(board: Board, listed: Sequence[Entry], _: Known) -> Iterator[Choice]:
     """Readers by their right answers, but for the one that computes every score to choose."""
     readers = [entry for entry in listed if entry.kind == "reader" and "exact" not in entry.spec]
     return _by_answers(board, readers, MODES, SHARE)

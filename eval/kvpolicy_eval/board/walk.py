@@ -12,8 +12,6 @@ A result is kept in the file as soon as it is measured: a command that is interr
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -28,6 +26,7 @@ from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.board.policies import SELECTORS
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.results import Known, Result, keep_result, read_results
 from kvpolicy_eval.data.prompts import rings
 
 SHARES = [0.05]
@@ -38,11 +37,6 @@ MERGED = "h2o"
 
 MORE = ("keydiff:every=16", "rkv:every=16", "h2o+tokenwise:bits=4", "keyformer+tokenwise:bits=4", "kvcrush/h2o")
 """Options and combinations."""
-
-Result = dict[str, Any]
-"""`right`, answers of each walk; `passes`, the fraction of them in each pass; `held`; or `refused`, a message."""
-Known = dict[str, Result]
-"""Results by their keys."""
 
 
 class Walk(NamedTuple):
@@ -121,7 +115,11 @@ def texts(walk: Walk, tokenizer: Any) -> Texts:
 
 @torch.inference_mode()
 def measure(walk: Walk, policy: str, share: float, model: Any, given: Texts) -> Result:
-    """Walk under a policy that holds at most a share of the bytes of the full cache at the end."""
+    """Walk under a policy that holds at most a share of the bytes of the full cache at the end.
+
+    Returns:
+        `right`, answers of each walk; `passes`, the fraction of them in each pass; `held`; or `refused`, a message.
+    """
     prompt = given.prompt.shape[1]
     full = kvpolicy.plan(model, "full", prompt=prompt + given.new, batch=walk.walks).nbytes
     sized = policy if policy == "full" else f"{policy}@{int(share * full)}B"
@@ -140,14 +138,6 @@ def measure(walk: Walk, policy: str, share: float, model: Any, given: Texts) -> 
         return {"refused": str(error)}
     passes = [round(part.float().mean().item(), 3) for part in right.split(walk.records, 1)]
     return {"right": right.sum(1).tolist(), "passes": passes, "held": round(held / full, 4)}
-
-
-def read(path: Path) -> Known:
-    """Results by their keys."""
-    if not path.exists():
-        return {}
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {found.pop("key"): found for found in lines}
 
 
 def rows(walk: Walk, known: Known, listed: list[str], shares: list[float]) -> str:
@@ -197,19 +187,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     walk = Walk(args.records, args.passes, walks=args.n)
-    known = read(args.results)
+    known = read_results(args.results)
     listed = args.only or policies()
     missing = [(policy, share) for share in args.shares for policy in listed if walk.key(policy, share) not in known]
     if missing and not args.page_only:
         model, tokenizer = tiny(name=walk.model)
         given = texts(walk, tokenizer)
         for policy, share in missing:
-            found = measure(walk, policy, share, model, given)
-            known[walk.key(policy, share)] = found
-            line = json.dumps({"key": walk.key(policy, share), **found})
-            print(line, file=sys.stderr, flush=True)
-            with args.results.open("a", encoding="utf-8") as out:
-                out.write(line + "\n")
+            keep_result(args.results, known, walk.key(policy, share), measure(walk, policy, share, model, given))
     publish(rows(walk, known, listed, sorted(args.shares, reverse=True)), "walk", args.fill)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import kvpolicy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.common.accuracy import answer
 from kvpolicy_eval.common.heldout import HeldOutText
+from kvpolicy_eval.common.results import keep_result, read_results
 from kvpolicy_eval.data.modes import Placed
 from kvpolicy_eval.real.prompts import TASKS, prose
 
@@ -59,10 +58,7 @@ class RealModel:
         self.results = results
         self.docs = docs
         self.dtype = dtype
-        self.known: dict[str, Result] = {}
-        if results.exists():
-            lines = map(json.loads, results.read_text(encoding="utf-8").splitlines())
-            self.known = {found.pop("key"): found for found in lines}
+        self.known = read_results(results)
         self._loaded: tuple[Any, Any] | None = None
         self._text: HeldOutText | None = None
 
@@ -70,14 +66,14 @@ class RealModel:
         """Right answers of a task, measured now unless they are known; empty if they are not to be measured."""
         key = f"{policy} {task} {place} n={self.docs} {self.title}"
         if key not in self.known and measure:
-            self._keep(key, self._attempt(lambda: self._answers(policy, task, place)))
+            keep_result(self.results, self.known, key, self._attempt(lambda: self._answers(policy, task, place)))
         return self.known.get(key, {})
 
     def prose(self, policy: str, *, measure: bool) -> Result:
         """Bits per byte of prose, and errors of keys and values; as `answers`."""
         key = f"{policy} prose {self.title}"
         if key not in self.known and measure:
-            self._keep(key, self._attempt(lambda: self._prose(policy)))
+            keep_result(self.results, self.known, key, self._attempt(lambda: self._prose(policy)))
         return self.known.get(key, {})
 
     @staticmethod
@@ -125,10 +121,3 @@ class RealModel:
         if self._loaded is None:
             self._loaded = load(self.name, self.gguf, self.dtype)
         return self._loaded
-
-    def _keep(self, key: str, result: Result) -> None:
-        self.known[key] = result
-        line = json.dumps({"key": key, **result})
-        print(line, file=sys.stderr, flush=True)
-        with self.results.open("a", encoding="utf-8") as out:
-            out.write(line + "\n")

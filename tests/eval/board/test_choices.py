@@ -17,6 +17,7 @@ from kvpolicy_eval.board.cells import DOCS, Board, Cell
 from kvpolicy_eval.board.choices import PLACE, SITUATIONS, tables
 from kvpolicy_eval.board.policies import Entry, entries
 from kvpolicy_eval.common.markdown import pages_with
+from kvpolicy_eval.common.results import Known, read_results
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "assets" / "board.jsonl"
@@ -111,7 +112,7 @@ def test_few_bytes_count_every_place_and_readers_hold_everything(board: Board) -
 def test_long_generations_are_of_the_walks(board: Board) -> None:
     task = walk.Walk(model="tiny-4k")
     total = task.passes * task.records
-    known: walk.Known = {
+    known: Known = {
         task.key("full", 0.05): {"right": [total], "passes": [1.0]},
         task.key("h2o", 0.05): {"right": [total // 2, total], "passes": [1.0]},
         task.key("window", 0.05): {"right": [0, 0], "passes": [0.0]},
@@ -156,7 +157,7 @@ def test_the_page_has_what_the_results_give(tmp_path: Path) -> None:
         assert 0 < int(count) <= len(lines)
         (tmp_path / path.name).write_text("\n".join(lines[: int(count)]), encoding="utf-8")
     board = Board(tmp_path / RESULTS.name, DOCS, "tiny-4k")
-    assert text == tables(board, entries("tiny-4k"), walk.read(tmp_path / WALKS.name))
+    assert text == tables(board, entries("tiny-4k"), read_results(tmp_path / WALKS.name))
     for situation in SITUATIONS:
         rows = section(text, situation.title)
         assert len(rows) == 3

@@ -1,0 +1,29 @@
+"""A file of results, one JSON object a line, with which an interrupted run continues."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+Known = dict[str, Result]
+"""Results by their keys."""
+
+
+def read_results(path: Path) -> Known:
+    """The results of a file; none if it does not exist yet."""
+    if not path.exists():
+        return {}
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {found.pop("key"): found for found in lines}
+
+
+def keep_result(path: Path, known: Known, key: str, result: Result) -> None:
+    """Remember a result: in `known`, at the end of the file, and as a line of the log."""
+    known[key] = result
+    line = json.dumps({"key": key, **result})
+    print(line, file=sys.stderr, flush=True)
+    with path.open("a", encoding="utf-8") as out:
+        out.write(line + "\n")
