@@ -140,9 +140,11 @@ class IndexReader:
         group = q.shape[1] // slots.shape[1]
         rebuilt = self._rebuilt.read(chosen) if self._rebuilt.are_used else None
         if self._spec.host:
-            stored = (tensors.values,) if rebuilt is not None else (tensors.keys, tensors.values)
-            *loaded, values = self._link.loaded_rows(stored, slots)
-            keys = loaded[0] if rebuilt is None else rebuilt
+            if rebuilt is None:
+                keys, values = self._link.loaded_rows((tensors.keys, tensors.values), slots)
+            else:
+                keys = rebuilt
+                (values,) = self._link.loaded_rows((tensors.values,), slots)
             if sums_in_place(group, values):  # as without `host`, so that no result depends on where they lie
                 every = torch.arange(slots.shape[-1], device=slots.device).expand(slots.shape)
                 return attend_in_place(q, keys, values, every, occupied, transform, counts, rest)

@@ -30,9 +30,7 @@ class Summaries:
     def size(self) -> int:
         """Entries of a block, whose values are summarized together; 0 if the layer estimates nothing."""
         spec = self._layer.spec
-        traits = spec.reader_traits
-        # Clusters are not neighbors: their values are summarized when they are found.
-        return traits.estimates if chooses(spec.reader, spec.layer_idx) and not traits.clustered else 0
+        return spec.reader_traits.summarized if chooses(spec.reader, spec.layer_idx) else 0
 
     def estimate(self, chosen: Chosen, normalizer: Tensor) -> Estimated:
         """Slots that stand for the entries that were not chosen; see `Estimates.estimate_rest`."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.state import owned
 from kvpolicy.hf.cache_header import FORMAT, KEY, header_of, not_as_written, reading
 from kvpolicy.hf.file_header import check_header
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
@@ -167,8 +168,7 @@ def _read_whole(path: Path) -> CacheFile:
 
 def _plain(tensor: Tensor) -> Tensor:
     """A tensor on the CPU with a storage of its own size: safetensors writes no views."""
-    plain = tensor.detach().cpu().contiguous()
-    return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
+    return owned(tensor.detach().cpu().contiguous())
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -134,7 +134,7 @@ def check_abilities(selector: Selector, reader: Reader) -> None:
     rule = "The reader must have a method load_basis(layer_idx, device, heads) for ReaderTraits.projected"
     _check_ability(reader, LoadsBasis, traits.projected, rule)
     rule = "The reader must have the methods summarize and estimate_rest for ReaderTraits.estimates"
-    _check_ability(reader, Estimates, bool(traits.estimates) and not traits.clustered, rule, "one")
+    _check_ability(reader, Estimates, bool(traits.summarized), rule, "one")
     rule = "The reader must have the methods of kvpolicy.protocols.Clusters for ReaderTraits.clustered"
     _check_ability(reader, Clusters, traits.clustered, rule, "one")
     rule = "The reader must have the methods of kvpolicy.protocols.RebuildsKeys for ReaderTraits.rebuilds"

@@ -60,6 +60,14 @@ class ReaderTraits(NamedTuple):
     rebuilds: bool = False
     joint_heads: bool = False
 
+    @property
+    def summarized(self) -> int:
+        """How many neighboring entries share a summary of their values that `Estimates.summarize` computes, or 0.
+
+        Clusters are no neighbors: their values are summarized when they are found, see `Clusters`.
+        """
+        return 0 if self.clustered else self.estimates
+
     def source(self, layer_idx: int) -> int | None:
         """The layer that chooses for a layer: itself, an earlier one, or None if it reads all slots.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from kvpolicy.protocols import Reader
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.limits import MAX_FIELD
@@ -59,6 +61,13 @@ def slots_read(read: Amount, slots: int, page: int = 1) -> int:
     """
     wanted = read if isinstance(read, int) else math.ceil(read * slots - _EPSILON)
     return min(slots, max(1, -(-wanted // page)) * page)
+
+
+def page_means(vectors: Tensor, occupied: Tensor) -> Tensor:
+    """Means of the vectors [B, H, n, page, D] of tokens, [B, H, n, D] fp64; 0 for a page without a token."""
+    # In fp64, so that a mean does not depend on how many are computed at a time.
+    total = vectors.double().masked_fill(~occupied[..., None], 0).sum(3)
+    return total / occupied.sum(-1).clamp_min(1)[..., None]
 
 
 def slots_of_page(page: AutoInt, slots: int) -> int:

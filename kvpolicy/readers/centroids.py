@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import Estimated, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, check_reader, slots_of_page
+from kvpolicy.readers._common import Amount, TokenReader, check_reader, page_means, slots_of_page
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.validation import AutoInt
 
@@ -110,7 +110,7 @@ class Centroids(TokenReader):
 
     def refresh(self, index: CentroidIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """Compute the mean keys of some pages; see `Reader.refresh`."""
-        write_slots(index.keys, entries, _means(keys, occupied).to(index.keys.dtype))
+        write_slots(index.keys, entries, page_means(keys, occupied).to(index.keys.dtype))
 
     def score(self, index: CentroidIndex, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
         """The products with the mean keys, [B, H, G, X] fp32."""
@@ -119,16 +119,9 @@ class Centroids(TokenReader):
     def summarize(self, index: CentroidIndex, blocks: Tensor, values: Tensor, occupied: Tensor) -> None:
         """Compute the mean values of some pages; see `Estimates`."""
         assert isinstance(index.values, Tensor)  # only called if the traits ask for it
-        write_slots(index.values, blocks, _means(values, occupied).to(index.values.dtype))
+        write_slots(index.values, blocks, page_means(values, occupied).to(index.values.dtype))
 
     def estimate_rest(self, index: CentroidIndex, scores: Tensor, read: Tensor, normalizer: Tensor) -> Estimated:
         """One slot for each page that is not read; see `Estimates`."""
         assert isinstance(index.values, Tensor)
         return Estimated(scores.masked_fill(read[:, :, None], -torch.inf), index.values)
-
-
-def _means(vectors: Tensor, occupied: Tensor) -> Tensor:
-    """Means of the vectors [B, H, n, page, D] of tokens, [B, H, n, D] fp64; 0 for a page without a token."""
-    # In fp64, so that a mean does not depend on how many are computed at a time.
-    total = vectors.double().masked_fill(~occupied[..., None], 0).sum(3)
-    return total / occupied.sum(-1).clamp_min(1)[..., None]

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.kernels.products import coordinates, of_tokens, thin_products
 from kvpolicy.kernels.slot_writes import flat_slots, write_slots
 from kvpolicy.protocols import ModelInfo, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, check_reader
+from kvpolicy.readers._common import Amount, TokenReader, check_reader, page_means
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import AutoInt
@@ -154,10 +154,7 @@ class ShadowKV(TokenReader):
 
     def refresh(self, index: ShadowIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """Compute the landmarks of some pages; see `Reader.refresh`."""
-        # In fp64, so that a mean does not depend on how many are computed at a time.
-        total = keys.double().masked_fill(~occupied[..., None], 0).sum(3)
-        means = total / occupied.sum(-1).clamp_min(1)[..., None]
-        write_slots(index.landmarks, entries, means.to(index.landmarks.dtype))
+        write_slots(index.landmarks, entries, page_means(keys, occupied).to(index.landmarks.dtype))
 
     def project(self, index: ShadowIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """Compute the coefficients of the keys of some pages; see `RebuildsKeys`."""

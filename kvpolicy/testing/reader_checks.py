@@ -51,7 +51,7 @@ def check_reader(part: Reader) -> None:
     shown = _score(part, dim, keys, occupied, every, queries)
     is_score = shown.dtype == torch.float32 and shown.shape[:3] == (2, 2, 2)
     assert is_score, f"{part}: score must be float32 [B, H, G, X], got {describe(shown)}"
-    if part.traits.estimates and not part.traits.clustered:
+    if part.traits.summarized:
         _check_estimates(part, dim)
     if part.traits.clustered:
         _check_clusters(part, dim, keys, occupied, shown)

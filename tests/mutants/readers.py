@@ -107,7 +107,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="empty slots pull a mean towards zero",
-        file="kvpolicy/readers/centroids.py",
+        file="kvpolicy/readers/_common.py",
         old="occupied.sum(-1).clamp_min(1)[..., None]",
         new="occupied.shape[-1]",
         tests=("tests/readers/test_readers.py",),

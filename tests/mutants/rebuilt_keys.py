@@ -37,9 +37,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="a landmark is the mean over empty slots too",
-        file="kvpolicy/readers/shadowkv.py",
-        old="means = total / occupied.sum(-1).clamp_min(1)[..., None]",
-        new="means = total / self.page",
+        file="kvpolicy/readers/_common.py",
+        old="return total / occupied.sum(-1).clamp_min(1)[..., None]",
+        new="return total / vectors.shape[3]",
         tests=REBUILT,
     ),
     Mutation(
