@@ -85,11 +85,10 @@ class LayerClusters:
     def _rows(self, index: Index, placed: Tensor | None) -> Tensor:
         """Rows that have no clusters, and those that are `placed` [B] bool, if they are read in part, [B] bool."""
         layer = self._layer
-        rows = ~self._reader.has_clusters(index)
-        rows = rows if placed is None else rows | placed
+        rows = to_find(self._reader.has_clusters(index), placed, layer.tensors.length)
         # A row that is read whole would have no clusters alone.
         restricted = restricted_rows(layer.spec.reader, layer.spec.codec, layer.expected_len)
-        return rows & rows.new_tensor(restricted) & (layer.tensors.length > 0)
+        return rows & rows.new_tensor(restricted)
 
     def _vectors_at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of slots [B, H, n], [B, H, n, D] each."""
@@ -100,3 +99,15 @@ class LayerClusters:
             return link.rows(tensors.keys, slots), link.rows(tensors.values, slots)
         dtype = tensors.keys.dtype
         return coded.keys_at(slots, dtype), coded.values_at(slots, dtype)
+
+
+def to_find(found: Tensor, placed: Tensor | None, length: Tensor) -> Tensor:
+    """Rows with tokens for which clusters, or a basis, are to be found, [B] bool.
+
+    Args:
+        found: Rows that have them, [B] bool.
+        placed: Rows for which they are found again, [B] bool; None for none.
+        length: Tokens of each row, [B] int64.
+    """
+    rows = ~found if placed is None else ~found | placed
+    return rows & (length > 0)

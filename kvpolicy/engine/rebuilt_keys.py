@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.layer_clusters import to_find
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.reading import Chosen, ReadShape, ReadState, chooses
@@ -125,9 +126,7 @@ class RebuiltKeys:
 
     def _rows(self, index: Index, placed: Tensor | None) -> Tensor:
         """Rows with tokens that have no basis, or are `placed` [B] bool, [B] bool."""
-        rows = ~self._reader.has_basis(index)
-        rows = rows if placed is None else rows | placed
-        return rows & (self._layer.tensors.length > 0)
+        return to_find(self._reader.has_basis(index), placed, self._layer.tensors.length)
 
     def _moments(self, shape: ReadShape, reads: ReadState) -> Tensor:
         """Sums of the outer products of the unrotated keys of each head, or of all heads together, as `fit_basis`."""

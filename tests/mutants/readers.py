@@ -359,8 +359,8 @@ MUTATIONS = (
     Mutation(
         name="a row that is read whole has clusters",
         file="kvpolicy/engine/layer_clusters.py",
-        old="return rows & rows.new_tensor(restricted) & (layer.tensors.length > 0)",
-        new="return rows & (layer.tensors.length > 0)",
+        old="return rows & rows.new_tensor(restricted)",
+        new="return rows",
         tests=(
             "tests/readers/test_retrieval.py",
             "tests/engine/test_clusters.py",
