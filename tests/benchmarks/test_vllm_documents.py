@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import kvpolicy
 from kvpolicy_eval.bench import vllm_documents as bench
 from kvpolicy_eval.bench.vllm_documents import BLOCK, SIDES, WORKLOADS, Result, Run, Workload
+from kvpolicy_eval.bench.vllm_sides import MODEL
 from kvpolicy_vllm import read_document
 
 SMALL = Workload("small", documents=2, tokens=300, records=8, questions=2, held=1, room=1, new=6)
@@ -53,7 +54,7 @@ def test_questions_are_about_records_of_their_documents(work: Workload) -> None:
     found = work.draw()
     assert found == work.draw()
     assert len(found) == len({text for text, _ in found}) == work.documents
-    _, tokenizer = kvpolicy.tiny(name=bench.MODEL)
+    _, tokenizer = kvpolicy.tiny(name=MODEL)
     for text, questions in found:
         assert len(tokenizer(text).input_ids) == pytest.approx(work.tokens, rel=0.15)
         assert len(questions) == len({question for question, _ in questions}) == work.questions
@@ -65,7 +66,7 @@ def test_documents_are_asked_in_turns(tmp_path: Path) -> None:
     plan = json.loads((tmp_path / "small.json").read_text(encoding="utf-8"))
     assert Workload(**plan["work"]) == SMALL
     assert [each["document"] for each in plan["requests"]] == [0, 1, 0, 1]
-    _, tokenizer = kvpolicy.tiny(name=bench.MODEL)
+    _, tokenizer = kvpolicy.tiny(name=MODEL)
     for each in plan["requests"]:
         text, question = tokenizer.decode(plan["texts"][each["document"]]), tokenizer.decode(each["question"])
         assert f"{question.strip()[1:]}{each['answer']}" in text

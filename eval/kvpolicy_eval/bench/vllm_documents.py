@@ -27,11 +27,9 @@ import argparse
 import json
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -41,7 +39,16 @@ import torch
 
 import kvpolicy
 from kvpolicy_eval.bench.output import collect, set_threads
-from kvpolicy_eval.bench.vllm_sides import BATCHED, BLOCK, MODEL, blocks_of, measured_by
+from kvpolicy_eval.bench.vllm_sides import (
+    BLOCK,
+    add_side_arguments,
+    blocks_of,
+    engine,
+    measured_by,
+    save_model,
+    versions,
+    work_folder,
+)
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.data import prompts
 from kvpolicy_vllm import prompt, read_document
@@ -248,9 +255,7 @@ def prepare(work: Workload, sides: Sequence[Side], folder: Path) -> None:
         sides: What will be measured.
         folder: Where the files go.
     """
-    model, tokenizer = kvpolicy.tiny(name=MODEL)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    model, tokenizer = save_model(folder)
     texts: list[list[int]] = []
     asked: list[dict[str, Any]] = []
     for number, (text, questions) in enumerate(work.draw()):
@@ -289,7 +294,6 @@ def measure(side: Side, name: str, folder: Path, repeats: int) -> Result:
         folder: Where `prepare` has written.
         repeats: How often.
     """
-    from vllm import LLM
     from vllm.config import KVTransferConfig
 
     plan = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
@@ -301,18 +305,7 @@ def measure(side: Side, name: str, folder: Path, repeats: int) -> Result:
         transfer = KVTransferConfig(
             kv_connector="KVPolicyConnector", kv_connector_module_path="kvpolicy_vllm.connector", kv_role="kv_both"
         )
-    llm = LLM(
-        str(folder / "model"),
-        dtype="float32",
-        enforce_eager=True,
-        block_size=BLOCK,
-        num_gpu_blocks_override=pool,
-        max_model_len=longest + question + work.new,
-        max_num_seqs=work.clients,
-        max_num_batched_tokens=BATCHED,
-        kv_transfer_config=transfer,
-        disable_log_stats=True,
-    )
+    llm = engine(folder, pool, longest + question + work.new, work.clients, transfer)
     if side.policy is None:
         requests, held = _plain(plan), [len(text) for text in plan["texts"]]
     else:
@@ -426,22 +419,18 @@ def lines(work: Workload, sides: Sequence[Side], folder: Path, repeats: int) -> 
 
 def note(work: Workload, repeats: int) -> str:
     """What was measured, and in which versions."""
-    package = metadata.packages_distributions()["vllm"][0]
     number = "A document" if work.documents == 1 else f"{work.documents} documents"
     return (
         f"{number} of about {work.tokens:,} tokens with {work.records} records, {work.clients} requests at once, "
-        f"answers of {work.new} tokens, blocks of {BLOCK} tokens, {BATCHED:,} tokens a step at most; "
-        f"median of {repeats}. {package} {metadata.version(package)}, torch {torch.__version__}, CPU, 1 thread."
+        f"{versions(work.new, repeats)}"
     )
 
 
 def main() -> None:
     """Print the tables, and fill a page with them on request; or measure one side in this process."""
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.vllm_documents", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each side")
     parser.add_argument("--only", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS], help="tables to make")
-    parser.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES], help="rows to measure")
-    parser.add_argument("--folder", type=Path, help="where model and documents go, to keep them")
+    add_side_arguments(parser, [*SIDES])
     parser.add_argument("--measure", nargs=3, metavar=("SIDE", "WORKLOAD", "OUT"), help=argparse.SUPPRESS)
     add_fill_argument(parser, *PLACES.values())
     args = parser.parse_args()
@@ -455,9 +444,7 @@ def main() -> None:
         return
     print((__doc__ or "").partition("\n\n")[2], flush=True)
     for name in args.only:
-        with tempfile.TemporaryDirectory() as temporary:
-            folder: Path = args.folder or Path(temporary)
-            folder.mkdir(parents=True, exist_ok=True)
+        with work_folder(args.folder) as folder:
             rows = collect(lines(WORKLOADS[name], [SIDES[side] for side in args.sides], folder, args.repeats))
         publish("\n\n".join([table(COLUMNS, rows), note(WORKLOADS[name], args.repeats)]), PLACES[name], args.fill)
 

@@ -22,21 +22,25 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import kvpolicy
 from kvpolicy_eval.bench.output import collect, set_threads
 from kvpolicy_eval.bench.vllm_documents import Workload
-from kvpolicy_eval.bench.vllm_sides import BATCHED, BLOCK, MODEL, blocks_of, measured_by
+from kvpolicy_eval.bench.vllm_sides import (
+    BLOCK,
+    add_side_arguments,
+    blocks_of,
+    engine,
+    measured_by,
+    save_model,
+    versions,
+    work_folder,
+)
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_vllm.prompts import first_request, second_request
 from kvpolicy_vllm.recipe import Recipe
@@ -182,9 +186,7 @@ def cells(side: str, result: Result) -> list[str]:
 
 def prepare(size: Size, folder: Path) -> None:
     """Save the model and the prompts."""
-    model, tokenizer = kvpolicy.tiny(name=MODEL)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    _, tokenizer = save_model(folder)
     found: list[dict[str, Any]] = []
     for text, ((question, answer),) in size.work.draw():
         found.append({"ids": tokenizer(text + question).input_ids, "answer": answer})
@@ -201,7 +203,6 @@ def measure(side: str, folder: Path, repeats: int) -> Result:
         repeats: How often.
     """
     from transformers import AutoConfig
-    from vllm import LLM
     from vllm.config import KVTransferConfig
 
     plan = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
@@ -221,18 +222,7 @@ def measure(side: str, folder: Path, repeats: int) -> Result:
             kv_connector_extra_config={"policy": policy, "threshold": least},
         )
     pool = pool_of(size, longest, recipe, token_nbytes, output_nbytes)
-    llm = LLM(
-        str(folder / "model"),
-        dtype="float32",
-        enforce_eager=True,
-        block_size=BLOCK,
-        num_gpu_blocks_override=pool,
-        max_model_len=longest + size.new,
-        max_num_seqs=size.clients,
-        max_num_batched_tokens=BATCHED,
-        kv_transfer_config=transfer,
-        disable_log_stats=True,
-    )
+    llm = engine(folder, pool, longest + size.new, size.clients, transfer)
     watched = _Watched(llm, recipe, size.new)
     watched.run(prompts[:2])
     runs = tuple(watched.run(prompts) for _ in range(repeats))
@@ -361,20 +351,16 @@ def lines(size: Size, sides: Sequence[str], folder: Path, repeats: int) -> Itera
 
 def note(size: Size, repeats: int) -> str:
     """What was measured, and in which versions."""
-    package = metadata.packages_distributions()["vllm"][0]
     return (
         f"{size.clients} requests at once, prompts of about {size.tokens:,} tokens with {size.records} records, "
-        f"answers of {size.new} tokens, blocks of {BLOCK} tokens, {BATCHED:,} tokens a step at most; median of "
-        f"{repeats}. {package} {metadata.version(package)}, torch {torch.__version__}, CPU, 1 thread."
+        f"{versions(size.new, repeats)}"
     )
 
 
 def main() -> None:
     """Print the table, and fill a page with it on request; or measure one side in this process."""
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.vllm_prompts", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each side")
-    parser.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES], help="rows to measure")
-    parser.add_argument("--folder", type=Path, help="where the model and the prompts go, to keep them")
+    add_side_arguments(parser, [*SIDES])
     parser.add_argument("--measure", nargs=2, metavar=("SIDE", "OUT"), help=argparse.SUPPRESS)
     for name, default in asdict(Size()).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{name} of the measurement: {default}")
@@ -390,9 +376,7 @@ def main() -> None:
         return
     print((__doc__ or "").partition("\n\n")[2], flush=True)
     size = Size(**{name: getattr(args, name) for name in asdict(Size())})
-    with tempfile.TemporaryDirectory() as temporary:
-        folder: Path = args.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    with work_folder(args.folder) as folder:
         rows = collect(lines(size, args.sides, folder, args.repeats))
     publish("\n\n".join([table(COLUMNS, rows), note(size, args.repeats)]), PLACE, args.fill)
 

@@ -1,14 +1,25 @@
 """What benchmarks of vLLM share: the engine's sizes, and sides that are measured in processes of their own."""
 
+# vLLM is no dependency of development: where it is missing, its names are unknown to a type checker.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
+
+import kvpolicy
 
 MODEL = "tiny-4k"
 BLOCK = 32
@@ -52,3 +63,62 @@ def measured_by(module: str, words: Sequence[str], folder: Path, repeats: int) -
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
     return json.loads(out.read_text(encoding="utf-8"))
+
+
+def save_model(folder: Path) -> tuple[Any, Any]:
+    """Save the model for the processes of the sides; the model and its tokenizer."""
+    model, tokenizer = kvpolicy.tiny(name=MODEL)
+    for each in (model, tokenizer):
+        each.save_pretrained(folder / "model")
+    return model, tokenizer
+
+
+def engine(folder: Path, pool: int, longest: int, clients: int, transfer: Any) -> Any:
+    """The engine of a side, in this process: a `vllm.LLM`.
+
+    Args:
+        folder: Where `save_model` has written.
+        pool: Its blocks.
+        longest: The most tokens of a request and its answer.
+        clients: The most requests in flight.
+        transfer: Its `KVTransferConfig`; None for stock vLLM.
+    """
+    from vllm import LLM
+
+    return LLM(
+        str(folder / "model"),
+        dtype="float32",
+        enforce_eager=True,
+        block_size=BLOCK,
+        num_gpu_blocks_override=pool,
+        max_model_len=longest,
+        max_num_seqs=clients,
+        max_num_batched_tokens=BATCHED,
+        kv_transfer_config=transfer,
+        disable_log_stats=True,
+    )
+
+
+def versions(new: int, repeats: int) -> str:
+    """The end of a note: the sizes that all sides have, and versions."""
+    package = metadata.packages_distributions()["vllm"][0]
+    return (
+        f"answers of {new} tokens, blocks of {BLOCK} tokens, {BATCHED:,} tokens a step at most; median of {repeats}. "
+        f"{package} {metadata.version(package)}, torch {torch.__version__}, CPU, 1 thread."
+    )
+
+
+def add_side_arguments(parser: argparse.ArgumentParser, sides: Sequence[str]) -> None:
+    """Add the options that all benchmarks of vLLM have."""
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each side")
+    parser.add_argument("--sides", nargs="+", choices=sides, default=[*sides], help="rows to measure")
+    parser.add_argument("--folder", type=Path, help="where the model and other files go, to keep them")
+
+
+@contextmanager
+def work_folder(folder: Path | None) -> Generator[Path]:
+    """The folder of `--folder`, made if it is missing, or a temporary one."""
+    with tempfile.TemporaryDirectory() as temporary:
+        found = folder or Path(temporary)
+        found.mkdir(parents=True, exist_ok=True)
+        yield found
