@@ -122,8 +122,6 @@ PAGE = """
 
 **A joke.**
 
-## Idea
-
 ![A picture that a command draws](../pictures/{name}.svg)
 
 `python -m kvpolicy_eval.pictures {name}` draws the picture.
@@ -132,9 +130,7 @@ PAGE = """
 
 ## Source and differences
 
-## Cost
-
-## When it fails
+## Cost and limits
 
 ## Measured
 

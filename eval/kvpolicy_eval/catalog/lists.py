@@ -1,7 +1,8 @@
 """Every list of methods in the code and in the documentation.
 
 The order is that of the registry. What a table says of a method stands in the front matter of its page, under the names
-of the columns; the source is that of the docstring unless the front matter names another.
+of the columns; a page of several methods has an entry for each. The source is that of the docstring unless the front
+matter names another.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvpolicy.registry import BUILT_IN, Kind, built_in_classes
 from kvpolicy_eval.catalog import features, field
 from kvpolicy_eval.catalog.places import Place
 from kvpolicy_eval.common.markdown import table
+from kvpolicy_eval.methods.plan import page_of
 
 MAX_COLUMNS = 120
 """Of lines of code."""
@@ -71,7 +73,7 @@ def places(root: Path) -> list[Place]:
         found.append(Place(path="docs/guide/supported.md", name=name, text=f"\n{text}\n"))
     for kind, names in BUILT_IN.items():
         kinds = f"{kind}s"
-        entries = "".join(f"          - methods/{name}.md\n" for name in names)
+        entries = "".join(f"          - methods/{name}.md\n" for name in names if page_of(name) == name)
         found += [
             Place(path="README.md", name=kinds, text=_in_code(names)),
             Place(path="mkdocs.yml", name=kinds, text=entries),
@@ -84,20 +86,36 @@ def places(root: Path) -> list[Place]:
 
 def index(root: Path, kind: Kind) -> str:
     """The table of all methods of a kind."""
-    rows = [[f"[`{name}`]({name}.md)", *_cells(root, name)] for name in BUILT_IN[kind]]
+    rows = [[f"[`{name}`]({_address(name)})", *_cells(root, name)] for name in BUILT_IN[kind]]
     return table(["name", *COLUMNS[kind]], rows)
 
 
-def front_matter(page: Path) -> dict[str, str]:
-    """The front matter of a page of a method.
+def front_matter(pages: Path, name: str) -> dict[str, str]:
+    """The front matter of a method.
+
+    Args:
+        pages: Folder of the pages of methods.
+        name: The method. On a page of several methods, its entry is looked up.
 
     Raises:
         ValueError: If it has none.
     """
+    page = pages / f"{page_of(name)}.md"
     found = re.match(r"---\n(.*?)^---\n", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     if found is None:
         raise ValueError(f"{page} must begin with front matter, see the other pages of methods.")
-    return {key: str(value) for key, value in yaml.safe_load(found[1]).items()}
+    said = yaml.safe_load(found[1])
+    if page.stem != name:
+        if name not in said:
+            raise ValueError(f"The front matter of {page} must have an entry for {name!r}.")
+        said = said[name]
+    return {key: str(value) for key, value in said.items()}
+
+
+def _address(name: str) -> str:
+    """Where a method is described, from docs/methods/index.md."""
+    page = page_of(name)
+    return f"{page}.md" if page == name else f"{page}.md#{name}"
 
 
 def _cells(root: Path, name: str) -> Iterator[str]:
@@ -107,8 +125,9 @@ def _cells(root: Path, name: str) -> Iterator[str]:
         ValueError: If the front matter lacks a column, or has a key that is none.
     """
     kind, strategy = registry.lookup(name)
-    page = root / "docs" / "methods" / f"{name}.md"
-    said = front_matter(page)
+    pages = root / "docs" / "methods"
+    page = pages / f"{page_of(name)}.md"
+    said = front_matter(pages, name)
     if unknown := said.keys() - {*COLUMNS[kind]}:
         raise ValueError(f"The front matter of {page} has no column {min(unknown)!r}; it has {COLUMNS[kind]}.")
     for column in COLUMNS[kind]:

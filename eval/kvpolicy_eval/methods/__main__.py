@@ -10,14 +10,14 @@ import torch
 from kvpolicy import registry
 from kvpolicy_eval.common.markdown import publish
 from kvpolicy_eval.common.measure import Bench
-from kvpolicy_eval.methods.plan import methods
+from kvpolicy_eval.methods.plan import measured, methods
 from kvpolicy_eval.methods.tables import budget_tables, codec_table, reader_table
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the tables, and fill the pages with them on request."""
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.methods", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="names of methods; all by default")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of methods; by default all that have tables")
     parser.add_argument("--n", type=int, default=32, help="prompts per task for allocators and selectors")
     parser.add_argument("--n-codecs", type=int, default=8, help="prompts per task for codecs and readers")
     parser.add_argument("--cache", type=Path, help="folder for results, with which an interrupted run continues")
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     selections = Bench(args.n, torch.float32, args.cache)
     codecs = Bench(args.n_codecs, torch.bfloat16, args.cache, text=True)
     readers = Bench(args.n_codecs, torch.float32, args.cache)
-    for name in args.names or methods():
+    for name in args.names or measured():
         kind, _ = registry.lookup(name)
         if kind == "codec":
             text = codec_table(codecs, name, args.also)

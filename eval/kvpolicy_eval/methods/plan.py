@@ -89,11 +89,30 @@ READERS = {
 """Readers of a reader's page, to which reading everything is added; others have their defaults only."""
 
 
+DEFAULTS_PAGE = "defaults"
+DEFAULTS = ("even", "drop", "plain", "all")
+"""Parts that change nothing. They share one page, which has no tables."""
+
+
+def page_of(name: str) -> str:
+    """The page of a method, without its suffix.
+
+    >>> page_of("h2o"), page_of("plain")
+    ('h2o', 'defaults')
+    """
+    return DEFAULTS_PAGE if name in DEFAULTS else name
+
+
+def measured() -> list[str]:
+    """The methods with tables on their pages, in the order of the registry."""
+    return [name for name in methods() if name not in DEFAULTS]
+
+
 def methods() -> list[str]:
-    """All methods that have a page, in the order of the registry.
+    """All methods, in the order of the registry.
 
     >>> methods()[:4]
-    ['uniform', 'pyramid', 'squeeze', 'even']
+    ['uniform', 'pyramid', 'squeeze', 'kvcompose']
     """
     return [name for by_name in registry.BUILT_IN.values() for name in by_name]
 

@@ -44,24 +44,29 @@ def test_a_place_that_is_missing_is_one_sentence(path: str, tmp_path: Path) -> N
         Place(path=path, name="methods", text="").write(tmp_path)
 
 
-PAGE = "---\nwhat it does: {}\n{}---\n\n# plain\n"
+PAGE = "---\nwhat it does: {}\n{}---\n\n# kivi\n"
+SHARED = "---\nplain:\n  what it does: stores a | plain\n  source: a book\n---\n\n# Defaults\n"
 
 
 def _pages(folder: Path, more: str = "") -> None:
     (folder / "docs" / "methods").mkdir(parents=True)
     for name in registry.CODECS:
-        text = PAGE.format(f"stores a | {name}", more if name == "plain" else "")
+        text = PAGE.format(f"stores a | {name}", more if name == "kivi" else "")
         (folder / "docs" / "methods" / f"{name}.md").write_text(text, encoding="utf-8")
+    (folder / "docs" / "methods" / "defaults.md").write_text(SHARED, encoding="utf-8")
 
 
 def test_a_row_is_the_front_matter_and_the_source_of_the_docstring(tmp_path: Path) -> None:
-    _pages(tmp_path, "source: a book\n")
-    assert front_matter(tmp_path / "docs" / "methods" / "kivi.md") == {"what it does": "stores a | kivi"}
+    _pages(tmp_path, "source: a poem\n")
+    pages = tmp_path / "docs" / "methods"
+    assert front_matter(pages, "kivi") == {"what it does": "stores a | kivi", "source": "a poem"}
+    assert front_matter(pages, "plain") == {"what it does": "stores a | plain", "source": "a book"}
     lines = index(tmp_path, "codec").splitlines()
     assert lines[0] == "| name | what it does | source |"
-    assert lines[2] == r"| [`plain`](plain.md) | stores a \| plain | a book |"
-    kivi = "KIVI, [arXiv:2402.02750](https://arxiv.org/abs/2402.02750)"
-    assert rf"| [`kivi`](kivi.md) | stores a \| kivi | {kivi} |" in lines
+    assert lines[2] == r"| [`plain`](defaults.md#plain) | stores a \| plain | a book |"
+    assert r"| [`kivi`](kivi.md) | stores a \| kivi | a poem |" in lines
+    gear = "GEAR, [arXiv:2403.05527](https://arxiv.org/abs/2403.05527)"
+    assert rf"| [`gear`](gear.md) | stores a \| gear | {gear} |" in lines
     assert len(lines) == 2 + len(registry.CODECS)
 
 
@@ -70,13 +75,20 @@ def test_a_row_is_the_front_matter_and_the_source_of_the_docstring(tmp_path: Pat
     [
         (PAGE.format("x", "what it costs: much\n"), "has no column 'what it costs'"),
         ("---\nsource: a book\n---\n", "must have 'what it does'"),
-        ("# plain\n", "must begin with front matter"),
+        ("# kivi\n", "must begin with front matter"),
     ],
 )
 def test_a_wrong_front_matter_is_one_sentence(front: str, message: str, tmp_path: Path) -> None:
     _pages(tmp_path)
-    (tmp_path / "docs" / "methods" / "plain.md").write_text(front, encoding="utf-8")
+    (tmp_path / "docs" / "methods" / "kivi.md").write_text(front, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
+        index(tmp_path, "codec")
+
+
+def test_a_page_of_several_methods_has_an_entry_for_each(tmp_path: Path) -> None:
+    _pages(tmp_path)
+    (tmp_path / "docs" / "methods" / "defaults.md").write_text(SHARED.replace("plain:", "all:"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"defaults\.md must have an entry for 'plain'"):
         index(tmp_path, "codec")
 
 

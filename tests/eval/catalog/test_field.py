@@ -53,8 +53,7 @@ def test_every_method_of_a_paper_is_there() -> None:
     of_papers = {
         name
         for name in names
-        if front_matter(pages / f"{name}.md").get("source", read_docstring(registry.lookup(name)[1]).arxiv)
-        not in ("", "none")
+        if front_matter(pages, name).get("source", read_docstring(registry.lookup(name)[1]).arxiv) not in ("", "none")
     }
     assert {"h2o", "adakv", "regress", "staircase", "quest"} < of_papers  # by a docstring, and by the page alone
     # `merge` has the law of two papers, whose own mergers are other methods, and `retrieval` is nearer to the paper of
