@@ -229,6 +229,16 @@ def test_every_page_is_in_the_navigation() -> None:
     assert set(listed) == {str(page.relative_to(DOCS)) for page in [*PAGES, *notebooks] if DOCS in page.parents}
 
 
+def test_old_addresses_lead_to_pages() -> None:
+    plugins = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("redirect_maps:\n")[2]
+    pairs = re.findall(r"^ {8}(\S+\.md): (\S+)$", plugins, re.MULTILINE)
+    assert len(pairs) > 20
+    for old, new in pairs:
+        page, _, heading = new.partition("#")
+        assert not (DOCS / old).exists(), f"{old} is a page, so that nothing may be redirected from it"
+        assert (DOCS / page).is_file() and (not heading or heading in anchors(DOCS / page)), f"{old} leads to {new}"
+
+
 def decisions() -> list[str]:
     """The policies of the decision table."""
     text = (DOCS / "guide" / "policies.md").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -161,6 +162,24 @@ def test_every_room_has_a_readme() -> None:
     assert len(texts) > 10
     short = [name for name, text in texts.items() if "import" not in text or not 5 <= text.count("\n") <= 20]
     assert not short, "a README says in about ten lines what is here, what it may import, and where to begin"
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in PACKAGES["kvpolicy"].glob("*/README.md")))
+def test_a_readme_begins_with_a_verb_and_names_every_module(name: str) -> None:
+    """But methods, which the registry names, and the commands of the command line, each in a file of its name."""
+    room = PACKAGES["kvpolicy"] / name
+    text = (room / "README.md").read_text(encoding="utf-8")
+    first = text.split("\n\n")[1].split()[0]
+    assert first.isalpha() and first[0].isupper() and first not in {"A", "An", "The", "How", "What", "Which"}
+    methods = {path.rpartition(":")[0] for table in registry.BUILT_IN.values() for path in table.values()}
+    modules = [path for path in _sources(room) if not path.stem.startswith("__") and path.parent.name != "commands"]
+    unnamed = [_name(path) for path in modules if _module(path) not in methods and path.name not in _words(text)]
+    assert not unnamed, f"name them in {_name(room / 'README.md')}"
+
+
+def _words(text: str) -> set[str]:
+    """The names of files in a text."""
+    return set(re.findall(r"(\w+\.py)\b", text))
 
 
 def test_every_module_of_the_engine_has_tests_of_its_own() -> None:

@@ -44,6 +44,16 @@ COLUMNS: dict[Kind, list[str]] = {
 }
 """Columns of the tables of docs/methods/index.md after the name."""
 
+API_PAGES: dict[Kind, str] = {
+    "allocator": "allocators",
+    "head_allocator": "allocators",
+    "selector": "selectors",
+    "merger": "codecs",
+    "codec": "codecs",
+    "reader": "readers",
+}
+"""Pages of docs/api that list the methods of a kind."""
+
 
 def places(root: Path) -> list[Place]:
     """All generated places.
@@ -79,7 +89,7 @@ def places(root: Path) -> list[Place]:
             Place(path="mkdocs.yml", name=kinds, text=entries),
             Place(path="docs/methods/index.md", name=kinds, text=f"\n{index(root, kind)}\n"),
             Place(path="docs/api/index.md", name=kinds, text=_in_code(built_in_classes(kind))),
-            Place(path=f"docs/api/{kinds}.md", name=kinds, text=_api(built_in_classes(kind))),
+            Place(path=f"docs/api/{API_PAGES[kind]}.md", name=kinds, text=_api(built_in_classes(kind))),
         ]
     return found
 

@@ -1,4 +1,4 @@
-"""The table of design decision 7 is what its command prints."""
+"""The table of the design note on KIVI is what its command prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvpolicy_eval.tables import requantize
 
-PAGE = Path(__file__).parents[3] / "docs" / "design" / "07-kivi-under-eviction.md"
+PAGE = Path(__file__).parents[3] / "docs" / "design" / "slots.md"
 
 
 def test_overwriting_beats_compaction_where_it_counts() -> None:
