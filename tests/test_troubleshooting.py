@@ -1,4 +1,4 @@
-"""The page of errors quotes messages that exist, and has nearly all that a user may meet."""
+"""The page of errors quotes messages that exist; those that it does not have say themselves what to do."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ ERRORS = {
 }
 SOURCES = [path for package in ("kvpolicy", "integrations") for path in sorted((ROOT / package).rglob("*.py"))]
 GAP = "\0"
+SAYS = re.compile(r"\b(must|try|needs|use|run|write|supported)\b")
+"""How a message says what to do, or what was expected."""
 
 
 def quoted() -> list[str]:
@@ -54,16 +56,31 @@ def raised(path: Path) -> Iterator[str]:
 def test_quotes_messages_that_exist() -> None:
     source = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
     source = re.sub(r'"\n\s*f?"', "", source)  # a message may be written in several pieces
-    assert len(quoted()) > 150
+    assert len(quoted()) >= 80
     pieces = [piece.strip() for message in quoted() for piece in message.split("...")]
     assert not [piece for piece in pieces if piece not in source]
 
 
-def test_has_four_of_five_messages() -> None:
-    """Not all: a name in a calibration's option, or a column of a table, explains itself."""
+def test_rows_are_short() -> None:
+    page = (DOCS / "guide" / "troubleshooting.md").read_text(encoding="utf-8")
+    remedies = re.findall(r"^\| `.+` \| (.+) \|$", page, re.MULTILINE)
+    assert not [remedy for remedy in remedies if len(remedy.split()) > 25]
+
+
+def test_other_messages_say_what_to_do() -> None:
+    """A message is on the page, or says itself what must hold or what to try.
+
+    A message that goes on behind a variable has its beginning there.
+    """
     known = [
         re.compile(".*".join(re.escape(piece.strip()) for piece in row.split("...")), re.DOTALL) for row in quoted()
     ]
     messages = [message for path in SOURCES for message in raised(path)]
-    missing = [message for message in messages if not any(pattern.search(message) for pattern in known)]
-    assert len(missing) < len(messages) / 5, "\n".join(missing).replace(GAP, "...")
+    assert len(messages) > 600
+    silent = [
+        message
+        for message in messages
+        if not (SAYS.search(message) or message.startswith(f"{GAP},"))
+        and not any(pattern.search(message) for pattern in known)
+    ]
+    assert not silent, "\n".join(silent).replace(GAP, "...")

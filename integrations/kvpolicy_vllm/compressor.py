@@ -230,7 +230,7 @@ class Compressor:
         seen = 0 if known is None else known.seen
         stop = part.start + part.tokens
         if part.start > seen:
-            raise RuntimeError(f"{part.start} tokens of a prompt were computed, and {seen} of them were seen")
+            raise RuntimeError(f"The {part.start} computed tokens of a prompt must all be seen, got {seen}.")
         if stop <= seen:  # the same after a preemption
             return
         row = places[part.slot]
@@ -268,12 +268,12 @@ class Compressor:
         past = store.past()
         positions = store.tensors.positions
         if past is None or not bool((past.occupied.sum(-1) == kept).all()):
-            raise RuntimeError(f"{self._recipe.policy} does not keep {kept} tokens in every head of layer {layer_idx}")
+            raise RuntimeError(f"{self._recipe.policy} must keep {kept} tokens in every head of layer {layer_idx}.")
         keys, values = (t[0][past.occupied[0]].unflatten(0, (-1, kept)) for t in (past.keys, past.values))
         order = positions[0][past.occupied[0]].unflatten(0, (-1, kept)).argsort(-1)
         newest = positions[0].amax(-1)
         if not bool((newest == part.total - 1).all()):
-            raise RuntimeError(f"{self._recipe.policy} does not keep the last token in every head of layer {layer_idx}")
+            raise RuntimeError(f"{self._recipe.policy} must keep the last token in every head of layer {layer_idx}.")
         at = order[:, :-1, None].expand(-1, -1, keys.shape[-1])
         keys, values = (t.gather(1, at).to(HOST) for t in (keys, values))
         return DenseLayer(layer_idx, moved(keys, part.total - kept, layer.rope), values)

@@ -179,21 +179,21 @@ def layers_of(modules: Mapping[str, Any], index_of: Callable[[str], int]) -> dic
     for name, module in modules.items():
         if not hasattr(module, "kv_cache"):
             continue
-        what = f"The attention of {name} must"
+        what = f"The attention of {name}"
         if getattr(module, "sliding_window", None) is not None:
-            raise KVPolicyError(f"{what} be to everything for documents, got a sliding window.")
+            raise KVPolicyError(f"{what} must be to everything for documents, got a sliding window.")
         if getattr(getattr(module, "impl", None), "alibi_slopes", None) is not None:
-            raise KVPolicyError(f"{what} have rotary positions for documents, got ALiBi.")
+            raise KVPolicyError(f"{what} must have rotary positions for documents, got ALiBi.")
         if getattr(module, "kv_sharing_target_layer_name", None):
-            raise KVPolicyError(f"{what} have a cache of its own for documents, got one that it shares.")
+            raise KVPolicyError(f"{what} must have a cache of its own for documents, got one that it shares.")
         if not hasattr(getattr(module, "impl", None), "do_kv_cache_update"):
             raise KVPolicyError(
-                f"{what} write keys and values by do_kv_cache_update for documents, got the backend "
+                f"{what} must write keys and values by do_kv_cache_update for documents, got the backend "
                 f"{type(getattr(module, 'impl', module)).__name__}; try another --attention-backend."
             )
         index = index_of(name)
         if index in found:
-            raise KVPolicyError(f"{what} be the only one of layer {index} for documents, got two.")
+            raise KVPolicyError(f"{what} must be the only one of layer {index} for documents, got two.")
         found[index] = module
     return found
 

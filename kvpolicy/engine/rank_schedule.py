@@ -47,7 +47,7 @@ class RankSchedule:
         """
         self.ranked_len, steps = numbers
         if steps is not None and not self.every:
-            raise ValueError(f"{steps} steps until slots are ranked again")
+            raise ValueError(f"A layer that is never ranked again must have no steps until then, got {steps}.")
         self._steps = math.inf if steps is None else steps
 
     def move(self, by: int) -> None:

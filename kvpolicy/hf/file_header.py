@@ -180,7 +180,7 @@ def parse_header(text: str) -> object:
     try:
         content = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise ValueError("The JSON of a header must not nest that deeply.") from error
     _check_depth(content, MAX_DEPTH)
     return content
 
@@ -295,7 +295,7 @@ def _by_row(header: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
 
 def _check_depth(content: object, left: int) -> None:
     if not left:
-        raise ValueError("nested too deeply")
+        raise ValueError("The JSON of a header must not nest that deeply.")
     inner: list[object] = []
     if isinstance(content, dict):
         inner = [*content.values()]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
@@ -308,5 +308,5 @@ def _check_depth(content: object, left: int) -> None:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{shorten(text)} is not finite")
+        raise ValueError(f"The numbers of a header must be finite, got {shorten(text)}.")
     return number

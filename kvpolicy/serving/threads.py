@@ -44,5 +44,5 @@ def _begin(coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
         return True, end.value
     if waits_for is not None:  # what it waits for belongs to an event loop, and this thread has none
         coroutine.close()
-        raise RuntimeError(f"The coroutine waits for {waits_for!r} in a thread.")
+        raise RuntimeError(f"A coroutine in a thread must not wait, got one that waits for {waits_for!r}.")
     return False, None

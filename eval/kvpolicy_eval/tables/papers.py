@@ -108,15 +108,15 @@ def embedded(chosen: Mapping[str, Any], page: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the tables of a paper, and fill its page on request."""
+    """Print the tables of a paper, and fill its places of a page on request."""
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.papers", description=__doc__)
     parser.add_argument("paper", choices=sorted(papers()), help="the paper")
     parser.add_argument("--card", choices=sorted(CARDS), default=CARD, help="the GPU of the estimate")
-    add_fill_argument(parser, "values", "embedded")
+    add_fill_argument(parser, "PAPER-values", "PAPER-embedded")
     args = parser.parse_args(argv)
     paper = papers()[args.paper]
-    publish(values(paper, CARDS[args.card]), "values", args.fill)
-    publish(embedded(paper["embedded"], SWEEP_PAGE.read_text(encoding="utf-8")), "embedded", args.fill)
+    publish(values(paper, CARDS[args.card]), f"{args.paper}-values", args.fill)
+    publish(embedded(paper["embedded"], SWEEP_PAGE.read_text(encoding="utf-8")), f"{args.paper}-embedded", args.fill)
 
 
 if __name__ == "__main__":
