@@ -109,8 +109,8 @@ def describe(name: str, options: Options) -> str:
         return (
             f"A random Llama of {options.layers} layers, hidden size {options.hidden}, heads of 64 and a quarter as "
             f"many KV heads, fp32, CPU, {options.threads} thread(s) on each side; budget 20%; medians of "
-            f"{options.rounds} rounds in turn, {options.steps} steps each. Cells: kvpolicy/kvpress. Of theirs: our step "
-            "over theirs. Peak: memory over that before the prompt. "
+            f"{options.rounds} rounds in turn, {options.steps} steps each. Cells: kvpolicy/kvpress. Of theirs: our "
+            "step over theirs. Peak: memory over that before the prompt. "
         )
     if name == "generate":
         return describe_generate(options)

@@ -216,12 +216,12 @@ def describe(options: Options) -> str:
     """How the table was measured."""
     clock = "CPU time" if options.threads == 1 else "wall time"
     return (
-        f"Eager `generate` of {NEW} tokens, fp32, CPU, {options.threads} thread(s), {clock}, medians of {options.rounds} "
-        f"round(s), over a neighboring call with the stock cache of the same process. tiny-4k: {len(TASKS)} prompts of "
-        f"about {LENGTH:,} tokens. random: a random Llama of {options.layers} layers, hidden size {options.hidden}, heads "
-        f"of 64 and as many KV heads, {RANDOM_PROMPTS} prompts of {LENGTH:,} tokens. Prefill: until the first token. Held: "
-        "the most after any token. Same answers: prompts with the answer of the stock cache. Same tokens: those before "
-        f"the first difference, of {NEW}. "
+        f"Eager `generate` of {NEW} tokens, fp32, CPU, {options.threads} thread(s), {clock}, medians of "
+        f"{options.rounds} round(s), over a neighboring call with the stock cache of the same process. tiny-4k: "
+        f"{len(TASKS)} prompts of about {LENGTH:,} tokens. random: a random Llama of {options.layers} layers, hidden "
+        f"size {options.hidden}, heads of 64 and as many KV heads, {RANDOM_PROMPTS} prompts of {LENGTH:,} tokens. "
+        "Prefill: until the first token. Held: the most after any token. Same answers: prompts with the answer of the "
+        f"stock cache. Same tokens: those before the first difference, of {NEW}. "
     )
 
 
