@@ -66,7 +66,7 @@ def full_cache(board: Board, lengths: Sequence[int]) -> str:
         [
             f"{length:,}",
             mode,
-            *(f"{result['right'][task]} of {result['docs']}" if task in result["right"] else "" for task in tasks),
+            *(f"{result['right'][task]}/{result['docs']}" if task in result["right"] else "" for task in tasks),
         ]
         for (length, mode), result in known.items()
     ]

@@ -201,8 +201,8 @@ def test_the_full_cache_by_task(board: Board) -> None:
     board.cell(Cell(FULL, 0.1, "inside", 512))
     board.cell(Cell(FULL, 0.1, "second", 512))
     assert full_cache(board, [512]).splitlines()[2:] == [
-        "| 512 | inside | 4 of 4 | 4 of 4 | 4 of 4 |",
-        "| 512 | second | 4 of 4 | 4 of 4 |  |",
+        "| 512 | inside | 4/4 | 4/4 | 4/4 |",
+        "| 512 | second | 4/4 | 4/4 |  |",
     ]
 
 
