@@ -340,4 +340,4 @@ def test_the_command_measures_for_pages_whose_table_is_empty(tree: Path) -> None
     for page in pages:
         table, _, by_place = (tree / page).read_text(encoding="utf-8").rpartition("<!-- table:places -->")
         assert f"| `{Path(page).stem}" in table.partition("<!-- table:measured -->")[2]
-        assert "| `full` | 100% |" in by_place
+        assert "| `full` | 1.00 |" in by_place

@@ -19,6 +19,7 @@
     });
   }
 
+  if (typeof window !== "undefined") window.allowBreaks = allowBreaks; // for tables that are made later, by board.js
   if (typeof document !== "undefined") {
     document.addEventListener("DOMContentLoaded", () => {
       document.querySelectorAll(".md-typeset :not(pre) > code").forEach(allowBreaks);

@@ -7,7 +7,7 @@ from the bandwidth and the matrix rate of the machine, which are measured first.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from kvpolicy_eval.bench import decode, lm, prefill, startup
@@ -16,7 +16,7 @@ from kvpolicy_eval.bench.output import add_threads_argument, collect, set_thread
 from kvpolicy_eval.bench.timing import FLOORS, Quantity, Row
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 
-COLUMNS = ["what", "policy", "measured, median (quartiles)", "bar", "", *FLOORS]
+COLUMNS = ["what", "policy", "measured, median (quartiles)", "bar", *FLOORS]
 
 Measure = Callable[[], Iterator[Row] | Iterator[Quantity]]
 
@@ -42,13 +42,25 @@ def line(result: Row | Quantity, machine: Machine) -> list[str]:
     """One row of the table."""
     policy = f"`{result.policy}`" if result.policy else ""
     if isinstance(result, Quantity):
-        bar = "" if result.limit is None else f"<= {result.limit:g} {result.unit}"
+        bar = "" if result.limit is None else f"<= {result.limit:g} {result.unit}: {result.verdict}"
         note = f"; {result.note}" if result.note else ""
-        return [result.what, policy, f"{result}{note}", bar, result.verdict, "", "", "", ""]
-    ratio = result.ratio
-    measured = f"{ratio.median:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})"
-    bar = f"{result.bar}: {result.reason}" if result.bar and result.reason else result.bar
-    return [result.what, policy, measured, bar, result.verdict, *result.floors(machine)]
+        return [result.what, policy, f"{result}{note}", bar, "", ""]
+    return [result.what, policy, str(result.ratio), result.judged, *result.floors(machine)]
+
+
+def joined(rows: Sequence[list[str]]) -> list[list[str]]:
+    """Rows, of which neighbors that differ by their bar only are one.
+
+    >>> joined([["decode", "h2o", "0.1x", "<= 0.2x: pass"], ["decode", "h2o", "0.1x", "<= 0.05x: miss"]])
+    [['decode', 'h2o', '0.1x', '<= 0.2x: pass; <= 0.05x: miss']]
+    """
+    found: list[list[str]] = []
+    for row in rows:
+        if found and [*found[-1][:3], *found[-1][4:]] == [*row[:3], *row[4:]] and row[3]:
+            found[-1] = [*row[:3], f"{found[-1][3]}; {row[3]}", *row[4:]]
+        else:
+            found.append(row)
+    return found
 
 
 def main() -> None:
@@ -70,7 +82,7 @@ def main() -> None:
     machine = measure_machine()
     measures = parts(args.length, args.prompt, args.rounds)
     rows = collect(line(result, machine) for name in selected for result in measures[name]())
-    publish(f"{table(COLUMNS, rows)}\n\n{torch_note()}, fp32; {machine}.", "bars", args.fill)
+    publish(f"{table(COLUMNS, joined(rows))}\n\n{torch_note()}, fp32; {machine}.", "bars", args.fill)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvpolicy_eval.bench.floor import Machine, Work
 
-FLOORS = ["bytes that must move, stock / ours", "operations", "stock over its floor", "ours over its floor"]
+FLOORS = ["stock over its floor", "ours over its floor"]
 """Column names of `Row.floors`."""
 
 
@@ -30,6 +30,10 @@ class Ratio(NamedTuple):
     high: float
     base: float
     ours: float
+
+    def __str__(self) -> str:
+        """Median and quartiles."""
+        return f"{self.median:.3f}x ({self.low:.3f}-{self.high:.3f})"
 
 
 class Row(NamedTuple):
@@ -63,13 +67,17 @@ class Row(NamedTuple):
         """Whether the median is within the limit."""
         return _verdict(self.ratio.median, self.limit)
 
+    @property
+    def judged(self) -> str:
+        """The limit, where it comes from, and whether the median is within it; empty without a limit."""
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"{self.bar}{reason}: {self.verdict}" if self.bar else ""
+
     def floors(self, machine: Machine) -> list[str]:
-        """Cells: bytes that must move, operations, and the time of both sides over its floor."""
+        """Cells: the time of both sides over its floor."""
         if self.base_work is None or self.work is None:
-            return ["", "", "", ""]
+            return ["", ""]
         return [
-            f"{self.base_work.nbytes / 2**20:,.0f} / {self.work.nbytes / 2**20:,.0f} MiB",
-            f"{self.base_work.operations / 1e9:,.2f} / {self.work.operations / 1e9:,.2f} G",
             f"{self.ratio.base / self.base_work.floor(machine):.1f}x",
             f"{self.ratio.ours / self.work.floor(machine):.1f}x",
         ]
@@ -102,7 +110,7 @@ class Quantity(NamedTuple):
     def __str__(self) -> str:
         """Median and quartiles."""
         low, median, high = (f"{value:.3g}" for value in statistics.quantiles(self.values, n=4))
-        return f"{median} {self.unit} ({low} to {high})"
+        return f"{median} {self.unit} ({low}-{high})"
 
 
 def _verdict(value: float, limit: float | None) -> str:

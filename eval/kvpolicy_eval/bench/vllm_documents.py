@@ -58,8 +58,16 @@ TOKENS_OF_RECORD = 7
 CHARS_OF_TOKEN = 2
 """Characters of source text that take a token."""
 COLUMNS = (
-    *("side", "documents, blocks", "pool, blocks", "in flight, mean (most)", "steps", "tokens computed"),
-    *("tokens/s", "first token, s", "preemptions", "right"),
+    *(
+        "side",
+        "documents, MiB",
+        "blocks, MiB",
+        "in flight, mean (most)",
+        "steps",
+        "tokens/s",
+        "first token, s",
+        "right",
+    ),
 )
 
 
@@ -237,13 +245,12 @@ def cells(side: Side, result: Result) -> list[str]:
     rates = [run.rate for run in result.runs]
     return [
         side.label,
-        *(f"{blocks:,} ({blocks * result.nbytes / 2**20:,.1f} MiB)" for blocks in (result.blocks, result.pool)),
+        *(f"{blocks * result.nbytes / 2**20:,.1f}" for blocks in (result.blocks, result.pool)),
         f"{median('mean'):.1f} ({median('most'):.0f})",
-        *(f"{median(name):,.0f}" for name in ("steps", "computed")),
+        f"{median('steps'):,.0f}",
         f"{median('rate'):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})",
         f"{median('first'):.2f}",
-        f"{median('preempted'):,.0f}",
-        f"{median('right'):.0f} of {result.clients}",
+        f"{median('right'):.0f}/{result.clients}",
     ]
 
 

@@ -53,8 +53,8 @@ PREEMPTED = 2
 """Preempted answers for which memory is taken off the blocks."""
 
 COLUMNS = (
-    *("side", "kept", "blocks", "beside, at most", "decode: in flight, mean (most)", "decode: tokens/s"),
-    *("in all: tokens/s", "prefill, s", "of it compressing, s", "preemptions", "right"),
+    *("side", "kept", "blocks, MiB", "beside, MiB", "decode: in flight, mean (most)", "decode: tokens/s"),
+    *("in all: tokens/s", "prefill, s", "of it compressing, s", "right"),
 )
 
 
@@ -172,15 +172,14 @@ def cells(side: str, result: Result) -> list[str]:
     return [
         "stock" if policy is None else f"`{policy}`",
         f"{result.kept:,}",
-        f"{result.pool:,} ({result.pool * result.nbytes / 2**20:,.1f} MiB)",
-        f"{max(run.beside for run in result.runs) / 2**20:,.1f} MiB",
+        f"{result.pool * result.nbytes / 2**20:,.1f}",
+        f"{max(run.beside for run in result.runs) / 2**20:,.1f}",
         f"{median('mean'):.1f} ({median('most'):.0f})",
         rate("decoded", "decoding"),
         rate("generated", "seconds"),
         f"{prefill:.1f}",
         f"{median('compressing'):.1f}",
-        f"{median('preempted'):,.0f}",
-        f"{median('right'):.0f} of {result.clients}",
+        f"{median('right'):.0f}/{result.clients}",
     ]
 
 

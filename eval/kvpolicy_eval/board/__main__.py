@@ -2,6 +2,7 @@
 
 Every policy answers the tasks with the question inside the compressed prompt, after it, and as a second one, at several
 budgets and lengths. A result is kept in the file as soon as it is measured: a command that is interrupted continues.
+With a page to fill, all rows are written to a .csv file beside the results, which the page filters and sorts.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import torch
 
 from kvpolicy_eval.board import choices, places
 from kvpolicy_eval.board.cells import DOCS, SHARES, Board, cells
-from kvpolicy_eval.board.page import full_cache, peer_refusals, refusals, tables
+from kvpolicy_eval.board.page import full_cache, peer_refusals, refusals, tables, top
 from kvpolicy_eval.board.peers import PEERS
 from kvpolicy_eval.board.pictures import picture
 from kvpolicy_eval.board.policies import Entry, entries
+from kvpolicy_eval.board.rows import write_rows
 from kvpolicy_eval.common.markdown import add_fill_argument, check_places, pages_with, publish
 from kvpolicy_eval.data.tasks import LENGTHS
 from kvpolicy_eval.peers.env import find
 from kvpolicy_eval.peers.process import Process
 from kvpolicy_eval.pictures.style import svg
 
-TABLES = ("board", "board-refused", "board-peers-refused")
+TABLES = ("board-top", "board-refused", "board-peers-refused")
 """Places of the page of the board."""
 
 
@@ -77,7 +79,10 @@ def main(argv: list[str] | None = None) -> None:
             for entry in listed:
                 board.time(entry, share)
     shares = sorted(args.shares, reverse=True)
-    publish(tables(board, shown, shares, args.lengths), "board", args.fill)
+    print(tables(board, shown, shares, args.lengths), flush=True)
+    publish(top(board, shown, shares), "board-top", args.fill)
+    if args.fill:
+        write_rows(args.results.with_suffix(".csv"), board, shown, shares)
     publish(refusals(board, listed, shares, args.lengths), "board-refused", args.fill)
     publish(peer_refusals(board, peers, shares, args.lengths), "board-peers-refused", args.fill)
     publish(full_cache(board, args.lengths), "board-full", args.fill_full)

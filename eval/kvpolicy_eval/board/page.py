@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
-from kvpolicy_eval.board.cells import Board, Cell, Result, accuracy, has_beyond
+from kvpolicy_eval.board.cells import Board, Cell, accuracy
 from kvpolicy_eval.board.policies import Entry
+from kvpolicy_eval.board.rows import ANSWERS, COSTS, find_row
 from kvpolicy_eval.common.markdown import table
-from kvpolicy_eval.data.modes import BEYOND, MODES
+from kvpolicy_eval.data.modes import MODES, Mode
 
-COLUMNS = ["policy", "kind", *MODES, "all", BEYOND, "held", "moved", "step"]
+COLUMNS = ["policy", "kind", *ANSWERS, *COSTS]
 SORTABLE = '<div class="sortable numbers" markdown>\n\n{}\n\n</div>'
 """A table that a click on a column sorts. A cell without a number is empty, so that it is last in every order."""
+
+TOP = 5
+"""Policies of a budget in the table of the best ones."""
+TOP_LENGTH = 1024
+TOP_MODES: tuple[Mode, ...] = ("inside", "after")
 
 
 def tables(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]) -> str:
@@ -27,6 +34,28 @@ def tables(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengt
     return "\n\n".join(parts)
 
 
+def top(board: Board, listed: Sequence[Entry], shares: Sequence[float]) -> str:
+    """The best policies of each budget by right answers, with the question inside the prompt and after it.
+
+    Readers, which hold everything, have no place in it. The comment at its end has the number of results.
+    """
+    length = TOP_LENGTH if TOP_LENGTH in board.docs else next(iter(board.docs))
+    compared = [entry for entry in listed if entry.by_bytes and entry.hold == "plain"]
+    rows: list[list[str]] = []
+    for share in shares:
+        columns = [_best(board, [Cell(entry, share, mode, length) for entry in compared]) for mode in TOP_MODES]
+        rows += [[f"{share:.0%}", *cells] for cells in zip_longest(*columns, fillvalue="")]
+    found = table([f"{length:,} tokens", *(f"question {mode}" for mode in TOP_MODES)], rows)
+    return f"{found}\n\n<!-- {len(board.known)} results -->"
+
+
+def _best(board: Board, cells: Sequence[Cell]) -> list[str]:
+    """The policies of the cells with most right answers, and these; equal ones stay in their order."""
+    known = {cell: right for cell in cells if (right := accuracy([board.known_cell(cell) or {}]))}
+    best = sorted(known, key=lambda cell: known[cell].mean, reverse=True)[:TOP]
+    return [f"`{cell.entry.at(cell.share)}` {known[cell]}" for cell in best]
+
+
 def full_cache(board: Board, lengths: Sequence[int]) -> str:
     """Right answers of the full cache by task, length and place of the question: what the model itself can do."""
     full = Entry("full", "all tokens")
@@ -37,7 +66,7 @@ def full_cache(board: Board, lengths: Sequence[int]) -> str:
         [
             f"{length:,}",
             mode,
-            *(f"{result['right'][task]} of {result['docs']}" if task in result["right"] else "" for task in tasks),
+            *(f"{result['right'][task]}/{result['docs']}" if task in result["right"] else "" for task in tasks),
         ]
         for (length, mode), result in known.items()
     ]
@@ -46,34 +75,13 @@ def full_cache(board: Board, lengths: Sequence[int]) -> str:
 
 def row(board: Board, entry: Entry, share: float, length: int) -> list[str]:
     """The row of a policy: answers by the place of the question, bytes held and moved, and the time of a step."""
-    found = [board.known_cell(Cell(entry, share, mode, length)) for mode in MODES]
-    measured = [result for result in found if result is not None]
-    beyond = board.known_cell(Cell(entry, share, BEYOND if has_beyond(entry) else "after", length))
+    found = find_row(board, entry, share, length)
     return [
         f"`{entry.at(share)}`" + entry.name.removeprefix(entry.spec),
         entry.kind,
-        *(_answers([result] if result else []) for result in found),
-        _answers(measured if len(measured) == len(MODES) else []),
-        _answers([beyond] if beyond else []),
-        *(_worst(measured, name) for name in ("held", "moved")),
-        _time(board.known_time(entry, share)),
+        *(str(found.answers.get(name, "")) for name in ANSWERS),
+        *(f"{found.costs[name]:.2f}" if name in found.costs else "" for name in COSTS),
     ]
-
-
-def _answers(results: list[Result]) -> str:
-    """Right answers with their interval, if all are known."""
-    return str(accuracy(results) or "")
-
-
-def _worst(results: list[Result], name: str) -> str:
-    """The most bytes of any place of the question, over the full cache's."""
-    values = [result[name] for result in results if name in result]
-    return f"{max(values):.2f}" if values else ""
-
-
-def _time(result: Result | None) -> str:
-    """Time of a step over that of the full cache."""
-    return f"{result['ratio']:.2f}" if result and "ratio" in result else ""
 
 
 def _docs(board: Board, length: int) -> str:
@@ -85,31 +93,52 @@ def _docs(board: Board, length: int) -> str:
 
 def refusals(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]) -> str:
     """Every policy that was refused, with the lengths and budgets at which it was."""
-    lines: dict[str, list[str]] = {}
-    for entry, place, _ in _refused(board, listed, shares, lengths):
-        lines.setdefault(entry.name, []).append(place)
-    return "\n".join(f"- `{spec}`: {', '.join(dict.fromkeys(places))}" for spec, places in lines.items())
+    places: dict[str, _Places] = {}
+    for entry, length, share, _ in _refused(board, listed, shares, lengths):
+        places.setdefault(entry.name, {}).setdefault(length, {})[share] = None
+    return "\n".join(f"- `{spec}`: {_in_words(found)}" for spec, found in places.items())
 
 
 def peer_refusals(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]) -> str:
-    """Every method of another library that was refused, with the lengths and budgets, and the first of the reasons."""
-    places: dict[str, list[str]] = {}
+    """Methods of other libraries that were refused, with the lengths and budgets, and the first of the reasons.
+
+    Methods that share all of these are one row.
+    """
+    places: dict[str, _Places] = {}
     reasons: dict[str, str] = {}
-    for entry, place, message in _refused(board, listed, shares, lengths):
-        places.setdefault(entry.name, []).append(place)
+    for entry, length, share, message in _refused(board, listed, shares, lengths):
+        places.setdefault(entry.name, {}).setdefault(length, {})[share] = None
         reasons.setdefault(entry.name, message)
-    rows = [[f"`{spec}`", ", ".join(dict.fromkeys(places[spec])), why] for spec, why in reasons.items()]
-    return table(["method", "without a result at", "why, at the first"], rows) if rows else ""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for spec, why in reasons.items():
+        rows.setdefault((_in_words(places[spec]), why), []).append(f"`{spec}`")
+    found = [[", ".join(specs), where, why] for (where, why), specs in rows.items()]
+    return table(["method", "without a result at", "why, at the first"], found) if found else ""
+
+
+_Places = dict[int, dict[float, None]]
+"""Budgets by length, in order."""
+
+
+def _in_words(places: _Places) -> str:
+    """Lengths and budgets.
+
+    >>> _in_words({512: {0.05: None, 0.02: None}, 1024: {0.02: None}})
+    '512 tokens at 5%, 2%; 1,024 tokens at 2%'
+    """
+    return "; ".join(
+        f"{length:,} tokens at {', '.join(f'{share:.0%}' for share in shares)}" for length, shares in places.items()
+    )
 
 
 def _refused(
     board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]
-) -> Iterator[tuple[Entry, str, str]]:
-    """Refused cells: the entry, the length and budget in words, and the message."""
+) -> Iterator[tuple[Entry, int, float, str]]:
+    """Refused cells: the entry, the length, the budget, and the message."""
     for entry in listed:
         for length in lengths:
             for share in shares:
                 for mode in MODES:
                     result = board.known_cell(Cell(entry, share, mode, length))
                     if result and "refused" in result:
-                        yield entry, f"{length:,} tokens at {share:.0%}", result["refused"]
+                        yield entry, length, share, result["refused"]

@@ -12,7 +12,7 @@ from kvpolicy_eval.board.policies import SELECTOR, Entry
 from kvpolicy_eval.common.codecs import selector_for
 from kvpolicy_eval.common.intervals import interval
 from kvpolicy_eval.common.markdown import fill, table
-from kvpolicy_eval.data.modes import BEYOND, MODES
+from kvpolicy_eval.data.modes import BEYOND, MODES, Mode
 
 PLACE = "places"
 """Name of the place for the table in a page."""
@@ -29,6 +29,12 @@ OVERVIEW = (
 """Policies of the pages that are not about one method."""
 OVERVIEW_LENGTH = 512
 OVERVIEW_SHARE = 0.1
+LENGTHS = (1024, 512)
+"""Prompt lengths of the pages of methods; the first one at which every policy has enough results is shown."""
+PLACES: tuple[Mode, ...] = ("inside", "after")
+"""Places of the question on the pages of methods."""
+LEAST_SHARE = 0.05
+"""Smallest budget on the pages of methods."""
 
 
 def fill_places(found: Sequence[Path], board: Board, listed: Sequence[Entry], shares: Sequence[float]) -> None:
@@ -44,13 +50,10 @@ def page_table(name: str, board: Board, listed: Sequence[Entry], shares: Sequenc
     their file, the table can be made again after others were added.
     """
     if any(name in names for names in registry.BUILT_IN.values()):
-        found, lengths = compared(name, listed), list(board.docs)
+        text = method_table(board, compared(name, listed), [share for share in shares if share >= LEAST_SHARE])
     else:
-        found, lengths = [entry for entry in listed if entry.name in OVERVIEW], [OVERVIEW_LENGTH]
-        shares = [OVERVIEW_SHARE]
-    parts = [length_table(board, found, shares, length) for length in lengths]
-    shown = [length for length, part in zip(lengths, parts, strict=True) if part]
-    return "\n\n".join([*filter(None, parts), note(board, shown, found), f"<!-- {len(board.known)} results -->"])
+        text = overview_table(board, [entry for entry in listed if entry.name in OVERVIEW])
+    return f"{text}\n\n<!-- {len(board.known)} results -->"
 
 
 def compared(name: str, listed: Sequence[Entry]) -> list[Entry]:
@@ -69,18 +72,47 @@ def compared(name: str, listed: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in listed if entry.spec in others and entry not in own] + own
 
 
-def length_table(board: Board, found: Sequence[Entry], shares: Sequence[float], length: int) -> str:
-    """The rows of one length, policy by policy; empty if nothing has been measured."""
+def method_table(board: Board, found: Sequence[Entry], shares: Sequence[float]) -> str:
+    """A row for each policy that was measured: answers at one length, by the place of the question and by budget."""
+    length = shown_length(board, found, shares)
     rows: list[list[str]] = []
     for entry in found:
-        for share in shares[:1] if entry.kind == "all tokens" else shares:
-            modes = [*MODES, BEYOND if has_beyond(entry) else "after"]
-            answers = [_answers(board, Cell(entry, share, mode, length)) for mode in modes]
-            if any(answers):
-                spec = entry.spec.replace(":read={read}", "")
-                budget = "100%" if entry.kind == "all tokens" else f"{share:.0%}"
-                rows.append([f"`{spec}`", budget, *answers])
-    return table([f"{length:,} tokens", "budget", *MODES, BEYOND], rows) if rows else ""
+        answers = [_answers(board, Cell(entry, share, mode, length)) for mode in PLACES for share in shares]
+        if any(answers):
+            rows.append([f"`{_spec(entry)}`", *answers])
+    names = [f"{mode}, {share:.0%}" for mode in PLACES for share in shares]
+    return f"{table(['policy', *names], rows)}\n\n{note(board, length, found)} [The board](../board.md) has the rest."
+
+
+def shown_length(board: Board, found: Sequence[Entry], shares: Sequence[float]) -> int:
+    """The first of `LENGTHS` at which every policy has at least half of its results, else the one with most of them."""
+
+    def known(entry: Entry, length: int) -> int:
+        cells = (Cell(entry, share, mode, length) for mode in PLACES for share in shares)
+        return sum(_answers(board, cell) != "" for cell in cells)
+
+    lengths = [length for length in LENGTHS if length in board.docs]
+    for length in lengths:
+        if all(2 * known(entry, length) >= len(PLACES) * len(shares) for entry in found):
+            return length
+    return max(lengths, key=lambda length: sum(known(entry, length) for entry in found))
+
+
+def overview_table(board: Board, found: Sequence[Entry]) -> str:
+    """A row for each policy that was measured: answers at one length and budget, by the place of the question."""
+    rows: list[list[str]] = []
+    for entry in found:
+        modes = [*MODES, BEYOND if has_beyond(entry) else "after"]
+        answers = [_answers(board, Cell(entry, OVERVIEW_SHARE, mode, OVERVIEW_LENGTH)) for mode in modes]
+        if any(answers):
+            budget = "100%" if entry.kind == "all tokens" else f"{OVERVIEW_SHARE:.0%}"
+            rows.append([f"`{_spec(entry)}`", budget, *answers])
+    names = [f"{OVERVIEW_LENGTH:,} tokens", "budget", *MODES, BEYOND]
+    return f"{table(names, rows)}\n\n{note(board, OVERVIEW_LENGTH, found)}"
+
+
+def _spec(entry: Entry) -> str:
+    return entry.spec.replace(":read={read}", "")
 
 
 def _answers(board: Board, cell: Cell) -> str:
@@ -89,17 +121,13 @@ def _answers(board: Board, cell: Cell) -> str:
     return f"{right.mean:.2f}" if right else ""
 
 
-def note(board: Board, lengths: Sequence[int], found: Sequence[Entry]) -> str:
-    """What the budget is, how many prompts the numbers are of, and how far off they may be."""
+def note(board: Board, length: int, found: Sequence[Entry]) -> str:
+    """What the numbers are, and how far off they may be."""
     reads = any(entry.kind == "reader" for entry in found)
-    budget = "slots that a step reads" if reads else "full cache's bytes that are held"
-    texts: list[str] = []
-    for length in lengths:
-        docs = board.docs[length]
-        widest = interval(5 * docs // 2, 5 * docs)  # `second` has five tasks
-        texts.append(f"{docs} of about {length:,} tokens (±{(widest.high - widest.low) / 2:.2f})")
+    budget = "of the slots that a step reads" if reads else "of the full cache's bytes that is held"
+    docs = board.docs[length]
+    widest = interval(5 * docs // 2, 5 * docs)  # `second` has five tasks
     return (
-        f"Right answers of `{board.model}`. The budget is the fraction of the {budget}. Prompts per task, and half the "
-        f"width of the widest Wilson interval of 95 %: {', '.join(texts)}. What is missing was not measured yet, or "
-        "does not fit into the budget."
+        f"Right answers of `{board.model}`, prompts of about {length:,} tokens, ±{(widest.high - widest.low) / 2:.2f} "
+        f"(Wilson, 95 %); the budget is the fraction {budget}. Empty: not measured, or refused."
     )

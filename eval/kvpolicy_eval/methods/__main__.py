@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--also", nargs="+", default=[], metavar="CODEC", help="specs of further codecs for the table of a codec"
     )
+    parser.add_argument("--by-task", action="store_true", help="add a table by task, at a budget of 20%%")
     parser.add_argument(
         "--fill",
         type=Path,
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         elif kind == "reader":
             text = reader_table(readers, name)
         else:
-            text = budget_tables(selections, name)
+            text = budget_tables(selections, name, args.by_task)
         print(f"{name}\n")
         try:
             publish(text, "measured", args.fill and args.fill / f"{name}.md")

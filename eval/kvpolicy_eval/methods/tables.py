@@ -14,16 +14,19 @@ TASK_BUDGET = 0.2
 """Budget of the table by task."""
 
 
-def budget_tables(bench: Bench, name: str) -> str:
-    """Tables of a method that is no codec: accuracy by budget with bytes, and accuracy by task at one budget."""
+def budget_tables(bench: Bench, name: str, by_task: bool = False) -> str:
+    """Table of a method that is no codec: accuracy by budget with bytes; and by task at one budget, on request."""
     results = {policy: [bench.result(at(policy, budget)) for budget in BUDGETS] for policy in selection_policies(name)}
     names = ["policy", *(f"answers at {budget:.0%}" for budget in BUDGETS), f"bytes at {BUDGETS[-1]:.0%}"]
     rows = [
         [f"`{policy}`", *(f"{mean(one['tasks']):.2f}" for one in by_budget), f"{by_budget[-1]['share']:.2f}"]
         for policy, by_budget in results.items()
     ]
-    by_task = {policy: by_budget[BUDGETS.index(TASK_BUDGET)] for policy, by_budget in results.items()}
-    return f"{table(names, rows)}\n\n{task_table(by_task)}\n\n{note(bench)}"
+    parts = [table(names, rows)]
+    if by_task:
+        at_one = {policy: by_budget[BUDGETS.index(TASK_BUDGET)] for policy, by_budget in results.items()}
+        parts.append(task_table(at_one))
+    return "\n\n".join([*parts, note(bench)])
 
 
 def task_table(results: dict[str, Result]) -> str:
@@ -61,11 +64,9 @@ def reader_table(bench: Bench, name: str) -> str:
 def reader_note(bench: Bench) -> str:
     """How the numbers of a reader were measured."""
     return (
-        f"Answers: fraction of correct ones, mean of six tasks, {bench.docs} prompts of about 512 tokens each; one "
-        f"answer changes it by {1 / (6 * bench.docs):.3f}. The last token of every prompt is fed after the others, so "
-        "that all tokens of an answer come from steps that read a part. Moved: bytes that a step reads of a cache with "
-        "512 tokens, of those that reading everything would. Held: bytes after the prompt, of the full cache's, in "
-        f"{str(bench.dtype).removeprefix('torch.')}."
+        f"{_answers(bench)}. The last token of a prompt is fed by itself, so that every answer comes from steps that "
+        "read a part. Moved: bytes that a step reads at 512 tokens, over all. Held: bytes after the prompt, over the "
+        f"full cache's, {_dtype(bench)}."
     )
 
 
@@ -76,15 +77,20 @@ def _moved(policy: str) -> float:
 
 def note(bench: Bench) -> str:
     """How the numbers were measured."""
-    text = (
-        f"Answers: fraction of correct ones, mean of six tasks, {bench.docs} prompts of about 512 tokens each; one "
-        f"answer changes it by {1 / (6 * bench.docs):.3f}. Bytes: held after the prompt, of the full cache's, in "
-        f"{str(bench.dtype).removeprefix('torch.')}."
-    )
+    text = f"{_answers(bench)}. Bytes: held after the prompt, over the full cache's, {_dtype(bench)}."
     if bench.text:
-        text += " Error: squared, divided by the squared norm, of encoded tokens of held-out text."
-        text += " Full-precision buffers are set to a few tokens, since the prompts are short."
+        text += " Error: squared, over the squared norm, of encoded tokens of held-out text."
+        text += " Full-precision buffers hold a few tokens, since the prompts are short."
     return text
+
+
+def _answers(bench: Bench) -> str:
+    step = 1 / (6 * bench.docs)
+    return f"Answers: mean of six tasks, {bench.docs} prompts of about 512 tokens each; one answer is {step:.3f}"
+
+
+def _dtype(bench: Bench) -> str:
+    return str(bench.dtype).removeprefix("torch.")
 
 
 def at(policy: str, budget: float) -> str:

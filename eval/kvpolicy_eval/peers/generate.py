@@ -216,14 +216,12 @@ def describe(options: Options) -> str:
     """How the table was measured."""
     clock = "CPU time" if options.threads == 1 else "wall time"
     return (
-        f"Eager `generate` of {NEW} tokens, fp32, CPU, {options.threads} thread(s), {clock}. tiny-4k: the embedded "
-        f"model, one prompt of each of {len(TASKS)} tasks, of about {LENGTH:,} tokens. random: a random Llama of "
-        f"{options.layers} layers, hidden size {options.hidden}, heads of 64 and as many KV heads, {RANDOM_PROMPTS} "
-        f"prompts of {LENGTH:,} random tokens. Medians of {options.rounds} round(s) with each prompt; in brackets, "
-        "over a neighboring call with the `DynamicCache()` of the same process: kvpress has one of its own. Prefill: "
-        f"until the first token. Step: mean of the {NEW - 1} steps after it. Held: the most that the tensors of the "
-        "cache took after any token. Same answers: prompts with the answer of the stock cache. Same tokens: those "
-        "before the first difference, on average. "
+        f"Eager `generate` of {NEW} tokens, fp32, CPU, {options.threads} thread(s), {clock}, medians of "
+        f"{options.rounds} round(s), over a neighboring call with the stock cache of the same process. tiny-4k: "
+        f"{len(TASKS)} prompts of about {LENGTH:,} tokens. random: a random Llama of {options.layers} layers, hidden "
+        f"size {options.hidden}, heads of 64 and as many KV heads, {RANDOM_PROMPTS} prompts of {LENGTH:,} tokens. "
+        "Prefill: until the first token. Held: the most after any token. Same answers: prompts with the answer of the "
+        f"stock cache. Same tokens: those before the first difference, of {NEW}. "
     )
 
 

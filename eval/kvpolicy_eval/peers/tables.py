@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpolicy_eval.common.markdown import table
+from kvpolicy_eval.peers.generate import STOCK
 
 Line = dict[str, Any]
 
@@ -39,7 +40,7 @@ def _agreement(line: Line | None) -> str:
 
 
 def recall(lines: list[Line]) -> str:
-    """Accuracy at equal bytes."""
+    """Accuracy at equal bytes; what is held is shown where it is not what the column says."""
     rows: list[list[str]] = []
     for side, method in dict.fromkeys((line["side"], line["method"]) for line in lines):
         by_share = {line["share"]: line for line in lines if (line["side"], line["method"]) == (side, method)}
@@ -57,7 +58,10 @@ def _library(side: str, method: str) -> str:
 def _accuracy(line: Line | None) -> str:
     if line is None:
         return ""
-    return "fails" if "error" in line else f"{line['right']:.2f} (held {line['held']:.2f})"
+    if "error" in line:
+        return "fails"
+    held = "" if line["share"] and abs(line["held"] - line["share"]) < 0.02 else f" (held {line['held']:.2f})"
+    return f"{line['right']:.2f}{held}"
 
 
 def traps(lines: list[Line]) -> str:
@@ -82,44 +86,65 @@ def _trap(answer: Line | None) -> str:
 
 
 def speed(lines: list[Line]) -> str:
-    """Times and memory, and our step time over theirs if both sides have the method."""
+    """Times and memory of both sides, and our step time over theirs if both sides have the method."""
     rows: list[list[str]] = []
     for line in lines:
-        steps = [line[side]["step"] for side in ("ours", "theirs") if "step" in line.get(side, {})]
+        sides = [line[side] for side in ("ours", "theirs") if side in line]
+        both = [_times(line.get(side)) for side in ("ours", "theirs")]
+        steps = [side["step"] for side in sides if "step" in side]
         ratio = f"{steps[0] / steps[1]:.2f}" if len(steps) == 2 else ""
-        for side, library, cell in (("ours", "kvpolicy", ratio), ("theirs", "kvpress", "")):
-            if side in line:
-                rows.append([line["method"], f"{line['length']:,}", library, *_times(line[side], cell)])
-    return table(["method", "prompt", "side", "prefill, s", "step, ms", "of theirs", "peak, MiB", "held, MiB"], rows)
+        prefill, step, peak, held = ("/".join(cells) for cells in zip(*both, strict=True))
+        rows.append([line["method"], f"{line['length']:,}", prefill, step, ratio, peak, held])
+    return table(["method", "prompt", "prefill, s", "step, ms", "of theirs", "peak, MiB", "held, MiB"], rows)
 
 
-def _times(result: Line, ratio: str) -> list[str]:
+def _times(result: Line | None) -> list[str]:
+    """Cells of a side; a dash where it has no such method."""
+    if result is None:
+        return ["-"] * 4
     if "error" in result:
-        return ["fails", "", "", "", ""]
-    step = f"{result['step'] * 1e3:.1f}"
-    return [f"{result['prefill']:.2f}", step, ratio, _mib(result["peak"]), _mib(result["held"])]
+        return ["fails"] * 4
+    return [f"{result['prefill']:.2f}", f"{result['step'] * 1e3:.1f}", _mib(result["peak"]), _mib(result["held"])]
 
 
 def generate(lines: list[Line]) -> str:
-    """Times of `generate`, bytes and texts, each beside the stock cache of the same process."""
-    rows: list[list[str]] = []
-    for line in lines:
-        rows.append([line["model"], f"`{line['method']}`", line["library"], *_generated(line)])
-    names = ["model", "cache", "library", "prefill, ms", "step, ms", "held, MiB", "same answers", "same tokens"]
-    return table(names, rows)
+    """Times of `generate`, bytes and texts, each over those of the stock cache of the same process.
 
-
-def _generated(line: Line) -> list[str]:
-    for reason in ("error", "skipped"):
-        if reason in line:
-            return [f"{'fails' if reason == 'error' else reason}: {line[reason]}", "", "", "", ""]
-    return [
-        f"{line['prefill'] * 1e3:,.0f} ({line['prefill_ratio']:.2f})",
-        f"{line['step'] * 1e3:.1f} ({line['step_ratio']:.2f})",
-        f"{_mib(line['held'])} ({line['held_ratio']:.2f})",
-        "" if line["same_answers"] is None else f"{line['same_answers']:.0%}",
-        f"{line['same_tokens']:.0f} of {line['tokens']}",
+    A cache is one row, with columns for each model. A stock cache of another process is another row.
+    """
+    models = list(dict.fromkeys(line["model"] for line in lines))
+    found: dict[tuple[str, int], dict[str, Line]] = {}
+    for model in models:
+        counts: dict[str, int] = {}
+        for line in (line for line in lines if line["model"] == model):
+            number = counts[line["method"]] = counts.get(line["method"], 0) + 1
+            found.setdefault((line["method"], number), {})[model] = line
+    names = ["cache", *(f"{model}: {name}" for model in models for name in GENERATED)]
+    rows = [
+        [f"`{method}`", *(cell for model in models for cell in _generated(by_model.get(model)))]
+        for (method, _), by_model in found.items()
     ]
+    shown = [place for place in range(len(names)) if any(row[place] for row in rows)]
+    return table([names[place] for place in shown], [[row[place] for place in shown] for row in rows])
+
+
+GENERATED = ("prefill", "step", "held", "same answers", "same tokens")
+"""Columns of a model."""
+
+
+def _generated(line: Line | None) -> list[str]:
+    if line is None:
+        return [""] * len(GENERATED)
+    if "error" in line:
+        return [f"fails: {line['error'].partition(':')[0]}", "", "", "", ""]
+    if "skipped" in line:
+        return [f"skipped: {line['skipped']}", "", "", "", ""]
+    if line["method"] == STOCK:
+        costs = [f"{line['prefill'] * 1e3:,.0f} ms", f"{line['step'] * 1e3:.1f} ms", f"{_mib(line['held'])} MiB"]
+    else:
+        costs = [f"{line[name]:.2f}" for name in ("prefill_ratio", "step_ratio", "held_ratio")]
+    answers = "" if line["same_answers"] is None else f"{line['same_answers']:.0%}"
+    return [*costs, answers, f"{line['same_tokens']:.0f}"]
 
 
 def _mib(size: float | None) -> str:
@@ -136,8 +161,9 @@ TABLES: dict[str, Callable[[list[Line]], str]] = {
 
 
 def text_of(name: str, results: Line) -> str:
-    """A table, with the options and versions of its results below it."""
+    """A table, with the options and versions of its results below it; of theirs, the versions that differ."""
     versions = results["versions"].get(name, results["versions"])  # format 1 has one set of versions for all tables
-    ours, theirs = (", ".join(f"{k} {v}" for k, v in versions[side].items()) for side in ("ours", "theirs"))
+    differ = {k: v for k, v in versions["theirs"].items() if versions["ours"].get(k) != v}
+    ours, theirs = (", ".join(f"{k} {v}" for k, v in side.items()) for side in (versions["ours"], differ))
     options = results.get("options", {}).get(name, "")
     return f"{TABLES[name](results[name])}\n\n{options}Ours: {ours}. Theirs: {theirs}."

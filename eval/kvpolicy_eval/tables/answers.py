@@ -55,7 +55,9 @@ def readings() -> list[str]:
     return [f"full+{reader}:read={read}" for reader in READERS for read in READS]
 
 
-def line(bench: Bench, policy: str, byte_share: float | None, tasks: Sequence[str]) -> list[str]:
+def line(
+    bench: Bench, policy: str, byte_share: float | None, tasks: Sequence[str], shown: Sequence[str] = SHOWN
+) -> list[str]:
     """The row of a policy.
 
     Args:
@@ -63,6 +65,7 @@ def line(bench: Bench, policy: str, byte_share: float | None, tasks: Sequence[st
         policy: Spec without a budget.
         byte_share: Budget as a fraction of the full cache's bytes; None for a policy that keeps everything.
         tasks: Names of the tasks.
+        shown: Tasks with columns of their own.
 
     Raises:
         ValueError: If the smallest layout of the policy exceeds the bytes.
@@ -72,7 +75,7 @@ def line(bench: Bench, policy: str, byte_share: float | None, tasks: Sequence[st
     results: list[Result] = [
         bench.result(policy, **given, **only, **({} if mode == "inside" else {"mode": mode})) for mode in MODES
     ]
-    columns = [[result["tasks"][task] for result in results] for task in SHOWN if task in tasks]
+    columns = [[result["tasks"][task] for result in results] for task in shown if task in tasks]
     columns.append([mean(result["tasks"]) for result in results])
     held = [result["share"] for result in results]
     return [
@@ -90,7 +93,9 @@ def _moved(policy: str, byte_share: float | None) -> float:
     return kvpolicy.plan("tiny", sized, prompt=LENGTH).moved / full.moved
 
 
-def answers(bench: Bench, policies: Sequence[str], byte_share: float | None, tasks: Sequence[str]) -> str:
+def answers(
+    bench: Bench, policies: Sequence[str], byte_share: float | None, tasks: Sequence[str], shown: Sequence[str] = SHOWN
+) -> str:
     """A table of policies, after the full cache.
 
     Args:
@@ -98,14 +103,15 @@ def answers(bench: Bench, policies: Sequence[str], byte_share: float | None, tas
         policies: Specs without a budget.
         byte_share: Budget as a fraction of the full cache's bytes; None for policies that keep everything.
         tasks: Names of the tasks.
+        shown: Tasks with columns of their own.
     """
     title = "every token held" if byte_share is None else f"{byte_share:.0%} of the bytes"
-    shown = [*(task for task in SHOWN if task in tasks), "all"]
-    names = [title, *(f"{task}, {mode}" for task in shown for mode in MODES), "held", "moved"]
-    lines = [line(bench, "full", None, tasks)]
+    columns = [*(task for task in shown if task in tasks), "all"]
+    names = [title, *(f"{task}, {mode}" for task in columns for mode in MODES), "held", "moved"]
+    lines = [line(bench, "full", None, tasks, shown)]
     for policy in policies:
         try:
-            lines.append(line(bench, policy, byte_share, tasks))
+            lines.append(line(bench, policy, byte_share, tasks, shown))
         except ValueError as error:
             print(f"{policy} at {title}: {error}", file=sys.stderr)
     return table(names, lines)
@@ -117,12 +123,18 @@ def _reads_part(spec: str) -> bool:
     return not isinstance(policy, TunedPolicy) and policy.reads_part
 
 
-def page(bench: Bench, policies: Sequence[str], byte_shares: Sequence[float], tasks: Sequence[str]) -> str:
+def page(
+    bench: Bench,
+    policies: Sequence[str],
+    byte_shares: Sequence[float],
+    tasks: Sequence[str],
+    shown: Sequence[str] = SHOWN,
+) -> str:
     """All tables, and how they were measured."""
     readers = [spec for spec in policies if _reads_part(spec)]
     others = [policy for policy in policies if policy not in readers]
-    parts = [answers(bench, others, share, tasks) for share in byte_shares if others]
-    parts += [answers(bench, readers, None, tasks)] if readers else []
+    parts = [answers(bench, others, share, tasks, shown) for share in byte_shares if others]
+    parts += [answers(bench, readers, None, tasks, shown)] if readers else []
     return "\n\n".join([*parts, note(bench, tasks)])
 
 
@@ -150,11 +162,13 @@ def main(argv: list[str] | None = None) -> None:
         "--shares", nargs="+", type=float, default=BYTE_SHARES, help="fractions of the full cache's bytes"
     )
     parser.add_argument("--cache", type=Path, help="folder for results, with which an interrupted run continues")
+    parser.add_argument("--means", action="store_true", help="leave out the columns of single tasks")
     parser.add_argument("--saved", action="store_true", help="save every compressed cache, and let the file answer")
     add_fill_argument(parser, "answers")
     args = parser.parse_args(argv)
     bench = Bench(args.n, torch.float32, args.cache, saved=args.saved)
-    text = page(bench, args.only or [*selections(), *readings()], args.shares, args.tasks)
+    shown = [] if args.means else SHOWN
+    text = page(bench, args.only or [*selections(), *readings()], args.shares, args.tasks, shown)
     publish(text, "answers-saved" if args.saved else "answers", args.fill)
 
 

@@ -15,7 +15,7 @@ import torch
 
 import kvpolicy
 from kvpolicy_eval.common.accuracy import mean
-from kvpolicy_eval.common.heldout import FOLLOWING, PROMPT, ROWS, HeldOutText
+from kvpolicy_eval.common.heldout import FOLLOWING, ROWS, HeldOutText
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.common.measure import Bench
 
@@ -82,11 +82,9 @@ def page(bench: Bench, readers: Sequence[str], shares: Sequence[float]) -> str:
     """The table, and how it was measured."""
     names = ["moved, of the full cache", *(f"{share:.0%}" for share in shares)]
     note = (
-        f"Fraction of correct answers, mean of six tasks, {bench.docs} prompts of about {LENGTH} tokens each, and the "
-        "tokens that each KV head reads. The last token of every prompt is fed after the others, so that all tokens of "
-        "an answer come from steps that read a part. Divergence: of the predictions from those of the full cache, in "
-        f"nats, mean of {ROWS * (FOLLOWING - 1)} tokens of held-out text, {PROMPT} and more tokens behind its start. "
-        f"{str(bench.dtype).removeprefix('torch.')}."
+        f"Fraction of correct answers, mean of six tasks, {bench.docs} prompts of about {LENGTH} tokens each; in "
+        "brackets the tokens that each KV head reads. Divergence: of the predictions from those of the full cache, in "
+        f"nats, mean of {ROWS * (FOLLOWING - 1)} tokens of held-out text. {str(bench.dtype).removeprefix('torch.')}."
     )
     answers = table(names, [line(bench, reader, shares) for reader in readers])
     return f"{answers}\n\n{divergences(HeldOutText(*kvpolicy.tiny()), readers)}\n\n{note}"

@@ -48,8 +48,8 @@ def test_a_layer_is_full_and_stays_so(policy: str) -> None:
 
 
 def test_targets() -> None:
-    small = LayerTimes("h2o", 1024, 1000, read=1.0, eager=2.0, compiled=1.0)
-    fine = LayerTimes("h2o", 8192, 8000, read=8.0, eager=16.0, compiled=8.0)
+    small = LayerTimes("h2o", 1024, 1000, eager=2.0, compiled=1.0)
+    fine = LayerTimes("h2o", 8192, 8000, eager=16.0, compiled=8.0)
     assert small.misses(small, [small, fine]) == fine.misses(small, [small, fine]) == []
     slow = fine._replace(compiled=17.0)
     assert slow.misses(small, [small, slow]) == [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.board import cells, pictures
 from kvpolicy_eval.board.__main__ import main
-from kvpolicy_eval.board.cells import Board, Cell, accuracy
-from kvpolicy_eval.board.page import full_cache, refusals, row, tables
+from kvpolicy_eval.board.cells import DOCS, SHARES, Board, Cell, accuracy
+from kvpolicy_eval.board.page import full_cache, peer_refusals, refusals, row, tables, top
+from kvpolicy_eval.board.peers import PEERS
 from kvpolicy_eval.board.policies import Entry, entries
+from kvpolicy_eval.board.rows import write_rows
 from kvpolicy_eval.board.times import Times
 from kvpolicy_eval.common.intervals import interval
 
+ASSETS = Path(__file__).parents[3] / "docs" / "assets"
 FULL = Entry("full", "all tokens")
 SNAPKV = Entry("snapkv", "selector")
 QUEST = Entry("full+quest:read={read}", "reader")
@@ -114,6 +119,50 @@ def test_a_row_has_all_modes_and_the_largest_cost(board: Board) -> None:
     ]
 
 
+def test_the_best_policies_of_a_budget_hold_no_more_than_it(board: Board) -> None:
+    for entry in (FULL, QUEST, SNAPKV, Entry("tova", "selector"), Entry("h2o", "selector")):
+        board.cell(Cell(entry, 0.1, "inside", 512))
+    board.known[Cell(SNAPKV, 0.2, "after", 512).key(4, "tiny")] = {"right": {"recall": 3}, "docs": 4}
+    found = top(board, [FULL, QUEST, SNAPKV, Entry("tova", "selector"), Entry("h2o", "selector")], [0.2, 0.1])
+    assert found.splitlines() == [
+        "| 512 tokens | question inside | question after |",
+        "|---|---|---|",
+        "| 20% |  | `snapkv` 0.75 (.30-.95) |",
+        "| 10% | `snapkv` 0.50 (.25-.75) |  |",
+        "| 10% | `h2o` 0.50 (.25-.75) |  |",
+        "",
+        "<!-- 6 results -->",
+    ]
+
+
+def test_methods_of_other_libraries_that_are_refused_alike_are_one_row(board: Board) -> None:
+    for entry in PEERS[:3]:
+        for share in (0.1, 0.05):
+            board.known[Cell(entry, share, "inside", 512).key(4, "tiny")] = {
+                "refused": f"It holds {entry is PEERS[0]}."
+            }
+    assert peer_refusals(board, PEERS, [0.1, 0.05], [512]).splitlines()[2:] == [
+        f"| `{PEERS[0].spec}` | 512 tokens at 10%, 5% | It holds True. |",
+        f"| `{PEERS[1].spec}`, `{PEERS[2].spec}` | 512 tokens at 10%, 5% | It holds False. |",
+    ]
+
+
+@pytest.mark.skipif(not ASSETS.is_dir(), reason="the docs are not installed")
+def test_the_page_and_the_file_have_what_the_results_give(tmp_path: Path) -> None:
+    """Of the results that were known when they were written: others may be added to the results later."""
+    text = (ASSETS.parent / "board.md").read_text(encoding="utf-8")
+    text = text.partition("<!-- table:board-top -->\n")[2].partition("\n<!-- /table -->")[0]
+    count = int(re.findall(r"<!-- (\d+) results -->", text)[0])
+    lines = (ASSETS / "board.jsonl").read_text(encoding="utf-8").splitlines()
+    assert 0 < count <= len(lines)
+    (tmp_path / "board.jsonl").write_text("\n".join(lines[:count]), encoding="utf-8")
+    board, listed = Board(tmp_path / "board.jsonl", DOCS, "tiny-4k"), [*entries("tiny-4k"), *PEERS]
+    shares = sorted(SHARES, reverse=True)
+    assert text == top(board, listed, shares)
+    write_rows(tmp_path / "board.csv", board, listed, shares)
+    assert (tmp_path / "board.csv").read_text(encoding="utf-8") == (ASSETS / "board.csv").read_text(encoding="utf-8")
+
+
 def test_only_what_is_measured_has_a_table(board: Board) -> None:
     board.cell(Cell(FULL, 0.1, "inside", 512))
     assert tables(board, [FULL, SNAPKV], [0.2, 0.1], [512]) == ""
@@ -152,8 +201,8 @@ def test_the_full_cache_by_task(board: Board) -> None:
     board.cell(Cell(FULL, 0.1, "inside", 512))
     board.cell(Cell(FULL, 0.1, "second", 512))
     assert full_cache(board, [512]).splitlines()[2:] == [
-        "| 512 | inside | 4 of 4 | 4 of 4 | 4 of 4 |",
-        "| 512 | second | 4 of 4 | 4 of 4 |  |",
+        "| 512 | inside | 4/4 | 4/4 | 4/4 |",
+        "| 512 | second | 4/4 | 4/4 |  |",
     ]
 
 
@@ -171,12 +220,18 @@ def test_the_frontier_equals_a_search_over_all_pairs() -> None:
 
 def test_the_command_fills_a_page(board: Board, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    places = ("board", "board-refused", "board-peers-refused")
+    places = ("board-top", "board-refused", "board-peers-refused")
     page.write_text("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in places))
     arguments = ["--results", str(board.results), "--lengths", "512", "--shares", "0.1", "--n", "4", "--model", "tiny"]
     arguments += ["--only", "full", "snapkv", "--fill", str(page), "--pictures", str(tmp_path), "--no-times"]
     main(arguments)
-    assert "| `snapkv` | selector | 0.50" in page.read_text()
+    assert "| `snapkv` | selector | 0.50" in capsys.readouterr().out
+    assert "| 10% | `snapkv` 0.50 (.25-.75) | `snapkv` 0.50 (.25-.75) |" in page.read_text()
+    filed = list(csv.DictReader(board.results.with_suffix(".csv").read_text().splitlines()))
+    assert [(line["policy"], line["inside"], line["step"]) for line in filed] == [
+        ("full", "1", ""),
+        ("snapkv", "0.5", ""),
+    ]
     assert (tmp_path / "board-512.svg").read_text().startswith("<?xml")
     measured = [json.loads(line)["key"] for line in board.results.read_text().splitlines()]
     assert len(measured) == len(set(measured)) == 7

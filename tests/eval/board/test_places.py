@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 from kvpolicy_eval.board.__main__ import main
 from kvpolicy_eval.board.cells import DOCS, SHARES, Board, Cell
-from kvpolicy_eval.board.places import OVERVIEW, PLACE, compared, page_table
+from kvpolicy_eval.board.places import OVERVIEW, PLACE, compared, page_table, shown_length
 from kvpolicy_eval.board.policies import entries
 from kvpolicy_eval.common.markdown import pages_with
 from kvpolicy_eval.methods.plan import measured, methods
@@ -49,21 +49,32 @@ def test_a_method_is_compared_with_the_full_cache_and_its_base(name: str) -> Non
 
 def test_a_table_has_what_is_known_and_nothing_else(board: Board) -> None:
     listed = entries("tiny-4k")
-    text = page_table("kivi", board, listed, [0.2, 0.1])
-    assert "| 512 tokens | budget | inside | after | second | beyond |" in text and "4,096" not in text
+    text = page_table("kivi", board, listed, [0.2, 0.1, 0.02])
+    assert text.startswith("| policy | inside, 20% | inside, 10% | after, 20% | after, 10% |\n")
     assert rows(text) == [
-        ["`full`", "100%", "", "0.50", "", "0.50"],
-        ["`snapkv`", "10%", "", "0.50", "", ""],
-        ["`snapkv+kivi:bits=2`", "10%", "", "0.50", "", ""],
+        ["`full`", "", "", "0.50", "0.50"],  # the full cache has no budget
+        ["`snapkv`", "", "", "", "0.50"],
+        ["`snapkv+kivi:bits=2`", "", "", "", "0.50"],
     ]
-    assert "4 of about 512 tokens (±0.20)" in text and f"<!-- {len(listed)} results -->" in text
+    assert "about 512 tokens, ±0.20" in text and "(../board.md)" in text and f"<!-- {len(listed)} results -->" in text
     kivi = next(entry for entry in listed if "kivi" in entry.spec)
-    refused = Cell(kivi, 0.2, "inside", 512)
-    board._keep(refused.key(4, board.model), {"refused": "too small"})
-    wrong = Cell(kivi, 0.1, "second", 4096)
-    board._keep(wrong.key(2, board.model), {"right": {"recall": 0}, "docs": 2, "held": 0.1, "moved": 0.1})
+    for share, mode, result in (
+        (0.2, "inside", {"refused": "too small"}),
+        (0.2, "after", {"right": {"recall": 0}, "docs": 4, "held": 0.1, "moved": 0.1}),
+    ):
+        board._keep(Cell(kivi, share, mode, 512).key(4, board.model), result)
     more = page_table("kivi", board, listed, [0.2, 0.1])
-    assert rows(more) == [*rows(text), ["`snapkv+kivi:bits=2`", "10%", "", "", "0.00", ""]]
+    assert rows(more) == [*rows(text)[:2], ["`snapkv+kivi:bits=2`", "", "", "0.00", "0.50"]]
+
+
+def test_the_longer_prompts_are_shown_if_every_policy_has_half_of_its_results(board: Board) -> None:
+    board.docs[1024] = 4
+    found = compared("kivi", entries("tiny-4k"))
+    for entry in found:
+        assert shown_length(board, found, [0.1]) == 512
+        cell = Cell(entry, 0.1, "inside", 1024)
+        board._keep(cell.key(4, board.model), {"right": {"recall": 1}, "docs": 4})
+    assert shown_length(board, found, [0.1]) == 1024
 
 
 def test_readers_have_fractions_that_are_read(board: Board) -> None:

@@ -39,7 +39,7 @@ def test_every_way_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert fp32 == 2 * bf16 == 2 * 2 * 2 * reads.HEADS * 64 * 128 * 2
     assert fused == decoded < bf16 / 3
     text = capsys.readouterr().out
-    assert "**One layer, 2 x 64 tokens**" in text and "| `tokenwise` | decoded |" in text
+    assert "**One layer, 2 x 64 tokens**" in text and "decoded, over dense bf16 |" in text and "| `tokenwise` |" in text
     assert "- `no_such_codec`, fused: KVPolicyError" in text
 
 

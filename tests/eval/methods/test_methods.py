@@ -57,12 +57,15 @@ def test_a_page_gets_its_table_and_nothing_is_measured_twice(
     filled = page.read_text()
     assert filled.startswith("# A page\n\n<!-- table:measured -->\n| policy | answers at 30% |")
     assert filled.endswith("<!-- /table -->\n\nMore.\n")
-    assert "| `window` |" in filled and "old" not in filled and "1 prompts" in filled
+    assert "| `window` |" in filled and "old" not in filled and "1 prompts" in filled and "by task" not in filled
     right = Bench(1, torch.float32, tmp_path / "cache").result("window@0.1")
     assert list(right["tasks"]) == TASKS and 0.09 < right["share"] < 0.11
     monkeypatch.setattr(measure, "TaskEvaluator", Refused)
     main(arguments)
     assert page.read_text() == filled
+    capsys.readouterr()
+    main([*arguments[:-2], "--by-task"])
+    assert f"| by task, at 20% | {' | '.join(TASKS)} |" in capsys.readouterr().out
     with pytest.raises(AssertionError, match="measured again"):
         main(["window", *arguments[1:3]])
 

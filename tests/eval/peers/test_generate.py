@@ -301,20 +301,24 @@ LINES: list[dict[str, Any]] = [
     {"model": "tiny-4k", "side": "ours", "library": "transformers", "method": "Q", "error": "RuntimeError: a|b"},
     {"model": "tiny-4k", "side": "ours", "library": "transformers", "method": "Q", "skipped": "hqq is not installed"},
 ]
-LINES.append(LINES[0] | {"model": "random", "prefill": 0.0001, "same_answers": None})
+LINES.append(LINES[0] | {"model": "random", "prefill_ratio": 1.5, "same_answers": None})
+STOCKS = [LINES[0] | {"method": STOCK}, LINES[0] | {"method": STOCK, "prefill": 1.25}]
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        "| tiny-4k | `snapkv@0.2` | kvpolicy | 2,500 (1.02) | 12.3 (0.62) | 3.0 (0.20) | 80% | 28 of 129 |",
-        r"| tiny-4k | `Q` | transformers | fails: RuntimeError: a\|b |  |  |  |  |",
-        "| tiny-4k | `Q` | transformers | skipped: hqq is not installed |  |  |  |  |",
-        "| random | `snapkv@0.2` | kvpolicy | 0 (1.02) | 12.3 (0.62) | 3.0 (0.20) |  | 28 of 129 |",
+        "| `snapkv@0.2` | 1.02 | 0.62 | 0.20 | 80% | 28 | 1.50 | 0.62 | 0.20 | 28 |",
+        "| `Q` | fails: RuntimeError |  |  |  |  |  |  |  |  |",
+        "| `Q` | skipped: hqq is not installed |  |  |  |  |  |  |  |  |",
+        "| `DynamicCache()` | 2,500 ms | 12.3 ms | 3.0 MiB | 80% | 28 |  |  |  |  |",
+        "| `DynamicCache()` | 1,250 ms | 12.3 ms | 3.0 MiB | 80% | 28 |  |  |  |  |",
     ],
 )
 def test_the_table(row: str) -> None:
-    assert row in tables.generate(LINES).splitlines()
+    lines = tables.generate(LINES + STOCKS).splitlines()
+    assert row in lines and len(lines) == 7
+    assert "| tiny-4k: same answers |" in lines[0] and "random: same answers" not in lines[0]
 
 
 def test_the_command_has_the_part() -> None:

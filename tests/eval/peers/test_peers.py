@@ -152,7 +152,7 @@ def test_peak_memory_is_that_of_now_even_where_it_lies_in_what_was_freed() -> No
 
 
 RESULTS: dict[str, Any] = {
-    "versions": {"ours": {"kvpolicy": "1"}, "theirs": {"kvpress": "2"}},
+    "versions": {"ours": {"kvpolicy": "1", "torch": "3"}, "theirs": {"kvpress": "2", "torch": "3"}},
     "options": {"traps": "Here. "},
     "kept": [
         {"method": name, "ours": "a", "theirs": "b", "share": share, "overlap": 0.5, "same": 0.25, "ties": 1, "edge": 1}
@@ -161,6 +161,7 @@ RESULTS: dict[str, Any] = {
     ],
     "recall": [
         {"side": "ours", "method": "tova", "share": 0.1, "right": 0.5, "held": 0.1},
+        {"side": "ours", "method": "masked", "share": 0.1, "right": 0.5, "held": 1.0},
         {"side": "theirs", "method": "quanto-4", "share": None, "right": 0.5, "held": 0.3},
         {"side": "theirs", "method": "tova", "share": 0.1, "error": "no"},
     ],
@@ -182,6 +183,11 @@ RESULTS: dict[str, Any] = {
             "ours": {"prefill": 1.0, "step": 0.01, "peak": None, "held": 2**21},
             "theirs": {"prefill": 1.0, "step": 0.02, "peak": 2**20, "held": 2**21},
         },
+        {
+            "method": "Knorm",
+            "length": 2048,
+            "theirs": {"prefill": 1.0, "step": 0.02, "peak": 2**20, "held": 2**21},
+        },
     ],
     "generate": [{"model": "tiny", "library": "kvpolicy", "method": "tova@0.2", "error": "ValueError: no"}],
 }
@@ -195,10 +201,13 @@ RESULTS: dict[str, Any] = {
         ("recall", "| kvpress | `tova` |  |  |  | fails |"),
         ("traps", "| one | 16 of 16 | 256, should be 128 |"),
         ("traps", "| two | refused | fails: ValueError |\n| three | has none | 0.579 |"),
-        ("traps", "Here. Ours: kvpolicy 1. Theirs: kvpress 2."),
-        ("speed", "| SnapKV | 2,048 | kvpolicy | 1.00 | 10.0 |  | 1.0 | 2.0 |\n| SnapKV | 2,048 | kvpress | fails |"),
-        ("generate", "| tiny | `tova@0.2` | kvpolicy | fails: ValueError: no |"),
-        ("speed", "| kvpolicy | 1.00 | 10.0 | 0.50 |  | 2.0 |\n| TOVA | 2,048 | kvpress | 1.00 | 20.0 |  | 1.0 |"),
+        ("traps", "Here. Ours: kvpolicy 1, torch 3. Theirs: kvpress 2."),
+        ("recall", "| kvpolicy | `tova` |  |  |  | 0.50 |"),
+        ("recall", "| kvpolicy | `masked` |  |  |  | 0.50 (held 1.00) |"),
+        ("speed", "| SnapKV | 2,048 | 1.00/fails | 10.0/fails |  | 1.0/fails | 2.0/fails |"),
+        ("speed", "| Knorm | 2,048 | -/1.00 | -/20.0 |  | -/1.0 | -/2.0 |"),
+        ("generate", "| `tova@0.2` | fails: ValueError |"),
+        ("speed", "| TOVA | 2,048 | 1.00/1.00 | 10.0/20.0 | 0.50 | /1.0 | 2.0/2.0 |"),
     ],
 )
 def test_tables(name: str, wanted: str) -> None:
@@ -233,7 +242,7 @@ def test_a_table_keeps_the_versions_that_it_was_measured_with(tmp_path: Path, mo
     results = command.read(place)
     texts = {name: tables.text_of(name, results) for name in tables.TABLES}
     assert all(texts[name].endswith("Ours: kvpolicy 8. Theirs: kvpress 9.") for name in ("kept", "speed"))
-    assert all(texts[name].endswith("Ours: kvpolicy 1. Theirs: kvpress 2.") for name in ("recall", "traps"))
+    assert all(texts[name].endswith("Ours: kvpolicy 1, torch 3. Theirs: kvpress 2.") for name in ("recall", "traps"))
 
 
 def test_says_where_the_environment_is_missing(tmp_path: Path) -> None:

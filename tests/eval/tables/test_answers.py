@@ -77,6 +77,8 @@ def test_a_page_gets_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert filled[4].startswith("| `snapkv` | 0.30 | 0.40 | 0.50 | 0.15 | 0.20 | 0.25 | 0.20 | 0.")
     assert filled[9].startswith("| `full+quest:read=0.1` | 0.60 | 0.70 | 0.80 | 0.30 | 0.35 | 0.40 | 0.20 | 0.")
     assert "1 prompts of about 512 tokens a task" in filled[11]
+    answers.main([*sizes, *files, "--only", "snapkv", "full+quest:read=0.1", "--means"])
+    assert place_of_table.read_text().splitlines()[1] == f"| 20% of the bytes | {head.partition('second | ')[2]}"
 
 
 def test_policies_by_layer(tmp_path: Path) -> None:
