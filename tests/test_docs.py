@@ -165,14 +165,32 @@ def test_toml_and_json_are_read(block: Block) -> None:
     assert read(block.text)
 
 
-@pytest.mark.parametrize("block", of("bibtex"), ids=lambda block: block.place)
-def test_citations_are_whole(block: Block) -> None:
-    entries = re.findall(r"^@\w+\{([\w:.-]+),\n(.*?)^\}$", block.text, re.MULTILINE | re.DOTALL)
+def check_citations(text: str) -> list[str]:
+    """Check that BibTeX entries are whole; their keys."""
+    entries = re.findall(r"^@\w+\{([\w:.-]+),\n(.*?)^\}$", text, re.MULTILINE | re.DOTALL)
     assert entries
     for _, fields in entries:
         keys = set(re.findall(r"^ +(\w+) *= *\{.+\},?$", fields, re.MULTILINE))
         assert {"title", "year"} <= keys  # authors are left out where nobody checked them
         assert fields.count("{") == fields.count("}")
+    return [key for key, _ in entries]
+
+
+@pytest.mark.parametrize("block", of("bibtex"), ids=lambda block: block.place)
+def test_citations_are_whole(block: Block) -> None:
+    check_citations(block.text)
+
+
+def test_the_papers_of_methods_stand_in_one_file() -> None:
+    keys = check_citations((DOCS / "assets" / "methods.bib").read_text(encoding="utf-8"))
+    assert keys == sorted(set(keys))
+    cited = [
+        key
+        for page in PAGES
+        if page.parent.name == "methods"
+        for key in re.findall(r"`([^`]+)`", page.read_text(encoding="utf-8").partition("\n## Citation\n")[2])
+    ]
+    assert {key for key in cited if re.fullmatch(r"[a-z]+\d{4}\w*", key)} == set(keys)
 
 
 def links(page: Path) -> list[str]:
