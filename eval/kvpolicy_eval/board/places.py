@@ -124,10 +124,11 @@ def _answers(board: Board, cell: Cell) -> str:
 def note(board: Board, length: int, found: Sequence[Entry]) -> str:
     """What the numbers are, and how far off they may be."""
     reads = any(entry.kind == "reader" for entry in found)
-    budget = "of the slots that a step reads" if reads else "of the full cache's bytes that is held"
+    budget = "of the slots read" if reads else "of the bytes held"
     docs = board.docs[length]
     widest = interval(5 * docs // 2, 5 * docs)  # `second` has five tasks
+    half = (widest.high - widest.low) / 2
     return (
-        f"Right answers of `{board.model}`, prompts of about {length:,} tokens, ±{(widest.high - widest.low) / 2:.2f} "
-        f"(Wilson, 95 %); the budget is the fraction {budget}. Empty: not measured, or refused."
+        f"`{board.model}`, prompts of {length:,} tokens, ±{half:.2f} (95 %); budget: fraction {budget}. "
+        "Empty: not measured, or refused."
     )

@@ -63,11 +63,7 @@ def reader_table(bench: Bench, name: str) -> str:
 
 def reader_note(bench: Bench) -> str:
     """How the numbers of a reader were measured."""
-    return (
-        f"{_answers(bench)}. The last token of a prompt is fed by itself, so that every answer comes from steps that "
-        "read a part. Moved: bytes that a step reads at 512 tokens, over all. Held: bytes after the prompt, over the "
-        f"full cache's, {_dtype(bench)}."
-    )
+    return f"{_answers(bench)}; bytes in {_dtype(bench)}. Moved: by a step at 512 tokens, over the full cache's."
 
 
 def _moved(policy: str) -> float:
@@ -76,17 +72,12 @@ def _moved(policy: str) -> float:
 
 
 def note(bench: Bench) -> str:
-    """How the numbers were measured."""
-    text = f"{_answers(bench)}. Bytes: held after the prompt, over the full cache's, {_dtype(bench)}."
-    if bench.text:
-        text += " Error: squared, over the squared norm, of encoded tokens of held-out text."
-        text += " Full-precision buffers hold a few tokens, since the prompts are short."
-    return text
+    """How the numbers were measured; the index of methods explains them."""
+    return f"{_answers(bench)}; bytes in {_dtype(bench)}."
 
 
 def _answers(bench: Bench) -> str:
-    step = 1 / (6 * bench.docs)
-    return f"Answers: mean of six tasks, {bench.docs} prompts of about 512 tokens each; one answer is {step:.3f}"
+    return f"Mean of six tasks, {bench.docs} prompts of 512 tokens; one answer is {1 / (6 * bench.docs):.3f}"
 
 
 def _dtype(bench: Bench) -> str:

@@ -3,6 +3,7 @@ r"""Tasks in plain English for models that were trained on it.
 | task | document | asked for |
 |---|---|---|
 | `facts` | sentences about people: where they live, what they do, what they like | the city of one of them |
+| `needles` | English prose, with a few sentences about people in it | the city of one of them |
 | `list` | a list of things | the next item, after three that are given |
 
 Prompts are drawn from a seeded `random.Random`, so that every policy and every run gets the same ones. A document ends
@@ -18,6 +19,7 @@ with a full stop or an item, and a question begins with a line break, so that a 
 from __future__ import annotations
 
 import re
+from functools import cache
 from random import Random
 from typing import NamedTuple
 
@@ -27,6 +29,10 @@ from kvpolicy_eval.data.words import WORDS
 
 PEOPLE = 30
 """People of a prompt, three sentences each: about 800 tokens."""
+NEEDLES = 8
+"""People in a document of prose."""
+SENTENCES = 24
+"""Sentences of prose around them: about 550 tokens."""
 ITEMS = 120
 """Items of a list: about 400 tokens."""
 GIVEN = 3
@@ -84,9 +90,27 @@ def facts(number: int) -> Asked:
         f"The {rng.choice(things)} of {name} is {rng.choice(colors)}."
         for name, city in zip(names, cities, strict=True)
     ]
-    asked = rng.randrange(PEOPLE)
+    return _where(" ".join(sentences), names, cities, rng)
+
+
+def needles(number: int) -> Asked:
+    """Where a few people live, in sentences that stand anywhere in English prose."""
+    rng = Random(f"needles {number}")
+    names = rng.sample(_words("name"), NEEDLES)
+    cities = rng.sample(_words("city"), NEEDLES)
+    source = sentences()
+    first = rng.randrange(len(source) - SENTENCES)
+    text = list(source[first : first + SENTENCES])
+    for name, city in zip(names, cities, strict=True):
+        text.insert(rng.randrange(len(text) + 1), f"{name} lives in {city}.")
+    return _where(" ".join(text), names, cities, rng)
+
+
+def _where(document: str, names: list[str], cities: list[str], rng: Random) -> Asked:
+    """The question for the city of one of the people of a document."""
+    asked = rng.randrange(len(names))
     question = f"\n\nQuestion: Where does {names[asked]} live?\nAnswer: {names[asked]} lives in"
-    return Asked(" ".join(sentences), question, cities[asked])
+    return Asked(document, question, cities[asked])
 
 
 def listed(number: int) -> Asked:
@@ -100,8 +124,15 @@ def listed(number: int) -> Asked:
     return Asked("A list of words:\n" + "\n".join(lines), f"\n\nA part of the same list:\n{given}\n-", answer)
 
 
-TASKS = {"facts": facts, "list": listed}
+TASKS = {"facts": facts, "needles": needles, "list": listed}
 """Tasks with an answer, by name."""
+
+
+@cache
+def sentences() -> tuple[str, ...]:
+    """Sentences of the prose, without code."""
+    parts = re.split(r"(?<=\.)\s+", prose())
+    return tuple(part for part in parts if 40 <= len(part) < 200 and part.endswith(".") and "`" not in part)
 
 
 def prose() -> str:

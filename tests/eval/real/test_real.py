@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import kvpolicy
 from kvpolicy_eval.data.words import WORDS
 from kvpolicy_eval.real.__main__ import main
 from kvpolicy_eval.real.measure import PLACES, RealModel
-from kvpolicy_eval.real.prompts import COPIED, GIVEN, TASKS, Asked, facts, listed, prose
+from kvpolicy_eval.real.prompts import COPIED, GIVEN, TASKS, Asked, facts, listed, needles, prose
 
 TINY = str(files("kvpolicy") / "assets" / "tiny")
 """The embedded model, in the place of one with real weights."""
@@ -29,9 +30,10 @@ def test_prompts_are_drawn_again_and_differ(task: str) -> None:
     assert inside.answer == after.answer
 
 
-def test_exactly_one_sentence_has_the_answer() -> None:
+@pytest.mark.parametrize("asked", [facts, needles])
+def test_exactly_one_sentence_has_the_answer(asked: Callable[[int], Asked]) -> None:
     for number in range(30):
-        prompt = facts(number)
+        prompt = asked(number)
         assert prompt.question.endswith(" lives in") and prompt.document.count(prompt.answer) == 1
         name = prompt.question.split()[-3]
         assert f"{name} lives in {prompt.answer}." in prompt.document
@@ -87,7 +89,8 @@ def test_what_a_policy_refuses_is_kept_and_has_no_row(tmp_path: Path, capsys: py
     arguments = ["--model", TINY, "--results", str(tmp_path / "out.jsonl"), "--n", "1"]
     main([*arguments, "--only", "full", "full+lowrank:rank=99", "--fill", str(page)])
     kept = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert len(kept) == 10 and sum("refused" in line for line in kept) == 5
+    results = 2 * len(TASKS) + 1  # two places of the question, and prose
+    assert len(kept) == 2 * results and sum("refused" in line for line in kept) == results
     text = page.read_text(encoding="utf-8")
     assert "| `full` | 1.0" in text and "`full+lowrank" not in text and "`lowrank" not in text
     main([*arguments, "--only", "full", "--page-only"])
