@@ -205,7 +205,7 @@ def applied(case: dict[str, Any], model: Any, folder: Path) -> Generator[tuple[M
         codec = with_random_calibration(
             policy.codec, folder, config.num_key_value_heads, config.head_dim, layers=config.num_hidden_layers
         )
-        with kvpolicy.attach(model, dataclasses.replace(policy, codec=codec)):
+        with kvpolicy.attach(model, dataclasses.replace(policy, codec=codec), tile=case.get("tile")):
             yield lambda: kvpolicy.PolicyCache(model, prompt=case["prompt"], new=case["new"]), lambda c: c.nbytes
     elif method == "kvpress":
         kvpress: Any = importlib.import_module("kvpress")
@@ -215,13 +215,23 @@ def applied(case: dict[str, Any], model: Any, folder: Path) -> Generator[tuple[M
         yield lambda: stock_cache(method, model, total), stock_bytes
 
 
+def planned_peak(case: dict[str, Any], model: Any) -> dict[str, int]:
+    """Peak bytes that a plan gives for a case in tiles, weights included; of other cases nothing."""
+    if "tile" not in case:
+        return {}
+    import kvpolicy
+
+    sizes = {name: case[name] for name in ("batch", "prompt", "new", "tile")}
+    return {"planned_bytes": kvpolicy.plan(model, case["policy"], **sizes).peak_nbytes}
+
+
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Prefill and decode a few steps to warm up, then all of them with times.
 
     Args:
         case: `shape`, `device`, `method` (dynamic, static, policy, kvpress), `policy` (a spec, or the class of a
-            press), `mode` (eager, graphs), `batch`, `prompt`, `new`, `limit` (bytes; 0 for none), and `removed` for
-            kvpress.
+            press), `mode` (eager, graphs), `batch`, `prompt`, `new`, `limit` (bytes; 0 for none), `removed` for
+            kvpress, and `tile` for a policy that takes the prompt in tiles.
     """
     device = case["device"]
     graphs = case["mode"] == "graphs"
@@ -265,6 +275,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         "kv_bytes": held,
         "weight_bytes": weight_bytes,
         "peak_bytes": clock.peak(),
+        **planned_peak(case, model),
         "decode_tokens_per_s": case["batch"] * timed_steps / decode_s,
         "tokens_per_s": case["batch"] * case["new"] / (end - start),
         "step_ms": 1000 * decode_s / max(timed_steps, 1),

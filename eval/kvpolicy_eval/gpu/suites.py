@@ -10,6 +10,8 @@ PAPER_BATCHES = (1, 32, 64, 128, 224)
 """Batch sizes of SqueezeAttention's Table 3; larger ones follow until memory runs out."""
 LONG_BATCHES = (1, 4, 8, 16)
 MAX_BATCH = 1 << 14
+SMALL_CARD = 24 << 30
+"""Bytes of the card that a long prompt is to fit."""
 KVPRESS_RATIO = 0.8
 """Share of the prompt that kvpress removes, so that it keeps a fifth like the policies do."""
 
@@ -28,6 +30,8 @@ class Series:
         policy: Spec of the policy, or class name of the press.
         batches: Batch sizes that are measured first.
         until_full: Whether the batch grows until memory runs out.
+        tile: Tokens of the prompt that a layer takes at a time; 0 for all.
+        limit: Bytes of memory that may be used, instead of those of the command.
     """
 
     suite: str
@@ -39,6 +43,8 @@ class Series:
     policy: str = ""
     batches: tuple[int, ...] = (1,)
     until_full: bool = False
+    tile: int = 0
+    limit: int = 0
 
     def case(self, batch: int, device: str, limit: int) -> dict[str, Any]:
         """The arguments of one measurement.
@@ -50,8 +56,10 @@ class Series:
         """
         fields = asdict(self)
         del fields["batches"], fields["until_full"]
+        if not self.tile:
+            del fields["tile"]  # so that earlier results keep their keys
         removed = {"removed": KVPRESS_RATIO} if self.method == "kvpress" else {}
-        return {**fields, "batch": batch, "device": device, "limit": limit, **removed}
+        return {**fields, "batch": batch, "device": device, "limit": self.limit or limit, **removed}
 
     @property
     def side(self) -> str:
@@ -107,9 +115,24 @@ def long(shape: str, prompts: tuple[int, ...], new: int) -> Iterator[Series]:
             yield Series(f"long {prompt}", shape, prompt, new, method, mode, policy, LONG_BATCHES, until_full)
 
 
+def small_card(shape: str, prompt: int, new: int, tile: int, limit: int) -> Iterator[Series]:
+    """The recipe for one small card: what fits, and the measured peak over the planned one."""
+    yield Series("small card", shape, prompt, new, "dynamic", "eager", limit=limit)
+    for policy in ("snapkv+tokenwise@0.2", "tokenwise"):
+        yield Series("small card", shape, prompt, new, "policy", "eager", policy, tile=tile, limit=limit)
+
+
 def plan_suites(shape: str) -> list[Series]:
     """All series of the real shapes, of one of them, or of the tiny shape."""
     if shape == "tiny":
-        return [*table3("tiny", 32, 16, (1, 4)), *long("tiny", (64,), 24)]
-    series = [*table3("mistral-7b", 512, 1024, PAPER_BATCHES), *long("llama-3-8b", (8192, 32768, 131072), 128)]
+        return [
+            *table3("tiny", 32, 16, (1, 4)),
+            *long("tiny", (64,), 24),
+            *small_card("tiny", 512, 16, 128, 1 << 30),
+        ]
+    series = [
+        *small_card("llama-3-8b", 127_000, 32, 4096, SMALL_CARD),
+        *table3("mistral-7b", 512, 1024, PAPER_BATCHES),
+        *long("llama-3-8b", (8192, 32768, 131072), 128),
+    ]
     return [one for one in series if shape in ("all", one.shape)]

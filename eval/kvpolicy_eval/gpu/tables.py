@@ -44,7 +44,14 @@ def _suite(records: list[Record]) -> list[str]:
     limit = f", {case['limit']:,} bytes of memory" if case.get("limit") else ""
     tokens = f"{case['prompt']:,} + {case['new']:,} tokens"
     title = f"**{case['shape']}, {tokens}** ({case['suite']}, {case['device']}{limit})"
-    return [title, _throughput(records), *_targets(records), *_overheads(records), *_failures(records)]
+    return [
+        title,
+        _throughput(records),
+        *_peaks(records),
+        *_targets(records),
+        *_overheads(records),
+        *_failures(records),
+    ]
 
 
 def _method(record: Record) -> Method:
@@ -139,6 +146,18 @@ def _overheads(records: list[Record]) -> list[str]:
                 ratios = (record[name] / other[name] for name in ("prefill_s", "step_ms", "kv_bytes"))
                 lines.append([_name(key), _name(base), str(batch), *(f"{ratio:.3f}x" for ratio in ratios)])
     return [table(["method", "over", "batch", "prefill time", "step time", "KV bytes"], lines)] if lines else []
+
+
+def _peaks(records: list[Record]) -> list[str]:
+    """Measured peaks of prompts in tiles over the planned ones."""
+    lines: list[list[str]] = []
+    for record in records:
+        if record["status"] == "ok" and "planned_bytes" in record:
+            measured, planned = record["peak_bytes"], record["planned_bytes"]
+            gib = (f"{size / 2**30:.2f}" for size in (measured, planned))
+            tile = f"{record['case']['tile']:,}"
+            lines.append([_name(_method(record)), tile, *gib, f"{measured / planned:.3f}x"])
+    return [table(["method", "tile", "peak, GiB", "planned, GiB", "measured over planned"], lines)] if lines else []
 
 
 def _failures(records: list[Record]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import kvpolicy
 from kvpolicy_eval.gpu import case as gpu_case
 from kvpolicy_eval.gpu.__main__ import main
 from kvpolicy_eval.gpu.results import read_results
@@ -43,6 +44,22 @@ def test_every_side_runs(method: str, mode: str, policy: str) -> None:
         assert found["kv_bytes"] == 2 * 48 * full
     elif "window@9" in policy:
         assert found["kv_bytes"] < 2 * 48 * full / 4
+
+
+def test_a_prompt_in_tiles_has_its_planned_peak() -> None:
+    (stock, *ours) = (series for series in plan_suites("tiny") if series.suite == "small card")
+    assert "tile" not in stock.case(1, "cpu", 0) and stock.case(1, "cpu", 5)["limit"] == stock.limit
+    records: list[dict[str, Any]] = []
+    for series in ours:
+        given = series.case(1, "cpu", 0)
+        found = gpu_case.measure(given)
+        sizes = {name: given[name] for name in ("batch", "prompt", "new", "tile")}
+        assert (
+            found["planned_bytes"] == kvpolicy.plan(gpu_case.build("tiny", "cpu"), series.policy, **sizes).peak_nbytes
+        )
+        made = {"card": "card", "versions": {}, "date": "2026-01-01", "status": "ok"}
+        records.append({**found, **made, "case": given, "peak_bytes": 3 << 30, "planned_bytes": 4 << 30})
+    assert report(records).count("| 128 | 3.00 | 4.00 | 0.750x |") == 2
 
 
 def test_a_prompt_goes_through_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
