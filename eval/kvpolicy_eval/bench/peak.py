@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.peak`: peak bytes of keys and values during a prefill, over the full cache's.
+"""Peak bytes of keys and values during a prefill, over the full cache's.
 
 An allocator that measures layers must see all of them before it can divide the budget, unless a profile measured them
 before. While they run, layers drop what no division to come can give them, as far as this is known.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy_eval.bench.models import llama, tokens
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Section, Table
 
 LAYERS = 16
 WIDTH = 128
@@ -58,11 +59,8 @@ def peak(model: Any, policy: str, ids: Tensor) -> tuple[int, int]:
     return peak_bytes, cache.nbytes
 
 
-def main() -> None:
-    """Print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.peak", description=__doc__)
-    add_fill_argument(parser, "peak")
-    args = parser.parse_args()
+def measure(_: argparse.Namespace) -> Iterator[Section]:
+    """The table."""
     model = llama(layers=LAYERS, hidden=WIDTH)
     ids = tokens(PROMPT)
     full_bytes = 2 * LAYERS * PROMPT * WIDTH * 4
@@ -79,10 +77,8 @@ def main() -> None:
         [name, *(f"{measured[name, selector][0] / full_bytes:.2f}" for selector in SELECTORS)] for name in allocators
     ]
     after = max(end for _, end in measured.values()) / full_bytes
-    heads = [f"peak over `{selector}@{BUDGET}`" for selector in SELECTORS]
-    text = table(["allocator", *heads], rows) + f"\n\nAfter the prefill, every cache holds at most {after:.2f}."
-    publish(text, "peak", args.fill)
+    columns = ["allocator", *(f"peak over `{selector}@{BUDGET}`" for selector in SELECTORS)]
+    yield Section("peak", [Grid(columns, rows)], f"After the prefill, every cache holds at most {after:.2f}.")
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(measure=measure, places={"peak": []}, needs="nothing")

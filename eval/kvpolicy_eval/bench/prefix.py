@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.prefix`: rows that share the slots of a text, over as many copies of it.
+"""Rows that share the slots of a text, over as many copies of it.
 
 Each row has a question behind the text and generates an answer. Both sides keep the same tokens. What was expected was
 written down before anything was measured.
@@ -18,9 +18,8 @@ from kvpolicy import PolicyCache
 from kvpolicy.spec.tables import format_bytes
 from kvpolicy_eval.bench.decode import filled
 from kvpolicy_eval.bench.models import llama
-from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
 from kvpolicy_eval.bench.timing import Ratio, compare
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds, threads, torch_note
 
 LAYERS = 2
 HEADS = 8
@@ -86,7 +85,7 @@ class Measured(NamedTuple):
     ratio: Ratio
 
 
-def measure(policy: str, prefix: int, rows: int, rounds: int) -> Measured:
+def measure_caches(policy: str, prefix: int, rows: int, rounds: int) -> Measured:
     """Measure the bytes and the eager steps of both caches, after the question."""
     model = llama(LAYERS, WIDTH, HEADS)
     dice = torch.Generator().manual_seed(1)
@@ -114,7 +113,7 @@ def _decode(model: Any, token: Tensor, cache: PolicyCache) -> None:
 def lines(prefix: int, rows: int, rounds: int) -> Iterator[list[str]]:
     """The rows of the table."""
     for policy, expected in POLICIES.items():
-        _, copies, shared, ratio = measure(policy, prefix, rows, rounds)
+        _, copies, shared, ratio = measure_caches(policy, prefix, rows, rounds)
         part = shared / copies
         yield [
             f"`{policy}`",
@@ -133,25 +132,26 @@ def lines(prefix: int, rows: int, rounds: int) -> Iterator[list[str]]:
         ]
 
 
-def main() -> None:
-    """Measure, print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.prefix", description=__doc__)
-    parser.add_argument("--prefix", type=int, default=PREFIX, help="tokens of the text")
-    parser.add_argument("--rows", type=int, default=ROWS, help="rows of the batch")
-    parser.add_argument("--rounds", type=int, default=7, help="repetitions of each measurement, at least 2")
-    parser.add_argument("--quick", action="store_true", help="a short text and few rounds, to see that it runs")
-    add_threads_argument(parser)
-    add_fill_argument(parser, "prefix")
-    args = parser.parse_args()
-    set_threads(args.threads)
-    prefix, rounds = (256, 2) if args.quick else (args.prefix, args.rounds)
-    found = collect(lines(prefix, args.rows, rounds))
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table."""
+    prefix, repeats = (256, 2) if args.quick else (args.prefix, args.rounds)
+    rows = collect(lines(prefix, args.rows, repeats))
     note = (
         f"A Llama of {LAYERS} layers, hidden size {WIDTH}, {HEADS} KV heads, fp32, eager: {args.rows} rows behind "
         f"{prefix:,} tokens, each with a question of {QUESTION}; {torch_note()}."
     )
-    publish(f"{table(COLUMNS, found)}\n\n{note}", "prefix", args.fill)
+    yield Section("prefix", [Grid(COLUMNS, rows)], note)
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"prefix": ["docs/benchmarks.md"]},
+    options=[
+        Option("--prefix", type=int, default=PREFIX, help="tokens of the text"),
+        Option("--rows", type=int, default=ROWS, help="rows of the batch"),
+        rounds(7),
+        Option("--quick", action="store_true", help="a short text and few rounds, to see that it runs"),
+        threads(),
+    ],
+    needs="nothing",
+)

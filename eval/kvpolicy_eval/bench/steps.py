@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.steps`: times of a decode step, eager and compiled, beside the bytes that it reads.
+"""Times of a decode step, eager and compiled, beside the bytes that it reads.
 
 The first table is of one layer with random tokens, at several numbers of slots. The second one is of an eager step of a
 whole model, beside the stock model with a dynamic cache of the size that is kept.
@@ -31,9 +31,8 @@ from kvpolicy.hf.layer import make_store
 from kvpolicy.spec.tables import format_bytes
 from kvpolicy_eval.bench.decode import filled
 from kvpolicy_eval.bench.models import llama, tokens
-from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
 from kvpolicy_eval.bench.timing import Ratio, compare
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds, threads, torch_note
 
 HEADS = 8
 DIM = 64
@@ -267,31 +266,32 @@ def model_lines(policies: Sequence[str], sizes: Sequence[int], rounds: int, step
             yield [f"`{policy}`", f"{kept:,}", *milliseconds, times, bar, verdict]
 
 
-def main() -> None:
-    """Measure, print the tables, and fill a page with them on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.steps", description=__doc__)
-    parser.add_argument("--only", choices=["layer", "model"], help="measure one table")
-    parser.add_argument("--policies", nargs="*", help="specs without a budget; those of the tables by default")
-    parser.add_argument("--quick", action="store_true", help="few slots and rounds, to see that it runs")
-    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each measurement, at least 2")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    add_threads_argument(parser)
-    add_fill_argument(parser, "steps-layer", "steps-model")
-    args = parser.parse_args()
-    set_threads(args.threads)
-    rounds = 2 if args.quick else args.rounds
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table of a layer, and that of a model."""
+    repeats = 2 if args.quick else args.rounds
     if args.only != "model":
         sizes = (256, 512) if args.quick else SLOTS
-        rows = collect(layer_lines(args.policies or LAYER_POLICIES, sizes, rounds, args.backend))
+        rows = collect(layer_lines(args.policies or LAYER_POLICIES, sizes, repeats, args.backend))
         note = f"One layer of {HEADS} KV heads of {DIM} channels, fp32, {args.backend}; {torch_note()}."
-        publish(f"{table(LAYER_COLUMNS, rows)}\n\n{note}", "steps-layer", args.fill)
+        yield Section("steps-layer", [Grid(LAYER_COLUMNS, rows)], note)
     if args.only != "layer":
         sizes = (256,) if args.quick else KEPT
         steps = 2 if args.quick else STEPS
-        rows = collect(model_lines(args.policies or tuple(MODEL_LIMITS), sizes, rounds, steps))
+        rows = collect(model_lines(args.policies or tuple(MODEL_LIMITS), sizes, repeats, steps))
         note = f"A Llama of {LAYERS} layers, hidden size {HEADS * DIM}, fp32, eager; {torch_note()}."
-        publish(f"{table(MODEL_COLUMNS, rows)}\n\n{note}", "steps-model", args.fill)
+        yield Section("steps-model", [Grid(MODEL_COLUMNS, rows)], note)
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"steps-layer": ["docs/benchmarks.md"], "steps-model": ["docs/benchmarks.md"]},
+    options=[
+        Option("--only", choices=["layer", "model"], help="measure one table"),
+        Option("--policies", nargs="+", help="specs without a budget; those of the tables by default"),
+        Option("--quick", action="store_true", help="few slots and rounds, to see that it runs"),
+        rounds(15),
+        Option("--backend", default="inductor", help="of torch.compile"),
+        threads(),
+    ],
+    needs="nothing",
+)
