@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 import kvpolicy
 from kvpolicy_eval.bench.models import llama, tokens
+from kvpolicy_eval.common.conversation import run
 from kvpolicy_eval.common.table import Grid, Section, Table
 
 LAYERS = 16
@@ -46,16 +46,11 @@ def peak(model: Any, policy: str, ids: Tensor) -> tuple[int, int]:
         pending = self.policy_layers[layer_idx].pending
         is_counted = pending is not None and pending.keys.shape[2] == k.shape[2]
         prompt_bytes = 0 if is_counted else k.nbytes + v.nbytes
-        peak_bytes = max(peak_bytes, cache.nbytes + prompt_bytes)
+        peak_bytes = max(peak_bytes, self.nbytes + prompt_bytes)
         return out
 
-    with (
-        mock.patch.object(kvpolicy.PolicyCache, "attend", watched),
-        torch.inference_mode(),
-        kvpolicy.attach(model, policy),
-    ):
-        cache = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=cache, logits_to_keep=1)
+    with mock.patch.object(kvpolicy.PolicyCache, "attend", watched):
+        cache = run(model, policy, [ids]).cache
     return peak_bytes, cache.nbytes
 
 

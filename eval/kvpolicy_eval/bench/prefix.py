@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 import kvpolicy
-from kvpolicy import PolicyCache
 from kvpolicy.spec.tables import format_bytes
-from kvpolicy_eval.bench.decode import filled
+from kvpolicy_eval.bench.decode import STEPS, filled, steps
 from kvpolicy_eval.bench.models import llama
 from kvpolicy_eval.bench.timing import Ratio, compare
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds, threads, torch_note
@@ -27,8 +25,6 @@ WIDTH = 512
 PREFIX = 4096
 ROWS = 16
 QUESTION = 32
-STEPS = 8
-"""Steps of one measurement."""
 
 BYTES_BAR = 0.15
 TIME_BAR = 0.5
@@ -91,23 +87,17 @@ def measure_caches(policy: str, prefix: int, rows: int, rounds: int) -> Measured
     dice = torch.Generator().manual_seed(1)
     question = torch.randint(1, 1024, (rows, QUESTION), generator=dice)
     token = torch.randint(1, 1024, (rows, 1), generator=dice)
-    steps = STEPS * (rounds + 1)
     with torch.inference_mode(), kvpolicy.attach(model, policy):
         text = filled(model, prefix)
         copies = text.fork([0] * rows)
         copies.hold_next()
         shared = text.fork([0] * rows, shared=True)
         for cache in (copies, shared):
-            cache.expect(prefix + QUESTION, steps)
+            cache.expect(prefix + QUESTION, STEPS * (rounds + 1))
             model(question, past_key_values=cache)
-        ratio = compare(lambda: _decode(model, token, copies), lambda: _decode(model, token, shared), rounds)
+        ratio = compare(lambda: steps(model, token, copies), lambda: steps(model, token, shared), rounds)
         seconds = ratio._replace(base=ratio.base / STEPS, ours=ratio.ours / STEPS)
         return Measured(policy, copies.nbytes, shared.nbytes, seconds)
-
-
-def _decode(model: Any, token: Tensor, cache: PolicyCache) -> None:
-    for _ in range(STEPS):
-        model(token, past_key_values=cache)
 
 
 def lines(prefix: int, rows: int, rounds: int) -> Iterator[list[str]]:

@@ -29,7 +29,7 @@ from kvpolicy.engine.prompt_statistics import PromptStatistics
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf.layer import make_store
 from kvpolicy.spec.tables import format_bytes
-from kvpolicy_eval.bench.decode import filled
+from kvpolicy_eval.bench import decode
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.bench.timing import Ratio, compare
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds, threads, torch_note
@@ -239,18 +239,13 @@ def measure_model(policy: str, kept: int, rounds: int, steps: int = STEPS) -> Ra
         stock_cache.update(torch.randn(1, HEADS, start, DIM), torch.randn(1, HEADS, start, DIM), layer)
 
     def run_stock() -> None:
-        _decode(stock, token, stock_cache, steps)
+        decode.steps(stock, token, stock_cache, steps)
         stock_cache.crop(-steps)
 
     with torch.inference_mode(), kvpolicy.attach(model, f"{policy}@{kept}"):
-        cache = filled(model, kept + steps)
-        ratio = compare(run_stock, lambda: _decode(model, token, cache, steps), rounds)
+        cache = decode.filled(model, kept + steps)
+        ratio = compare(run_stock, lambda: decode.steps(model, token, cache, steps), rounds)
     return ratio._replace(base=ratio.base / steps, ours=ratio.ours / steps)
-
-
-def _decode(model: torch.nn.Module, token: Tensor, cache: Any, steps: int) -> None:
-    for _ in range(steps):
-        model(token, past_key_values=cache)
 
 
 def model_lines(policies: Sequence[str], sizes: Sequence[int], rounds: int, steps: int) -> Iterator[list[str]]:

@@ -37,7 +37,6 @@ from typing import Any
 
 import torch
 
-import kvpolicy
 from kvpolicy_eval.bench.vllm_sides import (
     BLOCK,
     blocks_of,
@@ -50,6 +49,7 @@ from kvpolicy_eval.bench.vllm_sides import (
     work_folder,
     write_result,
 )
+from kvpolicy_eval.common.conversation import run
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect
 from kvpolicy_eval.data import prompts
 from kvpolicy_vllm import prompt, read_document
@@ -267,7 +267,7 @@ def prepare(work: Workload, sides: Sequence[Side], folder: Path) -> None:
             asked.append({"document": number, "question": tokens, "answer": answer})
         for policy in dict.fromkeys(side.policy for side in sides):
             if policy is not None:
-                _save(model, ids, policy, document_path(folder, work, policy, number))
+                run(model, policy, [ids]).cache.save(document_path(folder, work, policy, number), tokens=ids)
     # In turns, as requests of many users are: no two about the same document follow each other.
     turns = [asked[at + each * work.questions] for at in range(work.questions) for each in range(work.documents)]
     content = {"work": asdict(work), "texts": texts, "requests": turns}
@@ -277,13 +277,6 @@ def prepare(work: Workload, sides: Sequence[Side], folder: Path) -> None:
 def document_path(folder: Path, work: Workload, policy: str, number: int) -> Path:
     """Where a document is."""
     return folder / f"{work.name}-{re.sub('[^a-z0-9]+', '-', policy)}-{number}.safetensors"
-
-
-def _save(model: Any, ids: torch.Tensor, policy: str, path: Path) -> None:
-    with torch.inference_mode(), kvpolicy.attach(model, policy):
-        cache = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=cache, logits_to_keep=1)
-        cache.save(path, tokens=ids)
 
 
 def measure_side(side: Side, name: str, folder: Path, repeats: int) -> Result:
