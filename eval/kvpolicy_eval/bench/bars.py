@@ -68,5 +68,4 @@ TABLE = Table(
         Option("--prompt", type=int, default=4096, help="tokens of the prefill"),
         rounds(11),
     ],
-    needs="nothing",
 )

@@ -172,5 +172,4 @@ TABLE = Table(
         Option("--compile", action="store_true", help="apply torch.compile to score and mix"),
         threads(),
     ],
-    needs="nothing",
 )

@@ -182,4 +182,5 @@ TABLE = Table(
         Option("--only", nargs="+", choices=PARTS, default=PARTS, help="tables to make"),
         Option("--peak-of", nargs=2, metavar=("POLICY", "TILE"), help=argparse.SUPPRESS),
     ],
+    needs="the embedded model",
 )

@@ -201,4 +201,5 @@ TABLE = Table(
         Option("--backend", nargs="+", default=[""], help="backends of torch.compile, such as inductor; '' for eager"),
         threads(1),
     ],
+    needs="the embedded model",
 )

@@ -76,4 +76,4 @@ def measure(_: argparse.Namespace) -> Iterator[Section]:
     yield Section("peak", [Grid(columns, rows)], f"After the prefill, every cache holds at most {after:.2f}.")
 
 
-TABLE = Table(measure=measure, places={"peak": []}, needs="nothing")
+TABLE = Table(measure=measure, places={"peak": []})

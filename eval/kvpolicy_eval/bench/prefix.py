@@ -143,5 +143,4 @@ TABLE = Table(
         Option("--quick", action="store_true", help="a short text and few rounds, to see that it runs"),
         threads(),
     ],
-    needs="nothing",
 )

@@ -45,5 +45,4 @@ TABLE = Table(
     measure=measure,
     places={"bench": ["README.md"], "bench-padded": ["docs/benchmarks.md"]},
     options=[parts(list(PARTS)), threads()],
-    needs="nothing",
 )

@@ -288,5 +288,4 @@ TABLE = Table(
         Option("--backend", default="inductor", help="of torch.compile"),
         threads(),
     ],
-    needs="nothing",
 )

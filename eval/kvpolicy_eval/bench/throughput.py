@@ -266,5 +266,4 @@ TABLE = Table(
         Option("--batch", type=int, default=1, help="rows of --side"),
         threads(),
     ],
-    needs="nothing",
 )

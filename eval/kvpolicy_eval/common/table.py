@@ -94,7 +94,7 @@ class Table:
     measure: Callable[[argparse.Namespace], Iterable[Section]]
     places: Mapping[str, Sequence[str]]
     options: Sequence[Option] = ()
-    needs: str = "the embedded model"
+    needs: str = "nothing"
 
 
 def collect(rows: Iterable[list[str]]) -> list[list[str]]:

@@ -79,4 +79,5 @@ TABLE = Table(
         only("POLICY", POLICIES),
         Option("--budgets", nargs="+", type=float, default=BUDGETS, help="fractions of the prompt"),
     ],
+    needs="the embedded model",
 )

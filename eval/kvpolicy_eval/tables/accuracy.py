@@ -65,4 +65,5 @@ TABLE = Table(
         prompts(32),
         Option("--length", type=int, default=512, choices=[512, 1024], help="rough prompt length in tokens"),
     ],
+    needs="the embedded model",
 )

@@ -151,4 +151,5 @@ TABLE = Table(
         results_folder(),
         Option("--saved", action="store_true", help="save every compressed cache, and let the file answer"),
     ],
+    needs="the embedded model",
 )

@@ -88,5 +88,4 @@ TABLE = Table(
         Option("--heads", type=int, default=8, help="KV heads"),
         Option("--head-dim", type=int, default=128, help="size of a head"),
     ],
-    needs="nothing",
 )

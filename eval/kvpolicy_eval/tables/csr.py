@@ -141,4 +141,5 @@ TABLE = Table(
         prompts(4),
         Option("--folder", type=Path, default=Path("csr-dictionaries"), help="output folder of trained dictionaries"),
     ],
+    needs="the embedded model",
 )

@@ -119,4 +119,5 @@ TABLE = Table(
         Option("--codecs", nargs="+", default=CODECS, help="specs of codecs"),
         byte_shares(BYTE_SHARES),
     ],
+    needs="the embedded model",
 )

@@ -105,4 +105,5 @@ TABLE = Table(
     measure=measure,
     places={"moved": ["docs/model-card.md"]},
     options=[prompts(8), only("READER", READERS), byte_shares(SHARES), results_folder()],
+    needs="the embedded model",
 )

@@ -102,4 +102,4 @@ def measure(_: argparse.Namespace) -> Iterator[Section]:
     yield Section("requantize", [Grid(["bits", *CASES], rows())])
 
 
-TABLE = Table(measure=measure, places={"requantize": []}, needs="nothing")
+TABLE = Table(measure=measure, places={"requantize": []})

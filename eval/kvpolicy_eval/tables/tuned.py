@@ -177,4 +177,5 @@ TABLE = Table(
         Option("--measure", default="joint", help="what a distortion is; joint by default"),
         results_folder(Path("results")),
     ],
+    needs="the embedded model",
 )
