@@ -37,12 +37,14 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
     """One table of all parts that are asked for."""
     rows = collect(chain.from_iterable(lines(PARTS[name]()) for name in args.parts or PARTS))
     # A page has a place for the whole table, and may have one for a part of it, such as bench-padded.
-    place = "-".join(["bench", *args.parts])
+    place = "bench" if args.parts == list(PARTS) else "-".join(["bench", *args.parts])
     yield Section(place, [Grid(COLUMNS, rows)], f"{torch_note()}, fp32.")
 
 
 TABLE = Table(
     measure=measure,
-    places={"bench": ["README.md"], "bench-padded": ["docs/benchmarks.md"]},
+    places={"bench": ["README.md"]}
+    | {f"bench-{name}": [] for name in PARTS}
+    | {"bench-padded": ["docs/benchmarks.md"]},
     options=[parts(list(PARTS)), threads()],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvpolicy_eval.common.markdown import fill, has_place
+from kvpolicy_eval.common.markdown import check_places, fill, has_place
 from kvpolicy_eval.common.table import Table, UsageError
 
 
@@ -40,34 +40,43 @@ def run(room: str, names: Sequence[str], argv: Sequence[str] | None = None) -> N
 
 
 def publish(table: Table, args: argparse.Namespace) -> None:
-    """Measure a table, print its sections, and write them to the pages of `--fill`.
+    """Measure a table, print its sections, and write them to the pages of `--fill`, which are checked before.
 
     Raises:
         UsageError: If a page has none of the places of the table, or a section has no place in the pages.
     """
-    for page in args.fill or []:
-        if not any(has_place(page, place) for place in table.places):
-            raise UsageError(f"{page} must have a place for {' or '.join(table.places)}, got none.")
+    try:
+        pages = _pages(table, args)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
     for number, section in enumerate(table.measure(args)):
         text = str(section)
         print("\n" * bool(number) + text, flush=True)
-        for page in _pages(table, section.place, args):
+        if args.fill is not None and not pages.get(section.place):
+            raise UsageError(f"--fill must name a page with a place for {section.place}, got none.")
+        for page in pages.get(section.place, []):
             fill(page, section.place, text)
 
 
-def _pages(table: Table, place: str, args: argparse.Namespace) -> list[Path]:
-    """The pages of `--fill` that have a place; those of the documentation if it names none."""
+def _pages(table: Table, args: argparse.Namespace) -> dict[str, list[Path]]:
+    """Pages to fill at each place: those of `--fill` that have it, or those of the documentation if it names none.
+
+    Raises:
+        OSError: If a page cannot be read.
+        ValueError: If a page has no place, or there is no page.
+    """
     if args.fill is None:
-        return []
+        return {}
     if args.fill:
-        pages = [page for page in args.fill if has_place(page, place)]
-    else:
-        pages = [Path(page.format_map(vars(args))) for page in table.places[place]]
-    if not pages:
-        raise UsageError(
-            f"--fill must name a page with a place for {place}, got none; "
-            f"add the lines '<!-- table:{place} -->' and '<!-- /table -->' to one."
-        )
+        for page in args.fill:
+            if not any(has_place(page, place) for place in table.places):
+                raise ValueError(f"{page} must have a place for {' or '.join(table.places)}, got none.")
+        return {place: [page for page in args.fill if has_place(page, place)] for place in table.places}
+    pages = {place: [Path(page.format_map(vars(args))) for page in found] for place, found in table.places.items()}
+    if not any(pages.values()):
+        raise ValueError("--fill must name a page, because no page of the documentation has the table, got none.")
+    for place, found in pages.items():
+        check_places(found, place)
     return pages
 
 

@@ -77,7 +77,9 @@ def test_without_a_page_those_of_the_documentation_are_filled(
         (["acuracy"], "invalid choice: 'acuracy'"),
         (["requantize", "--n", "2"], "unrecognized arguments: --n 2"),
         (["requantize", "--fill", "page.md"], "page.md must have a place for requantize, got none"),
-        (["requantize", "--fill"], "--fill must name a page with a place for requantize, got none"),
+        (["requantize", "--fill"], "--fill must name a page"),
+        (["requantize", "--fill", "no.md"], "No such file"),
+        (["long_prompt", "--fill"], "No such file"),
     ],
 )
 def test_wrong_usage_is_said_in_a_sentence(
