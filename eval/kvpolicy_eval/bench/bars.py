@@ -44,10 +44,8 @@ def line(result: Row | Quantity, machine: Machine) -> list[str]:
         bar = "" if result.limit is None else f"<= {result.limit:g} {result.unit}"
         note = f"; {result.note}" if result.note else ""
         return [result.what, policy, f"{result}{note}", bar, result.verdict, "", "", "", ""]
-    ratio = result.ratio
-    measured = f"{ratio.median:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})"
     bar = f"{result.bar}: {result.reason}" if result.bar and result.reason else result.bar
-    return [result.what, policy, measured, bar, result.verdict, *result.floors(machine)]
+    return [result.what, policy, str(result.ratio), bar, result.verdict, *result.floors(machine)]
 
 
 def measure(args: argparse.Namespace) -> Iterator[Section]:

@@ -16,7 +16,7 @@ import kvpolicy
 from kvpolicy.spec.tables import format_bytes
 from kvpolicy_eval.bench.decode import STEPS, filled, steps
 from kvpolicy_eval.bench.models import llama
-from kvpolicy_eval.bench.timing import Ratio, compare
+from kvpolicy_eval.bench.timing import Ratio, compare, verdict_of
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds, threads, torch_note
 
 LAYERS = 2
@@ -112,13 +112,13 @@ def lines(prefix: int, rows: int, rounds: int) -> Iterator[list[str]]:
             f"{expected.nbytes:.2f}x",
             f"{part:.3f}x",
             f"<= {BYTES_BAR}x",
-            "pass" if part <= BYTES_BAR else "miss",
+            verdict_of(part, BYTES_BAR),
             f"{1000 * ratio.base:.2f}",
             f"{1000 * ratio.ours:.2f}",
             f"{expected.seconds:.2f}x",
-            f"{ratio.median:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})",
+            str(ratio),
             f"<= {TIME_BAR}x",
-            "pass" if ratio.median <= TIME_BAR else "miss",
+            verdict_of(ratio.median, TIME_BAR),
         ]
 
 

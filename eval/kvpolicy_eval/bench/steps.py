@@ -31,7 +31,7 @@ from kvpolicy.hf.layer import make_store
 from kvpolicy.spec.tables import format_bytes
 from kvpolicy_eval.bench import decode
 from kvpolicy_eval.bench.models import llama, tokens
-from kvpolicy_eval.bench.timing import Ratio, compare
+from kvpolicy_eval.bench.timing import Ratio, compare, verdict_of
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds, threads, torch_note
 
 HEADS = 8
@@ -255,10 +255,8 @@ def model_lines(policies: Sequence[str], sizes: Sequence[int], rounds: int, step
             ratio = measure_model(policy, kept, rounds, steps)
             limit = MODEL_LIMITS.get(policy)
             bar = "" if limit is None else f"<= {limit}x"
-            verdict = "" if limit is None else "pass" if ratio.median <= limit else "miss"
-            times = f"{ratio.median:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})"
             milliseconds = [f"{1000 * ratio.base:.2f}", f"{1000 * ratio.ours:.2f}"]
-            yield [f"`{policy}`", f"{kept:,}", *milliseconds, times, bar, verdict]
+            yield [f"`{policy}`", f"{kept:,}", *milliseconds, str(ratio), bar, verdict_of(ratio.median, limit)]
 
 
 def measure(args: argparse.Namespace) -> Iterator[Section]:

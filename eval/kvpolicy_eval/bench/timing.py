@@ -31,6 +31,10 @@ class Ratio(NamedTuple):
     base: float
     ours: float
 
+    def __str__(self) -> str:
+        """The median and the quartiles, as a cell of a table."""
+        return f"{self.median:.3f}x ({self.low:.3f} to {self.high:.3f})"
+
 
 class Row(NamedTuple):
     """One measured ratio.
@@ -61,7 +65,7 @@ class Row(NamedTuple):
     @property
     def verdict(self) -> str:
         """Whether the median is within the limit."""
-        return _verdict(self.ratio.median, self.limit)
+        return verdict_of(self.ratio.median, self.limit)
 
     def floors(self, machine: Machine) -> list[str]:
         """Cells: bytes that must move, operations, and the time of both sides over its floor."""
@@ -97,7 +101,7 @@ class Quantity(NamedTuple):
     @property
     def verdict(self) -> str:
         """Whether the median is within the limit."""
-        return _verdict(statistics.median(self.values), self.limit)
+        return verdict_of(statistics.median(self.values), self.limit)
 
     def __str__(self) -> str:
         """Median and quartiles."""
@@ -105,7 +109,8 @@ class Quantity(NamedTuple):
         return f"{median} {self.unit} ({low} to {high})"
 
 
-def _verdict(value: float, limit: float | None) -> str:
+def verdict_of(value: float, limit: float | None) -> str:
+    """Whether a value is within its limit: `pass`, `miss`, or nothing without one."""
     if limit is None:
         return ""
     return "pass" if value <= limit else "miss"

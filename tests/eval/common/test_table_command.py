@@ -74,7 +74,7 @@ def test_without_a_page_those_of_the_documentation_are_filled(
     ("arguments", "message"),
     [
         ([], "a table is required: acceptance, accuracy"),
-        (["acuracy"], "invalid choice: 'acuracy'"),
+        (["no_such_table"], "invalid choice: 'no_such_table'"),
         (["requantize", "--n", "2"], "unrecognized arguments: --n 2"),
         (["requantize", "--fill", "page.md"], "page.md must have a place for requantize, got none"),
         (["requantize", "--fill"], "--fill must name a page"),
