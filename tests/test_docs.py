@@ -98,7 +98,7 @@ WRONG = [
     "lm_eval --model kvpolicy --model_args policy=h20 --tasks kvpolicy",
     "lm_eval --model kvpolicy --model_args policy=h2o --tasks kvpolicy_no_such",
     "torchrun --no-such-option script.py",
-    "python -m kvpolicy_eval.tables.accuracy --no-such-option",
+    "python -m kvpolicy_eval.tables accuracy --no-such-option",
     "python no_such_script.py",
     'pip install "kvpolicy[no-such-extra]"',
     "pytest tests/no_such_file.py",

@@ -459,16 +459,8 @@ class KVPolicyLM(HFLM):
         """Fill a cache with the first columns of a batch; `generate` continues with the others."""
         ids = context.repeat_interleave(beams, 0)
         valid = torch.ones_like(ids) if mask is None else mask.repeat_interleave(beams, 0)
-        dtype = self.mixed_precision_dtype
-        with torch.no_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
-            self.model(
-                input_ids=ids[:, :columns],
-                attention_mask=valid[:, :columns],
-                position_ids=(valid.cumsum(-1) - 1).clamp(min=0)[:, :columns],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        positions = (valid.cumsum(-1) - 1).clamp(min=0)[:, :columns]
+        self._scorer(self.policy).forward(ids[:, :columns], valid[:, :columns], positions, cache, last=True)
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

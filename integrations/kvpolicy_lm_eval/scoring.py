@@ -134,7 +134,7 @@ class Scorer:
         ids, mask = self._stack(prefixes, left=True)
         length = mask.sum(-1)
         cache = self.new_cache(length)
-        first = self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache, last=True)
+        first = self.forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache, last=True)
         self.on_filled(len(prefixes), cache)
         pairs = [(row, piece) for row, prefix in enumerate(prefixes) for piece in groups[prefix]]
         pairs.sort(key=lambda pair: len(pair[1].tokens), reverse=True)
@@ -151,13 +151,27 @@ class Scorer:
         ids, mask = self._stack([prefix], left=True)
         length = mask.sum(-1)
         cache = self.new_cache(length)
-        first = self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache, last=True)
+        first = self.forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache, last=True)
         self.on_filled(1, cache)
         longest_first = sorted(pieces, key=lambda piece: len(piece.tokens), reverse=True)
         for start in range(0, len(pieces), batch):
             some = longest_first[start : start + batch]
             rows = [0] * len(some)
             yield from self._continue(some, first[rows], mask[rows], length[rows], cache.fork(rows, shared=True))
+
+    def forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, last: bool = False) -> Tensor:
+        """Run the model; return the logits of all columns, [B, T, V], or of the last one, [B, 1, V]."""
+        dtype = self.autocast
+        with torch.no_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            out = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1 if last else 0,
+            )
+        return out.logits[:, -1:] if last else out.logits
 
     def _continue(
         self, pieces: Sequence[Piece], first: Tensor, mask: Tensor, length: Tensor, cache: Any
@@ -168,7 +182,7 @@ class Scorer:
         if any(fed):
             ids, new = self._stack(fed)
             positions = length[:, None] + torch.arange(ids.shape[1], device=self.device)
-            logits = self._forward(ids, torch.cat([mask, new], 1), positions, cache)
+            logits = self.forward(ids, torch.cat([mask, new], 1), positions, cache)
             logits = torch.cat([first, logits], 1)
         targets, _ = self._stack([piece.tokens for piece in pieces], width=logits.shape[1])
         return _sums(pieces, *self._pick(logits, targets[:, : logits.shape[1]]), start=0)
@@ -184,7 +198,7 @@ class Scorer:
         for start in range(0, width, chunk):
             end = min(start + chunk, width)
             positions = torch.arange(start, end, device=self.device).expand(len(pieces), -1)
-            logits = self._forward(rows[:, start:end], valid[:, :end], positions, cache)
+            logits = self.forward(rows[:, start:end], valid[:, :end], positions, cache)
             picked.append(self._pick(logits, targets[:, start:end]))
         self.on_filled(len(pieces), cache)
         logps = torch.cat([part for part, _ in picked], 1)
@@ -206,20 +220,6 @@ class Scorer:
             ids[index, columns] = torch.tensor(row, dtype=torch.long)
             mask[index, columns] = 1
         return ids.to(self.device), mask.to(self.device)
-
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, last: bool = False) -> Tensor:
-        """Run the model; return the logits of all columns, [B, T, V], or of the last one, [B, 1, V]."""
-        dtype = self.autocast
-        with torch.no_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
-            out = self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1 if last else 0,
-            )
-        return out.logits[:, -1:] if last else out.logits
 
 
 def _sums(pieces: Sequence[Piece], logps: Tensor, hits: Tensor, start: int) -> Iterator[tuple[int, Answer]]:

@@ -1,6 +1,6 @@
 """Times of encode, score and mix of every codec: `pytest tests/benchmarks/test_codecs.py --benchmark-enable`.
 
-`-m "slow or not slow"` asks for 32,768 tokens too. `python -m kvpolicy_eval.bench.codecs` prints ratios to dense keys
+`-m "slow or not slow"` asks for 32,768 tokens too. `python -m kvpolicy_eval.bench codecs` prints ratios to dense keys
 and values; these are for watching one codec over time.
 """
 

@@ -1,7 +1,7 @@
 """Times of a small model under each policy: `pytest tests/benchmarks --benchmark-enable`.
 
-The bars are held by `python -m kvpolicy_eval.bench`, which runs the stock cache beside ours; these are for watching
-one engine over time.
+The bars are held by `python -m kvpolicy_eval.bench ratios`, which runs the stock cache beside ours; these are for
+watching one engine over time.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,8 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy_eval.bench import vllm_documents as bench
+from kvpolicy_eval.bench import vllm_sides
+from kvpolicy_eval.bench.__main__ import main
 from kvpolicy_eval.bench.vllm_documents import BLOCK, SIDES, WORKLOADS, Result, Run, Workload
 from kvpolicy_eval.bench.vllm_sides import MODEL
 from kvpolicy_vllm import read_document
@@ -95,10 +96,9 @@ def test_rows_have_medians() -> None:
 def test_without_vllm_it_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", ["vllm_documents"])
+    monkeypatch.setattr(vllm_sides, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        bench.main()
+        main(["vllm_documents"])
     assert "python -m kvpolicy_vllm.env FOLDER" in capsys.readouterr().err
 
 

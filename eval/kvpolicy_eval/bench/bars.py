@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.bars`: all speed limits in one table, and whether they are met.
+"""All speed limits in one table, and whether they are met.
 
 Both sides run alternately in one process; a ratio is the median over the rounds, with quartiles. Floors are computed
 from the bandwidth and the matrix rate of the machine, which are measured first.
@@ -12,16 +12,15 @@ from itertools import chain
 
 from kvpolicy_eval.bench import decode, lm, prefill, startup
 from kvpolicy_eval.bench.floor import Machine, measure_machine
-from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
 from kvpolicy_eval.bench.timing import FLOORS, Quantity, Row
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, parts, rounds, threads, torch_note
 
 COLUMNS = ["what", "policy", "measured, median (quartiles)", "bar", *FLOORS]
 
 Measure = Callable[[], Iterator[Row] | Iterator[Quantity]]
 
 
-def parts(length: int, prompt: int, rounds: int) -> dict[str, Measure]:
+def measures(length: int, prompt: int, rounds: int) -> dict[str, Measure]:
     """The parts of the table.
 
     Args:
@@ -63,27 +62,22 @@ def joined(rows: Sequence[list[str]]) -> list[list[str]]:
     return found
 
 
-def main() -> None:
-    """Measure, print the table, and fill a page with it on request."""
-    names = list(parts(0, 0, 0))
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.bars", description=__doc__)
-    parser.add_argument("which", nargs="*", help=f"{', '.join(names)}; all by default")
-    add_threads_argument(parser)
-    parser.add_argument("--length", type=int, default=16384, help="tokens before the decode steps")
-    parser.add_argument("--prompt", type=int, default=4096, help="tokens of the prefill")
-    parser.add_argument("--rounds", type=int, default=11, help="repetitions of each comparison, at least 2")
-    add_fill_argument(parser, "bars")
-    args = parser.parse_args()
-    selected = args.which or names
-    for name in selected:
-        if name not in names:
-            parser.error(f"there is no part {name}; choose from {', '.join(names)}")
-    set_threads(args.threads)
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table of all parts that are asked for."""
     machine = measure_machine()
-    measures = parts(args.length, args.prompt, args.rounds)
-    rows = collect(line(result, machine) for name in selected for result in measures[name]())
-    publish(f"{table(COLUMNS, joined(rows))}\n\n{torch_note()}, fp32; {machine}.", "bars", args.fill)
+    by_part = measures(args.length, args.prompt, args.rounds)
+    rows = collect(line(result, machine) for name in args.parts or by_part for result in by_part[name]())
+    yield Section("bars", [Grid(COLUMNS, joined(rows))], f"{torch_note()}, fp32; {machine}.")
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"bars": ["docs/benchmarks.md"]},
+    options=[
+        parts(list(measures(0, 0, 0))),
+        threads(),
+        Option("--length", type=int, default=16384, help="tokens before the decode steps"),
+        Option("--prompt", type=int, default=4096, help="tokens of the prefill"),
+        rounds(11),
+    ],
+)

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.codecs`: time of encode, score and mix for every codec, and over dense tensors.
+"""Time of encode, score and mix for every codec, and over dense tensors.
 
 One layer with random keys and values. A score is one query of every head against every token, a mix one weighted sum
 of all values. Ratios are to dense fp32 and to dense bf16, measured alternately in the same process.
@@ -7,6 +7,7 @@ of all values. Ratios are to dense fp32 and to dense bf16, measured alternately 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,11 +23,10 @@ from kvpolicy.engine.codec_view import CodecView
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.protocols import Codec
-from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
 from kvpolicy_eval.bench.timing import compare
 from kvpolicy_eval.common.codecs import CODECS, with_ranking
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.common.synthetic import with_random_calibration
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds, threads, torch_note
 
 HEADS = 2
 """KV heads."""
@@ -137,7 +137,7 @@ class Dense:
         return weights @ self.values[:, :, : weights.shape[-1]]
 
 
-def measure(codec: str, tokens: int, rounds: int, compiled: bool, group: int) -> list[str]:
+def line(codec: str, tokens: int, rounds: int, compiled: bool, group: int) -> list[str]:
     """The row of one codec: time to encode all tokens, then score and mix."""
     with TemporaryDirectory() as folder, torch.inference_mode():
         case = Case(codec, tokens, Path(folder), group=group)
@@ -151,29 +151,25 @@ def measure(codec: str, tokens: int, rounds: int, compiled: bool, group: int) ->
     return row
 
 
-def main() -> None:
-    """Measure, print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.codecs", description=__doc__)
-    parser.add_argument(
-        "--codecs", nargs="*", default=[name for name in CODECS if name != "plain"], help="specs of codecs"
-    )
-    parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, help="numbers of tokens in the cache")
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each timing")
-    parser.add_argument("--group", type=int, default=GROUP, help="query heads of each KV head")
-    parser.add_argument("--compile", action="store_true", help="apply torch.compile to score and mix")
-    add_threads_argument(parser)
-    add_fill_argument(parser, "speed")
-    args = parser.parse_args()
-    set_threads(args.threads)
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table."""
     rows = collect(
-        measure(codec, tokens, args.rounds, args.compile, args.group)
-        for tokens in args.lengths
-        for codec in args.codecs
+        line(codec, tokens, args.rounds, args.compile, args.group) for tokens in args.lengths for codec in args.codecs
     )
     mode = "compiled" if args.compile else "eager"
-    text = f"{table(COLUMNS, rows)}\n\n{HEADS} KV heads x {args.group} query heads of {DIM}, {mode}, {torch_note()}."
-    publish(text, "speed", args.fill)
+    note = f"{HEADS} KV heads x {args.group} query heads of {DIM}, {mode}, {torch_note()}."
+    yield Section("speed", [Grid(COLUMNS, rows)], note)
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"speed": ["docs/guide/codecs.md"]},
+    options=[
+        Option("--codecs", nargs="+", default=[name for name in CODECS if name != "plain"], help="specs of codecs"),
+        Option("--lengths", nargs="+", type=int, default=LENGTHS, help="numbers of tokens in the cache"),
+        rounds(5),
+        Option("--group", type=int, default=GROUP, help="query heads of each KV head"),
+        Option("--compile", action="store_true", help="apply torch.compile to score and mix"),
+        threads(),
+    ],
+)

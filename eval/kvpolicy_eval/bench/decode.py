@@ -95,9 +95,11 @@ def _stock(length: int) -> tuple[Any, DynamicCache, Work]:
     return model, cache, decode_work(model, 4 * elements, elements)
 
 
-def steps(model: torch.nn.Module, token: torch.Tensor, cache: DynamicCache | kvpolicy.PolicyCache) -> None:
+def steps(
+    model: torch.nn.Module, token: torch.Tensor, cache: DynamicCache | kvpolicy.PolicyCache, count: int = STEPS
+) -> None:
     """Decode a few tokens."""
-    for _ in range(STEPS):
+    for _ in range(count):
         model(token, past_key_values=cache)
 
 

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.kernel_start`: seconds that compiled functions add to a first prompt and step.
+"""Seconds that compiled functions add to a first prompt and step.
 
 Each codec encodes and reads one layer twice in a new process whose inductor has an empty cache on disk, and then in a
 second process that finds the first one's cache. What the first time takes longer than the second is compilation.
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,16 +19,14 @@ import torch
 
 from kvpolicy.kernels.compiled import MIN_SLOTS
 from kvpolicy_eval.bench.codecs import Case
-from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, threads, torch_note
 
 CODECS = ("kivi:bits=4", "tokenwise:bits=4")
 COLUMNS = ["codec", "first process, s", "later processes, s"]
 
 
-def compilation(codec: str, threads: int) -> float:
+def compilation(codec: str) -> float:
     """Seconds that the first encoding, score and mix of this process take longer than the second ones."""
-    set_threads(threads)
     with TemporaryDirectory() as folder, torch.inference_mode():
         seconds: list[float] = []
         for _ in range(2):
@@ -39,32 +38,35 @@ def compilation(codec: str, threads: int) -> float:
     return seconds[0] - seconds[1]
 
 
-def measure(codec: str, threads: int) -> list[str]:
+def line(codec: str, threads: int) -> list[str]:
     """The row of a codec: two processes, one after the other, with a cache of their own."""
-    row = [f"`{codec}`"]
+    cells = [f"`{codec}`"]
     with TemporaryDirectory() as cache:
         for _ in range(2):
-            command = [sys.executable, "-m", __spec__.name, "--codec", codec, "--threads", str(threads)]
+            command = [sys.executable, "-m", "kvpolicy_eval.bench", "kernel_start", "--codec", codec]
+            command += ["--threads", str(threads)]
             run = subprocess.run(
                 command, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}, check=True, capture_output=True, text=True
             )
-            row.append(f"{float(run.stdout.split()[-1]):.1f}")
-    return row
+            cells.append(f"{float(run.stdout.split()[-1]):.1f}")
+    return cells
 
 
-def main() -> None:
-    """Measure, print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.kernel_start", description=__doc__)
-    parser.add_argument("--codec", default="", help="measure one codec in this process, and print the seconds alone")
-    add_threads_argument(parser)
-    add_fill_argument(parser, "kernel-start")
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table; with `--codec`, the seconds of this process alone."""
     if args.codec:
-        print(compilation(args.codec, args.threads))
+        print(compilation(args.codec))
         return
-    rows = collect(measure(codec, args.threads) for codec in CODECS)
-    publish(f"{table(COLUMNS, rows)}\n\n{torch_note()}.", "kernel-start", args.fill)
+    rows = collect(line(codec, args.threads) for codec in CODECS)
+    yield Section("kernel-start", [Grid(COLUMNS, rows)], f"{torch_note()}.")
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"kernel-start": ["docs/guide/codecs.md"]},
+    options=[
+        Option("--codec", help="measure one codec in this process, and print the seconds alone"),
+        threads(),
+    ],
+    needs="a compiler",
+)

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.long_prompts`: long prompts in one piece, in tiles, and in chunks.
+"""Long prompts in one piece, in tiles, and in chunks.
 
 Three tables: recall by the embedded model `tiny-4k` with the question at the end of the prompt; the time of a prefill
 in tiles over one piece; and the peak of memory of a prefill, planned and measured in a process of its own.
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from random import Random
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from kvpolicy.spec.errors import KVPolicyWarning
 from kvpolicy.spec.tables import format_bytes
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.bench.timing import compare
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds
 from kvpolicy_eval.data import prompts
 from kvpolicy_eval.data.tasks import tasks
 
@@ -66,6 +67,11 @@ WAYS = (
     Way("chunks of 128, selecting", {}, 128),
 )
 
+ANSWER_COLUMNS = ["tokens", "policy", *(way.name for way in WAYS)]
+TIME_COLUMNS = ["policy", "one piece", f"tiles of {TILE:,} over it"]
+PEAK_COLUMNS = ["policy", "prompt", "planned", "measured", "measured over planned"]
+PARTS = ["answers", "times", "peaks"]
+
 
 def recall_prompts(length: int, docs: int) -> list[prompts.Prompt]:
     """Prompts with their question at the end: of 1,754 tokens, or of the tasks of another length."""
@@ -88,34 +94,28 @@ def right(model: Any, tokenizer: Any, policy: str, way: Way, asked: list[prompts
     return found
 
 
-def answers(docs: dict[int, int]) -> str:
-    """The table of answers.
+def answers(docs: dict[int, int]) -> Iterator[list[str]]:
+    """Rows of the table of answers.
 
     Args:
         docs: How many prompts, by their length in tokens.
     """
     model, tokenizer = kvpolicy.tiny(name="tiny-4k")
-    rows: list[list[str]] = []
     for length, number in docs.items():
         asked = recall_prompts(length, number)
         for policy in POLICIES:
             found = [right(model, tokenizer, policy, way, asked) for way in WAYS]
-            rows.append([f"{length:,}", f"`{policy}`", *(f"{hits} of {number}" for hits in found)])
-            print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
-    return table(["tokens", "policy", *(way.name for way in WAYS)], rows)
+            yield [f"{length:,}", f"`{policy}`", *(f"{hits} of {number}" for hits in found)]
 
 
-def times(rounds: int) -> str:
-    """The table of times: a prefill in tiles over one in one piece."""
+def times(rounds: int) -> Iterator[list[str]]:
+    """Rows of the table of times: a prefill in tiles over one in one piece."""
     model = llama(4)
     ids = tokens(TIME_TOKENS)
-    rows: list[list[str]] = []
     for policy in ("window@0.2", "snapkv@0.2", "h2o@0.2", "snapkv+tokenwise@0.2"):
         whole, tiled = (functools.partial(_prefill, model, policy, ids, tile) for tile in (None, TILE))
         ratio = compare(whole, tiled, rounds)
-        rows.append([f"`{policy}`", f"{ratio.base:.2f} s", f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"])
-        print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
-    return table(["policy", "one piece", f"tiles of {TILE:,} over it"], rows)
+        yield [f"`{policy}`", f"{ratio.base:.2f} s", f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"]
 
 
 def _prefill(model: Any, policy: str, ids: torch.Tensor, tile: int | None) -> None:
@@ -123,20 +123,17 @@ def _prefill(model: Any, policy: str, ids: torch.Tensor, tile: int | None) -> No
         model(ids, use_cache=True, logits_to_keep=1)
 
 
-def peaks() -> str:
-    """The table of peaks, planned and measured."""
-    rows: list[list[str]] = []
+def peaks() -> Iterator[list[str]]:
+    """Rows of the table of peaks, planned and measured."""
     for policy in ("snapkv@0.2", "snapkv+tokenwise@0.2", "h2o@0.2", "squeeze+snapkv@0.2"):
         for tile in (None, TILE):
-            command = [sys.executable, "-m", "kvpolicy_eval.bench.long_prompts", "--peak-of", policy, str(tile or 0)]
+            command = [sys.executable, "-m", "kvpolicy_eval.bench", "long_prompts", "--peak-of", policy, str(tile or 0)]
             # Freed tensors go back to the system, and do not count as used.
             env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
             measured, planned = map(int, done.stdout.split())
             way = f"tiles of {tile:,}" if tile else "one piece"
-            rows.append([f"`{policy}`", way, *map(format_bytes, (planned, measured)), f"{measured / planned:.2f}"])
-            print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
-    return table(["policy", "prompt", "planned", "measured", "measured over planned"], rows)
+            yield [f"`{policy}`", way, *map(format_bytes, (planned, measured)), f"{measured / planned:.2f}"]
 
 
 def _print_peak(policy: str, tile: int) -> None:
@@ -157,27 +154,33 @@ def _status(name: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def main() -> None:
-    """Print the tables, and fill a page with them on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.long_prompts", description=__doc__)
-    parser.add_argument("--n", type=int, default=6, help="prompts of each length")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each time")
-    parts = ["answers", "times", "peaks"]
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="tables to make")
-    parser.add_argument("--peak-of", nargs=2, metavar=("POLICY", "TILE"), help=argparse.SUPPRESS)
-    add_fill_argument(parser, "long-prompts", "long-prompts-times", "long-prompts-peaks")
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The tables that are asked for; with `--peak-of`, the peak of this process."""
     torch.set_num_threads(1)
     if args.peak_of:
         _print_peak(args.peak_of[0], int(args.peak_of[1]))
         return
     if "answers" in args.only:
-        publish(answers({RECORDS * 7 + 4: args.n, 4096: args.n}), "long-prompts", args.fill)
+        rows = collect(answers({RECORDS * 7 + 4: args.n, 4096: args.n}))
+        yield Section("long-prompts", [Grid(ANSWER_COLUMNS, rows)])
     if "times" in args.only:
-        publish(times(args.rounds), "long-prompts-times", args.fill)
+        yield Section("long-prompts-times", [Grid(TIME_COLUMNS, collect(times(args.rounds)))])
     if "peaks" in args.only:
-        publish(peaks(), "long-prompts-peaks", args.fill)
+        yield Section("long-prompts-peaks", [Grid(PEAK_COLUMNS, collect(peaks()))])
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={
+        "long-prompts": ["docs/guide/small-card.md"],
+        "long-prompts-times": ["docs/benchmarks.md"],
+        "long-prompts-peaks": ["docs/benchmarks.md"],
+    },
+    options=[
+        Option("--n", type=int, default=6, help="prompts of each length"),
+        rounds(5),
+        Option("--only", nargs="+", choices=PARTS, default=PARTS, help="tables to make"),
+        Option("--peak-of", nargs=2, metavar=("POLICY", "TILE"), help=argparse.SUPPRESS),
+    ],
+    needs="the embedded model",
+)

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.longrun`: many decoded tokens at a fixed budget.
+"""Many decoded tokens at a fixed budget.
 
 Bytes must stay constant, the last 1,000 steps must be as fast as the first, and a compiled step must be compiled once.
 The speed of a machine drifts over minutes, so a copy of the cache as it was after the prompt decodes 10 steps along
@@ -12,7 +12,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvpolicy
-from kvpolicy_eval.bench.output import collect
 from kvpolicy_eval.bench.timing import resident_memory
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, UsageError, collect, threads
 
 BLOCK = 1000
 """Steps of a block, whose times are summarized."""
@@ -172,31 +171,35 @@ def _times(step: Step, cache: Any, token: Tensor, count: int) -> tuple[list[floa
     return times, token
 
 
-def main() -> None:
-    """Run every policy, print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.longrun", description=__doc__)
-    parser.add_argument("--policies", nargs="+", default=POLICIES, help="specs of policies")
-    parser.add_argument("--tokens", type=int, default=100_000, help="tokens to decode")
-    parser.add_argument(
-        "--backend", nargs="+", default=[""], help="backends of torch.compile, such as inductor; '' for eager"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    add_fill_argument(parser, "longrun")
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table.
+
+    Raises:
+        UsageError: If there are too few tokens to compare their times.
+    """
     if args.tokens < 2 * BLOCK:
-        parser.error(f"--tokens must be at least {2 * BLOCK}, to compare the last {BLOCK} with the first")
-    torch.set_num_threads(args.threads)
+        raise UsageError(
+            f"--tokens must be at least {2 * BLOCK}, to compare the last {BLOCK} with the first, got {args.tokens}."
+        )
     rows = collect(
         run(policy, args.tokens, backend).line(BLOCK) for backend in args.backend for policy in args.policies
     )
-    text = table(COLUMNS, rows)
-    text += (
-        f"\n\nThe embedded model, prompt of 1,024 tokens, torch {torch.__version__}, CPU, {args.threads} thread(s). "
+    note = (
+        f"The embedded model, prompt of 1,024 tokens, torch {torch.__version__}, CPU, {args.threads} thread(s). "
         f"Times are medians; the ratio is of times over those of a young cache beside them. Passes at {LIMIT}x or "
         "less, with constant bytes, compiled at most once."
     )
-    publish(text, "longrun", args.fill)
+    yield Section("longrun", [Grid(COLUMNS, rows)], note)
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"longrun": ["docs/benchmarks.md"]},
+    options=[
+        Option("--policies", nargs="+", default=POLICIES, help="specs of policies"),
+        Option("--tokens", type=int, default=100_000, help="tokens to decode"),
+        Option("--backend", nargs="+", default=[""], help="backends of torch.compile, such as inductor; '' for eager"),
+        threads(1),
+    ],
+    needs="the embedded model",
+)

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.parts`: what head budgets, mergers, readers and a replay cost over a base policy.
+"""What head budgets, mergers, readers and a replay cost over a base policy.
 
 Steps are of one layer with random tokens, compiled; prompts are of a whole model. Both sides run alternately.
 """
@@ -13,10 +13,9 @@ import torch
 
 import kvpolicy
 from kvpolicy_eval.bench.models import llama, tokens
-from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
 from kvpolicy_eval.bench.steps import DIM, HEADS, Layer
 from kvpolicy_eval.bench.timing import Ratio, Row, compare
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, parts, rounds, threads, torch_note
 
 COLUMNS = ["policy", "over", "bytes", "time, median (quartiles)", "bar"]
 LAYERS = 4
@@ -158,27 +157,23 @@ def note(name: str, backend: str) -> str:
     return f"{prompt if name == 'prompts' else step}, over the base; {torch_note()}."
 
 
-def main() -> None:
-    """Measure, print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.parts", description=__doc__)
-    names = [*STEP_CASES, "prompts"]
-    parser.add_argument("which", nargs="*", help=f"{', '.join(names)}; all by default")
-    parser.add_argument("--quick", action="store_true", help="few slots and rounds, to see that it runs")
-    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each comparison, at least 2")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    add_threads_argument(parser)
-    add_fill_argument(parser, *(f"parts-{name}" for name in names))
-    args = parser.parse_args()
-    for name in args.which:
-        if name not in names:
-            parser.error(f"there is no part {name}; choose from {', '.join(names)}")
-    set_threads(args.threads)
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """A table for each part."""
     measures = lines(2 if args.quick else args.rounds, args.backend, args.quick)
-    for name in args.which or names:
-        rows = collect(measures[name]())
+    for name in args.parts or measures:
         columns = ["tokens" if name == "prompts" else "slots", *COLUMNS]
-        publish(f"{table(columns, rows)}\n\n{note(name, args.backend)}", f"parts-{name}", args.fill)
+        yield Section(f"parts-{name}", [Grid(columns, collect(measures[name]()))], note(name, args.backend))
 
 
-if __name__ == "__main__":
-    main()
+PARTS = [*STEP_CASES, "prompts"]
+TABLE = Table(
+    measure=measure,
+    places={f"parts-{name}": ["docs/benchmarks.md"] for name in PARTS},
+    options=[
+        parts(PARTS),
+        Option("--quick", action="store_true", help="few slots and rounds, to see that it runs"),
+        rounds(15),
+        Option("--backend", default="inductor", help="of torch.compile"),
+        threads(),
+    ],
+)

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.peak`: peak bytes of keys and values during a prefill, over the full cache's.
+"""Peak bytes of keys and values during a prefill, over the full cache's.
 
 An allocator that measures layers must see all of them before it can divide the budget, unless a profile measured them
 before. While they run, layers drop what no division to come can give them, as far as this is known.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 import kvpolicy
 from kvpolicy_eval.bench.models import llama, tokens
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.conversation import run
+from kvpolicy_eval.common.table import Grid, Section, Table
 
 LAYERS = 16
 WIDTH = 128
@@ -45,24 +46,16 @@ def peak(model: Any, policy: str, ids: Tensor) -> tuple[int, int]:
         pending = self.policy_layers[layer_idx].pending
         is_counted = pending is not None and pending.keys.shape[2] == k.shape[2]
         prompt_bytes = 0 if is_counted else k.nbytes + v.nbytes
-        peak_bytes = max(peak_bytes, cache.nbytes + prompt_bytes)
+        peak_bytes = max(peak_bytes, self.nbytes + prompt_bytes)
         return out
 
-    with (
-        mock.patch.object(kvpolicy.PolicyCache, "attend", watched),
-        torch.inference_mode(),
-        kvpolicy.attach(model, policy),
-    ):
-        cache = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=cache, logits_to_keep=1)
+    with mock.patch.object(kvpolicy.PolicyCache, "attend", watched):
+        cache = run(model, policy, [ids]).cache
     return peak_bytes, cache.nbytes
 
 
-def main() -> None:
-    """Print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.peak", description=__doc__)
-    add_fill_argument(parser, "peak")
-    args = parser.parse_args()
+def measure(_: argparse.Namespace) -> Iterator[Section]:
+    """The table."""
     model = llama(layers=LAYERS, hidden=WIDTH)
     ids = tokens(PROMPT)
     full_bytes = 2 * LAYERS * PROMPT * WIDTH * 4
@@ -79,10 +72,8 @@ def main() -> None:
         [name, *(f"{measured[name, selector][0] / full_bytes:.2f}" for selector in SELECTORS)] for name in allocators
     ]
     after = max(end for _, end in measured.values()) / full_bytes
-    heads = [f"peak over `{selector}@{BUDGET}`" for selector in SELECTORS]
-    text = table(["allocator", *heads], rows) + f"\n\nAfter the prefill, every cache holds at most {after:.2f}."
-    publish(text, "peak", args.fill)
+    columns = ["allocator", *(f"peak over `{selector}@{BUDGET}`" for selector in SELECTORS)]
+    yield Section("peak", [Grid(columns, rows)], f"After the prefill, every cache holds at most {after:.2f}.")
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(measure=measure, places={"peak": []})

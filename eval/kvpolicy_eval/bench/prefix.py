@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.prefix`: rows that share the slots of a text, over as many copies of it.
+"""Rows that share the slots of a text, over as many copies of it.
 
 Each row has a question behind the text and generates an answer. Both sides keep the same tokens. What was expected was
 written down before anything was measured.
@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 import kvpolicy
-from kvpolicy import PolicyCache
 from kvpolicy.spec.tables import format_bytes
-from kvpolicy_eval.bench.decode import filled
+from kvpolicy_eval.bench.decode import STEPS, filled, steps
 from kvpolicy_eval.bench.models import llama
-from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
-from kvpolicy_eval.bench.timing import Ratio, compare
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.bench.timing import Ratio, compare, verdict_of
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds, threads, torch_note
 
 LAYERS = 2
 HEADS = 8
@@ -28,8 +25,6 @@ WIDTH = 512
 PREFIX = 4096
 ROWS = 16
 QUESTION = 32
-STEPS = 8
-"""Steps of one measurement."""
 
 BYTES_BAR = 0.15
 TIME_BAR = 0.5
@@ -84,35 +79,29 @@ class Measured(NamedTuple):
     ratio: Ratio
 
 
-def measure(policy: str, prefix: int, rows: int, rounds: int) -> Measured:
+def measure_caches(policy: str, prefix: int, rows: int, rounds: int) -> Measured:
     """Measure the bytes and the eager steps of both caches, after the question."""
     model = llama(LAYERS, WIDTH, HEADS)
     dice = torch.Generator().manual_seed(1)
     question = torch.randint(1, 1024, (rows, QUESTION), generator=dice)
     token = torch.randint(1, 1024, (rows, 1), generator=dice)
-    steps = STEPS * (rounds + 1)
     with torch.inference_mode(), kvpolicy.attach(model, policy):
         text = filled(model, prefix)
         copies = text.fork([0] * rows)
         copies.hold_next()
         shared = text.fork([0] * rows, shared=True)
         for cache in (copies, shared):
-            cache.expect(prefix + QUESTION, steps)
+            cache.expect(prefix + QUESTION, STEPS * (rounds + 1))
             model(question, past_key_values=cache)
-        ratio = compare(lambda: _decode(model, token, copies), lambda: _decode(model, token, shared), rounds)
+        ratio = compare(lambda: steps(model, token, copies), lambda: steps(model, token, shared), rounds)
         seconds = ratio._replace(base=ratio.base / STEPS, ours=ratio.ours / STEPS)
         return Measured(policy, copies.nbytes, shared.nbytes, seconds)
-
-
-def _decode(model: Any, token: Tensor, cache: PolicyCache) -> None:
-    for _ in range(STEPS):
-        model(token, past_key_values=cache)
 
 
 def lines(prefix: int, rows: int, rounds: int) -> Iterator[list[str]]:
     """The rows of the table."""
     for policy, expected in POLICIES.items():
-        _, copies, shared, ratio = measure(policy, prefix, rows, rounds)
+        _, copies, shared, ratio = measure_caches(policy, prefix, rows, rounds)
         part = shared / copies
         yield [
             f"`{policy}`",
@@ -120,34 +109,34 @@ def lines(prefix: int, rows: int, rounds: int) -> Iterator[list[str]]:
             format_bytes(shared),
             f"{expected.nbytes:.2f}x",
             f"{part:.3f}x",
-            f"<= {BYTES_BAR}x: {'pass' if part <= BYTES_BAR else 'miss'}",
+            f"<= {BYTES_BAR}x: {verdict_of(part, BYTES_BAR)}",
             f"{1000 * ratio.base:.2f}",
             f"{1000 * ratio.ours:.2f}",
             f"{expected.seconds:.2f}x",
             str(ratio),
-            f"<= {TIME_BAR}x: {'pass' if ratio.median <= TIME_BAR else 'miss'}",
+            f"<= {TIME_BAR}x: {verdict_of(ratio.median, TIME_BAR)}",
         ]
 
 
-def main() -> None:
-    """Measure, print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.prefix", description=__doc__)
-    parser.add_argument("--prefix", type=int, default=PREFIX, help="tokens of the text")
-    parser.add_argument("--rows", type=int, default=ROWS, help="rows of the batch")
-    parser.add_argument("--rounds", type=int, default=7, help="repetitions of each measurement, at least 2")
-    parser.add_argument("--quick", action="store_true", help="a short text and few rounds, to see that it runs")
-    add_threads_argument(parser)
-    add_fill_argument(parser, "prefix")
-    args = parser.parse_args()
-    set_threads(args.threads)
-    prefix, rounds = (256, 2) if args.quick else (args.prefix, args.rounds)
-    found = collect(lines(prefix, args.rows, rounds))
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table."""
+    prefix, repeats = (256, 2) if args.quick else (args.prefix, args.rounds)
+    rows = collect(lines(prefix, args.rows, repeats))
     note = (
         f"A Llama of {LAYERS} layers, hidden size {WIDTH}, {HEADS} KV heads, fp32, eager: {args.rows} rows behind "
         f"{prefix:,} tokens, each with a question of {QUESTION}; {torch_note()}."
     )
-    publish(f"{table(COLUMNS, found)}\n\n{note}", "prefix", args.fill)
+    yield Section("prefix", [Grid(COLUMNS, rows)], note)
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"prefix": ["docs/benchmarks.md"]},
+    options=[
+        Option("--prefix", type=int, default=PREFIX, help="tokens of the text"),
+        Option("--rows", type=int, default=ROWS, help="rows of the batch"),
+        rounds(7),
+        Option("--quick", action="store_true", help="a short text and few rounds, to see that it runs"),
+        threads(),
+    ],
+)

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.start_file`: what the start-up file of the package adds to a start of Python.
+"""What the start-up file of the package adds to a start of Python.
 
 Each start is a process of its own, which times the line of the file before anything else is imported.
 """
@@ -9,10 +9,11 @@ import argparse
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import kvpolicy_lm_eval
-from kvpolicy_eval.common.markdown import table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table
 
 _CODE = """
 import os, sys, time  # which `site` has imported when it reads the file
@@ -39,17 +40,18 @@ def milliseconds(starts: int, *, installed: bool) -> list[float]:
     return [int(text) / 1e6 for text in done]
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print the median and the quartiles."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.start_file", description=__doc__)
-    parser.add_argument("--starts", type=int, default=50, help="starts of Python for each row")
-    args = parser.parse_args(argv)
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The median and the quartiles."""
     rows: list[list[str]] = []
     for name, installed in (("installed", True), ("not installed", False)):
         low, middle, high = statistics.quantiles(milliseconds(args.starts, installed=installed), n=4)
         rows.append([name, f"{middle:.2f} ({low:.2f} to {high:.2f})"])
-    print(table(["lm-eval", "ms of a start, median (quartiles)"], rows))
+    yield Section("start-file", [Grid(["lm-eval", "ms of a start, median (quartiles)"], rows)])
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"start-file": []},
+    options=[Option("--starts", type=int, default=50, help="starts of Python for each row")],
+    needs="lm-eval",
+)

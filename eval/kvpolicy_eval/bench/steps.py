@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.steps`: times of a decode step, eager and compiled, beside the bytes that it reads.
+"""Times of a decode step, eager and compiled, beside the bytes that it reads.
 
 The first table is of one layer with random tokens, at several numbers of slots. The second one is of an eager step of a
 whole model, beside the stock model with a dynamic cache of the size that is kept.
@@ -29,11 +29,10 @@ from kvpolicy.engine.prompt_statistics import PromptStatistics
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf.layer import make_store
 from kvpolicy.spec.tables import format_bytes
-from kvpolicy_eval.bench.decode import filled
+from kvpolicy_eval.bench import decode
 from kvpolicy_eval.bench.models import llama, tokens
-from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
 from kvpolicy_eval.bench.timing import Ratio, Row, compare
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds, threads, torch_note
 
 HEADS = 8
 DIM = 64
@@ -229,18 +228,13 @@ def measure_model(policy: str, kept: int, rounds: int, steps: int = STEPS) -> Ra
         stock_cache.update(torch.randn(1, HEADS, start, DIM), torch.randn(1, HEADS, start, DIM), layer)
 
     def run_stock() -> None:
-        _decode(stock, token, stock_cache, steps)
+        decode.steps(stock, token, stock_cache, steps)
         stock_cache.crop(-steps)
 
     with torch.inference_mode(), kvpolicy.attach(model, f"{policy}@{kept}"):
-        cache = filled(model, kept + steps)
-        ratio = compare(run_stock, lambda: _decode(model, token, cache, steps), rounds)
+        cache = decode.filled(model, kept + steps)
+        ratio = compare(run_stock, lambda: decode.steps(model, token, cache, steps), rounds)
     return ratio._replace(base=ratio.base / steps, ours=ratio.ours / steps)
-
-
-def _decode(model: torch.nn.Module, token: Tensor, cache: Any, steps: int) -> None:
-    for _ in range(steps):
-        model(token, past_key_values=cache)
 
 
 def model_lines(policies: Sequence[str], sizes: Sequence[int], rounds: int, steps: int) -> Iterator[list[str]]:
@@ -253,31 +247,31 @@ def model_lines(policies: Sequence[str], sizes: Sequence[int], rounds: int, step
             yield [f"`{policy}`", f"{kept:,}", *milliseconds, str(ratio), bar]
 
 
-def main() -> None:
-    """Measure, print the tables, and fill a page with them on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.steps", description=__doc__)
-    parser.add_argument("--only", choices=["layer", "model"], help="measure one table")
-    parser.add_argument("--policies", nargs="*", help="specs without a budget; those of the tables by default")
-    parser.add_argument("--quick", action="store_true", help="few slots and rounds, to see that it runs")
-    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each measurement, at least 2")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    add_threads_argument(parser)
-    add_fill_argument(parser, "steps-layer", "steps-model")
-    args = parser.parse_args()
-    set_threads(args.threads)
-    rounds = 2 if args.quick else args.rounds
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table of a layer, and that of a model."""
+    repeats = 2 if args.quick else args.rounds
     if args.only != "model":
         sizes = (256, 512) if args.quick else SLOTS
-        rows = collect(layer_lines(args.policies or LAYER_POLICIES, sizes, rounds, args.backend))
+        rows = collect(layer_lines(args.policies or LAYER_POLICIES, sizes, repeats, args.backend))
         note = f"One layer of {HEADS} KV heads of {DIM} channels, fp32, {args.backend}; {torch_note()}."
-        publish(f"{table(LAYER_COLUMNS, rows)}\n\n{note}", "steps-layer", args.fill)
+        yield Section("steps-layer", [Grid(LAYER_COLUMNS, rows)], note)
     if args.only != "layer":
         sizes = (256,) if args.quick else KEPT
         steps = 2 if args.quick else STEPS
-        rows = collect(model_lines(args.policies or tuple(MODEL_LIMITS), sizes, rounds, steps))
+        rows = collect(model_lines(args.policies or tuple(MODEL_LIMITS), sizes, repeats, steps))
         note = f"A Llama of {LAYERS} layers, hidden size {HEADS * DIM}, fp32, eager; {torch_note()}."
-        publish(f"{table(MODEL_COLUMNS, rows)}\n\n{note}", "steps-model", args.fill)
+        yield Section("steps-model", [Grid(MODEL_COLUMNS, rows)], note)
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"steps-layer": ["docs/benchmarks.md"], "steps-model": ["docs/benchmarks.md"]},
+    options=[
+        Option("--only", choices=["layer", "model"], help="measure one table"),
+        Option("--policies", nargs="+", help="specs without a budget; those of the tables by default"),
+        Option("--quick", action="store_true", help="few slots and rounds, to see that it runs"),
+        rounds(15),
+        Option("--backend", default="inductor", help="of torch.compile"),
+        threads(),
+    ],
+)

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.throughput`: SqueezeAttention's Table 3 in small, tokens per second over batch sizes.
+"""SqueezeAttention's Table 3 in small, tokens per second over batch sizes.
 
 A model of Mistral's shape, scaled to hidden 1,024 and 8 layers with random weights, in fp32. Each measurement is a
 process of its own, whose memory is limited: weights, cache and activations must fit. The stock cache, dynamic and
@@ -26,8 +26,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 import kvpolicy
 from kvpolicy_eval.bench.floor import Machine, decode_work, measure_machine
-from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, threads, torch_note
 
 PROMPT = 512
 NEW = 1024
@@ -97,7 +96,7 @@ def filled(model: Any, side: str, batch: int, tokens: int) -> Any:
     return cache
 
 
-def measure(model: Any, side: str, batch: int, steps: int, seconds: float) -> Result:
+def measure_side(model: Any, side: str, batch: int, steps: int, seconds: float) -> Result:
     """Time decode steps of a batch in this process.
 
     Args:
@@ -182,8 +181,8 @@ class Runs:
         return self.known[key]
 
     def _run(self, side: str, batch: int, steps: int) -> Result | None:
-        command = [sys.executable, "-m", __spec__.name, "--memory", str(self.memory), "--side", side]
-        command += ["--batch", str(batch), "--steps", str(steps), *self.options]
+        command = [sys.executable, "-m", "kvpolicy_eval.bench", "throughput", "--memory", str(self.memory)]
+        command += ["--side", side, "--batch", str(batch), "--steps", str(steps), *self.options]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode == 0:
             return json.loads(run.stdout.splitlines()[-1])
@@ -241,30 +240,30 @@ def note(runs: Runs, sides: tuple[str, ...], machine: Machine, steps: int) -> st
     )
 
 
-def main() -> None:
-    """Print the table, and fill a page with it on request; or make one measurement in this process."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.throughput", description=__doc__)
-    parser.add_argument("--memory", type=int, default=4 << 30, help="bytes of a process, without its libraries")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps timed at each of three places")
-    parser.add_argument("--seconds", type=float, default=60, help="no further step begins at a place after this time")
-    parser.add_argument("--sides", nargs="+", default=[*STOCK, *POLICIES], help="dynamic, static, and policies")
-    parser.add_argument("--results", type=Path, help="file of results, with which an interrupted run continues")
-    parser.add_argument("--side", help="measure only this one, in this process, and print its result as JSON")
-    parser.add_argument("--batch", type=int, default=1, help="rows of --side")
-    add_threads_argument(parser)
-    add_fill_argument(parser, "throughput")
-    args = parser.parse_args()
-    set_threads(args.threads)
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table; with `--side`, one measurement in this process."""
     if args.side:
         limit_memory(args.memory)
-        print(json.dumps(measure(mistral(), args.side, args.batch, args.steps, args.seconds)))
+        print(json.dumps(measure_side(mistral(), args.side, args.batch, args.steps, args.seconds)))
         return
     machine = measure_machine()
     runs = Runs(args.results, args.memory, ["--seconds", str(args.seconds), "--threads", str(args.threads)])
     sides = tuple(args.sides)
     rows = collect(lines(runs, sides, machine, args.steps))
-    publish("\n\n".join([table(COLUMNS, rows), note(runs, sides, machine, steps=args.steps)]), "throughput", args.fill)
+    yield Section("throughput", [Grid(COLUMNS, rows)], note(runs, sides, machine, steps=args.steps))
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"throughput": ["docs/benchmarks.md"]},
+    options=[
+        Option("--memory", type=int, default=4 << 30, help="bytes of a process, without its libraries"),
+        Option("--steps", type=int, default=STEPS, help="steps timed at each of three places"),
+        Option("--seconds", type=float, default=60, help="no further step begins at a place after this time"),
+        Option("--sides", nargs="+", default=[*STOCK, *POLICIES], help="dynamic, static, and policies"),
+        Option("--results", type=Path, help="file of results, with which an interrupted run continues"),
+        Option("--side", help="measure only this one, in this process, and print its result as JSON"),
+        Option("--batch", type=int, default=1, help="rows of --side"),
+        threads(),
+    ],
+)

@@ -65,7 +65,7 @@ class Row(NamedTuple):
     @property
     def verdict(self) -> str:
         """Whether the median is within the limit."""
-        return _verdict(self.ratio.median, self.limit)
+        return verdict_of(self.ratio.median, self.limit)
 
     @property
     def judged(self) -> str:
@@ -105,7 +105,7 @@ class Quantity(NamedTuple):
     @property
     def verdict(self) -> str:
         """Whether the median is within the limit."""
-        return _verdict(statistics.median(self.values), self.limit)
+        return verdict_of(statistics.median(self.values), self.limit)
 
     def __str__(self) -> str:
         """Median and quartiles."""
@@ -113,7 +113,8 @@ class Quantity(NamedTuple):
         return f"{median} {self.unit} ({low}-{high})"
 
 
-def _verdict(value: float, limit: float | None) -> str:
+def verdict_of(value: float, limit: float | None) -> str:
+    """Whether a value is within its limit: `pass`, `miss`, or nothing without one."""
     if limit is None:
         return ""
     return "pass" if value <= limit else "miss"

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.vllm_documents`: documents in vLLM, at equal memory for the cache.
+"""Documents in vLLM, at equal memory for the cache.
 
 SqueezeAttention's Table 3 in a real engine: what a cache does not hold leaves room for more requests. The embedded
 model `tiny-4k` answers questions about records among source text, in fp32, on one thread. All requests arrive at once.
@@ -27,29 +27,30 @@ import argparse
 import json
 import re
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
-import kvpolicy
-from kvpolicy_eval.bench.output import collect, set_threads
 from kvpolicy_eval.bench.vllm_sides import (
     BLOCK,
-    add_side_arguments,
     blocks_of,
+    check_vllm,
     engine,
     measured_by,
     save_model,
+    side_options,
     versions,
     work_folder,
+    write_result,
 )
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.conversation import run
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect
 from kvpolicy_eval.data import prompts
 from kvpolicy_vllm import prompt, read_document
 
@@ -273,7 +274,7 @@ def prepare(work: Workload, sides: Sequence[Side], folder: Path) -> None:
             asked.append({"document": number, "question": tokens, "answer": answer})
         for policy in dict.fromkeys(side.policy for side in sides):
             if policy is not None:
-                _save(model, ids, policy, document_path(folder, work, policy, number))
+                run(model, policy, [ids]).cache.save(document_path(folder, work, policy, number), tokens=ids)
     # In turns, as requests of many users are: no two about the same document follow each other.
     turns = [asked[at + each * work.questions] for at in range(work.questions) for each in range(work.documents)]
     content = {"work": asdict(work), "texts": texts, "requests": turns}
@@ -285,14 +286,7 @@ def document_path(folder: Path, work: Workload, policy: str, number: int) -> Pat
     return folder / f"{work.name}-{re.sub('[^a-z0-9]+', '-', policy)}-{number}.safetensors"
 
 
-def _save(model: Any, ids: torch.Tensor, policy: str, path: Path) -> None:
-    with torch.inference_mode(), kvpolicy.attach(model, policy):
-        cache = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=cache, logits_to_keep=1)
-        cache.save(path, tokens=ids)
-
-
-def measure(side: Side, name: str, folder: Path, repeats: int) -> Result:
+def measure_side(side: Side, name: str, folder: Path, repeats: int) -> Result:
     """Measure a side in this process, which must have the variables of `vllm_sides.ENVIRONMENT`.
 
     Args:
@@ -433,28 +427,28 @@ def note(work: Workload, repeats: int) -> str:
     )
 
 
-def main() -> None:
-    """Print the tables, and fill a page with them on request; or measure one side in this process."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.vllm_documents", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS], help="tables to make")
-    add_side_arguments(parser, [*SIDES])
-    parser.add_argument("--measure", nargs=3, metavar=("SIDE", "WORKLOAD", "OUT"), help=argparse.SUPPRESS)
-    add_fill_argument(parser, *PLACES.values())
-    args = parser.parse_args()
-    set_threads(1)
-    if find_spec("vllm") is None:
-        parser.error("vLLM is not installed; make an environment with python -m kvpolicy_vllm.env FOLDER")
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The tables that are asked for; with `--measure`, one side in this process."""
+    check_vllm()
+    torch.set_num_threads(1)
     if args.measure:
         side, name, out = args.measure
-        result = measure(SIDES[side], name, args.folder, args.repeats)
-        Path(out).write_text(json.dumps(asdict(result)), encoding="utf-8")
+        write_result(measure_side(SIDES[side], name, args.folder, args.repeats), out)
         return
-    print((__doc__ or "").partition("\n\n")[2], flush=True)
+    print((__doc__ or "").partition("\n\n")[2], file=sys.stderr, flush=True)
     for name in args.only:
         with work_folder(args.folder) as folder:
             rows = collect(lines(WORKLOADS[name], [SIDES[side] for side in args.sides], folder, args.repeats))
-        publish("\n\n".join([table(COLUMNS, rows), note(WORKLOADS[name], args.repeats)]), PLACES[name], args.fill)
+        yield Section(PLACES[name], [Grid(COLUMNS, rows)], note(WORKLOADS[name], args.repeats))
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={place: ["docs/benchmarks.md"] for place in PLACES.values()},
+    options=[
+        Option("--only", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS], help="tables to make"),
+        *side_options([*SIDES]),
+        Option("--measure", nargs=3, metavar=("SIDE", "WORKLOAD", "OUT"), help=argparse.SUPPRESS),
+    ],
+    needs="vLLM",
+)

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.bench.vllm_prompts`: long prompts that vLLM compresses, at equal memory.
+"""Long prompts that vLLM compresses, at equal memory.
 
 64 clients ask at once, each with about 2,048 tokens of its own (records among source text, and a question about one of
 them) and an answer of 128 tokens. The embedded model `tiny-4k` runs in fp32, on one thread. One side is stock vLLM; the
@@ -22,26 +22,29 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvpolicy_eval.bench.output import collect, set_threads
+import torch
+
 from kvpolicy_eval.bench.vllm_documents import Workload
 from kvpolicy_eval.bench.vllm_sides import (
     BLOCK,
-    add_side_arguments,
     blocks_of,
+    check_vllm,
     engine,
     measured_by,
     save_model,
+    side_options,
     versions,
     work_folder,
+    write_result,
 )
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect
 from kvpolicy_vllm.prompts import first_request, second_request
 from kvpolicy_vllm.recipe import Recipe
 
@@ -193,7 +196,7 @@ def prepare(size: Size, folder: Path) -> None:
     (folder / "prompts.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-def measure(side: str, folder: Path, repeats: int) -> Result:
+def measure_side(side: str, folder: Path, repeats: int) -> Result:
     """Measure a side in this process, which must have the variables of `vllm_sides.ENVIRONMENT`.
 
     Args:
@@ -356,29 +359,31 @@ def note(size: Size, repeats: int) -> str:
     )
 
 
-def main() -> None:
-    """Print the table, and fill a page with it on request; or measure one side in this process."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.vllm_prompts", description=__doc__)
-    add_side_arguments(parser, [*SIDES])
-    parser.add_argument("--measure", nargs=2, metavar=("SIDE", "OUT"), help=argparse.SUPPRESS)
-    for name, default in asdict(Size()).items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{name} of the measurement: {default}")
-    add_fill_argument(parser, PLACE)
-    args = parser.parse_args()
-    set_threads(1)
-    if find_spec("vllm") is None:
-        parser.error("vLLM is not installed; make an environment with python -m kvpolicy_vllm.env FOLDER")
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table; with `--measure`, one side in this process."""
+    check_vllm()
+    torch.set_num_threads(1)
     if args.measure:
         side, out = args.measure
-        result = measure(side, args.folder, args.repeats)
-        Path(out).write_text(json.dumps(asdict(result)), encoding="utf-8")
+        write_result(measure_side(side, args.folder, args.repeats), out)
         return
-    print((__doc__ or "").partition("\n\n")[2], flush=True)
+    print((__doc__ or "").partition("\n\n")[2], file=sys.stderr, flush=True)
     size = Size(**{name: getattr(args, name) for name in asdict(Size())})
     with work_folder(args.folder) as folder:
         rows = collect(lines(size, args.sides, folder, args.repeats))
-    publish("\n\n".join([table(COLUMNS, rows), note(size, args.repeats)]), PLACE, args.fill)
+    yield Section(PLACE, [Grid(COLUMNS, rows)], note(size, args.repeats))
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={PLACE: ["docs/benchmarks.md"]},
+    options=[
+        *side_options([*SIDES]),
+        Option("--measure", nargs=2, metavar=("SIDE", "OUT"), help=argparse.SUPPRESS),
+        *(
+            Option(f"--{name}", type=int, default=default, help=f"{name} of the measurement: {default}")
+            for name, default in asdict(Size()).items()
+        ),
+    ],
+    needs="vLLM",
+)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -13,13 +12,16 @@ import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import kvpolicy
+from kvpolicy_eval.common.table import Option, UsageError
 
 MODEL = "tiny-4k"
 BLOCK = 32
@@ -57,12 +59,17 @@ def measured_by(module: str, words: Sequence[str], folder: Path, repeats: int) -
         repeats: How often.
     """
     out = folder / "result.json"
-    command = [sys.executable, "-m", f"kvpolicy_eval.bench.{module}", "--measure", *words, str(out)]
+    command = [sys.executable, "-m", "kvpolicy_eval.bench", module, "--measure", *words, str(out)]
     command += ["--folder", str(folder), "--repeats", str(repeats)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
     return json.loads(out.read_text(encoding="utf-8"))
+
+
+def write_result(result: Any, out: str) -> None:
+    """Write what was measured, a dataclass, for the process that asked for it."""
+    Path(out).write_text(json.dumps(asdict(result)), encoding="utf-8")
 
 
 def save_model(folder: Path) -> tuple[Any, Any]:
@@ -108,11 +115,23 @@ def versions(new: int, repeats: int) -> str:
     )
 
 
-def add_side_arguments(parser: argparse.ArgumentParser, sides: Sequence[str]) -> None:
-    """Add the options that all benchmarks of vLLM have."""
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each side")
-    parser.add_argument("--sides", nargs="+", choices=sides, default=[*sides], help="rows to measure")
-    parser.add_argument("--folder", type=Path, help="where the model and other files go, to keep them")
+def side_options(sides: Sequence[str]) -> list[Option]:
+    """The options that all benchmarks of vLLM have."""
+    return [
+        Option("--repeats", type=int, default=3, help="measurements of each side"),
+        Option("--sides", nargs="+", choices=sides, default=[*sides], help="rows to measure"),
+        Option("--folder", type=Path, help="where the model and other files go, to keep them"),
+    ]
+
+
+def check_vllm() -> None:
+    """Check that vLLM is installed.
+
+    Raises:
+        UsageError: If it is not.
+    """
+    if find_spec("vllm") is None:
+        raise UsageError("vLLM is not installed; make an environment with python -m kvpolicy_vllm.env FOLDER")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from kvpolicy.distortion import Distortion, distortion, group_distortion
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy.protocols import Codec, DiffersByLayer, GroupsLayers, ModelInfo, differs_by_layer
+from kvpolicy_eval.common.conversation import run
 from kvpolicy_eval.data.text import held_out
 
 PROMPT = 448
@@ -152,11 +153,7 @@ class HeldOutText:
             policy: Spec of the policy that is attached.
             sized: The same, with the budget of the cache.
         """
-        found: list[Tensor] = []
-        with kvpolicy.attach(self.model, policy):
-            cache = kvpolicy.PolicyCache(self.model, sized, prompt=PROMPT, new=FOLLOWING)
-            logits = self.model(self.ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1).logits
-            for position in range(PROMPT, PROMPT + FOLLOWING):
-                found.append(logits[:, -1].float())
-                logits = self.model(self.ids[:, position : position + 1], past_key_values=cache).logits
-        return found
+        steps = FOLLOWING - 1  # nothing is predicted behind the last token
+        pieces = self.ids[:, : PROMPT + steps].split([PROMPT] + [1] * steps, 1)
+        trace = run(self.model, policy, pieces, sized, prompt=PROMPT, new=FOLLOWING)
+        return [logits.float() for logits in trace.logits]

@@ -76,33 +76,26 @@ def fill(page: Path, name: str, text: str) -> None:
     page.write_text(_place(name).sub(lambda match: f"{match[1]}{text}\n{match[2]}", content), encoding="utf-8")
 
 
-def add_fill_argument(parser: argparse.ArgumentParser, *names: str, several: bool = False) -> None:
+def add_fill_argument(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add `--fill` to a command that prints tables.
 
     Args:
         parser: Of the command.
         names: Of the places that the command fills.
-        several: Whether the option takes more than one page.
     """
-    pages = "pages" if several else "page"
     tables = "table" if len(names) == 1 else "tables"
-    text = f"{pages} to write the {tables} to, between the comments 'table:NAME' and '/table'; NAME: {', '.join(names)}"
-    if several:
-        parser.add_argument("--fill", type=Path, nargs="+", default=[], metavar="PAGE", help=text)
-    else:
-        parser.add_argument("--fill", type=Path, metavar="PAGE", help=text)
+    text = f"page to write the {tables} to, between the comments 'table:NAME' and '/table'; NAME: {', '.join(names)}"
+    parser.add_argument("--fill", type=Path, metavar="PAGE", help=text)
 
 
-def publish(text: str, name: str, pages: Path | Sequence[Path] | None) -> None:
-    """Print a table, and put it into the pages of `--fill`.
+def publish(text: str, name: str, page: Path | None) -> None:
+    """Print a table, and put it into the page of `--fill`.
 
     Raises:
-        ValueError: If a page has no place for it; then none is written.
+        ValueError: If the page has no place for it.
     """
     print(text, flush=True)
-    filled = [pages] if isinstance(pages, Path) else pages or ()
-    check_places(filled, name)
-    for page in filled:
+    if page is not None:
         fill(page, name, text)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy.hf.adapters import KVPressScorer
+from kvpolicy_eval.common.conversation import run
 from kvpolicy_eval.peers.side import NOT_INSTALLED, Answer, Side, serve, storage_bytes
 from kvpolicy_eval.peers.stock import QUANTIZERS, is_quantized, stock_cache
 
@@ -55,9 +56,7 @@ class Ours(Side):
 
     def kept(self, ids: list[list[int]], method: str, keep: int) -> Answer:
         """Kept positions of a prompt, by layer and KV head."""
-        with kvpolicy.attach(self.model, policy_of(method, keep)):
-            cache = kvpolicy.PolicyCache(self.model)
-            self.model(torch.tensor(ids), past_key_values=cache, logits_to_keep=1)
+        cache = run(self.model, policy_of(method, keep), [torch.tensor(ids)]).cache
         return {"kept": [[_occupied(head) for head in layer.positions[0]] for layer in cache.policy_layers]}
 
     def answer(self, ids: list[list[int]], method: str, limit: int | None, new: int, after: int = 0) -> Answer:
@@ -105,21 +104,15 @@ class Ours(Side):
             yield kvpolicy.PolicyCache(self.model, prompt=prompt, new=new)
 
     def _trap_sinks(self, ids: list[int], steps: int, keep: int) -> Answer:
-        with kvpolicy.attach(self.model, policy_of("streaming:sinks=4", keep)):
-            cache = kvpolicy.PolicyCache(self.model)
-            self.model(torch.tensor([ids]), past_key_values=cache)
-            for step in range(steps):
-                self.model(torch.tensor([[step % 500 + 3]]), past_key_values=cache)
+        pieces = [torch.tensor([ids]), *(torch.tensor([[step % 500 + 3]]) for step in range(steps))]
+        cache = run(self.model, policy_of("streaming:sinks=4", keep), pieces).cache
         heads = [_occupied(head) for layer in cache.policy_layers for head in layer.positions[0]]
         kept = [sum(sink in positions for sink in range(4)) for positions in heads]
         return {"value": min(kept), "of": 4, "held": cache.policy_layers[0].positions.shape[-1]}
 
     def _trap_chunks(self, ids: list[int], chunk: int, method: str) -> Answer:
-        row = torch.tensor([ids])
-        with kvpolicy.attach(self.model, policy_of(method, 0.5)):
-            cache = kvpolicy.PolicyCache(self.model, prompt=len(ids))
-            for start in range(0, len(ids), chunk):
-                self.model(row[:, start : start + chunk], past_key_values=cache)
+        pieces = torch.tensor([ids]).split(chunk, 1)
+        cache = run(self.model, policy_of(method, 0.5), pieces, prompt=len(ids)).cache
         return {"value": int((cache.policy_layers[0].positions[0, 0] >= 0).sum()), "of": len(ids) // 2}
 
     def _trap_two(self, first: list[int], second: list[int], method: str) -> Answer:
@@ -149,9 +142,7 @@ class Ours(Side):
         return {"value": held, "of": len(ids) // 2}
 
     def _trap_bytes(self, ids: list[int], method: str) -> Answer:
-        with kvpolicy.attach(self.model, policy_of(method, 0.5)):
-            cache = kvpolicy.PolicyCache(self.model, prompt=len(ids), new=0)
-            self.model(torch.tensor([ids]), past_key_values=cache)
+        cache = run(self.model, policy_of(method, 0.5), [torch.tensor([ids])], prompt=len(ids), new=0).cache
         return {"value": storage_bytes(list(cache.policy_layers)) / cache.full_nbytes}
 
 

@@ -10,9 +10,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-import kvpolicy
 from kvpolicy import registry
-from kvpolicy_eval.pictures.scene import BUDGET, RETRIEVES, embedded, scene
+from kvpolicy_eval.pictures.scene import BUDGET, RETRIEVES, cache_under, scene
 from kvpolicy_eval.pictures.selectors import AXIS, figure
 from kvpolicy_eval.pictures.style import BLUE, GREY, ORANGE, Draw
 
@@ -27,15 +26,9 @@ def changes(policy: str) -> tuple[Tensor, Tensor]:
 
     A value's change is relative to its norm; both are 0 where a head does not keep a position.
     """
-    model, _ = embedded()
     length = scene().length
-    stores: list[Any] = []
-    for spec in (f"{SELECTOR}@1.0", policy):
-        with kvpolicy.attach(model, spec):
-            cache = kvpolicy.PolicyCache(model)
-            model(scene().ids, past_key_values=cache, logits_to_keep=1)
-            stores.append(cache.policy_layers[RETRIEVES].store.tensors)
-    full, merged = stores
+    caches = (cache_under(f"{SELECTOR}@1.0"), cache_under(policy))
+    full, merged = (cache.policy_layers[RETRIEVES].store.tensors for cache in caches)
     positions = merged.positions[0].long()
     counts = torch.zeros_like(positions, dtype=torch.float32) if merged.log_counts is None else merged.log_counts[0]
     index = positions.clamp_min(0)

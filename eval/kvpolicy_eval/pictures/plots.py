@@ -15,8 +15,9 @@ from kvpolicy.hf.embedded import config_of
 from kvpolicy.reporting import plots
 from kvpolicy.reporting.token_spans import pieces
 from kvpolicy_eval.common.accuracy import TaskEvaluator
+from kvpolicy_eval.common.conversation import run
 from kvpolicy_eval.data.prompts import recall
-from kvpolicy_eval.pictures.scene import BUDGET, SEED, embedded, scene
+from kvpolicy_eval.pictures.scene import BUDGET, SEED, cache_under, embedded
 from kvpolicy_eval.pictures.style import Draw
 
 POLICY = f"squeeze+snapkv@{BUDGET}"
@@ -32,28 +33,13 @@ DOCS = 16
 """Prompts per task."""
 
 
-@functools.cache
-@torch.inference_mode()
-def cache_under(policy: str) -> Any:
-    """The cache after the scene's prompt."""
-    model, _ = embedded()
-    with kvpolicy.attach(model, policy):
-        cache = kvpolicy.PolicyCache(model, new=len(scene().answer))
-        model(scene().ids, past_key_values=cache, logits_to_keep=1)
-    return cache
-
-
-@torch.inference_mode()
 def similarity() -> Figure:
     """Cosines of the layers on the first prompt of each task."""
     evaluator = task_evaluator()
     rows: list[Any] = []
-    with kvpolicy.attach(evaluator.model, "squeeze+window@1.0"):
-        for prompts in evaluator.prompts.values():
-            cache = kvpolicy.PolicyCache(evaluator.model)
-            ids = evaluator.tokenizer(prompts[0][0], return_tensors="pt").input_ids
-            evaluator.model(ids, past_key_values=cache)
-            rows += cache.cosines().tolist()
+    for prompts in evaluator.prompts.values():
+        ids = evaluator.tokenizer(prompts[0][0], return_tensors="pt").input_ids
+        rows += run(evaluator.model, "squeeze+window@1.0", [ids]).cache.cosines().tolist()
     return plots.layer_similarity(rows, names=list(evaluator.prompts))
 
 

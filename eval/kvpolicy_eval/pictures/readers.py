@@ -10,10 +10,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-import kvpolicy
 from kvpolicy import registry
 from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.reading import Chosen
+from kvpolicy_eval.common.conversation import run
 from kvpolicy_eval.pictures.scene import Kept, embedded, scene
 from kvpolicy_eval.pictures.selectors import AXIS, layers, parts
 from kvpolicy_eval.pictures.style import VERMILION, Draw, blank
@@ -48,17 +48,14 @@ def read(policy: str) -> tuple[Tensor, int]:
     watched: Any = IndexReader
     watched._read = note
     try:
-        with kvpolicy.attach(model, policy):
-            cache = kvpolicy.PolicyCache(model, new=1)
-            model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
-            model(ids[:, -1:], past_key_values=cache)
-            share = torch.ones(len(cache.layers), ids.shape[1])
-            for layer in cache.policy_layers:
-                if layer.layer_idx in chosen:
-                    share[layer.layer_idx] = _share(layer.positions[0], chosen[layer.layer_idx], ids.shape[1])
-            report = cache.report()
+        cache = run(model, policy, [ids[:, :-1], ids[:, -1:]], new=1).cache
     finally:
         watched._read = find
+    share = torch.ones(len(cache.layers), ids.shape[1])
+    for layer in cache.policy_layers:
+        if layer.layer_idx in chosen:
+            share[layer.layer_idx] = _share(layer.positions[0], chosen[layer.layer_idx], ids.shape[1])
+    report = cache.report()
     return share, round(100 * report.moved / report.all_moved)
 
 

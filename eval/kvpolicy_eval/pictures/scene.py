@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
+from kvpolicy_eval.common.conversation import run
 from kvpolicy_eval.data import prompts
 
 SEED = 6
@@ -87,11 +88,10 @@ def kept(policy: str) -> Kept:
     """Run the scene under a policy: inspect the cache after the prompt, then generate the answer."""
     model, tokenizer = embedded()
     prompt = scene()
+    cache = cache_under(policy)
+    layers = [_inspect(layer.store, prompt.length) for layer in cache.policy_layers]
+    budgets = [int(layer.budget[0].clamp_max(prompt.length)) for layer in cache.policy_layers]
     with kvpolicy.attach(model, policy):
-        cache = kvpolicy.PolicyCache(model, new=len(prompt.answer))
-        model(prompt.ids, past_key_values=cache, logits_to_keep=1)
-        layers = [_inspect(layer.store, prompt.length) for layer in cache.policy_layers]
-        budgets = [int(layer.budget[0].clamp_max(prompt.length)) for layer in cache.policy_layers]
         out = model.generate(prompt.ids, max_new_tokens=len(prompt.answer), do_sample=False)
     share, mark, score = (torch.stack(rows) for rows in zip(*layers, strict=True))
     completion = tokenizer.decode(out[0, prompt.length :], skip_special_tokens=True)
@@ -99,24 +99,20 @@ def kept(policy: str) -> Kept:
 
 
 @functools.cache
-@torch.inference_mode()
+def cache_under(policy: str) -> kvpolicy.PolicyCache:
+    """The cache after the scene's prompt, with capacity for the answer."""
+    model, _ = embedded()
+    return run(model, policy, [scene().ids], new=len(scene().answer)).cache
+
+
 def cosines() -> list[float]:
     """Cosine of each layer that `squeeze` measures on the scene."""
-    model, _ = embedded()
-    with kvpolicy.attach(model, f"squeeze+window@{BUDGET}"):
-        cache = kvpolicy.PolicyCache(model)
-        model(scene().ids, past_key_values=cache, logits_to_keep=1)
-        return cache.cosines()[0].tolist()
+    return cache_under(f"squeeze+window@{BUDGET}").cosines()[0].tolist()
 
 
-@torch.inference_mode()
 def heads_of(policy: str) -> list[list[int]]:
     """Tokens that each KV head of every layer keeps of the scene."""
-    model, _ = embedded()
-    with kvpolicy.attach(model, policy):
-        cache = kvpolicy.PolicyCache(model)
-        model(scene().ids, past_key_values=cache, logits_to_keep=1)
-        return [layer.store.geometry.tokens_by_head()[0].tolist() for layer in cache.policy_layers]
+    return [layer.store.geometry.tokens_by_head()[0].tolist() for layer in cache_under(policy).policy_layers]
 
 
 def _inspect(store: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:

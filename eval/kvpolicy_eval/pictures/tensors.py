@@ -13,6 +13,7 @@ import kvpolicy
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import rope_of
+from kvpolicy_eval.common.conversation import run
 from kvpolicy_eval.data.text import held_out
 
 PROMPT = 448
@@ -69,13 +70,9 @@ def after(policy: str, steps: int = 0, new: int = 1) -> LayerStore:
         new: New tokens that the cache has capacity for.
     """
     model, ids = embedded()
-    with kvpolicy.attach(model, policy), torch.inference_mode():
-        policy_cache = kvpolicy.PolicyCache(model, policy, prompt=PROMPT, new=new)
-        model(ids[:, :PROMPT], past_key_values=policy_cache)
-        for position in range(PROMPT, PROMPT + steps):
-            model(ids[:, position : position + 1], past_key_values=policy_cache)
-        layers: Any = policy_cache.layers
-        return layers[LAYER].store
+    pieces = ids[:, : PROMPT + steps].split([PROMPT] + [1] * steps, 1)
+    layers: Any = run(model, policy, pieces, prompt=PROMPT, new=new).cache.layers
+    return layers[LAYER].store
 
 
 def by_position(layer: LayerStore, per_slot: Tensor, head: int = HEAD, missing: float = torch.nan) -> Tensor:

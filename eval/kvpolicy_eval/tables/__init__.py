@@ -1,1 +1,1 @@
-"""Commands that print the measured tables of the documentation, and put them into its pages."""
+"""Measured tables of the documentation, which one command prints and puts into its pages."""

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.tables.acceptance`: how many drafts of a policy the full cache accepts, by budget.
+"""How many drafts of a policy the full cache accepts, by budget.
 
 The embedded model drafts with a cache under the policy, and verifies with the full cache: see `kvpolicy.speculate`. It
 continues held-out text, whose continuation depends on what the policy kept. No speed is measured.
@@ -7,14 +7,14 @@ continues held-out text, whose continuation depends on what the policy kept. No 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, only
 from kvpolicy_eval.data.text import held_out
 
 POLICIES = ["window", "streaming", "h2o", "snapkv"]
@@ -50,36 +50,34 @@ def acceptance(model: Any, policy: str, rows: Tensor, gamma: int) -> tuple[float
     return accepted / max(drafted, 1), (accepted + rounds) / max(rounds, 1)
 
 
-def page(model: Any, rows: Tensor, policies: Sequence[str], budgets: Sequence[float], gamma: int) -> str:
-    """The table, and how it was measured."""
-    lines: list[list[str]] = []
-    for policy in policies:
-        cells: list[str] = []
-        for budget in budgets:
-            fraction, tokens = acceptance(model, f"{policy}@{budget}", rows, gamma)
-            cells.append(f"{fraction:.2f} ({tokens:.1f})")
-        lines.append([f"`{policy}`", *cells])
+def line(model: Any, policy: str, rows: Tensor, budgets: Sequence[float], gamma: int) -> list[str]:
+    """The row of a policy."""
+    measured = [acceptance(model, f"{policy}@{budget}", rows, gamma) for budget in budgets]
+    return [f"`{policy}`", *(f"{fraction:.2f} ({tokens:.1f})" for fraction, tokens in measured)]
+
+
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table."""
+    model, tokenizer = kvpolicy.tiny(torch.float32)
+    rows = prompts(tokenizer, args.n)
+    columns = ["policy", *(f"budget {budget}" for budget in args.budgets)]
+    lines = [line(model, policy, rows, args.budgets, args.gamma) for policy in args.only]
     note = (
-        f"Fraction of {gamma} drafts a round that the full cache accepted, and in parentheses the new tokens for each "
-        f"of its forwards; greedy, {NEW} tokens behind {PROMPT} tokens of held-out text, {len(rows)} texts, "
+        f"Fraction of {args.gamma} drafts a round that the full cache accepted, and in parentheses the new tokens for "
+        f"each of its forwards; greedy, {NEW} tokens behind {PROMPT} tokens of held-out text, {len(rows)} texts, "
         f"{str(model.dtype).removeprefix('torch.')}."
     )
-    return "\n\n".join([table(["policy", *(f"budget {budget}" for budget in budgets)], lines), note])
+    yield Section("acceptance", [Grid(columns, lines)], note)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.acceptance", description=__doc__)
-    parser.add_argument("--n", type=int, default=2, help="texts")
-    parser.add_argument("--gamma", type=int, default=4, help="tokens to draft before each verification")
-    parser.add_argument("--only", nargs="+", default=POLICIES, metavar="POLICY", help="specs without budgets")
-    parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, help="fractions of the prompt")
-    add_fill_argument(parser, "acceptance")
-    args = parser.parse_args(argv)
-    model, tokenizer = kvpolicy.tiny(torch.float32)
-    text = page(model, prompts(tokenizer, args.n), args.only, args.budgets, args.gamma)
-    publish(text, "acceptance", args.fill)
-
-
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"acceptance": ["docs/guide/speculation.md"]},
+    options=[
+        Option("--n", type=int, default=2, help="texts"),
+        Option("--gamma", type=int, default=4, help="tokens to draft before each verification"),
+        only("POLICY", POLICIES),
+        Option("--budgets", nargs="+", type=float, default=BUDGETS, help="fractions of the prompt"),
+    ],
+    needs="the embedded model",
+)

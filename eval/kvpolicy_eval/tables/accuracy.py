@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.tables.accuracy`: accuracy of the embedded model by policy and budget.
+"""Accuracy of the embedded model by policy and budget.
 
 The first table has means over the tasks, the second one every task at one budget. See `kvpolicy_eval.common.accuracy`
 for what is measured.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 from kvpolicy_eval.common.accuracy import TaskEvaluator, mean
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, prompts
 
 SELECTORS = ["window", "streaming", "h2o", "snapkv", "tova", "kvcrush/snapkv"]
 ALLOCATORS = ["", "squeeze+"]
@@ -28,7 +27,7 @@ def policies() -> Iterable[tuple[str, list[str]]]:
             yield f"{allocator}{selector}", [f"{allocator}{selector}@{budget}" for budget in BUDGETS]
 
 
-def measure(evaluator: TaskEvaluator) -> tuple[str, str]:
+def grids(evaluator: TaskEvaluator) -> tuple[Grid, Grid]:
     """The table of means over tasks by budget, and the table of every task at one budget."""
     accuracy, byte_share = evaluator.accuracy("full")
     means = [["`full`", *[f"{mean(accuracy):.2f}"] * len(BUDGETS), f"{byte_share:.2f}"]]
@@ -44,30 +43,30 @@ def measure(evaluator: TaskEvaluator) -> tuple[str, str]:
         means.append([f"`{name}`", *cells, f"{byte_share:.2f}"])
     budgets = [f"budget {budget:.0%}" for budget in BUDGETS]
     names = ["policy", *budgets, f"bytes held at {BUDGETS[-1]:.0%}, of the full cache"]
-    return table(names, means), table(["policy", *evaluator.prompts], by_task)
+    return Grid(names, means), Grid(["policy", *evaluator.prompts], by_task)
 
 
 def _task_row(policy: str, accuracy: dict[str, float]) -> list[str]:
     return [f"`{policy}`", *(f"{value:.2f}" for value in accuracy.values())]
 
 
-def main() -> None:
-    """Print both tables, and fill pages with them on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.accuracy", description=__doc__)
-    parser.add_argument("--n", type=int, default=32, help="prompts per task")
-    parser.add_argument("--length", type=int, default=512, choices=[512, 1024], help="rough prompt length in tokens")
-    add_fill_argument(parser, "embedded", several=True)
-    parser.add_argument("--fill-tasks", type=Path, metavar="PAGE", help="page to write the second table to")
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """Both tables."""
     evaluator = TaskEvaluator(args.n, args.length)
-    means, by_task = measure(evaluator)
-    means += (
-        f"\n\nMean exact match over {', '.join(evaluator.prompts)}; {args.n} prompts of about {args.length} tokens."
+    means, by_task = grids(evaluator)
+    tasks = ", ".join(evaluator.prompts)
+    yield Section(
+        "embedded", [means], f"Mean exact match over {tasks}; {args.n} prompts of about {args.length} tokens."
     )
-    publish(means, "embedded", args.fill)
-    print()
-    publish(by_task, "tasks", args.fill_tasks)
+    yield Section("tasks", [by_task])
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"embedded": ["docs/model-card.md"], "tasks": ["docs/model-card.md"]},
+    options=[
+        prompts(32),
+        Option("--length", type=int, default=512, choices=[512, 1024], help="rough prompt length in tokens"),
+    ],
+    needs="the embedded model",
+)

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.tables.answers`: answers at equal bytes, by the place of the question.
+"""Answers at equal bytes, by the place of the question.
 
 Selectors, the same with budgets by head, mergers, and readers on the embedded model. The question is inside the prompt
 that is compressed, or is fed to the compressed cache, or is a second one: see `kvpolicy_eval.data.modes`. Selectors and
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 
 import kvpolicy
 from kvpolicy.policy import TunedPolicy
 from kvpolicy_eval.common.accuracy import mean
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.common.measure import Bench, Result
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, byte_shares, only, prompts, results_folder
 from kvpolicy_eval.data.modes import MODES
 
 BASES = ["snapkv", "h2o", "kvzip"]
@@ -95,7 +94,7 @@ def _moved(policy: str, byte_share: float | None) -> float:
 
 def answers(
     bench: Bench, policies: Sequence[str], byte_share: float | None, tasks: Sequence[str], shown: Sequence[str] = SHOWN
-) -> str:
+) -> Grid:
     """A table of policies, after the full cache.
 
     Args:
@@ -114,28 +113,13 @@ def answers(
             lines.append(line(bench, policy, byte_share, tasks, shown))
         except ValueError as error:
             print(f"{policy} at {title}: {error}", file=sys.stderr)
-    return table(names, lines)
+    return Grid(names, lines)
 
 
 def _reads_part(spec: str) -> bool:
     """Whether a policy has a reader; one from a file is compared at equal bytes, whatever its layers read."""
     policy = kvpolicy.Policy.parse(spec)
     return not isinstance(policy, TunedPolicy) and policy.reads_part
-
-
-def page(
-    bench: Bench,
-    policies: Sequence[str],
-    byte_shares: Sequence[float],
-    tasks: Sequence[str],
-    shown: Sequence[str] = SHOWN,
-) -> str:
-    """All tables, and how they were measured."""
-    readers = [spec for spec in policies if _reads_part(spec)]
-    others = [policy for policy in policies if policy not in readers]
-    parts = [answers(bench, others, share, tasks, shown) for share in byte_shares if others]
-    parts += [answers(bench, readers, None, tasks, shown)] if readers else []
-    return "\n\n".join([*parts, note(bench, tasks)])
 
 
 def note(bench: Bench, tasks: Sequence[str]) -> str:
@@ -152,25 +136,28 @@ def note(bench: Bench, tasks: Sequence[str]) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print the tables, and fill a page with them on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.answers", description=__doc__)
-    parser.add_argument("--n", type=int, default=32, help="prompts per task")
-    parser.add_argument("--only", nargs="+", metavar="POLICY", help="specs without budgets to measure instead of all")
-    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS, help="tasks; all by default")
-    parser.add_argument(
-        "--shares", nargs="+", type=float, default=BYTE_SHARES, help="fractions of the full cache's bytes"
-    )
-    parser.add_argument("--cache", type=Path, help="folder for results, with which an interrupted run continues")
-    parser.add_argument("--means", action="store_true", help="leave out the columns of single tasks")
-    parser.add_argument("--saved", action="store_true", help="save every compressed cache, and let the file answer")
-    add_fill_argument(parser, "answers")
-    args = parser.parse_args(argv)
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """A table for each budget, and one of readers."""
     bench = Bench(args.n, torch.float32, args.cache, saved=args.saved)
+    readers = [spec for spec in args.only if _reads_part(spec)]
+    others = [policy for policy in args.only if policy not in readers]
     shown = [] if args.means else SHOWN
-    text = page(bench, args.only or [*selections(), *readings()], args.shares, args.tasks, shown)
-    publish(text, "answers-saved" if args.saved else "answers", args.fill)
+    grids = [answers(bench, others, share, args.tasks, shown) for share in args.shares if others]
+    grids += [answers(bench, readers, None, args.tasks, shown)] if readers else []
+    yield Section("answers-saved" if args.saved else "answers", grids, note(bench, args.tasks))
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"answers": ["docs/model-card.md"], "answers-saved": ["docs/guide/files.md"]},
+    options=[
+        prompts(32),
+        only("POLICY", [*selections(), *readings()]),
+        Option("--tasks", nargs="+", default=TASKS, choices=TASKS, help="tasks; all by default"),
+        byte_shares(BYTE_SHARES),
+        results_folder(),
+        Option("--means", action="store_true", help="leave out the columns of single tasks"),
+        Option("--saved", action="store_true", help="save every compressed cache, and let the file answer"),
+    ],
+    needs="the embedded model",
+)

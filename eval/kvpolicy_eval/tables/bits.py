@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.tables.bits`: bits per element of every codec, at three prompt lengths.
+"""Bits per element of every codec, at three prompt lengths.
 
 Everything in the cache counts: codes, scales, zero points, positions, statistics, full-precision buffers, atoms and
 the padding of packed integers. Calibrated tensors belong to the model and have a separate column. Sizes are those
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,8 +20,8 @@ import torch
 import kvpolicy
 from kvpolicy import Policy
 from kvpolicy_eval.common.codecs import CODECS, groups_layers, with_ranking
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.common.synthetic import one_layer_config, with_random_calibration
+from kvpolicy_eval.common.table import Grid, Option, Section, Table
 
 LENGTHS = [1024, 4096, 32768]
 
@@ -73,18 +74,18 @@ def rows(config: Any, codecs: list[str]) -> list[list[str]]:
     return lines
 
 
-def main() -> None:
-    """Print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.bits", description=__doc__)
-    parser.add_argument("--heads", type=int, default=8, help="KV heads")
-    parser.add_argument("--head-dim", type=int, default=128, help="size of a head")
-    add_fill_argument(parser, "bits")
-    args = parser.parse_args()
-    names = ["codec", *(f"{tokens:,} tokens" for tokens in LENGTHS), "coded tokens alone", "the model's own bytes"]
-    text = table(names, rows(one_layer_config(args.heads, args.head_dim), CODECS))
-    text += f"\n\nBits per number of one layer with {args.heads} KV heads of {args.head_dim}, one row, bf16."
-    publish(text, "bits", args.fill)
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table."""
+    columns = ["codec", *(f"{tokens:,} tokens" for tokens in LENGTHS), "coded tokens alone", "the model's own bytes"]
+    note = f"Bits per number of one layer with {args.heads} KV heads of {args.head_dim}, one row, bf16."
+    yield Section("bits", [Grid(columns, rows(one_layer_config(args.heads, args.head_dim), CODECS))], note)
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"bits": ["docs/guide/codecs.md"]},
+    options=[
+        Option("--heads", type=int, default=8, help="KV heads"),
+        Option("--head-dim", type=int, default=128, help="size of a head"),
+    ],
+)

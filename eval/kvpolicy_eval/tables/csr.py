@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.tables.csr`: CSR on the embedded model, other codecs, and the ablations of its paper.
+"""CSR on the embedded model, other codecs, and the ablations of its paper.
 
 Every token is kept, and all but a short full-precision buffer is encoded. Columns: bits per element of encoded tokens
 and of the whole cache, error of keys and values on held-out text, accuracy, perplexity. The table `trained` first
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +23,7 @@ from kvpolicy.calibration import Dictionaries, Training, calibrate_csr, read_tex
 from kvpolicy_eval.common.accuracy import TaskEvaluator, mean
 from kvpolicy_eval.common.codecs import short_windows, with_ranking
 from kvpolicy_eval.common.heldout import HeldOutText
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, parts, prompts
 from kvpolicy_eval.train.calibration_text import write_texts
 
 PROMPT = 512
@@ -65,7 +65,7 @@ class Measurements:
         by_kind = plan.by_kind()
         encoded = sum(plan.layers[0].layout.coded) * elements
         accuracy, _ = self.evaluator.accuracy(policy)
-        cells = [
+        return [
             f"`{policy}`",
             f"{8 * (by_kind['codes'] + by_kind['scales']) / encoded:.2f}" if encoded else "16",
             f"{8 * plan.nbytes / (PROMPT * elements):.2f}",
@@ -74,8 +74,6 @@ class Measurements:
             f"{mean(accuracy):.2f}",
             f"{self.text.perplexity(policy):.2f}",
         ]
-        print("  ".join(cells), file=sys.stderr, flush=True)
-        return cells
 
 
 def _csr_8(**options: Any) -> str:
@@ -105,48 +103,43 @@ def train(folder: Path, atoms: int, diversity: float) -> str:
     return str(out)
 
 
-def compare_codecs(measurements: Measurements, _: Path) -> list[list[str]]:
+def compare_codecs(measurements: Measurements, _: Path) -> Iterator[list[str]]:
     """CSR of every size on rotated and unrotated keys, and other codecs."""
     codecs = [with_ranking(short_windows(codec)) for codec in [*CSR_SPECS, *PACKED_SPECS, *OTHER_SPECS]]
-    return [measurements.line(policy) for policy in ["full", *codecs]]
+    yield from map(measurements.line, ["full", *codecs])
 
 
-def compare_parts(measurements: Measurements, _: Path) -> list[list[str]]:
+def compare_parts(measurements: Measurements, _: Path) -> Iterator[list[str]]:
     """Chunks of a value, and atoms from the prompt."""
-    policies = [short_windows(codec) for codec in CHUNK_SPECS] + [
-        _csr_8(prompt_atoms=tokens) for tokens in PROMPT_ATOMS
-    ]
-    return [measurements.line(policy) for policy in policies]
+    yield from map(measurements.line, map(short_windows, CHUNK_SPECS))
+    yield from (measurements.line(_csr_8(prompt_atoms=tokens)) for tokens in PROMPT_ATOMS)
 
 
-def compare_dictionaries(measurements: Measurements, folder: Path) -> list[list[str]]:
+def compare_dictionaries(measurements: Measurements, folder: Path) -> Iterator[list[str]]:
     """Sizes of the dictionary, and one size without the diversity term."""
-    lines: list[list[str]] = []
     for atoms, diversity in [*((atoms, 0.1) for atoms in DICTIONARY_SIZES), (512, 0.0)]:
         policy = _csr_8(dictionary=train(folder, atoms, diversity))
-        lines.append([f"{atoms} atoms, diversity {diversity:g}", *measurements.line(policy)[1:]])
-    return lines
+        yield [f"{atoms} atoms, diversity {diversity:g}", *measurements.line(policy)[1:]]
 
 
-TABLES = {"csr": compare_codecs, "parts": compare_parts, "trained": compare_dictionaries}
+PARTS = {"csr": compare_codecs, "parts": compare_parts, "trained": compare_dictionaries}
 
 
-def main() -> None:
-    """Print the tables, and fill a page with them on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.csr", description=__doc__)
-    parser.add_argument("tables", nargs="*", default=list(TABLES), help="csr, parts, trained; all by default")
-    parser.add_argument("--n", type=int, default=4, help="prompts per task")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("csr-dictionaries"), help="output folder of trained dictionaries"
-    )
-    add_fill_argument(parser, *TABLES)
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """A table for each part."""
     measurements = Measurements(args.n)
-    for name in args.tables:
-        text = table(COLUMNS, TABLES[name](measurements, args.folder))
-        text += f"\n\n{args.n} prompts of about 512 tokens a task; bits of 512 tokens, bf16; every token kept."
-        publish(text, name, args.fill)
+    note = f"{args.n} prompts of about 512 tokens a task; bits of 512 tokens, bf16; every token kept."
+    for name in args.parts or PARTS:
+        yield Section(name, [Grid(COLUMNS, collect(PARTS[name](measurements, args.folder)))], note)
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={name: ["docs/methods/csr.md"] for name in PARTS},
+    options=[
+        parts(list(PARTS)),
+        prompts(4),
+        Option("--folder", type=Path, default=Path("csr-dictionaries"), help="output folder of trained dictionaries"),
+    ],
+    needs="the embedded model",
+)

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.tables.frontier`: at equal bytes, more tokens or more precision?
+"""At equal bytes, more tokens or more precision?
 
 Every codec gets the same fraction of the full cache's bytes on the embedded model, and one selector keeps the tokens
 that fit. Columns: tokens kept, error of keys and values, accuracy, perplexity.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -16,7 +17,7 @@ import kvpolicy
 from kvpolicy_eval.common.accuracy import TaskEvaluator, mean
 from kvpolicy_eval.common.codecs import selector_for, short_windows
 from kvpolicy_eval.common.heldout import FOLLOWING, PROMPT, ROWS, HeldOutText
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, byte_shares, collect, prompts
 
 BYTE_SHARES = [0.2, 0.1]
 CODECS = [
@@ -81,54 +82,42 @@ def line(evaluator: TaskEvaluator, text: HeldOutText, codec: str, byte_share: fl
     ]
 
 
-def frontier(
-    evaluator: TaskEvaluator, text: HeldOutText, codecs: list[str], byte_shares: list[float], selector: str
-) -> str:
-    """The table; a codec has no row at sizes that its smallest layout exceeds."""
+def lines(
+    evaluator: TaskEvaluator, text: HeldOutText, codecs: list[str], shares: list[float], selector: str
+) -> Iterator[list[str]]:
+    """The rows; a codec has none at sizes that its smallest layout exceeds."""
     accuracy, _ = evaluator.accuracy("full")
     perplexity = text.perplexity("full")
-    lines = [
-        [
-            "100%",
-            "`full`",
-            "all",
-            "0",
-            "",
-            "",
-            f"{accuracy['recall']:.2f}",
-            f"{mean(accuracy):.2f}",
-            f"{perplexity:.2f}",
-        ]
-    ]
-    for byte_share in byte_shares:
+    answers = [f"{accuracy['recall']:.2f}", f"{mean(accuracy):.2f}"]
+    yield ["100%", "`full`", "all", "0", "", "", *answers, f"{perplexity:.2f}"]
+    for byte_share in shares:
         for codec in codecs:
             try:
-                lines.append(line(evaluator, text, codec, byte_share, selector))
+                yield line(evaluator, text, codec, byte_share, selector)
             except ValueError as error:
                 print(f"{codec} at {byte_share:.0%}: {error}", file=sys.stderr)
-                continue
-            print("  ".join(lines[-1]), file=sys.stderr, flush=True)
-    return table(COLUMNS, lines)
 
 
-def main() -> None:
-    """Print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.frontier", description=__doc__)
-    parser.add_argument("--n", type=int, default=8, help="prompts per task")
-    parser.add_argument("--selector", default="snapkv", help="spec of the selector")
-    parser.add_argument("--codecs", nargs="*", default=CODECS, help="specs of codecs")
-    parser.add_argument(
-        "--shares", nargs="*", type=float, default=BYTE_SHARES, help="fractions of the full cache's bytes"
-    )
-    add_fill_argument(parser, "frontier")
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table."""
     evaluator = TaskEvaluator(args.n, 512, torch.bfloat16)
     held_out = HeldOutText(evaluator.model, evaluator.tokenizer)
-    text = frontier(evaluator, held_out, args.codecs, args.shares, args.selector)
-    text += f"\n\nTokens chosen by `{args.selector}`; full-precision buffers of a few tokens, set explicitly."
-    text += f" {args.n} prompts of about 512 tokens a task; perplexity of {ROWS * FOLLOWING} held-out tokens; bf16."
-    publish(text, "frontier", args.fill)
+    rows = collect(lines(evaluator, held_out, args.codecs, args.shares, args.selector))
+    note = (
+        f"Tokens chosen by `{args.selector}`; full-precision buffers of a few tokens, set explicitly. {args.n} prompts "
+        f"of about 512 tokens a task; perplexity of {ROWS * FOLLOWING} held-out tokens; bf16."
+    )
+    yield Section("frontier", [Grid(COLUMNS, rows)], note)
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"frontier": ["docs/guide/codecs.md"]},
+    options=[
+        prompts(8),
+        Option("--selector", default="snapkv", help="spec of the selector"),
+        Option("--codecs", nargs="+", default=CODECS, help="specs of codecs"),
+        byte_shares(BYTE_SHARES),
+    ],
+    needs="the embedded model",
+)

@@ -1,12 +1,13 @@
-"""`python -m kvpolicy_eval.tables.long_prompt`: memory of a long prompt on a large model, planned from its config."""
+"""Memory of a long prompt on a large model, planned from its config."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from kvpolicy.spec.tables import format_bytes
 from kvpolicy_eval.common.long_prompt import CARD, PROMPT, peaks
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Section, Table
 
 
 def rows() -> list[list[str]]:
@@ -22,14 +23,10 @@ def rows() -> list[list[str]]:
     ]
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print the table, and fill pages with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.long_prompt", description=__doc__)
-    add_fill_argument(parser, "long-prompt", several=True)
-    args = parser.parse_args(argv)
-    names = [f"Llama-3.1-8B, {PROMPT:,} tokens", "cache", "peak while reading", f"fits in {CARD} GiB"]
-    publish(table(names, rows()), "long-prompt", args.fill)
+def measure(_: argparse.Namespace) -> Iterator[Section]:
+    """The table."""
+    columns = [f"Llama-3.1-8B, {PROMPT:,} tokens", "cache", "peak while reading", f"fits in {CARD} GiB"]
+    yield Section("long-prompt", [Grid(columns, rows())])
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(measure=measure, places={"long-prompt": ["README.md"]}, needs="the config of a shipped model")

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.tables.memory`: memory of large models per tensor-parallel rank, and the batch that fits.
+"""Memory of large models per tensor-parallel rank, and the batch that fits.
 
 Everything is planned from the configs that ship with the package, without weights.
 """
@@ -15,7 +15,7 @@ import kvpolicy
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.tables import format_bytes
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table
 
 MODELS = ["llama-2-70b", "llama-3-70b", "mixtral-8x7b"]
 RANKS = [2, 4, 8]
@@ -57,32 +57,28 @@ def _rows(plan: CachePlan, policy: str, memory: int) -> int:
     return plan.full_largest_batch(memory) if policy == "full" else plan.largest_batch(memory)
 
 
-def main() -> None:
-    """Print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.memory", description=__doc__)
-    parser.add_argument(
-        "--models", nargs="+", default=MODELS, help="shipped names, folders, config.json files or Hub names"
-    )
-    parser.add_argument("--policies", nargs="+", default=POLICIES, help="specs; full is the stock cache")
-    parser.add_argument("--memory", default="80GiB", help="memory of each rank")
-    parser.add_argument("--backend", default="deepspeed", help="library that shards the weights: deepspeed or hf")
-    parser.add_argument("--prompt", type=int, default=4096, help="tokens of each row's prompt")
-    parser.add_argument("--new", type=int, default=1024, help="tokens to be generated")
-    parser.add_argument(
-        "--chunk", type=int, default=256, help="tokens that are prefilled at a time, in the last column"
-    )
-    add_fill_argument(parser, "memory")
-    args = parser.parse_args()
-    memory = bytes_of(args.memory)
-    found = rows(args.models, args.policies, memory, args.backend, args.prompt, args.new, args.chunk)
-    text = table(COLUMNS, found)
-    text += (
-        f"\n\nBytes on each rank in bf16, sharded by `{args.backend}`; rows of {args.prompt:,} prompt and {args.new:,} "
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table."""
+    lines = rows(args.models, args.policies, bytes_of(args.memory), args.backend, args.prompt, args.new, args.chunk)
+    note = (
+        f"Bytes on each rank in bf16, sharded by `{args.backend}`; rows of {args.prompt:,} prompt and {args.new:,} "
         f"new tokens, {args.memory} per rank. The largest batch is prefilled at once, the last column {args.chunk:,} "
         "tokens of each row at a time; weights, cache and the largest activations count."
     )
-    publish(text, "memory", args.fill)
+    yield Section("memory", [Grid(COLUMNS, lines)], note)
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"memory": ["docs/guide/tensor-parallel.md"]},
+    options=[
+        Option("--models", nargs="+", default=MODELS, help="shipped names, folders, config.json files or Hub names"),
+        Option("--policies", nargs="+", default=POLICIES, help="specs; full is the stock cache"),
+        Option("--memory", default="80GiB", help="memory of each rank"),
+        Option("--backend", default="deepspeed", help="library that shards the weights: deepspeed or hf"),
+        Option("--prompt", type=int, default=4096, help="tokens of each row's prompt"),
+        Option("--new", type=int, default=1024, help="tokens to be generated"),
+        Option("--chunk", type=int, default=256, help="tokens that are prefilled at a time, in the last column"),
+    ],
+    needs="configs of the models",
+)

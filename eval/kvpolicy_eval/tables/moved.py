@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.tables.moved`: readers at equal bytes that a step moves, and at equal tokens.
+"""Readers at equal bytes that a step moves, and at equal tokens.
 
 A reader gets as many tokens to read as fit into a fraction of the bytes that a step of the full cache reads, its index
 counted. One whose index alone takes more has no answers. At equal tokens, what it predicts of held-out text is compared
@@ -8,16 +8,15 @@ with what the full cache predicts.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 
 import kvpolicy
 from kvpolicy_eval.common.accuracy import mean
 from kvpolicy_eval.common.heldout import FOLLOWING, ROWS, HeldOutText
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.common.measure import Bench
+from kvpolicy_eval.common.table import Grid, Section, Table, byte_shares, only, prompts, results_folder
 
 READERS = [
     "exact",
@@ -78,39 +77,31 @@ def line(bench: Bench, reader: str, shares: Sequence[float]) -> list[str]:
     return cells
 
 
-def page(bench: Bench, readers: Sequence[str], shares: Sequence[float]) -> str:
-    """The table, and how it was measured."""
-    names = ["moved, of the full cache", *(f"{share:.0%}" for share in shares)]
+def divergences(text: HeldOutText, readers: Sequence[str]) -> Grid:
+    """The table of held-out text."""
+    columns = ["divergence, by the fraction read", *(f"{read:.0%}" for read in READS)]
+    return Grid(
+        columns,
+        [[f"`{reader}`", *(f"{text.divergence(f'{reader}:read={read}'):.4f}" for read in READS)] for reader in readers],
+    )
+
+
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table of answers, and that of held-out text."""
+    bench = Bench(args.n, torch.float32, args.cache)
+    columns = ["moved, of the full cache", *(f"{share:.0%}" for share in args.shares)]
+    answers = Grid(columns, [line(bench, reader, args.shares) for reader in args.only])
     note = (
         f"Fraction of correct answers, mean of six tasks, {bench.docs} prompts of about {LENGTH} tokens each; in "
         "brackets the tokens that each KV head reads. Divergence: of the predictions from those of the full cache, in "
         f"nats, mean of {ROWS * (FOLLOWING - 1)} tokens of held-out text. {str(bench.dtype).removeprefix('torch.')}."
     )
-    answers = table(names, [line(bench, reader, shares) for reader in readers])
-    return f"{answers}\n\n{divergences(HeldOutText(*kvpolicy.tiny()), readers)}\n\n{note}"
+    yield Section("moved", [answers, divergences(HeldOutText(*kvpolicy.tiny()), args.only)], note)
 
 
-def divergences(text: HeldOutText, readers: Sequence[str]) -> str:
-    """The table of held-out text."""
-    names = ["divergence, by the fraction read", *(f"{read:.0%}" for read in READS)]
-    return table(
-        names,
-        [[f"`{reader}`", *(f"{text.divergence(f'{reader}:read={read}'):.4f}" for read in READS)] for reader in readers],
-    )
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.moved", description=__doc__)
-    parser.add_argument("--n", type=int, default=8, help="prompts per task")
-    parser.add_argument("--only", nargs="+", metavar="READER", help="readers to measure instead of all")
-    parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="fractions of the full cache's bytes")
-    parser.add_argument("--cache", type=Path, help="folder for results, with which an interrupted run continues")
-    add_fill_argument(parser, "moved")
-    args = parser.parse_args(argv)
-    bench = Bench(args.n, torch.float32, args.cache)
-    publish(page(bench, args.only or READERS, args.shares), "moved", args.fill)
-
-
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"moved": ["docs/model-card.md"]},
+    options=[prompts(8), only("READER", READERS), byte_shares(SHARES), results_folder()],
+    needs="the embedded model",
+)

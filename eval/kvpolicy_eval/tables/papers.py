@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.tables.papers squeeze`: values of a paper, beside ours, or beside what a run would need.
+"""Values of a paper, beside ours, or beside what a run would need.
 
 `papers.yaml` has for each paper the sweep that measures the same, and rows with these keys:
 
@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table
 from kvpolicy_eval.sweep.config import load
 from kvpolicy_eval.sweep.estimate import CARDS, Card, Estimate, estimate
 from kvpolicy_eval.sweep.plan import needed
@@ -38,7 +38,7 @@ def papers() -> dict[str, Any]:
     return yaml.safe_load((files("kvpolicy_eval.tables") / "papers.yaml").read_text(encoding="utf-8"))
 
 
-def values(paper: Mapping[str, Any], card: Card) -> str:
+def values(paper: Mapping[str, Any], card: Card) -> Section:
     """The table of a paper's values.
 
     Args:
@@ -59,7 +59,7 @@ def values(paper: Mapping[str, Any], card: Card) -> str:
         for row in paper["rows"]
     ]
     note = f"Hours and memory are those that `kvpolicy-eval sweep ... --plan --card {card.name}` estimates."
-    return f"{table(COLUMNS, rows)}\n\n{note}"
+    return Section("values", [Grid(COLUMNS, rows)], note)
 
 
 def _estimates(row: Mapping[str, Any], config_name: str, card: Card) -> Sequence[Estimate]:
@@ -80,7 +80,7 @@ def _estimates(row: Mapping[str, Any], config_name: str, card: Card) -> Sequence
     return [Estimate(cell=one.cell, hours=one.hours, memory=one.memory or memory) for one in found]
 
 
-def embedded(chosen: Mapping[str, Any], page: str) -> str:
+def embedded(chosen: Mapping[str, Any], page: str) -> Section:
     """The rows of a table of the page of sweeps that compare what the paper compares.
 
     Args:
@@ -104,20 +104,23 @@ def embedded(chosen: Mapping[str, Any], page: str) -> str:
         [f"`{policy}`", (by_policy[policy][number] or by_policy[policy][-2]).strip("*")]
         for policy in chosen["policies"]
     ]
-    return table(["policy", f"accuracy {column}, with its 95 % interval"], rows)
+    return Section("embedded", [Grid(["policy", f"accuracy {column}, with its 95 % interval"], rows)])
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print the tables of a paper, and fill its places of a page on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.papers", description=__doc__)
-    parser.add_argument("paper", choices=sorted(papers()), help="the paper")
-    parser.add_argument("--card", choices=sorted(CARDS), default=CARD, help="the GPU of the estimate")
-    add_fill_argument(parser, "PAPER-values", "PAPER-embedded")
-    args = parser.parse_args(argv)
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """Values of the paper, and the comparison on the embedded model."""
     paper = papers()[args.paper]
-    publish(values(paper, CARDS[args.card]), f"{args.paper}-values", args.fill)
-    publish(embedded(paper["embedded"], SWEEP_PAGE.read_text(encoding="utf-8")), f"{args.paper}-embedded", args.fill)
+    yield values(paper, CARDS[args.card])._replace(place=f"{args.paper}-values")
+    found = embedded(paper["embedded"], SWEEP_PAGE.read_text(encoding="utf-8"))
+    yield found._replace(place=f"{args.paper}-embedded")
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={f"{name}-{part}": ["docs/reproduce/index.md"] for name in papers() for part in ("values", "embedded")},
+    options=[
+        Option("paper", choices=sorted(papers()), help="the paper"),
+        Option("--card", choices=sorted(CARDS), default=CARD, help="the GPU of the estimate"),
+    ],
+    needs=f"{SWEEP_PAGE}",
+)

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.tables.requantize`: error of KIVI's keys when tokens of an encoded group are evicted.
+"""Error of KIVI's keys when tokens of an encoded group are evicted.
 
 Keys are synthetic: channels of unit variance and different offsets, stationary over the tokens. The ways to reuse the
 slots of evicted tokens are compared by mean squared error:
@@ -12,13 +12,14 @@ slots of evicted tokens are compared by mean squared error:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.protocols import StageStore
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Section, Table
 
 GROUPS = 512
 CHANNELS = 128
@@ -72,7 +73,7 @@ def mean_squared_error(keys: Tensor, decoded: Tensor) -> float:
     return float((keys - decoded).square().mean())
 
 
-def measure(bits: int, seed: int = 0) -> dict[str, float]:
+def errors(bits: int, seed: int = 0) -> dict[str, float]:
     """The error of each case.
 
     Args:
@@ -92,17 +93,13 @@ def measure(bits: int, seed: int = 0) -> dict[str, float]:
 
 def rows() -> list[list[str]]:
     """One row per number of bits."""
-    errors = {bits: measure(bits) for bits in BITS}
-    return [[str(bits), *(f"{by_case[case]:.3g}" for case in CASES)] for bits, by_case in errors.items()]
+    measured = {bits: errors(bits) for bits in BITS}
+    return [[str(bits), *(f"{by_case[case]:.3g}" for case in CASES)] for bits, by_case in measured.items()]
 
 
-def main() -> None:
-    """Print the table, and fill a page with it on request."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.requantize", description=__doc__)
-    add_fill_argument(parser, "requantize")
-    args = parser.parse_args()
-    publish(table(["bits", *CASES], rows()), "requantize", args.fill)
+def measure(_: argparse.Namespace) -> Iterator[Section]:
+    """The table."""
+    yield Section("requantize", [Grid(["bits", *CASES], rows())])
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(measure=measure, places={"requantize": []})

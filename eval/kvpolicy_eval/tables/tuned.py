@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.tables.tuned`: a policy found by tuning beside the best ordinary one of the same bytes.
+"""A policy found by tuning beside the best ordinary one of the same bytes.
 
 One policy by layer is tuned for each place of the question, on documents of one seed, and compared on those of another
 with the ordinary policy that does best on the former: over all tasks, and task by task.
@@ -23,7 +23,7 @@ from kvpolicy.tuning.ordinary import rivals
 from kvpolicy.tuning.rivals import best_rival
 from kvpolicy.tuning.tune import tune
 from kvpolicy.tuning.windows import Window, read_windows
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, byte_shares, collect, results_folder
 from kvpolicy_eval.data.modes import MODES
 from kvpolicy_eval.data.tasks import tasks
 from kvpolicy_eval.data.windows import windows
@@ -120,18 +120,25 @@ def line(cell: Cell) -> list[str]:
     return [f"{cell.share:.0%}", cell.mode, rival, *means, differences[0], *kls, differences[1], worse]
 
 
-HEAD = (
-    "bytes", "question", "best ordinary policy", "answered, tuned", "ordinary", "difference", "KL, tuned", "ordinary",
-    "difference", "tasks where it answers less",
-)  # fmt: skip
+COLUMNS = (
+    "bytes",
+    "question",
+    "best ordinary policy",
+    "answered, tuned",
+    "ordinary",
+    "difference",
+    "KL, tuned",
+    "ordinary",
+    "difference",
+    "tasks where it answers less",
+)
 
 
-def page(found: Sequence[Cell], n: tuple[int, int]) -> str:
-    """The table, and how it was measured."""
+def note(found: Sequence[Cell], n: tuple[int, int]) -> str:
+    """How the cells were measured, and their mean difference at each share."""
     gains = {share: [cell.comparison.correct.mean for cell in found if cell.share == share] for share in SHARES}
     means = ", ".join(f"{sum(some) / len(some):+.3f} at {share:.0%}" for share, some in gains.items() if some)
     return (
-        f"{table(HEAD, map(line, found))}\n\n"
         f"Six tasks of about {LENGTH} tokens (five for a second question): {n[0]} prompts of each to tune on, {n[1]} "
         f"others to compare on. The ordinary policy is the best of {len(rivals())} at the same bytes on the former. "
         "Differences have 95 % intervals by the bootstrap over prompts; a task is named if the interval of its own "
@@ -147,25 +154,28 @@ def _some(found: Score, numbers: Sequence[int]) -> Score:
     return Score(*(values[list(numbers)] for values in found[:3]), nbytes=found.nbytes)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print the table, and fill it into pages."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.tuned", description=__doc__)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], help="places of the question")
-    parser.add_argument("--shares", nargs="+", type=float, default=[*SHARES], help="shares of the full cache's bytes")
-    parser.add_argument("-n", nargs=2, type=int, default=[3, 6], help="prompts per task to tune on, and held out")
-    parser.add_argument("--measure", default="joint", help="what a distortion is; joint by default")
-    parser.add_argument("--cache", type=Path, default=Path("results"), help="folder of the tunings")
-    add_fill_argument(parser, "tuned")
-    args = parser.parse_args(argv)
+def measure(args: argparse.Namespace) -> Iterator[Section]:
+    """The table."""
     args.cache.mkdir(parents=True, exist_ok=True)
     model, tokenizer = kvpolicy.tiny(torch.float32)
     found: list[Cell] = []
     for mode in args.modes:
         for cell in cells(model, tokenizer, mode, args.shares, tuple(args.n), args.cache, args.measure):
             found.append(cell)
-            print(" | ".join(line(cell)), flush=True)
-    publish(page(sorted(found, key=lambda cell: cell.share), tuple(args.n)), "tuned", args.fill)
+            collect([line(cell)])
+    found.sort(key=lambda cell: cell.share)
+    yield Section("tuned", [Grid(COLUMNS, map(line, found))], note(found, tuple(args.n)))
 
 
-if __name__ == "__main__":
-    main()
+TABLE = Table(
+    measure=measure,
+    places={"tuned": ["docs/guide/tuning.md"]},
+    options=[
+        Option("--modes", nargs="+", choices=MODES, default=[*MODES], help="places of the question"),
+        byte_shares(SHARES),
+        Option("--n", nargs=2, type=int, default=[3, 6], help="prompts per task to tune on, and held out"),
+        Option("--measure", default="joint", help="what a distortion is; joint by default"),
+        results_folder(Path("results")),
+    ],
+    needs="the embedded model",
+)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 from kvpolicy_eval.bench import bars, longrun, startup
+from kvpolicy_eval.bench.__main__ import main
 from kvpolicy_eval.bench.floor import Machine, Work, decode_work, measure_machine, prefill_work
 from kvpolicy_eval.bench.longrun import Block, Run
 from kvpolicy_eval.bench.models import llama
@@ -58,10 +57,9 @@ def test_lines_say_pass_or_miss() -> None:
     assert [line[3] for line in bars.joined(lines)] == ["<= 0.1x (10x as fast): miss; <= 0.2x: pass", ""]
 
 
-def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["bars", "decod"])
+def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bars.main()
+        main(["bars", "decod"])
     assert "choose from decode, prefill" in capsys.readouterr().err
 
 

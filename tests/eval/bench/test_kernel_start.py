@@ -21,7 +21,7 @@ def test_a_first_read_compiles_and_a_second_one_does_not(monkeypatch: pytest.Mon
     monkeypatch.setattr(compiled, "_is_on", True)
     monkeypatch.setattr(compiled, "_missing_compiler", lambda device: "")
     torch._dynamo.reset()
-    assert kernel_start.compilation("kivi:bits=4", 1) > 0
+    assert kernel_start.compilation("kivi:bits=4") > 0
     assert len(compiled._compiled) == 5, "bounds and codes of keys, codes of values, a score and a mix"
 
 
@@ -34,5 +34,5 @@ def test_two_processes_share_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> 
         return subprocess.CompletedProcess(command, 0, stdout=f"{8.04 / len(folders)}\n")
 
     monkeypatch.setattr(kernel_start.subprocess, "run", run)
-    assert kernel_start.measure("kivi:bits=4", 1) == ["`kivi:bits=4`", "8.0", "4.0"]
+    assert kernel_start.line("kivi:bits=4", 1) == ["`kivi:bits=4`", "8.0", "4.0"]
     assert folders[0] == folders[1]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvpolicy_eval.bench import parts
+from kvpolicy_eval.bench.__main__ import main
 from kvpolicy_eval.bench.parts import Case
 from kvpolicy_eval.bench.steps import Layer
 
@@ -19,8 +19,7 @@ def test_a_table_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     page.write_text("".join(places))
     monkeypatch.setattr(parts, "STEP_CASES", {"heads": [Case("uniform/adakv+h2o", "h2o", 1e9)]})
     monkeypatch.setattr(parts, "PROMPT_CASES", [Case("kvzip", "", 1e9)])
-    monkeypatch.setattr(sys, "argv", ["parts", "--quick", "--backend", "eager", "--fill", str(page)])
-    parts.main()
+    main(["parts", "--quick", "--backend", "eager", "--fill", str(page)])
     rows = [line for line in page.read_text().splitlines() if "pass" in line]
     assert len(rows) == 2 and "the stock model" in rows[1]
     assert "| 1.000x |" in rows[0], "equal bytes"

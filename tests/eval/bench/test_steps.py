@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvpolicy_eval.bench import steps
+from kvpolicy_eval.bench.__main__ import main
 from kvpolicy_eval.bench.steps import LayerTimes
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["steps", "--quick", *arguments])
+def run(*arguments: str) -> None:
     torch.compiler.reset()
-    steps.main()
+    main(["steps", "--quick", *arguments])
     torch.compiler.reset()
 
 
-def test_both_tables_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_tables_are_filled(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- table:steps-layer -->\n<!-- /table -->\n<!-- table:steps-model -->\n<!-- /table -->\n")
-    run(monkeypatch, "--policies", "h2o", "window+kivi", "--backend", "eager", "--fill", str(page))
+    run("--policies", "h2o", "window+kivi", "--backend", "eager", "--fill", str(page))
     lines = page.read_text().splitlines()
     assert sum(line.startswith("| `h2o` |") for line in lines) == 3, "two sizes of a layer, one model"
     assert sum(line.startswith("| `window+kivi` |") for line in lines) == 3
 
 
-def test_one_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run(monkeypatch, "--only", "model", "--policies", "window")
+def test_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--only", "model", "--policies", "window")
     printed = capsys.readouterr().out
     assert "stock, ms" in printed and "compiled" not in printed
 

@@ -21,7 +21,7 @@ def model() -> Any:
     ("side", "slots"), [("dynamic", 1535), ("static", 1536), ("streaming@307", 307), ("squeeze+streaming@307", 307)]
 )
 def test_a_step_attends_to_the_tokens_of_its_batch(model: Any, side: str, slots: int) -> None:
-    found = throughput.measure(model, side, batch=3, steps=1, seconds=60)
+    found = throughput.measure_side(model, side, batch=3, steps=1, seconds=60)
     assert found["steps"] == [1]
     assert found["numbers"] == pytest.approx(2 * 2 * 128 * slots, abs=2 * 2 * 128)  # keys and values of two layers
     assert found["bytes"] >= 3 * 4 * found["numbers"]
@@ -29,7 +29,7 @@ def test_a_step_attends_to_the_tokens_of_its_batch(model: Any, side: str, slots:
 
 
 def test_codes_hold_fewer_bytes_than_their_numbers(model: Any) -> None:
-    found = throughput.measure(model, "streaming+tokenwise:bits=4@307", batch=2, steps=3, seconds=60)
+    found = throughput.measure_side(model, "streaming+tokenwise:bits=4@307", batch=2, steps=3, seconds=60)
     assert found["steps"] == [3, 3, 3]
     assert len(found["seconds"]) == 3
     assert found["bytes"] < 2 * 4 * found["numbers"] * 0.4

@@ -111,7 +111,7 @@ def test_the_scene_is_what_the_captions_say() -> None:
 def test_drawn_again_it_is_the_same_to_the_byte(name: str, tmp_path: Path) -> None:
     first = svg(pictures()[name])
     kept.cache_clear()
-    scenes.cosines.cache_clear()
+    scenes.cache_under.cache_clear()
     with matplotlib.rc_context({"font.size": 20.0, "svg.fonttype": "path"}):  # of whoever calls
         main([name, "--out", str(tmp_path)])
     assert (tmp_path / f"{name}.svg").read_bytes() == first

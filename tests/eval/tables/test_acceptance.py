@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy_eval.tables import acceptance
+from kvpolicy_eval.tables.__main__ import main
 
 
 def test_a_full_budget_is_always_accepted() -> None:
@@ -24,5 +25,5 @@ def test_a_page_gets_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     page = tmp_path / "page.md"
     page.write_text("<!-- table:acceptance -->\n<!-- /table -->\n")
     monkeypatch.setattr(acceptance, "acceptance", lambda model, policy, rows, gamma: (0.5, 2.25))
-    acceptance.main(["--n", "1", "--only", "h2o", "--budgets", "0.5", "--fill", str(page)])
+    main(["acceptance", "--n", "1", "--only", "h2o", "--budgets", "0.5", "--fill", str(page)])
     assert "| `h2o` | 0.50 (2.2) |" in page.read_text()

@@ -18,6 +18,7 @@ from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.data.modes import MODES, place
 from kvpolicy_eval.report.parts import _without_a_part  # pyright: ignore[reportPrivateUsage]
 from kvpolicy_eval.tables import answers
+from kvpolicy_eval.tables.__main__ import main
 
 
 def test_every_policy_of_the_table_can_be_made() -> None:
@@ -70,14 +71,14 @@ def test_a_page_gets_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("kvpolicy_eval.common.measure.TaskEvaluator", None)
     sizes = ["--n", "1", "--shares", "0.2", "--tasks", "recall", "few_shot"]
     files = ["--cache", str(tmp_path), "--fill", str(place_of_table)]
-    answers.main([*sizes, *files, "--only", "snapkv", "full+quest:read=0.1"])
+    main(["answers", *sizes, *files, "--only", "snapkv", "full+quest:read=0.1"])
     filled = place_of_table.read_text().splitlines()
     head = "recall, inside | recall, after | recall, second | all, inside | all, after | all, second | held | moved |"
     assert filled[1] == f"| 20% of the bytes | {head}" and filled[6] == f"| every token held | {head}"
     assert filled[4].startswith("| `snapkv` | 0.30 | 0.40 | 0.50 | 0.15 | 0.20 | 0.25 | 0.20 | 0.")
     assert filled[9].startswith("| `full+quest:read=0.1` | 0.60 | 0.70 | 0.80 | 0.30 | 0.35 | 0.40 | 0.20 | 0.")
     assert "1 prompts of about 512 tokens a task" in filled[11]
-    answers.main([*sizes, *files, "--only", "snapkv", "full+quest:read=0.1", "--means"])
+    main(["answers", *sizes, *files, "--only", "snapkv", "full+quest:read=0.1", "--means"])
     assert place_of_table.read_text().splitlines()[1] == f"| 20% of the bytes | {head.partition('second | ')[2]}"
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvpolicy_eval.tables import memory
+from kvpolicy_eval.tables.__main__ import main
 
 
 def test_lines_of_a_model() -> None:
@@ -31,7 +31,6 @@ def test_it_fills_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     page.write_text("<!-- table:memory -->\n<!-- /table -->\n")
     line = ["memory", "--models", "tiny", "--policies", "full", "--backend", "hf", "--fill", str(page)]
     monkeypatch.setattr(memory, "RANKS", [1, 2])
-    monkeypatch.setattr(sys, "argv", line)
-    memory.main()
+    main(line)
     assert "| tiny | 2 | 1.6 MiB | `full` |" in capsys.readouterr().out
     assert page.read_text().count("| tiny |") == 2

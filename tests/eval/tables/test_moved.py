@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy_eval.tables import moved
+from kvpolicy_eval.tables.__main__ import main
 
 
 @pytest.mark.parametrize("reader", ["exact", "quest:dense=0", "loki", "sparq", "centroids:page=16"])
@@ -36,7 +37,7 @@ def test_a_page_gets_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(moved.Bench, "result", lambda *_: tasks)
     monkeypatch.setattr(moved.HeldOutText, "__init__", lambda *_: None)
     monkeypatch.setattr(moved.HeldOutText, "divergence", lambda self, policy: len(policy) / 100)
-    moved.main(["--only", "exact", "--shares", "0.6", "0.4", "--fill", str(page)])
+    main(["moved", "--only", "exact", "--shares", "0.6", "0.4", "--fill", str(page)])
     text = page.read_text()
     assert "| moved, of the full cache | 60% | 40% |" in text
     assert "| `exact` | 0.75 (44) |  |" in text

@@ -25,12 +25,9 @@ def test_the_page_has_what_the_command_prints(name: str) -> None:
     page = PAGE.read_text(encoding="utf-8")
     paper = papers.papers()[name]
     swept = (ROOT / papers.SWEEP_PAGE).read_text(encoding="utf-8")
-    for table, text in (
-        ("values", papers.values(paper, CARD)),
-        ("embedded", papers.embedded(paper["embedded"], swept)),
-    ):
-        place = f"<!-- table:{name}-{table} -->\n{text}\n<!-- /table -->"
-        assert place in page, f"run python -m kvpolicy_eval.tables.papers {name} --fill docs/reproduce/index.md"
+    for section in (papers.values(paper, CARD), papers.embedded(paper["embedded"], swept)):
+        place = f"<!-- table:{name}-{section.place} -->\n{section}\n<!-- /table -->"
+        assert place in page, f"run python -m kvpolicy_eval.tables papers {name} --fill docs/reproduce/index.md"
 
 
 def _paper(**row: Any) -> dict[str, Any]:
@@ -39,8 +36,8 @@ def _paper(**row: Any) -> dict[str, Any]:
 
 
 def test_a_run_takes_the_place_of_what_it_needs() -> None:
-    assert "| 1 | 0.97 |" in papers.values(_paper(ours="0.97"), CARD)
-    assert "| 1 | not run: needs " in papers.values(_paper(), CARD)
+    assert "| 1 | 0.97 |" in str(papers.values(_paper(ours="0.97"), CARD))
+    assert "| 1 | not run: needs " in str(papers.values(_paper(), CARD))
 
 
 def test_a_row_must_be_cells_of_its_sweep() -> None:
@@ -54,7 +51,8 @@ ROWS = "| `full` |  | **1.00** | 100% |\n| `h2o` | **0.5 [0.1, 0.9]** |  | 20% |
 
 def test_rows_of_the_embedded_model_are_those_of_its_page() -> None:
     chosen = {"source": "t", "column": "at 20%", "policies": ["h2o", "full"]}
-    assert papers.embedded(chosen, TABLE + ROWS).splitlines()[2:] == ["| `h2o` | 0.5 [0.1, 0.9] |", "| `full` | 1.00 |"]
+    (grid,) = papers.embedded(chosen, TABLE + ROWS).grids
+    assert list(grid.rows) == [["`h2o`", "0.5 [0.1, 0.9]"], ["`full`", "1.00"]]
     for changes, message in (
         ({"source": "u"}, "must have the table u"),
         ({"column": "at 30%"}, "with the column 'at 30%'"),

@@ -1,0 +1,91 @@
+"""The command of a room of tables, and the pages that its tables name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from kvpolicy_eval.bench.__main__ import TABLES as BENCH
+from kvpolicy_eval.common.markdown import has_place
+from kvpolicy_eval.common.table import Table
+from kvpolicy_eval.tables.__main__ import TABLES, main
+
+ROOT = Path(__file__).parents[3]
+MODULES = [*(f"kvpolicy_eval.tables.{name}" for name in TABLES), *(f"kvpolicy_eval.bench.{name}" for name in BENCH)]
+PLACE = "<!-- table:requantize -->\n<!-- /table -->\n"
+
+
+def load(module: str) -> Table:
+    return import_module(module).TABLE
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_pages_have_the_places_of_their_tables(module: str) -> None:
+    if not (ROOT / "docs").is_dir():
+        pytest.skip("the docs are not installed")
+    for place, pages in load(module).places.items():
+        for page in pages:
+            assert has_place(ROOT / page, place), f"{page} has no place for {place}"
+
+
+def test_every_module_with_a_table_is_in_the_command() -> None:
+    for room, names in (("tables", TABLES), ("bench", BENCH)):
+        package = import_module(f"kvpolicy_eval.{room}")
+        files = Path(package.__path__[0]).glob("*.py")
+        assert {file.stem for file in files if "\nTABLE = Table(" in file.read_text(encoding="utf-8")} == set(names)
+
+
+def test_the_list_has_every_table_and_its_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(TABLES)
+    assert "docs/reproduce/index.md" in lines[TABLES.index("papers")]
+
+
+def test_a_page_is_filled_with_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [tmp_path / "one.md", tmp_path / "two.md"]
+    for page in pages:
+        page.write_text(f"before\n{PLACE}after\n")
+    main(["requantize", "--fill", *map(str, pages)])
+    printed = capsys.readouterr().out
+    for page in pages:
+        assert page.read_text() == f"before\n<!-- table:requantize -->\n{printed}<!-- /table -->\nafter\n"
+
+
+def test_without_a_page_those_of_the_documentation_are_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "README.md").write_text("<!-- table:long-prompt -->\n<!-- /table -->\n")
+    monkeypatch.chdir(tmp_path)
+    main(["long_prompt", "--fill"])
+    assert capsys.readouterr().out in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a table is required: acceptance, accuracy"),
+        (["no_such_table"], "invalid choice: 'no_such_table'"),
+        (["requantize", "--n", "2"], "unrecognized arguments: --n 2"),
+        (["requantize", "--fill", "page.md"], "page.md must have a place for requantize, got none"),
+        (["requantize", "--fill"], "--fill must name a page"),
+        (["requantize", "--fill", "no.md"], "No such file"),
+        (["long_prompt", "--fill"], "No such file"),
+    ],
+)
+def test_wrong_usage_is_said_in_a_sentence(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "page.md").write_text("<!-- table:bits -->\n<!-- /table -->\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
