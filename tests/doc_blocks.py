@@ -76,7 +76,8 @@ def blocks(page: Path) -> Iterator[Block]:
     """The blocks of a page, in order."""
     content = page.read_text(encoding="utf-8")
     for found in _FENCE.finditer(content):
-        indent, info = found["indent"], found["info"].strip()
+        indent = found["indent"]
+        info = found["info"].strip()
         text = "\n".join(line.removeprefix(indent) for line in found["text"].split("\n"))
         title = _TITLE.search(info)
         line = content.count("\n", 0, found.start()) + 2

@@ -88,7 +88,8 @@ def _split(words: list[str]) -> Iterator[list[str]]:
 
 def check(words: list[str], block: Block) -> None:
     """Fail where a command's program is unknown, or would not take the arguments."""
-    program, rest = words[0], words[1:]
+    program = words[0]
+    rest = words[1:]
     if program in _PLAIN:
         return
     if program in _TOOLS:

@@ -41,9 +41,16 @@ def run_tests(tests: tuple[str, ...], folder: Path) -> tuple[str, str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_search_path(folder))}
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, timeout=LIMIT, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+            command,
+            cwd=folder,
+            env=environment,
+            timeout=LIMIT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return "timed out", ""
     return VERDICTS.get(done.returncode, f"exit {done.returncode}"), done.stdout[-2000:]
@@ -78,8 +85,11 @@ def copy_repository(folder: Path) -> Path:
     """A copy of the tracked and new files of the working tree."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,8 @@ class _Search:
     def __init__(
         self, axes: Sequence[Sequence[Any]], dice: Random, allowed: Allowed, apart: Collection[tuple[int, int]]
     ) -> None:
-        self._axes, self._allowed = axes, allowed
+        self._axes = axes
+        self._allowed = allowed
         self._luck = {(axis, place): dice.random() for axis, values in enumerate(axes) for place in range(len(values))}
         self._longest = sorted(range(len(axes)), key=lambda axis: (-len(axes[axis]), self._luck[axis, 0]))
         self._missing: set[Pair] = set()

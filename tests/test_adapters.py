@@ -42,7 +42,8 @@ class Streaming:
     compression_ratio: float = 0.0
 
     def score(self, *given: Any) -> Tensor:
-        keys, length = given[2], given[2].shape[2]
+        keys = given[2]
+        length = given[2].shape[2]
         score = torch.ones_like(keys[..., 0])
         score[:, :, 4 : 4 + length - int(length * (1 - self.compression_ratio))] = 0
         return score
@@ -164,7 +165,8 @@ def test_grows_by_default_and_evicts_where_asked(model: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_attentions_are_those_of_the_model(family: str) -> None:
     """Also of capped scores, and beside learned sinks; layers of a window have no scorer."""
-    model, ids = build(family), IDS % VOCABULARY
+    model = build(family)
+    ids = IDS % VOCABULARY
     seen: list[Tensor] = []
 
     class Observed:
@@ -207,7 +209,8 @@ def test_what_need_not_be_scored_is_not(model: Any) -> None:
 
 def test_says_what_it_is() -> None:
     press = Knorm()
-    first, second = KVPressScorer(press), KVPressScorer(press)
+    first = KVPressScorer(press)
+    second = KVPressScorer(press)
     assert first == second and hash(first) == hash(second)
     assert first != KVPressScorer(Knorm()) and first != KVPressScorer(press, decode="evict")
     words = str(_policy(press))
@@ -265,7 +268,8 @@ def test_real_presses_run(name: str) -> None:
         num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=99
     )
     model = LlamaForCausalLM(config).eval()
-    ids, mask = torch.randint(1, 99, (2, 300)), torch.ones(2, 300, dtype=torch.long)
+    ids = torch.randint(1, 99, (2, 300))
+    mask = torch.ones(2, 300, dtype=torch.long)
     mask[1, :80] = 0
     policy = _policy(getattr(kvpress, f"{name}Press")(), budget=0.5, attentions=name == "ObservedAttention")
     with kvpolicy.attach(model, policy) as handle:

@@ -22,9 +22,16 @@ if not DOCS.is_dir():
     pytest.skip("the docs are not installed", allow_module_level=True)
 
 PUBLIC = [
-    "kvpolicy", "kvpolicy.adapters", "kvpolicy.calibration", "kvpolicy.helpers", "kvpolicy.plots", "kvpolicy.protocols",
-    "kvpolicy.testing", "kvpolicy_deepspeed", "kvpolicy_vllm",
-]  # fmt: skip
+    "kvpolicy",
+    "kvpolicy.adapters",
+    "kvpolicy.calibration",
+    "kvpolicy.helpers",
+    "kvpolicy.plots",
+    "kvpolicy.protocols",
+    "kvpolicy.testing",
+    "kvpolicy_deepspeed",
+    "kvpolicy_vllm",
+]
 """Modules whose names are public, all of them."""
 OWN = {"drop", "even", "uniform", "full", "window", "plain", "tokenwise", "all"}
 """Methods that no paper claims."""

@@ -132,7 +132,8 @@ def test_commands_print_what_the_page_says(
             else:
                 run(words, wrong=bool(re.search(r"^kvpolicy: ", wanted, re.MULTILINE)))
             printed = capsys.readouterr()
-            checker, example = doctest.OutputChecker(), doctest.Example(line, wanted)
+            checker = doctest.OutputChecker()
+            example = doctest.Example(line, wanted)
             seen = [printed.out, printed.err + printed.out]  # a terminal shows both
             right = any(checker.check_output(wanted, text, FLAGS) for text in seen)
             assert right, checker.output_difference(example, seen[1], FLAGS)

@@ -64,8 +64,11 @@ def test_two_ranks_print_what_they_say() -> None:
     process = subprocess.Popen(
         [sys.executable, *words("torchrun"), str(script)],
         env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         output, errors = process.communicate(timeout=LIMIT)
     finally:

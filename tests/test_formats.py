@@ -82,7 +82,8 @@ def test_a_report() -> None:
 def test_a_sweep(tmp_path: Path) -> None:
     from kvpolicy_eval.sweep.cells import Cell, Store, load_json
 
-    cell, store = Cell(model="tiny", task="recall", method="full"), Store(tmp_path)
+    cell = Cell(model="tiny", task="recall", method="full")
+    store = Store(tmp_path)
     store.fail(cell, ValueError("no"), 1.0)
     path = tmp_path / cell.folder / "error.json"
     assert load_json(path).items() >= stamp(1).items()

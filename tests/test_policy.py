@@ -182,7 +182,8 @@ def test_parameters_of_another_type(make: Callable[[], object]) -> None:
 
 
 def test_equal_policies_have_equal_words() -> None:
-    one, all_ = Policy(selector=Newest(), budget=1), Policy(selector=Newest(), budget=1.0)
+    one = Policy(selector=Newest(), budget=1)
+    all_ = Policy(selector=Newest(), budget=1.0)
     assert one != all_ and len({one, all_, Policy(selector=Newest(), budget=1)}) == 2
     assert one != "full" and Policy(budget=1.0) == Policy()
     for equal in ((H2O(recent=1), H2O(recent=1.0)), (H2O(recent=-0.0), H2O(recent=0.0))):

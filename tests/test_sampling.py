@@ -15,7 +15,9 @@ import pytest
 
 from tests.sampling import Row, cases, each_once, pairwise, product, star, wants_full
 
-COLORS, SIZES, SHAPES = ["red", "green", "blue"], [1, 2, 3, 4], [[0], [0, 1]]
+COLORS = ["red", "green", "blue"]
+SIZES = [1, 2, 3, 4]
+SHAPES = [[0], [0, 1]]
 DEFAULT = "not full and not slow and not gpu and not network and not vllm"
 
 

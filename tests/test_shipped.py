@@ -23,10 +23,21 @@ from kvpolicy.hf.shipped import SHIPPED, shipped_config
 from kvpolicy.spec.errors import KVPolicyError
 
 BILLIONS = {
-    "gemma-3-12b": 12.19, "gpt-oss-20b": 20.91, "llama-2-70b": 68.98, "llama-3-70b": 70.55, "llama-3.1-8b": 8.03,
-    "llama-3.2-1b": 1.236, "mistral-7b": 7.25, "mixtral-8x7b": 46.70, "phi-4": 14.66, "qwen2.5-7b": 7.62,
-    "qwen3-30b-a3b": 30.53, "qwen3-8b": 8.19, "tiny": 0.0017, "tiny-4k": 0.0017,
-}  # fmt: skip
+    "gemma-3-12b": 12.19,
+    "gpt-oss-20b": 20.91,
+    "llama-2-70b": 68.98,
+    "llama-3-70b": 70.55,
+    "llama-3.1-8b": 8.03,
+    "llama-3.2-1b": 1.236,
+    "mistral-7b": 7.25,
+    "mixtral-8x7b": 46.70,
+    "phi-4": 14.66,
+    "qwen2.5-7b": 7.62,
+    "qwen3-30b-a3b": 30.53,
+    "qwen3-8b": 8.19,
+    "tiny": 0.0017,
+    "tiny-4k": 0.0017,
+}
 """Published numbers of parameters, in 10^9."""
 
 

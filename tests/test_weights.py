@@ -19,10 +19,17 @@ from kvpolicy import weights_per_rank
 from kvpolicy.hf.embedded import config_of
 
 TINY: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 10,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 10,
+}
 LLAMA = LlamaConfig(**TINY, num_key_value_heads=2)
-EMBEDDING, NORM, ATTENTION, MLP = 10 * 32, 32, 32 * 32 + 2 * 16 * 32 + 32 * 32, 3 * 32 * 48
+EMBEDDING = 10 * 32
+NORM = 32
+ATTENTION = 32 * 32 + 2 * 16 * 32 + 32 * 32
+MLP = 3 * 32 * 48
 
 
 def held(config: Any, tp: int, backend: str) -> tuple[int, int]:
@@ -47,7 +54,8 @@ def test_kv_heads_fewer_than_ranks_are_repeated() -> None:
 def test_the_fullest_rank_of_uneven_heads() -> None:
     odd: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
     config = LlamaConfig(**TINY | odd)
-    attention, mlp = 2 * 48 * 48 + 2 * 24 * 48, 3 * 48 * 48
+    attention = 2 * 48 * 48 + 2 * 24 * 48
+    mlp = 3 * 48 * 48
     assert held(config, 2, "deepspeed")[1] == 2 * (attention * 2 // 3 + mlp // 2) + 10 * 48 // 2
 
 
@@ -61,15 +69,18 @@ def test_a_tied_head_is_a_copy_under_autotp_alone() -> None:
 
 def test_experts_are_divided_and_routers_are_not() -> None:
     config = MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=3)
-    whole, divided = 5 * NORM + 2 * 3 * 32, ATTENTION + 3 * MLP
+    whole = 5 * NORM + 2 * 3 * 32
+    divided = ATTENTION + 3 * MLP
     assert held(config, 2, "hf") == (whole, EMBEDDING + divided)
     assert held(config, 2, "deepspeed") == (whole + EMBEDDING, EMBEDDING // 2 + divided)
 
 
 def test_biases_behind_a_sum_are_whole() -> None:
     config = GPTNeoXConfig(**TINY)
-    matrices, cut = 3 * 32 * 32 + 32 * 32 + 2 * 32 * 48, 3 * 32 + 48
-    norms, added = 5 * 2 * 32, 2 * 2 * 32
+    matrices = 3 * 32 * 32 + 32 * 32 + 2 * 32 * 48
+    cut = 3 * 32 + 48
+    norms = 5 * 2 * 32
+    added = 2 * 2 * 32
     assert held(config, 2, "deepspeed") == (EMBEDDING + norms + added, EMBEDDING // 2 + matrices + cut)
     assert held(config, 2, "hf") == (EMBEDDING + norms + added, EMBEDDING // 2 + matrices + cut)  # its plan says so
 
@@ -130,10 +141,8 @@ def test_hf_is_what_transformers_divides(name: str, ranks: Any) -> None:
 def test_weights_take_their_place_before_the_cache() -> None:
     config = config_of("llama-3-70b")
     sizes: dict[str, Any] = {"prompt": 4096, "new": 1024, "dtype": torch.bfloat16, "tp": 8}
-    alone, beside = (
-        kvpolicy.plan(config, "window@0.2", **sizes),
-        kvpolicy.plan(config, "window@0.2", **sizes, backend="hf"),
-    )
+    alone = kvpolicy.plan(config, "window@0.2", **sizes)
+    beside = kvpolicy.plan(config, "window@0.2", **sizes, backend="hf")
     assert beside.weights is not None
     assert alone.weights is None
     left = 80 * 10**9 - beside.weights.nbytes

@@ -67,7 +67,8 @@ class BlockReader:
         """Places of keys and values in a flattened block, [2, H, tokens, D] int64; None if not all are there."""
         size, heads, dim = shape
         block = self._by_block()[0]
-        dtype, device = self._cache.dtype, self._cache.device
+        dtype = self._cache.dtype
+        device = self._cache.device
         slots = torch.arange(size, device=device)
         numbers = torch.arange(2 * size * heads * dim, device=device)
         found = torch.zeros(block.numel(), dtype=torch.int64, device=device)

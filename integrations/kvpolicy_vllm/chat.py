@@ -66,7 +66,9 @@ class Chat:
                 [*turns], tokenize=False, chat_template=self._template, **{**self._options, **options, **more}
             )
 
-        text, whole, refusal = "", [], None
+        text = ""
+        whole = []
+        refusal = None
         try:
             text = render(messages)
             whole = self.tokens(text)

@@ -183,7 +183,8 @@ class Compress:
 
     async def _prompt_of(self, scope: Scope, path: str, content: Mapping[str, Any]) -> _Asked | None:
         """The prompt of a body as the server renders it; None if the server is to answer it as it is."""
-        recipe, args = self._recipe_of(scope), scope["app"].state.args
+        recipe = self._recipe_of(scope)
+        args = scope["app"].state.args
         models = args.served_model_name or [args.model]
         if content.get("model") not in (None, *models):  # an adapter, or a model that there is not
             return None

@@ -192,7 +192,8 @@ class Compressor:
         held = self._held.get(name)
         if held is None or name in self._failed or held.layers.keys() != self._layers.keys():
             raise KVPolicyError("Its prompt could not be compressed; see the log of the engine.")
-        layers, held.layers = held.layers, {}
+        layers = held.layers
+        held.layers = {}
         return [*layers.values()]
 
     def _guarded(self, name: str, do: Callable[[], None]) -> None:
@@ -260,7 +261,8 @@ class Compressor:
 
     def _compressed(self, layer_idx: int, part: Part, known: _Gathered) -> DenseLayer:
         """The kept tokens of a layer but the last one, as if the last one stood behind them; in host memory."""
-        layer, store = self._layers[layer_idx], known.store
+        layer = self._layers[layer_idx]
+        store = known.store
         keys, values = (t[None] for t in layer.reader.read(part.blocks, part.total))
         pending = known.statistics.prompt(keys, values, layer.transform, None, known.attn_sum)
         store.compress(store.end_prompt(pending, None), self._recipe.budget(part.total))

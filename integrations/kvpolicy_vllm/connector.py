@@ -127,7 +127,8 @@ class KVPolicyConnector(KVConnectorBase_V1):
         check_own(modules, kv_caches)
         layers = layers_of(modules, extract_layer_index)
         total = describe(self._engine.model).whole.heads
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        rank = get_tensor_model_parallel_rank()
+        ranks = get_tensor_model_parallel_world_size()
         heads = Heads.of(total, rank, ranks)
         dtype = self._config.model_config.dtype
 

@@ -238,7 +238,8 @@ class Ledger:
             blocks_of: The blocks of a request.
         """
         self._expire()
-        savings, self._savings = self._savings, {}
+        savings = self._savings
+        self._savings = {}
         for request_id in preempted:
             prompt = self._by_request.get(request_id)
             if prompt is not None and prompt.blocks and prompt.name not in savings:

@@ -110,7 +110,8 @@ class Recipe:
         policy = setting("policy", POLICY)
         if not policy:
             return None
-        threshold, prefills = setting("threshold", THRESHOLD, LEAST), setting("prefills", PREFILLS, AT_A_TIME)
+        threshold = setting("threshold", THRESHOLD, LEAST)
+        prefills = setting("prefills", PREFILLS, AT_A_TIME)
         return cls.parse(str(policy), threshold=threshold, prefills=prefills)
 
     @property

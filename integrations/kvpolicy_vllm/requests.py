@@ -163,7 +163,8 @@ class Requests:
 
     def take(self) -> list[Load]:
         """The loads of the step that was scheduled."""
-        loads, self._loads = self._loads, []
+        loads = self._loads
+        self._loads = []
         self._begun.append([])
         return loads
 

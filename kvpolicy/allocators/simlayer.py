@@ -64,7 +64,8 @@ class SimLayerKV(ByAttention):
     def measure(self, seen: LayerAttention) -> Tensor:
         """Attention to the first and the newest tokens, [B] fp32, as a mean over the query heads."""
         assert seen.mean is not None, "the mean was requested"
-        positions, length = seen.positions, seen.length[:, None]
+        positions = seen.positions
+        length = seen.length[:, None]
         near = (positions >= 0) & ((positions < self.sinks) | (positions >= length - self.recent))
         by_head = torch.where(near[:, None], seen.mean, 0).sum(-1, dtype=torch.float64)
         return seen.ranks.all_queries(by_head).mean(-1).float()

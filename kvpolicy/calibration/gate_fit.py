@@ -69,7 +69,8 @@ class Moments(NamedTuple):
     @classmethod
     def of(cls, sample: Sample) -> Moments:
         """The sums over a sample."""
-        x, y = sample.inputs.double(), sample.labels.double()
+        x = sample.inputs.double()
+        y = sample.labels.double()
         return cls(len(x), x.sum(0), y.sum(0), x.mT @ x, x.mT @ y)
 
     def plus(self, other: Moments) -> Moments:
@@ -94,7 +95,8 @@ class Moments(NamedTuple):
             >>> gate.weight, gate.bias
             (tensor([[3.]]), tensor([-1.]))
         """
-        mean, label = self.inputs / self.tokens, self.labels / self.tokens
+        mean = self.inputs / self.tokens
+        label = self.labels / self.tokens
         covariance = self.gram / self.tokens - mean[:, None] * mean
         cross = self.cross / self.tokens - mean[:, None] * label
         # Not below the rounding of the sums, so that there is a solution without variance too: weights of 0.
@@ -121,14 +123,16 @@ def mlp_gate(sample: Sample, training: Training | None = None) -> LayerGate:
     training = training or Training()
     mean, std = _standard(sample.inputs)
     label, spread = _standard(sample.labels)
-    x, y = (sample.inputs - mean) / std, (sample.labels - label) / spread
+    x = (sample.inputs - mean) / std
+    y = (sample.labels - label) / spread
     chance = torch.Generator().manual_seed(training.seed)
     sizes = ((training.units, x.shape[1]), (training.units,), (y.shape[1], training.units), (y.shape[1],))
     fans = (x.shape[1], x.shape[1], training.units, training.units)
     # As `nn.Linear` draws them, but from a generator of our own.
     weights = [(torch.rand(s, generator=chance) * 2 - 1) / math.sqrt(f) for s, f in zip(sizes, fans, strict=True)]
     with torch.inference_mode(False), torch.enable_grad():
-        x, y = x.clone(), y.clone()
+        x = x.clone()
+        y = y.clone()
         weights = [w.clone().requires_grad_() for w in weights]
         optimizer = torch.optim.AdamW(weights, lr=training.rate)
         batches = -(-len(x) // training.batch)
@@ -156,5 +160,6 @@ def explained(gate: LayerGate, sample: Sample) -> float:
 
 def _standard(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each column; 1 for a column without variance."""
-    mean, std = x.double().mean(0), x.double().std(0, correction=0)
+    mean = x.double().mean(0)
+    std = x.double().std(0, correction=0)
     return mean.float(), torch.where(std > 0, std, 1).float()

@@ -127,7 +127,8 @@ def sum_blocks(sums: Tensor, tokens: OpenTokens, size: int, *, partial: bool) ->
         size: Positions of a block.
         partial: Whether blocks without all their tokens count too.
     """
-    there, number = tokens.places >= 0, _numbers(tokens.places, size)
+    there = tokens.places >= 0
+    number = _numbers(tokens.places, size)
     blocks = int(number.max()) + 1 if number.numel() else 0
     if not blocks:
         return sums, tokens.where(there)

@@ -264,7 +264,8 @@ class LayerStore:
         slot, merge = self.geometry.free_slot(view, valid)
         # The slot still has the statistics of the token that it held before.
         state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.state)
-        selector, needs = self.spec.selector, self.spec.needs
+        selector = self.spec.selector
+        needs = self.spec.needs
         if needs.layer_input and isinstance(selector, ScoresInputs):
             state = selector.with_scores(state, score_inputs(selector, layer.gate, forward))
         counts = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.counts)

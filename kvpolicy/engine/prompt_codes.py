@@ -60,7 +60,8 @@ class PromptCodes(NamedTuple):
         stage = self.codec.stages[0]
         store = StageStore(self.codes, self.calibration)
         shape = (*like.shape[:2], self.columns, like.shape[3])
-        keys, values = like.new_empty(shape), like.new_empty(shape)
+        keys = like.new_empty(shape)
+        values = like.new_empty(shape)
         # In ranges, since codes are decoded in fp32.
         for at in token_ranges(self.columns):
             keys[:, :, at] = stage.keys(store, at)

@@ -80,14 +80,16 @@ class PromptTiles:
             transform: From products to attention weights.
             scores: Scores of the tile by the input of the layer, [B, H, T] fp32, if the selector needs them.
         """
-        start, stop = self._seen, self._seen + q.shape[2]
+        start = self._seen
+        stop = self._seen + q.shape[2]
         end = self._before + stop
         self._keys[:, :, self._before + start : end] = k.detach()
         self._values[:, :, self._before + start : end] = v.detach()
         self._statistics.add(q.detach(), k.detach(), start, scores)
         valid = None if self.valid is None else self.valid[:, :stop]
         self._seen = stop
-        keys, values = self._keys[:, :, :end], self._values[:, :, :end]
+        keys = self._keys[:, :, :end]
+        values = self._values[:, :, :end]
         beside = None if self._prefix is None else self._prefix.attend_prompt(q, transform)
         return attend_tile(q, keys, values, transform, self._past, valid, self._attn_sum, beside)
 

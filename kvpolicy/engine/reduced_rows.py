@@ -33,7 +33,10 @@ class ReducedRows(WindowStatistic):
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """The sum of what the rows are reduced to."""
         assert self.window is not None
-        keys, valid, transform, past = candidates.keys, candidates.valid, candidates.transform, candidates.past
+        keys = candidates.keys
+        valid = candidates.valid
+        transform = candidates.transform
+        past = candidates.past
         positions = candidates.positions
         batch, heads = self.window.queries.shape[:2]
         slots = 0 if past is None else past.keys.shape[2]

@@ -52,7 +52,8 @@ class ReplayedQueries(NamedTuple):
         Returns:
             The weights, fp32 [B, Hq, W, N], and those of sinks, fp32 [B, Hq, W]; None without learned sinks.
         """
-        heads, width = keys.shape[1], self.queries.shape[2]
+        heads = keys.shape[1]
+        width = self.queries.shape[2]
         score = transform.scores(self.queries.unflatten(1, (heads, -1)).flatten(2, 3), keys).unflatten(2, (-1, width))
         if counts is not None:
             score += counts[:, :, None, None]

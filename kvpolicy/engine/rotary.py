@@ -135,7 +135,8 @@ class Rope:
         more = {} if self._layer_type is None else {"layer_type": self._layer_type}
         # The tables take only dtype and device from this argument; a half-precision one would round cos and sin.
         cos, sin = self._tables(like.new_empty(1, dtype=torch.float32), positions, **more)
-        cos, sin = cos.float(), sin.float()
+        cos = cos.float()
+        sin = sin.float()
         # The tables include the attention scaling: divide by it once to remove it, and once to undo it.
         return (cos / self.scaling**2, -sin / self.scaling**2) if undo else (cos, sin)
 

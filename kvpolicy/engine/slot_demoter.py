@@ -78,11 +78,13 @@ class SlotDemoter:
         # The atoms must be in place before the first token is coded with them.
         data = token_batch.first_slots(newest, empty, traits.pinned)
         assign_slots(tensors, data, rows)
-        keys, values = data.keys, data.values
+        keys = data.keys
+        values = data.values
         if layer.reserved:
             keys = torch.where(rows[..., None], keys, tensors.keys[:, :, : layer.reserved])
             values = torch.where(rows[..., None], values, tensors.values[:, :, : layer.reserved])
-        tensors.keys, tensors.values = keys, values
+        tensors.keys = keys
+        tensors.values = values
         layer.reserved = traits.pinned
         # The dictionary takes slots of the buffer, which lowers the flush thresholds of its rows.
         layer.set_budget(tensors.budget)

@@ -97,7 +97,8 @@ class SlotGeometry:
             selected = select_tokens(layer.rank(self.held_slots(), pending, past, seen_before, keep), pending.idle)
         else:
             selected = select_tokens(ranked_again(self._spec.selector, pending.trimmed, keep), pending.idle)
-        keys, values = pending.keys, pending.values
+        keys = pending.keys
+        values = pending.values
         if layer.layout.exact:  # a first prompt is not copied whole
             keys = torch.cat([tensors.keys.to(keys.device), keys], 2)
             values = torch.cat([tensors.values.to(values.device), values], 2)

@@ -66,7 +66,8 @@ def trim(layer: LayerContents, held: tuple[Tensor, State], pending: PendingPromp
         return pending
     if trimmed is None:
         ranking = layer.rank(held, pending, None, layer.tensors.length, most)
-        view, priority = ranking.view, ranking.priority
+        view = ranking.view
+        priority = ranking.priority
         idle = pending.idle
         state = ranking.state if idle is None else select_rows(idle, ranking.before, ranking.state)
         keys, values = _in_order(ranking, pending)
@@ -74,7 +75,8 @@ def trim(layer: LayerContents, held: tuple[Tensor, State], pending: PendingPromp
         view = trimmed.view._replace(budget=most)
         state = trimmed.state
         priority = finite_priority(layer.spec.selector.priority(state, view))
-        keys, values = pending.keys, pending.values
+        keys = pending.keys
+        values = pending.values
     chosen = highest(priority, view, most[:, None])
     batch = TokenBatch(keys, values, view.positions, state, chosen).trimmed()
     view = view._replace(positions=batch.positions, alike=False)

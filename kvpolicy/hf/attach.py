@@ -262,14 +262,16 @@ class Handle:
             plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
             self._choose_tile(cache, tokens)
-            self._thread.cache, self._thread.plan = cache, plan
+            self._thread.cache = cache
+            self._thread.plan = plan
             # Last, since a call that was refused has not used the stock cache, which may be passed again.
             note_replaced(given)
         return args, kwargs
 
     def _warn_of_chunks(self, cache: PolicyCache, tokens: Tensor, mask: Any) -> None:
         """Warn once if a chunk of an announced prompt is compressed by its own last queries."""
-        policy, new = cache.policy, tokens.shape[1]
+        policy = cache.policy
+        new = tokens.shape[1]
         if new == 1 or cache.prompt is None or self._attachment.chunks == HOLD or policy.replay is not None:
             return
         every = [own.selector.needs for own in policy.distinct]

@@ -109,7 +109,8 @@ def attention_forward(
         run = _stock_attention(stock, module)
         return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
     if query.dtype != value.dtype:  # under autocast, where the stock function would do the same
-        query, key = query.to(value.dtype), key.to(value.dtype)
+        query = query.to(value.dtype)
+        key = key.to(value.dtype)
     transform = ScoreTransform(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
     if policy_cache is None:
         out, _ = attend(query, key, value, transform, None, attention_mask, False)

@@ -81,7 +81,8 @@ class PolicyCache(CacheForward):
         super().__init__(attachment, wanted)
         self.prompt, self.new = expected(prompt, new)
 
-    __repr__, _repr_html_ = rich_repr.cache_words, rich_repr.cache_html  # pyright: ignore[reportAssignmentType]
+    __repr__ = rich_repr.cache_words  # pyright: ignore[reportAssignmentType]
+    _repr_html_ = rich_repr.cache_html
 
     @property
     def is_initialized(self) -> bool:

@@ -34,7 +34,8 @@ def trim_waiting(policy: Policy, forward: RunningForward, measured: Measured, ev
     found = measured.means(indices) if policy.layer_metric == "cosine" else [numbers[index] for index in indices]
     if found[0].dim() > 1:  # nothing is known of many numbers of a layer
         return
-    first, pending = layers[0].store, layers[0].pending
+    first = layers[0].store
+    pending = layers[0].pending
     assert pending is not None, "a layer waits with its prompt"
     _, prompt, end = RowLengths.of(first, pending, told)
     heads = first.ranks.kv_heads(pending.keys.shape[1])

@@ -226,7 +226,8 @@ class PolicyLayer(CacheLayerMixin):
 
     def release(self) -> tuple[PendingPrompt, dict[str, Tensor | None]]:
         """The prompt that waits and the facts about it that `hold` noted, all of which the layer lets go of."""
-        pending, facts = self.pending, {"massive": self.massive, "rope_offset": self.rope_offset}
+        pending = self.pending
+        facts = {"massive": self.massive, "rope_offset": self.rope_offset}
         assert pending is not None
         self.pending = self.massive = self.rope_offset = None
         return pending.decoded(), facts

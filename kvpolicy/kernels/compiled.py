@@ -73,7 +73,8 @@ _failures: list[str] = []
 def switched(on: bool) -> Generator[None]:
     """Switch compiled functions on or off, as `KVPOLICY_KERNELS` does."""
     global _is_on
-    before, _is_on = _is_on, on
+    before = _is_on
+    _is_on = on
     try:
         yield
     finally:

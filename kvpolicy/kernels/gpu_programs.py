@@ -111,14 +111,16 @@ def score_channel_groups(
 ):
     """Scores of some slots of a head: products of bf16 for each run and place, scaled and added."""
     row = tl.program_id(0).to(tl.int64)
-    b, h = row // heads, row % heads
+    b = row // heads
+    h = row % heads
     head = tl.arange(0, HEADS)
     lane = tl.arange(0, LANES)
     codes += b * codes_b + h * codes_h
     scale += b * scale_b + h * scale_h
     zero += b * zero_b + h * zero_h
     column = tl.arange(0, 4 * HEADS)
-    part, own_head = (column % 4)[None, :], (column // 4)[None, :]
+    part = (column % 4)[None, :]
+    own_head = (column // 4)[None, :]
     columns = ()
     for run in tl.static_range(W // RUN):
         for place in tl.static_range(8 // BITS):
@@ -174,7 +176,8 @@ def score_token_groups(
 ):
     """Scores of some groups of tokens of a head, whose scales are multiplied into the queries."""
     row = tl.program_id(0).to(tl.int64)
-    b, h = row // heads, row % heads
+    b = row // heads
+    h = row % heads
     head = tl.arange(0, HEADS)
     lane = tl.arange(0, LANES)
     codes += b * codes_b + h * codes_h
@@ -234,7 +237,8 @@ def mix_channel_groups(
 ):
     """Weighted sums of some slots of a head and of one run, whose scales are multiplied into the weights."""
     row = tl.program_id(0).to(tl.int64)
-    b, h = row // heads, row % heads
+    b = row // heads
+    h = row % heads
     run = tl.program_id(2) * RUN
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, slots)
@@ -245,9 +249,13 @@ def mix_channel_groups(
     zero += b * zero_b + h * zero_h
     weights += (row * G + head) * slots
     sums0 = tl.zeros([4 * HEADS, LANES], tl.float32)
-    sums1, sums2, sums3 = sums0, sums0, sums0
+    sums1 = sums0
+    sums2 = sums0
+    sums3 = sums0
     zeros0 = tl.zeros([HEADS, BLOCK], tl.float32)
-    zeros1, zeros2, zeros3 = zeros0, zeros0, zeros0
+    zeros1 = zeros0
+    zeros2 = zeros0
+    zeros3 = zeros0
     for start in range(begin, end, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         here = slot < end
@@ -284,13 +292,17 @@ def mix_channel_groups(
     is_out = (head < G)[:, None] & (lane < RUN)[None, :]
     for place in tl.static_range(8 // BITS):
         if place == 0:
-            sums, offsets = sums0, zeros0
+            sums = sums0
+            offsets = zeros0
         elif place == 1:
-            sums, offsets = sums1, zeros1
+            sums = sums1
+            offsets = zeros1
         elif place == 2:
-            sums, offsets = sums2, zeros2
+            sums = sums2
+            offsets = zeros2
         else:
-            sums, offsets = sums3, zeros3
+            sums = sums3
+            offsets = zeros3
         if SIZE == D:
             offsets = zeros0
         total = tl.sum(tl.reshape(sums, [HEADS, 4, LANES]), 1) + tl.sum(offsets, 1)[:, None]

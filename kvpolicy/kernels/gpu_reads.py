@@ -111,7 +111,8 @@ def score_token_groups(codes: Tensor, scale: Tensor, offsets: Tensor, queries: T
 def mix_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits: int) -> Tensor | None:
     """`fused_read.mix_channel_groups`, or None if the shapes do not suit."""
     batch, heads, slots, width = codes.shape
-    group, dim = weights.shape[2], width * 8 // bits
+    group = weights.shape[2]
+    dim = width * 8 // bits
     sizes = _channel_sizes(codes, scale, group, dim, bits)
     if sizes is None:
         return None

@@ -47,9 +47,11 @@ class Elastic(Merger):
 
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Average the evicted tokens of a prompt with their targets."""
-        keys, values = candidates.at_targets(candidates.keys), candidates.at_targets(candidates.values)
+        keys = candidates.at_targets(candidates.keys)
+        values = candidates.at_targets(candidates.values)
         number = torch.zeros_like(candidates.targets, dtype=torch.float32)[..., None]
-        mixed_keys, mixed_values = torch.zeros_like(keys.float()), torch.zeros_like(values.float())
+        mixed_keys = torch.zeros_like(keys.float())
+        mixed_values = torch.zeros_like(values.float())
         for tile in tiles(candidates, "position"):
             gone = ((tile.weights > 0) & (tile.nearest.cosine > -torch.inf)).float()[..., None]
             tile.add_to(number, gone)

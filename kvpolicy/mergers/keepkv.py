@@ -72,11 +72,13 @@ class KeepKV(Merger):
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Merge the evicted tokens of a prompt into their targets."""
         assert candidates.counts is not None
-        keys, values = candidates.at_targets(candidates.keys), candidates.at_targets(candidates.values)
+        keys = candidates.at_targets(candidates.keys)
+        values = candidates.at_targets(candidates.values)
         counts = candidates.at_targets(candidates.counts)
         total = torch.zeros_like(counts)[..., None]
         added = torch.zeros_like(total)
-        mixed_keys, mixed_values = torch.zeros_like(keys.float()), torch.zeros_like(values.float())
+        mixed_keys = torch.zeros_like(keys.float())
+        mixed_values = torch.zeros_like(values.float())
         weights = self._weights(candidates)
         own = candidates.at_targets(weights)[..., None]
         # Tiles pass weights on as counts of tokens, and the counts themselves once more.

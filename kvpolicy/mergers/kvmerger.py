@@ -62,7 +62,8 @@ class KVMerger(Merger):
 
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Merge the evicted tokens of a prompt into the pivots of their runs."""
-        keys, values = candidates.at_targets(candidates.keys), candidates.at_targets(candidates.values)
+        keys = candidates.at_targets(candidates.keys)
+        values = candidates.at_targets(candidates.values)
         pivots = self._pivots(candidates)
         # Twice over the tiles, since the width depends on all tokens of a run.
         far = torch.zeros_like(candidates.targets, dtype=torch.float32)[..., None]
@@ -73,7 +74,8 @@ class KVMerger(Merger):
         # Twice the square of the width: of the mean distance over the root of 2.
         width = (far / number.clamp_min(1)).square()
         total = torch.zeros_like(far)
-        mixed_keys, mixed_values = torch.zeros_like(keys.float()), torch.zeros_like(values.float())
+        mixed_keys = torch.zeros_like(keys.float())
+        mixed_values = torch.zeros_like(values.float())
         for tile in tiles(candidates, pivots):
             squares = _distance(tile, keys).square()
             over = width.gather(2, tile.nearest.target[..., None])

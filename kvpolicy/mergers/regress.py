@@ -84,9 +84,11 @@ class Regress(Merger):
 
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Regress the outputs of the window on the values of the targets."""
-        attention, sinks = candidates.attention, candidates.sinks
+        attention = candidates.attention
+        sinks = candidates.sinks
         if self.queries == "replay":
-            attention, sinks = candidates.replay_attention, candidates.replay_sinks
+            attention = candidates.replay_attention
+            sinks = candidates.replay_sinks
         if attention is None:  # a later prompt is not replayed
             return Merged(candidates.at_targets(candidates.values))
         rows = group_rows(attention[:, :, -self.window :], candidates).double()

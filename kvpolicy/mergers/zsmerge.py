@@ -91,9 +91,11 @@ class ZSMerge(Merger):
         hosts = self._hosts(state, positions, candidates.at_targets(candidates.priority), open_slots)
         there = open_slots.any(-1, keepdim=True)
         counts = candidates.at_targets(candidates.counts)
-        keys, values = candidates.at_targets(candidates.keys), candidates.at_targets(candidates.values)
+        keys = candidates.at_targets(candidates.keys)
+        values = candidates.at_targets(candidates.values)
         total = torch.zeros_like(counts)[..., None]
-        mixed_keys, mixed_values = torch.zeros_like(keys.float()), torch.zeros_like(values.float())
+        mixed_keys = torch.zeros_like(keys.float())
+        mixed_values = torch.zeros_like(values.float())
         own = self._number(counts)
         # The counts of `tiles` are those of a logarithm without a factor.
         plain = candidates._replace(counts=candidates.counts / self.alpha)
@@ -119,7 +121,8 @@ class ZSMerge(Merger):
         """Add the victim of a decode step to a residual slot."""
         assert victim.counts is not None and slots.counts is not None and slots.priority is not None
         owns = (slots.positions[..., None] == state.hosts[:, :, None] - 1) & slots.there[..., None]
-        present, alive = owns.any(-1), owns.any(2)
+        present = owns.any(-1)
+        alive = owns.any(2)
         others = slots.there & ~present
         missing = ~alive.all(-1, keepdim=True) & others.any(-1, keepdim=True)
         # One that is missing, as after an eviction, is found again: the token of lowest priority, of ties the latest.

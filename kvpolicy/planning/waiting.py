@@ -30,7 +30,8 @@ def trimmed_bytes(
     Returns:
         None where it is not known before the prompt is measured that they can be trimmed.
     """
-    allocator, nested = policy.allocator, trimmed_from(layer_spec(policy, 0))
+    allocator = policy.allocator
+    nested = trimmed_from(layer_spec(policy, 0))
     if policy.replay or isinstance(policy.budget, str) or not isinstance(allocator, BoundsBudgets) or nested is None:
         return None
     ceiling = most_tokens(policy, prompt, tokens.last)

@@ -160,7 +160,8 @@ class ShadowKV(TokenReader):
         """Compute the coefficients of the keys of some pages; see `RebuildsKeys`."""
         plain = keys.masked_fill(~occupied[..., None], 0).flatten(2, 3)
         if self.joint:  # whose entries are those of every head
-            plain, entries = of_tokens(plain), entries[:, :1]
+            plain = of_tokens(plain)
+            entries = entries[:, :1]
         found = coordinates(plain, index.vectors).unflatten(2, keys.shape[2:4])
         write_slots(index.coefficients, entries, found.flatten(3).to(index.coefficients.dtype))
 

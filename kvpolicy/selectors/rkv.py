@@ -108,7 +108,8 @@ class RKV(Selector):
         """Take the newest queries of a prompt, and rank every candidate."""
         assert seen.queries is not None and seen.added is not None
         queries = state.queries
-        heads, width = queries.shape[1], seen.queries.shape[2]
+        heads = queries.shape[1]
+        width = seen.queries.shape[2]
         for number in range(width):  # the newest last
             behind = width - 1 - number
             place = (view.length - 1 - behind) % self.window

@@ -42,7 +42,8 @@ def tuning_peak(
         >>> [round(tuning_peak(shape, 15 * 2**30, policies, 127_000, 64, tile) / 2**30) for tile in (None, 4096)]
         [109, 22]
     """
-    widths, size = model.widths, model.shape.dtype.itemsize
+    widths = model.widths
+    size = model.shape.dtype.itemsize
     layers = len(model.evictable)
     vectors = prompt * model.shape.token_nbytes
     # Queries, keys and values, and the input of attention; the newest layer's are held beside those that are kept.

@@ -69,10 +69,12 @@ def draw(kind: str, shape: str, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     if kind == "equal":  # every token has equal attention
         k = torch.zeros_like(k)
     if kind == "one token":  # has all of it
-        q, k = q.abs(), k * 1e-3
+        q = q.abs()
+        k = k * 1e-3
         k[:, :, 0] = 60
     if kind == "ties":
-        k, v = k[:, :, :1].expand_as(k).clone(), v.sign()
+        k = k[:, :, :1].expand_as(k).clone()
+        v = v.sign()
         k[:, :, ::3] = 0
     if kind == "no values":
         v = torch.zeros_like(v)
@@ -159,7 +161,8 @@ def test_budgets_as_the_slow_version(name: str) -> None:
 def test_layers_that_are_alike_share_equally(name: str) -> None:
     """Before a prompt, in one layer, and where nothing was measured."""
     allocator = part(name)
-    total, ceiling = torch.tensor([10, 10]), torch.tensor([30, 30])
+    total = torch.tensor([10, 10])
+    ceiling = torch.tensor([30, 30])
     for number in (0.0, 1.0, -90.0):
         metrics = torch.full((2, 4), number)
         assert allocator.budgets(metrics, total, 1, ceiling, 4).tolist() == [[3, 3, 2, 2]] * 2
@@ -221,7 +224,8 @@ def test_a_later_prompt_has_the_metric_of_the_first(name: str, monkeypatch: pyte
     kind = lookup(name)[1]
     sums: list[bool] = []
     count: list[int] = []
-    real, gather = kind.measure, layer_store.attend
+    real = kind.measure
+    gather = layer_store.attend
     monkeypatch.setattr(kind, "measure", lambda *given: (count.append(1), real(*given))[1])
     monkeypatch.setattr(layer_store, "attend", lambda *given: (sums.append(given[6]), gather(*given))[1])
     tape, cache, _ = play(build("llama", layers=3), f"{small('allocator', name)}+window@0.4", [40], TURNS)
@@ -297,7 +301,8 @@ def test_a_row_that_begins_in_a_later_forward_is_measured_as_alone(name: str) ->
     mask = torch.ones_like(ids)
     mask[1, :30] = 0
     with kvpolicy.attach(model, f"{small('allocator', name)}+window@0.4"), torch.no_grad():
-        together, alone = PolicyCache(model), PolicyCache(model)
+        together = PolicyCache(model)
+        alone = PolicyCache(model)
         model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=together)
         first = together.cosines()[0]
         model(ids[:, 30:], attention_mask=mask, past_key_values=together)

@@ -44,9 +44,11 @@ def drawn_metrics(rng: random.Random, spec: str, layers: int, tokens: int) -> Te
     if name == "cake":
         most_entropy = math.log(QUERIES * WINDOW * math.log(tokens))
         most_variance = math.log(QUERIES * WINDOW / (WINDOW - 1))
-        low, high = math.log(1e-6) + math.log(1e-12), most_entropy + most_variance
+        low = math.log(1e-6) + math.log(1e-12)
+        high = most_entropy + most_variance
         if "entropy" in spec:
-            low, high = math.log(1e-6) / 0.3 + math.log(1e-12) / 2, most_entropy / 0.3 + most_variance / 2
+            low = math.log(1e-6) / 0.3 + math.log(1e-12) / 2
+            high = most_entropy / 0.3 + most_variance / 2
     else:
         low, high = {"zigzag": (1, tokens), "mass": (1, tokens), "squeeze": (-1, 1)}.get(name, (0, 1))
     center = rng.uniform(low, high)
@@ -106,7 +108,8 @@ def test_bounds_of_a_row_do_not_depend_on_the_others() -> None:
         allocator = allocator_of(spec)
         rng = random.Random(spec)
         metrics = torch.cat([drawn_metrics(rng, spec, 4, 50) for _ in range(3)])
-        total, ceiling = torch.tensor([60, 150, 40]), torch.tensor([50, 45, 50])
+        total = torch.tensor([60, 150, 40])
+        ceiling = torch.tensor([50, 45, 50])
         together = allocator.bounds(metrics, total, 2, ceiling, 9, QUERIES)
         for row in range(3):
             one = slice(row, row + 1)

@@ -61,7 +61,8 @@ def test_sum_bounds_and_type(cls: Any, layers: int) -> None:
 @pytest.mark.parametrize("cls", ALL)
 def test_a_batch_is_its_rows(cls: Any) -> None:
     cosine = torch.rand(4, 12, generator=torch.Generator().manual_seed(1))
-    total, ceiling = torch.tensor([300, 77, 1200, 500]), torch.tensor([100, 50, 90, 45])
+    total = torch.tensor([300, 77, 1200, 500])
+    ceiling = torch.tensor([100, 50, 90, 45])
     together = cls().budgets(cosine, total, 4, ceiling, 12)
     for row in range(4):
         one = slice(row, row + 1)

@@ -61,7 +61,8 @@ def test_as_the_slow_version(allocator: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("allocator", BOTH)
 def test_before_a_prompt_and_without_tokens(allocator: Any) -> None:
-    total, ceiling = torch.tensor([10, 10]), torch.tensor([30, 30])
+    total = torch.tensor([10, 10])
+    ceiling = torch.tensor([30, 30])
     assert allocator.budgets(torch.ones(2, 4), total, 1, ceiling, 4).tolist() == [[3, 3, 2, 2]] * 2
     empty = torch.full((2, 4, 6), -torch.inf)
     assert allocator.budgets(empty, total, 1, ceiling, 4).tolist() == [[3, 3, 2, 2]] * 2

@@ -57,7 +57,8 @@ def test_every_layer_is_divided_as_by_the_slow_version(tmp_path: Path) -> None:
         pages = [heads * dice.randint(1, 20) + dice.randrange(heads) for _ in range(2)]
         size = [dice.choice([4, 8]) for _ in pages]
         most = [max(count // heads, dice.randint(1, 40)) for count in pages]
-        protected, layer = dice.choice([0, 3, 17]), dice.randrange(3)
+        protected = dice.choice([0, 3, 17])
+        layer = dice.randrange(3)
         priority = torch.rand(2, heads, 30)
         priority[..., 30 - protected :] = torch.inf
         view = View(torch.arange(30).expand(2, heads, -1), torch.tensor([30, 30]), torch.tensor([9, 9]), layer)

@@ -156,7 +156,8 @@ def test_other_models(content: HeadFile, info: ModelInfo, message: str) -> None:
 
 def test_files_are_refused_when_a_policy_is_planned_or_attached(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    model, policy = kvpolicy.tiny()[0], f"uniform/duo:file={tmp_path / 'heads.json'}+streaming@0.5"
+    model = kvpolicy.tiny()[0]
+    policy = f"uniform/duo:file={tmp_path / 'heads.json'}+streaming@0.5"
     with pytest.raises(
         kvpolicy.KVPolicyError, match=r"must be a readable file or tiny or tiny-4k, got '.*' \(No such file"
     ):

@@ -15,7 +15,8 @@ from kvpolicy.allocators.kmeans import top_group
 
 def enumerate_top(values: list[float], groups: int) -> tuple[int, float]:
     """Size of the top group, and the cost, over every contiguous division."""
-    ranked, best = sorted(values), (float("inf"), 0)
+    ranked = sorted(values)
+    best = (float("inf"), 0)
     for cuts in itertools.combinations(range(1, len(ranked)), groups - 1):
         parts = [ranked[i:j] for i, j in itertools.pairwise([0, *cuts, len(ranked)])]
         cost = sum(float(((np.array(part) - np.mean(part)) ** 2).sum()) for part in parts)
@@ -32,7 +33,8 @@ def test_it_is_the_optimum(whole: list[int], groups: int) -> None:
     size, _ = enumerate_top(values, groups)
     assert int(got.sum()) == size
     assert not bool(got.all())
-    chosen, others = torch.tensor(values)[got], torch.tensor(values)[~got]
+    chosen = torch.tensor(values)[got]
+    others = torch.tensor(values)[~got]
     assert chosen.min() >= others.max()
 
 

@@ -19,7 +19,8 @@ POLICIES = ["full", "window@0.2", "h2o@0.2", "snapkv@0.2", "kvcrush@0.2", "squee
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_prefill(benchmark: Any, policy: str) -> None:
-    model, ids = llama(layers=2, hidden=128), tokens(512)
+    model = llama(layers=2, hidden=128)
+    ids = tokens(512)
     with torch.inference_mode(), kvpolicy.attach(model, policy) as handle:
         out = benchmark(lambda: model(ids, logits_to_keep=1))
         assert handle.cache is not None
@@ -28,7 +29,8 @@ def test_prefill(benchmark: Any, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_step(benchmark: Any, policy: str) -> None:
-    model, ids = llama(layers=2, hidden=128), tokens(512)
+    model = llama(layers=2, hidden=128)
+    ids = tokens(512)
     with torch.inference_mode(), kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model)
         model(ids, past_key_values=cache)

@@ -69,7 +69,8 @@ def test_documents_are_asked_in_turns(tmp_path: Path) -> None:
     assert [each["document"] for each in plan["requests"]] == [0, 1, 0, 1]
     _, tokenizer = kvpolicy.tiny(name=MODEL)
     for each in plan["requests"]:
-        text, question = tokenizer.decode(plan["texts"][each["document"]]), tokenizer.decode(each["question"])
+        text = tokenizer.decode(plan["texts"][each["document"]])
+        question = tokenizer.decode(each["question"])
         assert f"{question.strip()[1:]}{each['answer']}" in text
     for number, text in enumerate(plan["texts"]):
         whole, half = (

@@ -35,7 +35,9 @@ def test_sides_are_written_in_the_shortest_words() -> None:
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("size", [Size(), SMALL])
 def test_all_sides_have_the_same_memory(size: Size, side: str) -> None:
-    token, output, policy = 4096, 1024, SIDES[side]
+    token = 4096
+    output = 1024
+    policy = SIDES[side]
     recipe = None if policy is None else Recipe.parse(policy, threshold=300)
     blocks = bench.pool_of(size, size.tokens, recipe, token, output)
     whole = 1 + size.held * -(-(size.tokens + size.new) // BLOCK)

@@ -43,7 +43,8 @@ def projected(model: LlamaForCausalLM | SmolLM3ForCausalLM, ids: Tensor) -> list
     def keep(module: Any, args: Any, kwargs: Any) -> None:
         hidden: Tensor = kwargs["hidden_states"]
         shape = (hidden.shape[1], 2, -1)
-        keys, values = module.k_proj(hidden), module.v_proj(hidden)
+        keys = module.k_proj(hidden)
+        values = module.v_proj(hidden)
         found.append((keys[0].reshape(shape).transpose(0, 1), values[0].reshape(shape).transpose(0, 1)))
 
     handles = [site.attention.register_forward_pre_hook(keep, with_kwargs=True) for site in find_sites(model).layers]
@@ -62,7 +63,8 @@ def projected(model: LlamaForCausalLM | SmolLM3ForCausalLM, ids: Tensor) -> list
     ],
 )
 def test_keys_without_the_embedding_are_the_projections(rope: dict[str, Any]) -> None:
-    model, texts = llama(rope_parameters=rope), windows(2)
+    model = llama(rope_parameters=rope)
+    texts = windows(2)
     samples = collect(model, texts, tokens=1000)
     expected = [projected(model, ids) for ids in texts]
     for layer in range(2):
@@ -83,8 +85,13 @@ def test_memory_is_bounded_and_the_draw_is_fixed() -> None:
 
 def test_squared_gradients_are_those_of_the_loss() -> None:
     """Against finite differences of what the values projection adds."""
-    model, ids = llama(initializer_range=0.5), windows(1, 6)[0]
-    layer, head, token, channel = 1, 1, 2, 0  # the first channel of a key turns by two radians up to this token
+    model = llama(initializer_range=0.5)
+    ids = windows(1, 6)[0]
+    # The first channel of a key turns by two radians up to this token.
+    layer = 1
+    head = 1
+    token = 2
+    channel = 0
     fisher = collect(model, [ids], fisher=True).fisher[layer]
     assert fisher.shape == (2, 2, 6, 8)
 
@@ -111,8 +118,9 @@ def test_layers_without_an_embedding_are_not_unrotated() -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = SmolLM3Config(
         num_hidden_layers=2, intermediate_size=32, vocab_size=40, no_rope_layers=[1, 0], pad_token_id=0, **sizes
-    )  # fmt: skip
-    model, ids = SmolLM3ForCausalLM(config).eval(), windows(1)[0]
+    )
+    model = SmolLM3ForCausalLM(config).eval()
+    ids = windows(1)[0]
     samples = collect(model, [ids], tokens=1000)
     for layer, (keys, _) in enumerate(projected(model, ids)):
         torch.testing.assert_close(samples.unrotated[layer], keys, rtol=1e-4, atol=1e-5)
@@ -123,10 +131,19 @@ def test_heads_that_the_stock_cache_repeats_are_counted_once() -> None:
     """Grouped Falcon's; the gradient of a key is the sum of its copies'."""
     torch.manual_seed(0)
     config = FalconConfig(
-        hidden_size=32, num_attention_heads=4, num_kv_heads=2, num_hidden_layers=2, ffn_hidden_size=32, vocab_size=40,
-        new_decoder_architecture=True, alibi=False, num_ln_in_parallel_attn=None, initializer_range=0.5,
-    )  # fmt: skip
-    model, ids = FalconForCausalLM(config).eval(), windows(1, 6)[0]
+        hidden_size=32,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        num_hidden_layers=2,
+        ffn_hidden_size=32,
+        vocab_size=40,
+        new_decoder_architecture=True,
+        alibi=False,
+        num_ln_in_parallel_attn=None,
+        initializer_range=0.5,
+    )
+    model = FalconForCausalLM(config).eval()
+    ids = windows(1, 6)[0]
     samples = collect(model, [ids], key_spaces=("rotated",), fisher=True)
     attention = find_sites(model).layers[1].attention
     assert samples.rotated[1].shape == samples.values[1].shape == (2, 6, 8)
@@ -153,8 +170,10 @@ def test_heads_that_the_stock_cache_repeats_are_counted_once() -> None:
 
 
 def test_a_window_may_be_a_row_of_a_batch() -> None:
-    model, texts = llama(), windows()
-    one, other = collect(model, texts), collect(model, [ids[None].int() for ids in texts])
+    model = llama()
+    texts = windows()
+    one = collect(model, texts)
+    other = collect(model, [ids[None].int() for ids in texts])
     assert torch.equal(one.unrotated[1], other.unrotated[1])
     stacked: Any = torch.stack(texts)
     assert torch.equal(one.unrotated[1], collect(model, stacked).unrotated[1])

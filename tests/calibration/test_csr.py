@@ -33,9 +33,13 @@ OPTIONS = Dictionaries(
 def llama(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3, intermediate_size=32,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        intermediate_size=32,
         vocab_size=40,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -67,7 +71,8 @@ def test_the_codec_reads_what_was_written(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_gives_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrate_csr(llama(), windows(), tmp_path / "whole", OPTIONS)
-    trained, save = list[str](), Progress.save
+    trained = list[str]()
+    save = Progress.save
 
     def interrupted(self: Progress, name: str, state: Any) -> None:
         save(self, name, state)
@@ -172,11 +177,20 @@ def test_kvquant_reads_what_was_written(tmp_path: Path, fisher: bool) -> None:
 @pytest.mark.parametrize("kind", ["Gemma2", "Gemma3Text"])
 def test_layers_that_bound_themselves_are_left_out(tmp_path: Path, kind: str) -> None:
     """A file has the layers under the policy, which are not the first ones."""
-    layers, sizes = ["sliding_attention", "full_attention"] * 2, {"num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = ["sliding_attention", "full_attention"] * 2
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = getattr(transformers, f"{kind}Config")(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=4, head_dim=8, query_pre_attn_scalar=8, vocab_size=40,
-        sliding_window=12, layer_types=layers, attn_implementation="eager", **sizes,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        vocab_size=40,
+        sliding_window=12,
+        layer_types=layers,
+        attn_implementation="eager",
+        **sizes,
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     calibrate_kvquant(model, windows(), tmp_path / "k", bits=(3,))
     calibrate_csr(

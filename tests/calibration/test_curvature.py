@@ -25,7 +25,8 @@ def matrix_of(codes: Codes, count: int) -> Tensor:
 
 @pytest.mark.parametrize("pairs", [1, 3])
 def test_codes_leave_the_residual_and_its_gradient(pairs: int) -> None:
-    x, atoms = drawn(30, 6), unit(drawn(9, 6, seed=1))
+    x = drawn(30, 6)
+    atoms = unit(drawn(9, 6, seed=1))
     codes = Codes(x, atoms, pairs)
     matrix = matrix_of(codes, 9)
     torch.testing.assert_close(codes.residual, x - matrix @ atoms)
@@ -36,7 +37,8 @@ def test_the_mean_forgets_old_batches() -> None:
     atoms = unit(drawn(9, 6, seed=1))
     batches = [Codes(drawn(20, 6, seed=seed), atoms, 2) for seed in range(4)]
     mean = Curvature(atoms)
-    expected, weights = torch.zeros(9, 9), 0.0
+    expected = torch.zeros(9, 9)
+    weights = 0.0
     for codes in batches:
         mean.add(codes)
         matrix = matrix_of(codes, 9)

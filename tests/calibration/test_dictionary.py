@@ -94,7 +94,8 @@ def test_the_gradient_against_differences() -> None:
     from kvpolicy.codecs._pursuit import pursue
     from kvpolicy.codecs._sparse import Dictionary
 
-    x, unit_atoms = vectors(40).double().float(), atoms()
+    x = vectors(40).double().float()
+    unit_atoms = atoms()
     index, coef = (t[0, 0] for t in pursue(x[None, None], Dictionary(unit_atoms, torch.zeros(1, 1, 0, 8)), 2))
     codes = Codes(x, unit_atoms, 2)
     weight = balance(*losses(codes, unit_atoms), 0.1).double()

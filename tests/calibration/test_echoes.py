@@ -58,7 +58,8 @@ def test_the_text_is_random_distinct_and_repeated() -> None:
     assert not torch.equal(ids, repeated_text(model, 45, 3, 1)[0])
     longer = repeated_text(model, 100, 2, 0)[0][1:101]
     assert longer.bincount().max() == 3, "tokens repeat only where the vocabulary ends"
-    model.config.bos_token_id, model.config.eos_token_id = None, [2, 7]
+    model.config.bos_token_id = None
+    model.config.eos_token_id = [2, 7]
     ids, first = repeated_text(model, 45, 2, 0)
     assert first == 0 and not {0, 2, 7} & set(ids.tolist())
 
@@ -67,7 +68,8 @@ def test_the_best_heads_by_both_scores_retrieve(tmp_path: Path) -> None:
     """With disjoint sets, `duo` has the heads of the paper, at any sparsity."""
     dice = random.Random(2)
     for case in range(20):
-        layers, heads = 5, 4
+        layers = 5
+        heads = 4
         # The best by one score are the worst by the other, so that no head is among the best of both.
         order = [dice.random() for _ in range(layers * heads)]
         pairs = [
@@ -99,13 +101,19 @@ def test_a_share_of_zero_leaves_a_score_out() -> None:
 
 
 def test_a_file_is_written_for_the_model(tmp_path: Path) -> None:
-    model, path = build("gemma2"), tmp_path / "heads.json"
+    model = build("gemma2")
+    path = tmp_path / "heads.json"
     written = calibrate_echoes(model.train(), path, random=9, repeats=3, sinks=2, recent=5, seed=4)
     assert model.training and load_heads(str(path)) == written
     model.eval()
     assert written.made == {
-        "probe": "razor", "random": 9, "repeats": 3, "seed": 4, "echo": 0.01, "induction": 0.14,
-    }  # fmt: skip
+        "probe": "razor",
+        "random": 9,
+        "repeats": 3,
+        "seed": 4,
+        "echo": 0.01,
+        "induction": 0.14,
+    }
     assert (written.sinks, written.recent, written.kind) == (2, 5, "score")
     assert [len(row) for row in written.heads] == [0, 2, 0, 2, 0, 2], "a row for each layer, empty for sliding ones"
     kvpolicy.attach(model, f"uniform/duo:file={path}+streaming@0.5").detach()

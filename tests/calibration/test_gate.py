@@ -44,7 +44,8 @@ def inputs_of(model: Any, ids: Tensor) -> dict[int, Tensor]:
 
 @pytest.mark.parametrize("make", [llama, gemma])
 def test_samples_are_inputs_and_the_logarithm_of_the_scores_of_kvzip(make: Any) -> None:
-    model, texts = make(), [windows(1, 9)[0], windows(1, 14)[0]]
+    model = make()
+    texts = [windows(1, 9)[0], windows(1, 14)[0]]
     found = [*scored_windows(model, texts, [9, 14], seed=0)]
     for ids, layers in zip(texts, found, strict=True):
         assert sorted(layers) == ([1] if make is gemma else [0, 1])
@@ -61,7 +62,8 @@ def test_samples_are_inputs_and_the_logarithm_of_the_scores_of_kvzip(make: Any) 
 
 
 def test_the_same_tokens_are_drawn_in_all_layers() -> None:
-    model, texts = llama(), windows(2, 30)
+    model = llama()
+    texts = windows(2, 30)
     whole = [*scored_windows(model, texts, [30, 30], seed=0)]
     some = [*scored_windows(model, texts, [10, 10], seed=3)]
     for every, few in zip(whole, some, strict=True):
@@ -134,7 +136,9 @@ def test_what_has_no_gates_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_is_written_for_the_model(tmp_path: Path) -> None:
-    model, texts, path = gemma(), windows(2, 70), tmp_path / "gate.safetensors"
+    model = gemma()
+    texts = windows(2, 70)
+    path = tmp_path / "gate.safetensors"
     written = calibrate_gate(model.train(), texts, path, tokens=130)
     found = load_gates(str(path))
     assert model.training and (found.model, found.made) == (written.model, written.made)
@@ -154,7 +158,8 @@ def test_a_file_is_written_for_the_model(tmp_path: Path) -> None:
 
 
 def test_one_window_of_ten_says_how_well_the_others_predict(tmp_path: Path) -> None:
-    model, texts = llama(), [ids for seed in range(10) for ids in windows(1, 13 + seed)]
+    model = llama()
+    texts = [ids for seed in range(10) for ids in windows(1, 13 + seed)]
     written = calibrate_gate(model, texts, tmp_path / "gate.safetensors")
     layers = [*scored_windows(model, texts, [len(ids) for ids in texts], seed=0)]
     sums = Moments.of(layers[0][0])

@@ -16,15 +16,18 @@ def slow(a: Tensor, b: Tensor, bins: int) -> float:
     a, b = (x.flatten(0, 1).double() / x.flatten(0, 1).double().norm(dim=-1, keepdim=True) for x in (a, b))
     both = torch.cat([a, b])
     axes = torch.linalg.svd(both - both.mean(0), full_matrices=False).Vh[:2]
-    flat, counts = both @ axes.T, [[[0] * bins for _ in range(bins)] for _ in range(2)]
-    low, high = flat.min(0).values, flat.max(0).values
+    flat = both @ axes.T
+    counts = [[[0] * bins for _ in range(bins)] for _ in range(2)]
+    low = flat.min(0).values
+    high = flat.max(0).values
     for place, point in enumerate(flat):
         x, y = (min(int((point[i] - low[i]) / (high[i] - low[i]) * bins), bins - 1) for i in range(2))
         counts[int(place >= len(a))][x][y] += 1
     total = 0.0
     for x in range(bins):
         for y in range(bins):
-            p, q = counts[0][x][y] / len(a), counts[1][x][y] / len(b)
+            p = counts[0][x][y] / len(a)
+            q = counts[1][x][y] / len(b)
             total += sum(part / 2 * math.log2(part / ((p + q) / 2)) for part in (p, q) if part)
     return total
 
@@ -36,12 +39,14 @@ def some(seed: int, shift: float = 0.0, count: int = 300) -> Tensor:
 
 @pytest.mark.parametrize("bins", [4, 10])
 def test_the_divergence_against_its_definition(bins: int) -> None:
-    a, b = some(0), some(1, 2.0)
+    a = some(0)
+    b = some(1, 2.0)
     assert divergence(Directions.of(a), Directions.of(b), bins) == pytest.approx(slow(a, b, bins), abs=0.02)
 
 
 def test_the_divergence_of_extremes() -> None:
-    a, b = some(0, 50.0), some(1, -50.0)
+    a = some(0, 50.0)
+    b = some(1, -50.0)
     assert divergence(Directions.of(a), Directions.of(a)) == 0
     assert divergence(Directions.of(a), Directions.of(b)) == pytest.approx(1)
     assert divergence(Directions.of(torch.zeros(1, 5, 6)), Directions.of(torch.zeros(1, 5, 6))) == 0

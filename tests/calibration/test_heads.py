@@ -30,9 +30,15 @@ from kvpolicy.hf.discovery import find_sites
 from tests.reference.head_allocators.duo import reach
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 8,
-    "intermediate_size": 32, "vocab_size": 40, "initializer_range": 0.4,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "vocab_size": 40,
+    "initializer_range": 0.4,
+}
 THETA = 100.0
 
 
@@ -85,7 +91,9 @@ def projected(model: Any, ids: Tensor) -> dict[int, list[Tensor]]:
 
 @pytest.mark.parametrize(("make", "cap", "scale"), [(llama, None, 8**-0.5), (qwen, None, 8**-0.5), (gemma, 2.0, 0.25)])
 def test_scores_are_those_of_the_definition(make: Callable[[], Any], cap: float | None, scale: float) -> None:
-    model, texts, positions = make(), windows(), 20
+    model = make()
+    texts = windows()
+    positions = 20
     found = head_scores(model, texts, positions=positions)
     assert sorted(found) == ([1] if make is gemma else [0, 1])
     every = [projected(model, ids) for ids in texts]
@@ -101,9 +109,14 @@ def test_scores_are_those_of_the_definition(make: Callable[[], Any], cap: float 
 
 def test_a_model_with_an_attention_of_its_own() -> None:
     config = FalconConfig(
-        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=40, alibi=False, num_kv_heads=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        vocab_size=40,
+        alibi=False,
+        num_kv_heads=2,
         new_decoder_architecture=True,
-    )  # fmt: skip
+    )
     found = head_scores(FalconForCausalLM(config).eval(), windows(1))
     assert [scores.shape for scores in found.values()] == [(2,), (2,)]
     assert all(bool(((scores > 0) & (scores < 1)).all()) for scores in found.values())
@@ -111,9 +124,15 @@ def test_a_model_with_an_attention_of_its_own() -> None:
 
 def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
     opt = OPTForCausalLM(
-        OPTConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=40, ffn_dim=32,
-                  word_embed_proj_dim=32)
-    ).eval()  # fmt: skip
+        OPTConfig(
+            hidden_size=32,
+            num_attention_heads=4,
+            num_hidden_layers=1,
+            vocab_size=40,
+            ffn_dim=32,
+            word_embed_proj_dim=32,
+        )
+    ).eval()
     refused = [
         (opt, windows(), "got none in layer 0 of OPTForCausalLM; try a head file from another source"),
         (llama(rope_parameters={**_rope(), "rope_type": "dynamic", "factor": 2.0}), windows(), "depends on the length"),
@@ -131,7 +150,8 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_is_written_for_the_model(tmp_path: Path) -> None:
-    model, path = gemma(), tmp_path / "heads.json"
+    model = gemma()
+    path = tmp_path / "heads.json"
     written = calibrate_heads(model.train(), windows(), path, sinks=2, recent=5, positions=30)
     assert model.training and load_heads(str(path)) == written
     assert (written.sinks, written.recent, written.kind) == (2, 5, "score")

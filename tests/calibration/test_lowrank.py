@@ -18,19 +18,22 @@ from tests.calibration.test_heads import llama, windows
 
 
 def test_moments_are_those_of_all_tokens() -> None:
-    model, texts = llama(), windows(2, 40)
+    model = llama()
+    texts = windows(2, 40)
     found = collect_moments(model, texts)
     samples = collect(model, texts, tokens=10**6)
     parts = {"keys.post": samples.rotated, "keys.pre": samples.unrotated, "values": samples.values}
     for part, layers in parts.items():
         for layer, x in layers.items():
-            own, x = found[layer][part], x.double()
+            own = found[layer][part]
+            x = x.double()
             torch.testing.assert_close(own.mean, x.mean(1), atol=1e-6, rtol=1e-5)
             torch.testing.assert_close(own.product, x.mT @ x / x.shape[1], atol=1e-6, rtol=1e-5)
 
 
 def test_moments_of_groups_are_those_of_heads_as_one_vector() -> None:
-    model, texts = llama(), windows(2, 40)
+    model = llama()
+    texts = windows(2, 40)
     found = collect_moments(model, texts, groups=[2])
     samples = collect(model, texts, tokens=10**6)
     parts = {"keys.post": samples.rotated, "keys.pre": samples.unrotated, "values": samples.values}
@@ -44,7 +47,8 @@ def test_moments_of_groups_are_those_of_heads_as_one_vector() -> None:
 
 def test_fisher_information_is_that_of_all_tokens() -> None:
     """Windows of different lengths, whose loss is a mean, weigh as much as their tokens."""
-    model, texts = llama(initializer_range=0.5), [windows(1, 40)[0], windows(1, 10)[0]]
+    model = llama(initializer_range=0.5)
+    texts = [windows(1, 40)[0], windows(1, 10)[0]]
     found = fisher_information(model, texts)
     every = [collect(model, [ids], tokens=10**6, key_spaces=("rotated",), fisher=True).fisher for ids in texts]
     for layer, both in found.items():
@@ -65,7 +69,8 @@ def test_directions_are_those_of_most_variance() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    model, texts = llama(), windows(2, 80)
+    model = llama()
+    texts = windows(2, 80)
     meta = calibrate_lowrank(model, texts, tmp_path)
     assert meta["tokens"] == 160 and sorted(meta["energy"]) == ["keys.post", "keys.pre", "values"]
     assert all(0.2 < share <= 1 for share in meta["energy"].values())
@@ -84,7 +89,8 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_files_with_groups_and_information(tmp_path: Path) -> None:
-    model, texts = llama(), windows(2, 80)
+    model = llama()
+    texts = windows(2, 80)
     meta = calibrate_lowrank(model, texts, tmp_path, key_spaces=["rotated"], head_groups=[2], fisher=True)
     assert meta["head_groups"] == [2] and meta["fisher"] and sorted(meta["energy"]) == ["keys.post", "values"]
     found = load(str(tmp_path), "lowrank").tensors

@@ -51,7 +51,8 @@ def rotate(vectors: Vectors) -> Vectors:
 
 @pytest.mark.parametrize("make", [llama, qwen, gemma])
 def test_filters_are_those_of_the_definition(make: Callable[[], Any]) -> None:
-    model, texts = make(), [windows(1, 9)[0], windows(1, 14)[0]]
+    model = make()
+    texts = [windows(1, 9)[0], windows(1, 14)[0]]
     found = sample_queries(model, texts, tokens=28)
     assert sorted(found) == ([1] if make is gemma else [0, 1])
     every = [projected(model, ids) for ids in texts]
@@ -78,13 +79,15 @@ def test_most_queries_decide_the_sign_and_a_tie_their_sum() -> None:
 
 
 def test_query_heads_that_disagree_make_a_short_filter() -> None:
-    along, across = torch.tensor([[2.0, 0.0]] * 3), torch.tensor([[0.0, 3.0]] * 3)
+    along = torch.tensor([[2.0, 0.0]] * 3)
+    across = torch.tensor([[0.0, 3.0]] * 3)
     assert query_filters(torch.stack([along, across]), 1).tolist() == [[-0.5, -0.5]]
     assert query_filters(torch.stack([along, -along]), 1).abs().tolist() == [[0.0, 0.0]]
 
 
 def test_the_same_tokens_are_drawn_in_all_layers() -> None:
-    model, texts = llama(), windows(2, 30)
+    model = llama()
+    texts = windows(2, 30)
     whole = sample_queries(model, texts, tokens=60)
     some = sample_queries(model, texts, tokens=20, seed=3)
     places = [_places(whole[layer][head], some[layer][head]) for layer in (0, 1) for head in range(4)]
@@ -100,9 +103,14 @@ def _places(whole: Tensor, some: Tensor) -> list[int]:
 
 def test_a_model_with_an_attention_of_its_own() -> None:
     config = FalconConfig(
-        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=40, alibi=False, num_kv_heads=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        vocab_size=40,
+        alibi=False,
+        num_kv_heads=2,
         new_decoder_architecture=True,
-    )  # fmt: skip
+    )
     found = sample_queries(FalconForCausalLM(config).eval(), windows(1))
     assert [queries.shape for queries in found.values()] == [(4, 12, 8)] * 2
 
@@ -121,7 +129,9 @@ def test_what_has_no_filters_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_is_written_for_the_model(tmp_path: Path) -> None:
-    model, texts, path = gemma(), windows(2, 70), tmp_path / "filters.safetensors"
+    model = gemma()
+    texts = windows(2, 70)
+    path = tmp_path / "filters.safetensors"
     written = calibrate_qfilters(model.train(), texts, path, tokens=130)
     found = load_filters(str(path))
     assert model.training and (found.model, found.made) == (written.model, written.made)

@@ -19,7 +19,8 @@ from tests.calibration.test_heads import THETA, gemma, llama, projected, qwen, w
 
 @pytest.mark.parametrize("make", [llama, qwen, gemma])
 def test_centers_are_means_of_projected_queries(make: Callable[[], Any]) -> None:
-    model, texts = make(), [windows(1, 9)[0], windows(1, 14)[0]]
+    model = make()
+    texts = [windows(1, 9)[0], windows(1, 14)[0]]
     found = query_centers(model, texts)
     assert sorted(found) == ([1] if make is gemma else [0, 1])
     every = [projected(model, ids) for ids in texts]
@@ -57,7 +58,8 @@ def expected_scores(centers: Any, keys: Tensor, length: int, heads: int) -> Tens
 @pytest.mark.parametrize("generated", [False, True])
 def test_kept_tokens_of_a_padded_batch(make: Callable[[], Any], generated: bool, tmp_path: Path) -> None:
     """Where the model counts padding as positions, since it gets none, and where it does not."""
-    model, length = make(), 40
+    model = make()
+    length = 40
     file = str(tmp_path / "centers.safetensors")
     calibrate_triattention(model, [windows(1, 140)[0]], file)
     ids = torch.stack([windows(1, length)[0], windows(2, length)[1]])

@@ -74,8 +74,10 @@ def test_every_part_is_explained_with_the_bytes_of_the_plan(name: str, facts: Fa
     kind = registry.lookup(name)[0]
     policy = name if kind == "selector" else f"{'streaming' if name in GROUPING else 'h2o'}+{name}@0.5"
     if kind == "head_allocator":
-        kind, policy = "allocator", f"uniform/{name}+h2o@0.5"
-    explained, planned = facts(f"explain {policy} tiny --batch 3"), facts(f"plan tiny {policy} --batch 3")
+        kind = "allocator"
+        policy = f"uniform/{name}+h2o@0.5"
+    explained = facts(f"explain {policy} tiny --batch 3")
+    planned = facts(f"plan tiny {policy} --batch 3")
     assert explained["cache"] == planned["cache"] and explained["layers"] == planned["layers"]
     part = next(part for part in explained["parts"] if part["kind"] == kind)
     assert part["strategies"][-1 if policy.startswith("uniform/") else 0]["name"] == name

@@ -56,7 +56,8 @@ def test_numbers_are_those_of_the_cache(
     policy: str, tiny: tuple[Any, Any], tmp_path: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
-    found, cache = facts(f"inspect --policy {policy}"), cache_of(tiny, policy)
+    found = facts(f"inspect --policy {policy}")
+    cache = cache_of(tiny, policy)
     ids = tiny[1](PROMPT, return_tensors="pt").input_ids
     assert found["prompt"] == found["seen"] == ids.shape[1]
     assert (found["nbytes"], found["full_nbytes"]) == (cache.nbytes, cache.full_nbytes)
@@ -98,7 +99,8 @@ def test_marks_below_the_text(
     assert "\x1b" not in out and max(map(len, out.splitlines())) <= columns
     lines = out[out.index("<s>") :].splitlines()
     marks = "".join(mark.ljust(len(text)) for text, mark in zip(lines[::2], [*lines[1::2], ""], strict=False))
-    cache, wanted = cache_of(tiny, POLICY), ""
+    cache = cache_of(tiny, POLICY)
+    wanted = ""
     layers = cache.policy_layers if layer is None else [cache.policy_layers[layer]]
     ids = tiny[1](PROMPT).input_ids
     for position, token in enumerate(ids):
@@ -141,7 +143,8 @@ class Page(html.parser.HTMLParser):
         self.refers: list[str] = []
         self.tags: Counter[str] = Counter()
         self.ids: Counter[str] = Counter()
-        self.shown, self._inside = "", False
+        self.shown = ""
+        self._inside = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -166,7 +169,8 @@ def test_the_page_is_self_contained(tiny: tuple[Any, Any], tmp_path: Path, capsy
     out, _ = look(capsys, "--policy", POLICY, "--html", str(path))
     assert str(path) in out
     text = path.read_text(encoding="utf-8")
-    found, cache = Page(text), cache_of(tiny, POLICY)
+    found = Page(text)
+    cache = cache_of(tiny, POLICY)
     assert not re.search(r"https?:|@import|url\((?!['\"]?#)", text)
     assert all(ref.startswith(("#", "data:")) for ref in found.refers)
     assert {ref[1:] for ref in found.refers if ref[0] == "#"} <= set(found.ids)

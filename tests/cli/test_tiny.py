@@ -18,7 +18,8 @@ Facts = Callable[..., dict[str, Any]]
 
 
 def test_facts_are_those_of_the_model(facts: Facts, run: Run) -> None:
-    found, (model, _) = facts("tiny"), kvpolicy.tiny()
+    found = facts("tiny")
+    model, _ = kvpolicy.tiny()
     config = model.config
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     assert (Path(found["path"]) / "config.json").exists()
@@ -34,7 +35,8 @@ def test_facts_are_those_of_the_model_card(facts: Facts) -> None:
     page = Path(__file__).parents[2] / "docs" / "model-card.md"
     if not page.exists():
         pytest.skip("the docs are not installed")
-    text, found = page.read_text(encoding="utf-8"), facts("tiny")
+    text = page.read_text(encoding="utf-8")
+    found = facts("tiny")
     assert found["card"] == "docs/model-card.md"
     assert f"{found['parameters'] / 1e6:.2f} M parameters" in text
     for number in (f"{found['shape']['layers']} layers", "7.2 M tokens", "1,024"):

@@ -12,7 +12,10 @@ from kvpolicy.codecs._files import save
 from kvpolicy.codecs.csr import CSR, CSRCodes
 from kvpolicy.protocols import At, StageStore
 
-B, H, G, C = 2, 3, 2, 12
+B = 2
+H = 3
+G = 2
+C = 12
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -77,7 +80,9 @@ def same(one: StageStore, other: StageStore) -> bool:
 
 def pursued(x: Tensor, atoms: Tensor, pairs: int) -> Tensor:
     """What matching pursuit makes of a vector, coefficients in fp16."""
-    rest, total, atoms = x.double(), torch.zeros(len(x), dtype=torch.float64), atoms.double()
+    rest = x.double()
+    total = torch.zeros(len(x), dtype=torch.float64)
+    atoms = atoms.double()
     for _ in range(pairs):
         products = atoms @ rest
         best = int(products.abs().argmax())

@@ -14,7 +14,9 @@ from kvpolicy.testing import stage_checks as stage_rules
 from kvpolicy.testing.stage_checks import ROWS, Trial, changed
 from kvpolicy.testing.stage_checks import copy as copy
 
-B, H, G = ROWS, 3, 2
+B = ROWS
+H = 3
+G = 2
 
 
 def trial(stage: Stage, slots: int, dim: int) -> Trial:
@@ -76,7 +78,8 @@ def check_inactive(stage: Stage, slots: int, dim: int) -> None:
 def check_overwrite(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) -> None:
     """A write to a free slot keeps other slots and what is `fixed`; its value is encoded as on its own."""
     store, _, _ = fill(stage, slots, dim)
-    before, (more_keys, more_values) = read(stage, store, slots), draw(1, dim, seed=2)
+    before = read(stage, store, slots)
+    more_keys, more_values = draw(1, dim, seed=2)
     held = {name: getattr(store.codes, name).clone() for name in fixed}
     stage.write(store, more_keys, more_values, at([3]), flags([True]), flags([slot != 3 for slot in range(slots)]))
     assert all(torch.equal(getattr(store.codes, name), then) for name, then in held.items())
@@ -140,12 +143,14 @@ def check_compiled(stage: Stage, slots: int, dim: int, backend: Any, compare: Ca
         store: StageStore, keys: Tensor, values: Tensor, slot: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> list[Tensor]:
         stage.write(store, keys, values, slot, write_mask, occupied)
-        queries, weights = keys[:, :, :G], values[:, :, :G, :1].expand(-1, -1, -1, slots)
+        queries = keys[:, :, :G]
+        weights = values[:, :, :G, :1].expand(-1, -1, -1, slots)
         found = [stage.keys(store, slice(0, slots)), stage.values(store, slice(0, slots))]
         found += [stage.keys(store, slot), stage.values(store, slot)]
         return [*found, stage.score(store, queries, None), stage.mix(store, weights)]
 
-    compiled, eager = torch.compile(once, fullgraph=True, backend=backend), empty(stage, slots, dim)
+    compiled = torch.compile(once, fullgraph=True, backend=backend)
+    eager = empty(stage, slots, dim)
     other = copy(eager)
     occupied = torch.zeros(B, H, slots, dtype=torch.bool)
     for seed, write_mask in enumerate((flags([True] * slots), flags([slot % 3 == 0 for slot in range(slots)]))):

@@ -111,7 +111,8 @@ def test_rows_of_a_batch_have_the_sizes_that_they_have_alone(name: str, selector
         logits = talk(model, ids, mask, TURNS, together)
     for row, length in enumerate(LENGTHS):
         skip = TURNS[0] - length
-        own_ids, own_mask = ids[row : row + 1, skip:], mask[row : row + 1, skip:]
+        own_ids = ids[row : row + 1, skip:]
+        own_mask = mask[row : row + 1, skip:]
         turns = [length, *TURNS[1:]]
         with kvpolicy.attach(model, policy):
             alone = PolicyCache(model, new=len(TURNS) + 4)

@@ -14,7 +14,11 @@ from kvpolicy.engine.state import fields, tensors
 from kvpolicy.protocols import StageStore
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
-B, H, N, KEY, VALUE = 2, 2, 64, 24, 40
+B = 2
+H = 2
+N = 64
+KEY = 24
+VALUE = 40
 BASES = [
     *(Half(), KIVI(bits=4), KIVI(bits=2), TokenWise(bits=3), TokenWise(bits="fp8"), TokenWise(normalize=False)),
     *(TurboQuant(), BFP(), BFP(exact_values=True)),
@@ -44,10 +48,12 @@ def test_each_side_is_stored_and_read_without_the_other(stage: Any) -> None:
     """A side alone has the codes, the scores and the sums of both together, whatever the width of the other side."""
     generator = torch.Generator().manual_seed(9)
     at = slice(0, N)
-    keys, values = vectors(KEY, 1), vectors(VALUE, 2)
+    keys = vectors(KEY, 1)
+    values = vectors(VALUE, 2)
     both = written(stage, KEY, keys, vectors(KEY, 3)), written(stage, VALUE, vectors(VALUE, 4), values)
     alone = written(stage, KEY, keys, None), written(stage, VALUE, None, values)
-    queries, weights = torch.randn(B, H, 2, KEY, generator=generator), torch.rand(B, H, 2, N, generator=generator)
+    queries = torch.randn(B, H, 2, KEY, generator=generator)
+    weights = torch.rand(B, H, 2, N, generator=generator)
     assert torch.equal(stage.keys(both[0], at), stage.keys(alone[0], at))
     assert torch.equal(stage.score(both[0], queries, None), stage.score(alone[0], queries, None))
     assert torch.equal(stage.values(both[1], at), stage.values(alone[1], at))

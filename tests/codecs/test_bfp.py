@@ -14,7 +14,8 @@ from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, fill, flags, read
 from tests.sampling import product
 
-C, D = 12, 20
+C = 12
+D = 20
 MANTISSAS = [3, 4, 5, 6, 8]
 
 
@@ -27,7 +28,8 @@ def formula(block: list[float], mantissa: int) -> list[float]:
     largest = max(map(abs, block))
     if largest == 0:
         return block
-    step, most = 2.0 ** (math.frexp(largest)[1] - 1 - (mantissa - 2)), 2 ** (mantissa - 1) - 1
+    step = 2.0 ** (math.frexp(largest)[1] - 1 - (mantissa - 2))
+    most = 2 ** (mantissa - 1) - 1
     return [max(-most, min(most, round(x / step))) * step for x in block]  # round() is to even
 
 
@@ -58,7 +60,8 @@ def test_blocks_of_sorted_channels(mantissa: int) -> None:
 
 
 def test_ties_are_rounded_to_even_and_the_largest_is_clipped() -> None:
-    codec, store = made(4), empty(made(4), 1, 6)
+    codec = made(4)
+    store = empty(made(4), 1, 6)
     x = torch.tensor([4.0, 0.5, 1.5, 2.5, -2.5, 7.9]).expand(B, H, 1, 6)
     codec.write(store, x, x, at([0]), flags([True]), flags([False]))
     assert codec.keys(store, slice(0, 1))[0, 0, 0].tolist() == [4, 0, 2, 2, -2, 7]
@@ -66,7 +69,8 @@ def test_ties_are_rounded_to_even_and_the_largest_is_clipped() -> None:
 
 def test_channels_of_equal_norm_keep_their_order() -> None:
     x = torch.tensor([1.0, -2, 1, 2, 1, -1]).repeat(50)
-    codec, store = made(), empty(made(), 1, 300)
+    codec = made()
+    store = empty(made(), 1, 300)
     some = x.expand(B, H, 1, 300)
     codec.write(store, some, some, at([0]), flags([True]), flags([False]))
     assert store.codes.order[0, 0, 0].tolist() == sorted(range(300), key=lambda channel: -abs(float(x[channel])))
@@ -86,7 +90,8 @@ def test_the_order_of_tokens_does_not_matter() -> None:
 
 @pytest.mark.parametrize("mantissa", MANTISSAS)
 def test_the_least_numbers_are_coded_or_zero(mantissa: int) -> None:
-    codec, store = made(mantissa), empty(made(mantissa), 50, 1)
+    codec = made(mantissa)
+    store = empty(made(mantissa), 50, 1)
     x = (1.5 * 2.0 ** torch.arange(-149, -99).float())[:, None].expand(B, H, 50, 1)
     codec.write(store, x, x, at(range(50)), flags([True] * 50), flags([False] * 50))
     for got in read(codec, store, 50):
@@ -97,7 +102,8 @@ def test_sorting_helps_small_channels() -> None:
     generator = torch.Generator().manual_seed(0)
     size = torch.where(torch.arange(64) % 8 == 0, 100.0, 1.0)
     x = torch.randn(B, H, C, 64, generator=generator) * size
-    codec, store = made(4, block_channels=8), empty(made(4, block_channels=8), C, 64)
+    codec = made(4, block_channels=8)
+    store = empty(made(4, block_channels=8), C, 64)
     codec.write(store, x, x, at(range(C)), flags([True] * C), flags([False] * C))
     small = size == 1
     sorted_, plain = (error(got[..., small], x[..., small]) for got in read(codec, store, C))
@@ -107,7 +113,8 @@ def test_sorting_helps_small_channels() -> None:
 def test_the_order_is_fitted_to_active_tokens_of_a_head_without_others() -> None:
     codec = made()
     store, _, _ = fill(codec, C, D)
-    before, (keys, values) = store.codes.order.clone(), draw(C, D, seed=1)
+    before = store.codes.order.clone()
+    keys, values = draw(C, D, seed=1)
     keys[:, :, :4] *= torch.arange(D) + 1.0
     keys[:, :, 4:] = torch.nan
     occupied = torch.ones(B, H, C, dtype=torch.bool)
@@ -147,13 +154,15 @@ def test_slots_are_taken_again(mantissa: int, exact_values: bool) -> None:
 def test_the_greatest_numbers_stay_finite() -> None:
     for mantissa in MANTISSAS:
         codec = made(mantissa)
-        store, x = empty(codec, 1, D), torch.full((B, H, 1, D), torch.finfo(torch.float32).max)
+        store = empty(codec, 1, D)
+        x = torch.full((B, H, 1, D), torch.finfo(torch.float32).max)
         codec.write(store, x, x, at([0]), flags([True]), flags([False]))
         assert all(part.isfinite().all() and (part > 2.0**127).all() for part in read(codec, store, 1))
 
 
 def test_zeros_are_zeros() -> None:
-    codec, store = made(), empty(made(), C, D)
+    codec = made()
+    store = empty(made(), C, D)
     assert not any(part.any() for part in read(codec, store, C)), "nor does an empty slot hold anything"
     zero = torch.zeros(B, H, C, D)
     codec.write(store, zero, zero, at(range(C)), flags([True] * C), flags([False] * C))

@@ -39,7 +39,8 @@ def test_vectors_are_pursued(folder: Path, dim: int, fields: dict[str, Any]) -> 
     csr, store = made(folder, dim, **fields)
     keys, values = tokens(C, dim)
     write_all(csr, store, keys, values)
-    got_keys, got_values = csr.keys(store, slice(0, C)), csr.values(store, slice(0, C))
+    got_keys = csr.keys(store, slice(0, C))
+    got_values = csr.values(store, slice(0, C))
     own = store.atoms or (torch.zeros(B, H, 0, dim),) * 2
     for b, h, token in ((0, 0, 0), (0, H - 1, C - 1), (1, 0, 1), (1, H - 1, 0)):
         atoms = torch.cat([store.calibration.keys, torch.nn.functional.normalize(own[0][b, h], dim=-1)])
@@ -76,7 +77,8 @@ def test_online_tokens_need_one_atom(folder: Path, value_chunks: int, fields: di
 
 def test_packed_numbers_are_the_same_numbers(folder: Path) -> None:
     for window in (0, 2):
-        wide, narrow = made(folder, window=window), made(folder, window=window, index="packed")
+        wide = made(folder, window=window)
+        narrow = made(folder, window=window, index="packed")
         for csr, store in (wide, narrow):
             write_all(csr, store, *tokens(C))
         assert torch.equal(wide[0].keys(wide[1], slice(0, C)), narrow[0].keys(narrow[1], slice(0, C)))
@@ -93,12 +95,15 @@ def test_attention_on_codes_is_that_on_what_is_read(
     monkeypatch.setattr("kvpolicy.codecs._common.CHUNK_SLOTS", 5)
     csr, store = made(folder, **fields)
     write_all(csr, store, *tokens(C))
-    keys, values = csr.keys(store, slice(0, C)), csr.values(store, slice(0, C))
+    keys = csr.keys(store, slice(0, C))
+    values = csr.values(store, slice(0, C))
     assert keys.dtype == values.dtype == torch.float32
     backwards = at(*reversed(range(C)))
     assert torch.equal(csr.keys(store, backwards).flip(2), keys)
     assert torch.equal(csr.values(store, backwards).flip(2), values)
-    queries, weights, rope = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1), Quarter(C, 16)
+    queries = normal(B, H, G, 16, seed=1)
+    weights = normal(B, H, G, C, seed=2).softmax(-1)
+    rope = Quarter(C, 16)
     torch.testing.assert_close(csr.score(store, queries, None), queries @ keys.mT)
     torch.testing.assert_close(csr.score(store, queries, rope), queries @ rope.keys(keys, slice(0, C)).mT)
     torch.testing.assert_close(csr.mix(store, weights), weights @ values)
@@ -112,7 +117,8 @@ def test_the_best_slots_alone_are_read_exactly(folder: Path, monkeypatch: pytest
     csr, store = made(folder, read_top_k=3, approx_distance=1)
     keys, values = tokens(9)
     write_all(csr, store, keys, values)
-    queries, rope = normal(B, H, G, 16, seed=1), Quarter(C, 16, held=9)
+    queries = normal(B, H, G, 16, seed=1)
+    rope = Quarter(C, 16, held=9)
     read = csr.keys(store, slice(0, C))
     rough = (rope.queries(queries, 1) @ read.mT).amax(2)[..., :9]
     chosen = torch.zeros(B, H, C, dtype=torch.bool).scatter(-1, rough.topk(3).indices, True)
@@ -133,11 +139,9 @@ def test_an_empty_slot_displaces_no_other(folder: Path) -> None:
 
 def test_layers_of_a_group_share_a_dictionary(folder: Path) -> None:
     csr, _ = made(folder)
-    one, two, zero = (
-        csr.load_calibration(1, "cpu"),
-        csr.load_calibration(2, torch.device("cpu")),
-        csr.load_calibration(0, "cpu"),
-    )
+    one = csr.load_calibration(1, "cpu")
+    two = csr.load_calibration(2, torch.device("cpu"))
+    zero = csr.load_calibration(0, "cpu")
     assert one.keys is two.keys and one.values is two.values and one.keys is not zero.keys
     assert zero.keys.shape == one.keys.shape == (70, 16), "filled up with zero atoms"
     assert not zero.keys[50:].any()

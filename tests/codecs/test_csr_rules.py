@@ -51,7 +51,8 @@ FIELDS: list[dict[str, Any]] = [
 def test_inactive_tokens_write_nothing(folder: Path, fields: dict[str, Any]) -> None:
     csr, store = made(folder, **fields)
     write_all(csr, store, *tokens(C))
-    before, (keys, values) = copy(store), tokens(3, seed=1)
+    before = copy(store)
+    keys, values = tokens(3, seed=1)
     keys[:, :, 1], values[:, :, 1] = torch.inf, torch.nan
     for occupied in (none_occupied(), ~none_occupied()):
         csr.write(store, keys, values, at(5, 5, 9), flags(False, False, False), occupied)
@@ -66,7 +67,8 @@ def test_inactive_tokens_write_nothing(folder: Path, fields: dict[str, Any]) -> 
 def test_heads_differ_in_what_is_active(folder: Path, fields: dict[str, Any]) -> None:
     csr, store = made(folder, **fields)
     write_all(csr, store, *tokens(C))
-    before, (keys, values) = copy(store), tokens(4, seed=1)
+    before = copy(store)
+    keys, values = tokens(4, seed=1)
     write_mask = torch.zeros(B, H, 4, dtype=torch.bool)
     write_mask[0, 0, :2] = True
     csr.write(store, keys, values, at(3, 4, 5, 6), write_mask, none_occupied())
@@ -82,7 +84,9 @@ def test_heads_differ_in_what_is_active(folder: Path, fields: dict[str, Any]) ->
 def test_a_scale_is_fitted_once(folder: Path) -> None:
     csr, store = made(folder, coef="fp8")
     write_all(csr, store, *tokens(C))
-    before, occupied, (keys, values) = copy(store), none_occupied(), tokens(1, seed=1)
+    before = copy(store)
+    occupied = none_occupied()
+    keys, values = tokens(1, seed=1)
     occupied[:, 1:] = True
     csr.write(store, keys * 100, values, at(4), flags(True), occupied)
     assert torch.equal(store.codes.key_scale[:, 1:], before.codes.key_scale[:, 1:])
@@ -109,7 +113,8 @@ def test_outlier_atoms_are_the_vectors_of_largest_error(folder: Path) -> None:
         2,
         8,
     )
-    before, occupied = copy(store), none_occupied()
+    before = copy(store)
+    occupied = none_occupied()
     occupied[0, 2, 7] = True  # of one head alone
     csr.write(store, *tokens(2, seed=3), at(0, 1), flags(True, True), occupied)
     for b, h in product(range(B), range(H)):
@@ -140,7 +145,8 @@ def test_more_outlier_atoms_than_vectors(folder: Path) -> None:
 def test_a_batch_is_its_rows(folder: Path, fields: dict[str, Any]) -> None:
     """Products of other shapes may round otherwise, so that codes could differ in noise; numbers here have no ties."""
     csr, store = made(folder, **fields)
-    (keys, values), write_mask = tokens(6), flags(*[True] * 6).clone()
+    keys, values = tokens(6)
+    write_mask = flags(*[True] * 6).clone()
     write_mask[0, :, :3] = write_mask[1, 1, 4:] = False
     csr.write(store, keys, values, at(*range(6)), write_mask, none_occupied())
     for b in range(B):
@@ -176,7 +182,8 @@ COUNTS = [C, 4, 1]
 def test_a_head_alone_has_the_codes_that_it_has_beside_others(folder: Path, fields: dict[str, Any], count: int) -> None:
     """To the last bit: a rank of several holds the codes of its heads that one rank would hold."""
     csr, store = made(folder, 32, **fields)
-    empty, occupied = copy(store), none_occupied()
+    empty = copy(store)
+    occupied = none_occupied()
     some = flags(*[True] * count).clone()
     some[0, 2, : count // 2] = False
     occupied[1, 1, C - 1] = True  # so that its outlier atoms and scale stay
@@ -197,7 +204,8 @@ def test_a_head_alone_has_the_codes_that_it_has_beside_others(folder: Path, fiel
 def test_codes_of_a_head_take_the_same_bytes_beside_others(folder: Path, index: str) -> None:
     """Also where more atoms would need one more bit."""
     csr, _ = made(folder, window=11, outlier_atoms=3, index=index)  # 50 + 11 + 3: six bits, and one token more is seven
-    alone, both = csr.alloc(1, 1, C, 16, "meta"), csr.alloc(1, 8, C, 16, "meta")
+    alone = csr.alloc(1, 1, C, 16, "meta")
+    both = csr.alloc(1, 8, C, 16, "meta")
     assert [8 * part.nbytes for part in alone] == [part.nbytes for part in both]
 
 
@@ -217,7 +225,8 @@ def test_numbers_of_any_size_stay_finite(folder: Path, fields: dict[str, Any], s
 
 def test_nothing_to_write(folder: Path) -> None:
     csr, store = made(folder)
-    before, empty = copy(store), torch.zeros(B, H, 0, 16)
+    before = copy(store)
+    empty = torch.zeros(B, H, 0, 16)
     write_all(csr, store, empty, empty)
     assert same(store, before) and csr.keys(store, slice(0, 0)).shape == (B, H, 0, 16)
 
@@ -231,8 +240,11 @@ COMPILED_HERE = [(COMPILED[-1],)]
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
 def test_it_compiles_whole_and_once(folder: Path, fields: dict[str, Any]) -> None:
     csr, eager = made(folder, **fields)
-    compiled, counter, rope = copy(eager), CompileCounterWithBackend("aot_eager"), Quarter(C, 16)
-    queries, weights = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1)
+    compiled = copy(eager)
+    counter = CompileCounterWithBackend("aot_eager")
+    rope = Quarter(C, 16)
+    queries = normal(B, H, G, 16, seed=1)
+    weights = normal(B, H, G, C, seed=2).softmax(-1)
     turned = None if csr.key_space == "rotated" else rope
 
     def step(
@@ -259,12 +271,14 @@ def test_it_compiles_whole_and_once(folder: Path, fields: dict[str, Any]) -> Non
 @pytest.mark.filterwarnings("default")
 def test_it_compiles_to_kernels(folder: Path, fields: dict[str, Any]) -> None:
     csr, eager = made(folder, **fields)
-    compiled, new = copy(eager), (*tokens(C), at(*range(C)), flags(*[True] * C), none_occupied())
+    compiled = copy(eager)
+    new = (*tokens(C), at(*range(C)), flags(*[True] * C), none_occupied())
     csr.write(eager, *new)
     torch.compile(csr.write, fullgraph=True)(compiled, *new)
     others = (compiled.codes.key_index != eager.codes.key_index).any(-1).sum(-1)
     assert (others <= csr.outlier_atoms).all(), "the residual of a vector that is an outlier atom is noise"
-    queries, weights = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1)
+    queries = normal(B, H, G, 16, seed=1)
+    weights = normal(B, H, G, C, seed=2).softmax(-1)
     torch.testing.assert_close(
         torch.compile(csr.score, fullgraph=True)(eager, queries, None), csr.score(eager, queries, None)
     )

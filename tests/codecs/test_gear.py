@@ -17,7 +17,9 @@ from kvpolicy.protocols import Codec, ModelInfo, Stage, StageStore
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, copy, draw, empty, error, flags, read
 
-C, D, N = 24, 20, 8
+C = 24
+D = 20
+N = 8
 ALL = flags([True] * C)
 
 
@@ -82,7 +84,8 @@ def test_without_a_low_rank_it_is_the_formula(bits: int, backbone: str, sparse: 
 
 
 def test_with_only_the_backbone_it_is_kivi() -> None:
-    codec, kivi = made(4, rank=0, sparse=0.0), KIVI(bits=4, group_size=N)
+    codec = made(4, rank=0, sparse=0.0)
+    kivi = KIVI(bits=4, group_size=N)
     for got, want in zip(read(codec, fill_(codec)[0], C), read(kivi, stages.fill(kivi, C, D)[0], C), strict=True):
         assert torch.equal(got, want)
 
@@ -154,8 +157,12 @@ def test_outliers_are_distinct_and_the_earlier_of_equal_ones() -> None:
 
 def test_outliers_are_exact() -> None:
     codec = made(2, sparse=0.02)
-    store, (keys, values) = empty(codec, C, D), draw(C, D)
-    keys[:, :, 3, 7], keys[:, :, 5, 7], values[:, :, 4, 2], values[:, :, 4, 3] = 1e4, -1e4, 300.0, -300.0
+    store = empty(codec, C, D)
+    keys, values = draw(C, D)
+    keys[:, :, 3, 7] = 1e4
+    keys[:, :, 5, 7] = -1e4
+    values[:, :, 4, 2] = 300.0
+    values[:, :, 4, 3] = -300.0
     codec.write(store, keys, values, at(range(C)), ALL, ~ALL)
     got_keys, got_values = read(codec, store, C)
     assert got_keys[0, 0, [3, 5], 7].tolist() == [1e4, -1e4] and got_values[0, 0, 4, [2, 3]].tolist() == [300, -300]
@@ -189,17 +196,21 @@ def test_head_dimensions(dim: int) -> None:
 def test_a_block_with_an_occupied_slot_keeps_its_scales() -> None:
     codec = made(4, sparse=0.3)
     store, _, _ = fill_(codec)
-    before, (keys, values) = copy(store), draw(1, D, seed=1)
+    before = copy(store)
+    keys, values = draw(1, D, seed=1)
     keys *= 3
     occupied = ALL.clone()
     occupied[:, :, 8:15] = False  # slot 15 stays occupied
     codec.write(store, keys, values, at([10]), flags([True]), occupied)
-    codes, old = store.codes, before.codes
+    codes = store.codes
+    old = before.codes
     for name in ("key_scale", "key_zero", "key_places", "key_right", "value_right"):
         assert torch.equal(getattr(codes, name), getattr(old, name)), name
-    scale, zero = old.key_scale[:, :, 1].float(), old.key_zero[:, :, 1].float()
+    scale = old.key_scale[:, :, 1].float()
+    zero = old.key_zero[:, :, 1].float()
     mine = old.key_places[:, :, 1] == 2  # [B, H, k, D]
-    key, is_mine = keys[:, :, 0], mine.any(2)
+    key = keys[:, :, 0]
+    is_mine = mine.any(2)
     coded = ((key - zero) / scale).round().clamp(0, 15) * scale + zero
     rows = old.key_right[:, :, 1].float()
     missed = (key - coded).masked_fill(is_mine, 0)
@@ -229,12 +240,14 @@ def test_an_error_beyond_the_range_of_the_coefficients() -> None:
 def test_an_empty_block_is_fitted_again_beside_others() -> None:
     codec = made(2)
     store, _, _ = fill_(codec)
-    before, (keys, values) = copy(store), draw(N + 1, D, seed=3)
+    before = copy(store)
+    keys, values = draw(N + 1, D, seed=3)
     occupied = ALL.clone()
     occupied[:, :, 0] = occupied[:, :, 8:16] = False
     slots = [9, 8, 11, 0, 10, 12, 13, 15, 14]
     codec.write(store, keys, values, at(slots), flags([True] * 9), occupied)
-    alone, rest = empty(codec, N, D), [token for token in range(9) if token != 3]
+    alone = empty(codec, N, D)
+    rest = [token for token in range(9) if token != 3]
     where = at([slots[token] - 8 for token in rest])
     codec.write(alone, keys[:, :, rest], values[:, :, rest], where, flags([True] * N), flags([False] * N))
     for got, want in zip(read(codec, store, C), read(codec, alone, N), strict=True):
@@ -246,7 +259,8 @@ def test_an_empty_block_is_fitted_again_beside_others() -> None:
 
 def test_a_block_that_is_begun_with_few_tokens() -> None:
     codec = made(4, sparse=0.3)
-    store, (keys, values) = empty(codec, C, D), draw(5, D)
+    store = empty(codec, C, D)
+    keys, values = draw(5, D)
     codec.write(store, keys[:, :, :3], values[:, :, :3], at([4, 1, 6]), flags([True] * 3), ~ALL)
     got, _ = read(codec, store, C)
     torch.testing.assert_close(got[:, :, [4, 1, 6]], keys[:, :, :3], atol=0.01, rtol=0.1)
@@ -260,7 +274,8 @@ def test_a_block_that_is_begun_with_few_tokens() -> None:
 def test_a_group_of_equal_numbers_is_exact() -> None:
     for fields in ({}, {"sparse": 0.0}, {"rank": 0}):
         codec = made(2, **fields)
-        store, x = empty(codec, C, D), torch.full((B, H, C, D), -3.25)
+        store = empty(codec, C, D)
+        x = torch.full((B, H, C, D), -3.25)
         codec.write(store, x, x, at(range(C)), ALL, ~ALL)
         assert all(torch.equal(got, x) for got in read(codec, store, C))
 
@@ -268,7 +283,8 @@ def test_a_group_of_equal_numbers_is_exact() -> None:
 def test_bytes_are_known_without_memory() -> None:
     codes = GEAR().alloc(2, 8, 4096, 128, "meta")
     assert all(part.device.type == "meta" for part in codes)
-    key, value = 2 + 32 / 64 + 2 * 24 / 64 + 32 / 64 + 32 / 128, 2 + 32 / 64 + 2 * 24 / 128 + 32 / 64 + 32 / 128
+    key = 2 + 32 / 64 + 2 * 24 / 64 + 32 / 64 + 32 / 128
+    value = 2 + 32 / 64 + 2 * 24 / 128 + 32 / 64 + 32 / 128
     assert sum(part.nbytes for part in codes) * 8 == 2 * 8 * 4096 * 128 * (key + value)
 
 
@@ -297,7 +313,8 @@ def test_the_rank_must_fit_the_head() -> None:
 
 
 def test_nothing_to_write() -> None:
-    codec, nothing = made(), torch.zeros(B, H, 0, D)
+    codec = made()
+    nothing = torch.zeros(B, H, 0, D)
     store = empty(codec, 0, D)
     codec.write(store, nothing, nothing, at([]), flags([]), flags([]))
     assert all(part.shape == (B, H, 0, D) for part in read(codec, store, 0))
@@ -311,8 +328,10 @@ def test_it_compiles_whole() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_it_compiles_to_kernels() -> None:
-    codec, eager = made(4), empty(made(4), C, D)
-    compiled, (keys, values) = copy(eager), draw(C, D)
+    codec = made(4)
+    eager = empty(made(4), C, D)
+    compiled = copy(eager)
+    keys, values = draw(C, D)
     given = (keys, values, at(range(C)), ALL, ~ALL)
     codec.write(eager, *given)
     torch.compile(codec.write, fullgraph=True)(compiled, *given)

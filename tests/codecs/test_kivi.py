@@ -11,7 +11,10 @@ from kvpolicy.codecs.kivi import KIVI, KIVICodes
 from kvpolicy.protocols import Codec, ModelInfo, Stage, StageStore
 from tests.codecs import stages
 
-B, H, D, G = 2, 3, 16, 4
+B = 2
+H = 3
+D = 16
+G = 4
 
 
 def formula(x: Tensor, bits: int) -> Tensor:
@@ -151,7 +154,8 @@ def test_a_group_with_an_occupied_slot_keeps_its_scales() -> None:
     occupied[:, :, 4:7] = False  # slot 7 lives on
     kivi.write(StageStore(codes), new_keys, new_values, at(6), flags(True), occupied)
     assert torch.equal(codes.key_scale, before.key_scale) and torch.equal(codes.key_zero, before.key_zero)
-    scale, zero = before.key_scale[:, :, 1].float(), before.key_zero[:, :, 1].float()
+    scale = before.key_scale[:, :, 1].float()
+    zero = before.key_zero[:, :, 1].float()
     clipped = ((new_keys[:, :, 0] - zero) / scale).round().clamp(0, 3) * scale + zero
     got_keys, got_values = read(kivi, codes)
     torch.testing.assert_close(got_keys[:, :, 6], clipped)

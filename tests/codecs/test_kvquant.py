@@ -18,7 +18,8 @@ from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, RotaryView, Stag
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, flags, read
 
-C, D = 24, 20
+C = 24
+D = 20
 BITS = [2, 3, 4]
 
 
@@ -86,7 +87,8 @@ def key_formula(
 ) -> list[float]:
     inner = [(number - middle) / size for number, middle, size in zip(x, offset, width, strict=True)]
     apart = farthest([abs(number) for number in inner], count)
-    levels, read_ = calibration.key_levels.tolist(), calibration.key_decoded.tolist()
+    levels = calibration.key_levels.tolist()
+    read_ = calibration.key_decoded.tolist()
     coded = [read_[closest(n, levels)] * size + middle for n, middle, size in zip(inner, offset, width, strict=True)]
     return [half(x[channel]) if channel in apart else coded[channel] for channel in range(len(x))]
 
@@ -95,8 +97,10 @@ def value_formula(x: list[float], calibration: KVQuantCalibration, count: int) -
     middle = sorted(x)[(len(x) - 1) // 2]
     apart = farthest([abs(number - middle) for number in x], count)
     rest = [number for channel, number in enumerate(x) if channel not in apart]
-    zero, scale = half((max(rest) + min(rest)) / 2), half((max(rest) - min(rest)) / 2)
-    levels, read_ = calibration.value_levels.tolist(), calibration.value_decoded.tolist()
+    zero = half((max(rest) + min(rest)) / 2)
+    scale = half((max(rest) - min(rest)) / 2)
+    levels = calibration.value_levels.tolist()
+    read_ = calibration.value_decoded.tolist()
     coded = [read_[closest((number - zero) / scale, levels)] * scale + zero for number in x]
     return [half(x[channel]) if channel in apart else coded[channel] for channel in range(len(x))]
 
@@ -173,7 +177,8 @@ def test_more_bits_are_closer(tmp_path: Path) -> None:
 
 def test_a_value_of_equal_numbers_is_exact(tmp_path: Path) -> None:
     stage = made(tmp_path)
-    store, x = empty(stage, C, D), torch.full((B, H, C, D), -3.25)
+    store = empty(stage, C, D)
+    x = torch.full((B, H, C, D), -3.25)
     stage.write(store, x, x, at(range(C)), flags([True] * C), flags([False] * C))
     assert torch.equal(stage.values(store, slice(0, C)), x)
 
@@ -185,7 +190,8 @@ def test_a_channel_without_a_range(tmp_path: Path) -> None:
     save(tmp_path, "kvquant", {"model": None, "head_dim": D}, {f"{name}.0": t.clone() for name, t in fitted.items()})
     codec = KVQuant(calibration=str(tmp_path))
     stage = Opened(codec, codec.load_calibration(0, "cpu"))
-    store, (keys, values) = empty(stage, C, D), draw(C, D)
+    store = empty(stage, C, D)
+    keys, values = draw(C, D)
     keys[..., 2] = stage.calibration.key_offset[..., 2]
     keys[..., 5] = 1000.0
     stage.write(store, keys, values, at(range(C)), flags([True] * C), flags([False] * C))
@@ -202,7 +208,8 @@ def test_one_book_for_all_heads(tmp_path: Path) -> None:
 
 
 def test_levels_are_read_by_their_norm(tmp_path: Path) -> None:
-    plain, normed = made(tmp_path, 2, norm=False).calibration, made(tmp_path, 2).calibration
+    plain = made(tmp_path, 2, norm=False).calibration
+    normed = made(tmp_path, 2).calibration
     assert torch.equal(plain.key_levels, plain.key_decoded) and torch.equal(plain.key_levels, normed.key_levels)
     keys, values = draw(64, D, seed=0)
     inner = (keys - plain.key_offset) / plain.key_range
@@ -258,7 +265,8 @@ def test_weights_draw_levels() -> None:
 def test_many_numbers_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "SAMPLE", 500)
     x = draw(200, D)[1][0]
-    one, other = fit_kvquant(x, x, bits=(2,)), fit_kvquant(x, x, bits=(2,))
+    one = fit_kvquant(x, x, bits=(2,))
+    other = fit_kvquant(x, x, bits=(2,))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -316,7 +324,8 @@ def test_the_calibration_must_fit(tmp_path: Path) -> None:
 
 
 def test_nothing_to_write(tmp_path: Path) -> None:
-    stage, nothing = made(tmp_path), torch.zeros(B, H, 0, D)
+    stage = made(tmp_path)
+    nothing = torch.zeros(B, H, 0, D)
     store = empty(stage, 0, D)
     stage.write(store, nothing, nothing, at([]), flags([]), flags([]))
     assert all(part.shape == (B, H, 0, D) for part in read(stage, store, 0))

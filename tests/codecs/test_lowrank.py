@@ -17,7 +17,8 @@ from kvpolicy.protocols import Codec, ModelInfo, Stage
 from tests.codecs import stages
 from tests.codecs.stages import H, at, draw, empty, fill, flags, read
 
-C, D = 12, 16
+C = 12
+D = 16
 
 
 def calibration(folder: Path, heads: int = H, layers: int = 1, **meta: Any) -> str:
@@ -180,7 +181,8 @@ def test_one_basis_may_serve_all_heads(tmp_path: Path) -> None:
     codec.check(ModelInfo(1, 6, D))
     assert codec.load_calibration(0, "cpu", slice(3, 6)).key_encode.shape == (1, 1, D, 4)
     codec = LowRank(rank=4, calibration=calibration(tmp_path / "own", heads=6))
-    one, all_ = codec.load_calibration(0, "cpu", slice(3, 6)), codec.load_calibration(0, "cpu")
+    one = codec.load_calibration(0, "cpu", slice(3, 6))
+    all_ = codec.load_calibration(0, "cpu")
     assert torch.equal(one.key_encode, all_.key_encode[:, 3:])
     keys, values = draw(2, D)
     assert keys.shape == values.shape

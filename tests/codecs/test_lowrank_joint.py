@@ -19,7 +19,9 @@ from kvpolicy.testing import check, conformance
 from tests.codecs.test_lowrank_ranks import DIM, HEADS, LAYERS, MODEL, written
 from tests.reference.codecs._lowrank_ranks import joint_latents
 
-B, C, G = 2, 9, 3
+B = 2
+C = 9
+G = 3
 
 
 @pytest.fixture
@@ -119,7 +121,8 @@ def test_a_rank_that_holds_whole_groups_reads_its_own(tmp_path: Path) -> None:
         tensors[f"{part}.joint2.mean.0"] = torch.randn(2, 16, generator=generator)
     save(tmp_path, "lowrank", {"model": None, "head_dim": 8}, tensors)
     codec = LowRank(rank=2, head_group=2, calibration=str(tmp_path))
-    every, half = codec.load_calibration(0, "cpu"), codec.load_calibration(0, "cpu", slice(2, 4))
+    every = codec.load_calibration(0, "cpu")
+    half = codec.load_calibration(0, "cpu", slice(2, 4))
     assert all(torch.equal(part, whole[:, 2:]) for part, whole in zip(half, every, strict=True))
     with pytest.raises(KVPolicyError, match="must divide the KV heads of every rank, got 2 for the heads 1 to 1"):
         codec.load_calibration(0, "cpu", slice(1, 2))

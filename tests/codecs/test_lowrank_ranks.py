@@ -21,7 +21,9 @@ from kvpolicy.protocols import ModelInfo
 from kvpolicy.tuning.candidates import check_candidates
 from tests.reference.codecs import _lowrank_ranks as slow
 
-HEADS, DIM, LAYERS = 2, 8, 3
+HEADS = 2
+DIM = 8
+LAYERS = 3
 MODEL = ModelInfo(LAYERS, HEADS, DIM)
 
 

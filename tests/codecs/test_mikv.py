@@ -15,7 +15,8 @@ from kvpolicy.protocols import ALL_HEADS, At, Calibration, Codec, Layout, ModelI
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, fill, flags
 
-C, D = 12, 16
+C = 12
+D = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,8 @@ def test_codes_of_balanced_keys(bits: int) -> None:
 def test_the_balancer_makes_key_and_query_alike() -> None:
     stage = made()
     store, keys, _ = fill(stage, C, D)
-    b, query_absmax = store.codes.channel_scale.float(), stage.query_absmax(B, D)[:, :, None]
+    b = store.codes.channel_scale.float()
+    query_absmax = stage.query_absmax(B, D)[:, :, None]
     even = (keys * b).abs().amax(2, keepdim=True)
     torch.testing.assert_close(even[..., 1:], (query_absmax / b)[..., 1:], atol=0, rtol=2e-3)
 
@@ -150,7 +152,8 @@ def test_it_serves_queries_of_the_channels_that_are_asked_for() -> None:
 
 
 def test_without_a_key_or_a_query_a_channel_is_as_it_is() -> None:
-    stage, (keys, values) = made(), draw(C, D)
+    stage = made()
+    keys, values = draw(C, D)
     keys[..., 3] = 0
     store = empty(stage, C, D)
     stage.write(store, keys, values, at(range(C)), flags([True] * C), flags([False] * C))
@@ -159,9 +162,11 @@ def test_without_a_key_or_a_query_a_channel_is_as_it_is() -> None:
 
 
 def test_only_active_tokens_fit_the_balancer() -> None:
-    stage, (keys, values) = made(), draw(C, D)
+    stage = made()
+    keys, values = draw(C, D)
     keys[:, :, 7:] = torch.nan
-    some, alone = empty(stage, C, D), empty(stage, C, D)
+    some = empty(stage, C, D)
+    alone = empty(stage, C, D)
     stage.write(some, keys, values, at(range(C)), flags([slot < 7 for slot in range(C)]), flags([False] * C))
     stage.write(alone, keys[:, :, :7], values[:, :, :7], at(range(7)), flags([True] * 7), flags([False] * C))
     assert stages.same(some, alone)
@@ -170,7 +175,8 @@ def test_only_active_tokens_fit_the_balancer() -> None:
 def test_a_head_without_tokens_is_balanced_anew() -> None:
     stage = made()
     store, _, _ = fill(stage, C, D)
-    before, (keys, values) = store.codes.channel_scale.clone(), draw(4, D, seed=5)
+    before = store.codes.channel_scale.clone()
+    keys, values = draw(4, D, seed=5)
     occupied = torch.ones(B, H, C, dtype=torch.bool)
     occupied[1, 2] = False
     stage.write(store, keys, values, at(range(4)), flags([True] * 4), occupied)
@@ -219,7 +225,8 @@ def test_it_refuses(parameters: dict[str, Any]) -> None:
 
 
 def test_nothing_to_write() -> None:
-    stage, store = made(), empty(made(), 0, D)
+    stage = made()
+    store = empty(made(), 0, D)
     stage.write(store, *draw(0, D), at([]), flags([]), flags([]))
     assert stage.keys(store, slice(0, 0)).shape == (B, H, 0, D)
 

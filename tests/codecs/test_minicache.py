@@ -19,7 +19,10 @@ from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.testing.stage_checks import check_stages
 from tests.reference.codecs.minicache import Side, between
 
-B, H, D, SLOTS = 2, 2, 32, 12
+B = 2
+H = 2
+D = 32
+SLOTS = 12
 CLOSE = 1e-6
 """Of the largest number of a vector; one step of fp16 is a hundred times as large."""
 
@@ -28,7 +31,8 @@ class Pair:
     """Both layers of a pair beside the slow version of every row, head and side."""
 
     def __init__(self, *, heads: int = H, dim: int = D, **options: Any) -> None:
-        self.heads, self.dim = heads, dim
+        self.heads = heads
+        self.dim = dim
         self.codec = MiniCache(**options)
         self.stages = [MiniCacheLayer(pair=self.codec, number=number) for number in (0, 1)]
         codes = [stage.alloc(B, heads, SLOTS, dim, "cpu") for stage in self.stages]
@@ -256,7 +260,8 @@ def test_scores_and_sums_are_those_of_what_is_read() -> None:
     pair = Pair(keep=0.3)
     pair.write([*range(SLOTS)], draw(SLOTS))
     generator = torch.Generator().manual_seed(3)
-    queries, weights = torch.randn(B, H, 3, D, generator=generator), torch.rand(B, H, 3, SLOTS, generator=generator)
+    queries = torch.randn(B, H, 3, D, generator=generator)
+    weights = torch.rand(B, H, 3, SLOTS, generator=generator)
     for layer, stage in enumerate(pair.stages):
         want = queries @ pair.read(layer, 0).transpose(-1, -2)
         torch.testing.assert_close(stage.score(pair.stores[layer], queries, None), want, rtol=1e-4, atol=1e-3)
@@ -268,7 +273,8 @@ def test_scores_and_sums_are_those_of_what_is_read() -> None:
 def test_scores_and_sums_in_half_precision(dtype: torch.dtype) -> None:
     pair = Pair(keep=0.3)
     pair.write([*range(SLOTS)], draw(SLOTS))
-    queries, weights = torch.randn(B, H, 3, D).to(dtype), torch.rand(B, H, 3, SLOTS).to(dtype)
+    queries = torch.randn(B, H, 3, D).to(dtype)
+    weights = torch.rand(B, H, 3, SLOTS).to(dtype)
     want = queries.float() @ pair.read(1, 0).transpose(-1, -2)
     found = pair.stages[1].score(pair.stores[1], queries, None)
     assert found.dtype == torch.float32
@@ -293,9 +299,11 @@ def test_the_second_layer_reads_a_first_one_that_has_grown() -> None:
 
 
 def test_a_write_compiles_whole() -> None:
-    both, slots = draw(3), torch.tensor([4, 0, 2]).expand(B, H, -1)
+    both = draw(3)
+    slots = torch.tensor([4, 0, 2]).expand(B, H, -1)
     mask = torch.ones(B, H, 3, dtype=torch.bool)
-    fast, slow = Pair(keep=0.3), Pair(keep=0.3)
+    fast = Pair(keep=0.3)
+    slow = Pair(keep=0.3)
     for pair in (fast, slow):
         pair.write([5, 6], draw(2, seed=1))
         keys, values = ((both[0, side], both[1, side]) for side in (0, 1))
@@ -363,7 +371,8 @@ def test_what_is_refused(options: dict[str, Any], error: type[Exception]) -> Non
 
 def test_bytes_of_a_pair() -> None:
     """4 D of directions and 8 of norms, and for each token that is stored whole 8 D and the slots of two tables."""
-    slots, dim = 1000, 128
+    slots = 1000
+    dim = 128
     codes = [MiniCacheLayer(pair=MiniCache(), number=number).alloc(1, 1, slots, dim, "meta") for number in (0, 1)]
     found = sum(t.nbytes for each in codes for t in tensors(each))
     assert found == slots * (4 * dim + 8) + 50 * (8 * dim + 8)

@@ -14,7 +14,11 @@ from kvpolicy.codecs._pursuit import Solver, pursue
 from kvpolicy.codecs._sparse import Dictionary, reconstruct, unit
 from tests import sampling
 
-B, H, D, N, M = 2, 3, 16, 40, 12
+B = 2
+H = 3
+D = 16
+N = 40
+M = 12
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -27,7 +31,9 @@ def random_dictionary(own: int = M, count: int = N, width: int = D) -> Dictionar
 
 def definition(x: Tensor, atoms: Tensor, pairs: int) -> tuple[list[int], list[float]]:
     """Algorithm 1 with its mends, for one vector: signed coefficients, and pairs instead of places."""
-    rest, found, coefs = x.double(), list[int](), list[float]()
+    rest = x.double()
+    found = list[int]()
+    coefs = list[float]()
     for _ in range(pairs):
         products = atoms.double() @ rest
         found.append(int(products.abs().argmax()))
@@ -46,7 +52,8 @@ def left(x: Tensor, dictionary: Dictionary, pairs: int, solver: Solver) -> Tenso
 def test_it_takes_the_atom_of_the_largest_product(own: int, area: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pursuit, "_MAX_GRAM", area)  # 0: no products of atoms with each other
     monkeypatch.setattr(_pursuit, "_CPU_CHUNK", 1000)  # several chunks
-    dictionary, x = random_dictionary(own), normal(B, H, 30, D, seed=3)
+    dictionary = random_dictionary(own)
+    x = normal(B, H, 30, D, seed=3)
     index, coef = pursue(x, dictionary, 6)
     for b, h in product(range(B), range(H)):
         atoms = torch.cat([dictionary.shared, dictionary.per_head[b, h]])
@@ -65,7 +72,8 @@ def test_a_head_alone_has_the_codes_that_it_has_beside_others(
     monkeypatch.setattr(_pursuit, "_MAX_GRAM", area)
     monkeypatch.setattr(_pursuit, "_CPU_CHUNK", 2000)
     for own, width in ((0, D), (M, D), (M, 128)):
-        dictionary, x = random_dictionary(own, width=width), normal(B, H, count, width, seed=11)
+        dictionary = random_dictionary(own, width=width)
+        x = normal(B, H, count, width, seed=11)
         index, coef = pursue(x, dictionary, 5, solver)
         for b, h in ((slice(1), slice(1)), (slice(1, 2), slice(2, 3)), (slice(B), slice(1, 3))):
             alone = pursue(x[b, h], Dictionary(dictionary.shared, dictionary.per_head[b, h]), 5, solver)
@@ -76,7 +84,9 @@ def test_products_of_a_head_know_nothing_of_others_and_of_threads() -> None:
     before = torch.get_num_threads()
     try:
         for count, width, atoms in ((1, 8, 70), (5, 64, 7), (6, 128, 500), (33, 20, 70), (128, 32, 70)):
-            x, shared, own = normal(H, count, width), normal(atoms, width, seed=1), normal(H, atoms, width, seed=2)
+            x = normal(H, count, width)
+            shared = normal(atoms, width, seed=1)
+            own = normal(H, atoms, width, seed=2)
             want = _pursuit._products(x, shared), _pursuit._products(x, own)
             torch.testing.assert_close(want[0], x @ shared.mT, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(want[1], x @ own.mT, atol=1e-4, rtol=1e-4)
@@ -128,7 +138,8 @@ def test_of_opposite_atoms_the_first_is_taken() -> None:
 def test_of_equal_atoms_anywhere_the_first_is_taken(places: tuple[int, int], sign: int) -> None:
     """Two blocks of 32 atoms that are searched together and six more, before two atoms of the head's own."""
     atoms = torch.zeros(72, 4)
-    atoms[places[0], 1], atoms[places[1], 1] = 1, sign
+    atoms[places[0], 1] = 1
+    atoms[places[1], 1] = sign
     dictionary = Dictionary(atoms[:70], atoms[None, None, 70:])
     x = torch.tensor([0.0, 3.0, 0.0, 0.0]).expand(1, 1, 100, 4)
     for count in (1, 100):  # a step for each vector, and products of atoms
@@ -151,13 +162,15 @@ def test_more_pairs_than_atoms_and_channels_reconstruct_what_atoms_can(solver: S
 
 
 def test_a_fit_is_no_worse_and_omp_better_still() -> None:
-    dictionary, x = random_dictionary(), normal(B, H, 200, D, seed=4)
+    dictionary = random_dictionary()
+    x = normal(B, H, 200, D, seed=4)
     errors = [left(x, dictionary, 5, solver) for solver in ("mp", "refit", "omp")]
     assert (errors[1] <= errors[0] + 1e-4).all() and errors[2].mean() < errors[1].mean() < errors[0].mean()
 
 
 def test_a_fit_is_least_squares() -> None:
-    dictionary, x = random_dictionary(0), normal(B, H, 20, D, seed=5)
+    dictionary = random_dictionary(0)
+    x = normal(B, H, 20, D, seed=5)
     index, coef = pursue(x, dictionary, 4, "refit")
     want = torch.linalg.lstsq(dictionary.shared[index].mT.double(), x.double()[..., None]).solution.squeeze(-1)
     same = index.sort(-1).values.diff(dim=-1).bool().all(-1)  # else the solution is not unique
@@ -167,7 +180,8 @@ def test_a_fit_is_least_squares() -> None:
 
 def test_omp_is_that_of_scikit_learn() -> None:
     linear_model = pytest.importorskip("sklearn.linear_model")
-    dictionary, x = random_dictionary(), normal(B, H, 25, D, seed=6)
+    dictionary = random_dictionary()
+    x = normal(B, H, 25, D, seed=6)
     index, coef = pursue(x, dictionary, 5, "omp")
     for b, h in product(range(B), range(H)):
         atoms = torch.cat([dictionary.shared, dictionary.per_head[b, h]]).double()
@@ -195,10 +209,14 @@ def test_unit_vectors_of_any_length() -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_score_and_mix_read_nothing_back(own: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpolicy.codecs._common.CHUNK_SLOTS", 7)
-    group, slots, pairs = 2, 20, 4
+    group = 2
+    slots = 20
+    pairs = 4
     dictionary = random_dictionary(own)
     index = torch.randint(N + own, (B, H, slots, parts, pairs), generator=torch.Generator().manual_seed(8))
-    coef, queries, weights = normal(*index.shape), normal(B, H, group, D), normal(B, H, group, slots)
+    coef = normal(*index.shape)
+    queries = normal(B, H, group, D)
+    weights = normal(B, H, group, slots)
     every = [
         F.embedding(index[b, h], torch.cat([dictionary.shared, dictionary.per_head[b, h]]))
         for b, h in product(range(B), range(H))

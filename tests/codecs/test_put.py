@@ -9,7 +9,10 @@ from torch import Tensor
 from kvpolicy.codecs._common import put
 from kvpolicy.kernels.slot_writes import write_slots
 
-BATCH, HEADS, SLOTS, TOKENS = 2, 3, 11, 5
+BATCH = 2
+HEADS = 3
+SLOTS = 11
+TOKENS = 5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int16, torch.int64, torch.bool]
 
 

@@ -14,7 +14,8 @@ from kvpolicy.protocols import Codec, ModelInfo, Stage
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, fill, flags, read
 
-C, D = 12, 16
+C = 12
+D = 16
 CPU = torch.device("cpu")
 
 
@@ -24,8 +25,10 @@ def made(bits: Any = 4, group_size: int = 8, **fields: Any) -> RotateKV:
 
 def formula(x: Tensor, bits: int) -> Tensor:
     """A flat group, quantized and back; 0 is always in its range."""
-    clip, top = (0.8 if bits == 2 else 1.0), 2**bits - 1
-    low, high = x.min().clamp(max=0) * clip, x.max().clamp(min=0) * clip
+    clip = 0.8 if bits == 2 else 1.0
+    top = 2**bits - 1
+    low = x.min().clamp(max=0) * clip
+    high = x.max().clamp(min=0) * clip
     scale = ((high - low) / top).half().float()
     zero = (-low / scale).round()
     return (((x / scale).round() + zero).clamp(0, top) - zero) * scale
@@ -37,7 +40,8 @@ def formula(x: Tensor, bits: int) -> Tensor:
 @pytest.mark.parametrize("seed", [None, 0, 7])
 @pytest.mark.parametrize("dim", [1, 2, 5, 8, 64, 80, 96, 100, 128, 256])
 def test_mixing_is_orthonormal_and_undone(dim: int, seed: int | None) -> None:
-    matrix, x = mixing(dim, seed, CPU), torch.randn(2, 3, dim)
+    matrix = mixing(dim, seed, CPU)
+    x = torch.randn(2, 3, dim)
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(dim), atol=1e-6, rtol=0)
     torch.testing.assert_close(mix(x, seed), x @ matrix.T, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(unmix(x, seed), x @ matrix, atol=1e-5, rtol=1e-5)
@@ -100,7 +104,8 @@ def test_one_group_needs_no_order() -> None:
 
 
 def test_mixing_saves_channels_beside_an_outlier() -> None:
-    store, (keys, values) = empty(made(4, 64), 64, 64), draw(64, 64)
+    store = empty(made(4, 64), 64, 64)
+    keys, values = draw(64, 64)
     values[..., 5] *= 50
     made(4, 64).write(store, keys, values, at(range(64)), flags([True] * 64), flags([False] * 64))
     others = [channel for channel in range(64) if channel != 5]
@@ -110,7 +115,8 @@ def test_mixing_saves_channels_beside_an_outlier() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("constant", [-3.25, 7.5, 0.0])
 def test_a_group_of_equal_numbers_is_exact(bits: int, constant: float) -> None:
-    codec, store = made(bits, 16), empty(made(bits, 16), C, D)
+    codec = made(bits, 16)
+    store = empty(made(bits, 16), C, D)
     mixed = torch.full((B, H, C, D), constant)
     x = unmix(mixed)
     codec.write(store, x, x, at(range(C)), flags([True] * C), flags([False] * C))
@@ -118,9 +124,11 @@ def test_a_group_of_equal_numbers_is_exact(bits: int, constant: float) -> None:
 
 
 def test_only_active_tokens_order_channels() -> None:
-    codec, (keys, values) = made(), draw(C, D)
+    codec = made()
+    keys, values = draw(C, D)
     keys[:, :, 7:] = torch.nan
-    some, alone = empty(codec, C, D), empty(codec, C, D)
+    some = empty(codec, C, D)
+    alone = empty(codec, C, D)
     codec.write(some, keys, values, at(range(C)), flags([slot < 7 for slot in range(C)]), flags([False] * C))
     few = keys[:, :, :7], values[:, :, :7], at(range(7)), flags([True] * 7)
     codec.write(alone, *few, flags([False] * C))
@@ -130,7 +138,8 @@ def test_only_active_tokens_order_channels() -> None:
 def test_a_head_without_tokens_is_ordered_anew() -> None:
     codec = made()
     store, _, _ = fill(codec, C, D)
-    before, (keys, values) = store.codes.place.clone(), draw(4, D, seed=5)
+    before = store.codes.place.clone()
+    keys, values = draw(4, D, seed=5)
     occupied = torch.ones(B, H, C, dtype=torch.bool)
     occupied[1, 2] = False
     codec.write(store, keys, values, at(range(4)), flags([True] * 4), occupied)
@@ -177,7 +186,8 @@ def test_it_refuses(parameters: dict[str, Any]) -> None:
 
 
 def test_nothing_to_write() -> None:
-    codec, store = made(), empty(made(), 0, D)
+    codec = made()
+    store = empty(made(), 0, D)
     codec.write(store, *draw(0, D), at([]), flags([]), flags([]))
     assert codec.keys(store, slice(0, 0)).shape == (B, H, 0, D)
 

@@ -14,7 +14,9 @@ from kvpolicy.protocols import Codec, ModelInfo, Stage
 from tests.codecs import stages
 from tests.codecs.stages import at, draw, empty, error, flags
 
-C, D, SIZE = 12, 16, 4
+C = 12
+D = 16
+SIZE = 4
 
 
 def made(**fields: Any) -> Staircase:
@@ -25,8 +27,10 @@ def test_it_is_a_codec_of_three_stages() -> None:
     codec = made()
     assert isinstance(codec, Codec)
     assert [(stage.bits, stage.group_size) for stage in codec.stages if isinstance(stage, KIVI)] == [
-        (8, SIZE), (4, SIZE), (2, SIZE),
-    ]  # fmt: skip
+        (8, SIZE),
+        (4, SIZE),
+        (2, SIZE),
+    ]
     assert all(isinstance(stage, Stage) for stage in codec.stages)
     assert (codec.traits.block, codec.traits.group_size, codec.traits.residual) == (SIZE, SIZE, 3)
 
@@ -63,8 +67,10 @@ def test_no_stage_shrinks_and_all_tokens_have_room(fields: dict[str, int]) -> No
 
 
 def test_a_token_loses_with_each_stage() -> None:
-    codec, (keys, values) = made(), draw(C, D)
-    now, errors = (keys, values), list[float]()
+    codec = made()
+    keys, values = draw(C, D)
+    now = (keys, values)
+    errors = list[float]()
     for stage in codec.stages:
         store = empty(stage, C, D)
         stage.write(store, *now, at(range(C)), flags([True] * C), flags([False] * C))

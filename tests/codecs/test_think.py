@@ -20,7 +20,8 @@ from tests.codecs.stages import B, H, at, draw, empty, fill, flags
 from tests.conformance.models import build
 from tests.reference.codecs.think import channels
 
-C, D = 12, 16
+C = 12
+D = 16
 BASES = [TokenWise(bits=4), KIVI(bits=4, group_size=4), TurboQuant(), BFP()]
 
 
@@ -73,7 +74,8 @@ def test_channels_are_those_of_the_slow_version(count: int, ratio: float) -> Non
         if kind == 3:
             query_square = torch.zeros_like(query_square)
         if kind == 4:
-            keys, query_square = torch.ones_like(keys), torch.ones_like(query_square)
+            keys = torch.ones_like(keys)
+            query_square = torch.ones_like(query_square)
         mask = torch.rand(2, 3, count, generator=generator) < 0.7
         mask[..., 0] = True
         junk = keys.masked_fill(~mask[..., None], torch.nan)

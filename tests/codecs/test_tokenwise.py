@@ -18,7 +18,8 @@ from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, fill, flags, read
 from tests.sampling import product
 
-C, D = 12, 16
+C = 12
+D = 16
 BITS = [2, 3, 4, 8, "fp8"]
 
 
@@ -32,7 +33,8 @@ def formula(x: Tensor, bits: int | str) -> Tensor:
         scale = (x.abs().max() / 448).half().float()
         return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
     levels = 2 ** int(bits) - 1
-    zero, scale = x.min().half().float(), ((x.max() - x.min()) / levels).half().float()
+    zero = x.min().half().float()
+    scale = ((x.max() - x.min()) / levels).half().float()
     return ((x - zero) / scale).round().clamp(0, levels) * scale + zero
 
 
@@ -51,7 +53,8 @@ def test_the_normaliser_of_many_tokens_in_half_precision(dtype: torch.dtype) -> 
     store = empty(made(), count, 4)
     keys = (draw(count, 4)[0] + 30).to(dtype)
     made().write(store, keys, keys, at(range(count)), flags([True] * count), flags([False] * count))
-    mean, std = keys.double().mean(2, keepdim=True), keys.double().std(2, correction=0, keepdim=True)
+    mean = keys.double().mean(2, keepdim=True)
+    std = keys.double().std(2, correction=0, keepdim=True)
     torch.testing.assert_close(store.codes.channel_zero.double(), mean, rtol=2**-11, atol=0)
     torch.testing.assert_close(store.codes.channel_scale.double(), std, rtol=2**-10, atol=0)
 
@@ -60,7 +63,8 @@ def test_the_normaliser_of_many_tokens_in_half_precision(dtype: torch.dtype) -> 
 def test_groups_of_one_token_after_the_normaliser(bits: int | str) -> None:
     codec = made(bits, group_size=8)
     store, keys, values = fill(codec, C, D)
-    mean, std = keys.double().mean(2).half().float(), keys.double().std(2, correction=0).half().float()
+    mean = keys.double().mean(2).half().float()
+    std = keys.double().std(2, correction=0).half().float()
     got_keys, got_values = read(codec, store, C)
     for b in range(B):
         for h in range(H):
@@ -75,7 +79,8 @@ def test_groups_of_one_token_after_the_normaliser(bits: int | str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_coded_in_fp32(dtype: torch.dtype) -> None:
-    codec, (keys, values) = made(3), draw(C, D)
+    codec = made(3)
+    keys, values = draw(C, D)
     given = [(keys.to(dtype), values.to(dtype)), (keys.to(dtype).float(), values.to(dtype).float())]
     stores = [empty(codec, C, D), empty(codec, C, D)]
     for store, some in zip(stores, given, strict=True):
@@ -107,14 +112,16 @@ def test_e4m3_is_that_of_torch() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_equal_numbers_are_exact(bits: int) -> None:
-    codec, store = made(bits), empty(made(bits), C, D)
+    codec = made(bits)
+    store = empty(made(bits), C, D)
     x = torch.full((B, H, C, D), -3.25)
     codec.write(store, x, x, at(range(C)), flags([True] * C), flags([False] * C))
     assert all(torch.equal(part, x) for part in read(codec, store, C))
 
 
 def test_one_token_is_a_mean_and_deviates_by_one() -> None:
-    codec, (keys, values) = made(8), draw(1, D)
+    codec = made(8)
+    keys, values = draw(1, D)
     store = empty(codec, C, D)
     codec.write(store, keys, values, at([5]), flags([True]), flags([False] * C))
     assert (store.codes.channel_scale == 1).all()
@@ -123,7 +130,8 @@ def test_one_token_is_a_mean_and_deviates_by_one() -> None:
 
 def test_the_error_of_a_mean_does_not_spoil_its_group() -> None:
     """The mean of a channel that hardly varies and is far from zero is rounded by more than its deviation."""
-    codec, (keys, values) = made(4), draw(C, D)
+    codec = made(4)
+    keys, values = draw(C, D)
     keys[..., 0] = 1000.2 + 1e-4 * keys[..., 0]
     store = empty(codec, C, D)
     codec.write(store, keys, values, at(range(C)), flags([True] * C), flags([False] * C))
@@ -131,7 +139,8 @@ def test_the_error_of_a_mean_does_not_spoil_its_group() -> None:
 
 
 def test_only_active_tokens_fit_the_normaliser() -> None:
-    codec, (keys, values) = made(), draw(C, D)
+    codec = made()
+    keys, values = draw(C, D)
     keys[:, :, 7:] = torch.nan
     store = empty(codec, C, D)
     codec.write(store, keys, values, at(range(C)), flags([slot < 7 for slot in range(C)]), flags([False] * C))
@@ -141,7 +150,8 @@ def test_only_active_tokens_fit_the_normaliser() -> None:
 def test_a_head_without_tokens_starts_anew() -> None:
     codec = made()
     store, _, _ = fill(codec, C, D)
-    before, (keys, values) = store.codes.channel_zero.clone(), draw(4, D, seed=5)
+    before = store.codes.channel_zero.clone()
+    keys, values = draw(4, D, seed=5)
     occupied = torch.ones(B, H, C, dtype=torch.bool)
     occupied[1, 2] = False
     codec.write(store, keys + 3, values, at(range(4)), flags([True] * 4), occupied)

@@ -14,7 +14,8 @@ from kvpolicy.protocols import Codec, ModelInfo, Stage
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, fill, flags, read
 
-C, D = 12, 16
+C = 12
+D = 16
 
 
 def made(bits: Any = 4, **fields: Any) -> TurboQuant:
@@ -46,7 +47,8 @@ def test_it_is_a_codec_and_a_stage() -> None:
 def test_keys_are_a_norm_and_the_nearest_levels(bits: int) -> None:
     codec = made(bits, seed=5)
     store, keys, _ = fill(codec, C, D)
-    norm, levels = keys.norm(dim=-1, keepdim=True), torch.tensor(normal_levels(bits))
+    norm = keys.norm(dim=-1, keepdim=True)
+    levels = torch.tensor(normal_levels(bits))
     normal = mix(keys, 5) / norm * D**0.5
     nearest = (normal[..., None] - levels).abs().argmin(-1)
     want = levels[nearest] * norm.half() / D**0.5
@@ -72,7 +74,8 @@ def test_errors_are_near_those_of_a_normal_number() -> None:
     keys = torch.randn(B, H, 64, 128, generator=generator)
     keys[..., 3] *= 30
     for bits, loss in ((2, 0.1175), (3, 0.03454), (4, 0.009497)):
-        codec, store = made(bits), empty(made(bits), 64, 128)
+        codec = made(bits)
+        store = empty(made(bits), 64, 128)
         codec.write(store, keys, keys, at(range(64)), flags([True] * 64), flags([False] * 64))
         lost = (codec.keys(store, slice(0, 64)) - keys).square().sum() / keys.square().sum()
         assert float(lost) == pytest.approx(loss, rel=0.2)
@@ -88,7 +91,8 @@ def test_the_seed_changes_the_codes_and_not_the_error() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_zero_is_exact(bits: int) -> None:
-    codec, store = made(bits), empty(made(bits), C, D)
+    codec = made(bits)
+    store = empty(made(bits), C, D)
     x = torch.zeros(B, H, C, D)
     codec.write(store, x, x, at(range(C)), flags([True] * C), flags([False] * C))
     assert not any(part.any() for part in read(codec, store, C))
@@ -135,7 +139,8 @@ def test_it_refuses(parameters: dict[str, Any]) -> None:
 
 
 def test_nothing_to_write() -> None:
-    codec, store = made(), empty(made(), 0, D)
+    codec = made()
+    store = empty(made(), 0, D)
     codec.write(store, *draw(0, D), at([]), flags([]), flags([]))
     assert codec.keys(store, slice(0, 0)).shape == (B, H, 0, D)
 

@@ -13,7 +13,8 @@ from kvpolicy.protocols import Codec, Layout, ModelInfo, Stage
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, fill, flags, read
 
-C, D = 12, 16
+C = 12
+D = 16
 CHANNELS = ("key_channel_scale", "value_channel_scale")
 
 
@@ -77,7 +78,8 @@ def test_channels_of_outliers_do_not_spoil_a_token() -> None:
 
 
 def test_a_channel_of_zeros_is_divided_by_one() -> None:
-    stage, (keys, values) = made(), draw(C, D)
+    stage = made()
+    keys, values = draw(C, D)
     keys[..., 3] = 0
     store = empty(stage, C, D)
     stage.write(store, keys, torch.zeros_like(values), at(range(C)), flags([True] * C), flags([False] * C))
@@ -86,9 +88,11 @@ def test_a_channel_of_zeros_is_divided_by_one() -> None:
 
 
 def test_only_active_tokens_fit_the_channels() -> None:
-    stage, (keys, values) = made(), draw(C, D)
+    stage = made()
+    keys, values = draw(C, D)
     keys[:, :, 7:] = torch.nan
-    some, alone = empty(stage, C, D), empty(stage, C, D)
+    some = empty(stage, C, D)
+    alone = empty(stage, C, D)
     stage.write(some, keys, values, at(range(C)), flags([slot < 7 for slot in range(C)]), flags([False] * C))
     stage.write(alone, keys[:, :, :7], values[:, :, :7], at(range(7)), flags([True] * 7), flags([False] * C))
     assert stages.same(some, alone)
@@ -97,7 +101,8 @@ def test_only_active_tokens_fit_the_channels() -> None:
 def test_a_head_without_tokens_is_fitted_anew() -> None:
     stage = made()
     store, _, _ = fill(stage, C, D)
-    before, (keys, values) = [getattr(store.codes, name).clone() for name in CHANNELS], draw(4, D, seed=5)
+    before = [getattr(store.codes, name).clone() for name in CHANNELS]
+    keys, values = draw(4, D, seed=5)
     occupied = torch.ones(B, H, C, dtype=torch.bool)
     occupied[1, 2] = False
     stage.write(store, keys, values, at(range(4)), flags([True] * 4), occupied)
@@ -120,7 +125,8 @@ def test_slots_are_taken_again(bits: int) -> None:
     stages.check_inactive(stage, C, D)
     stages.check_finite(stage, C, D)
     store, _, _ = fill(stage, C, D)
-    before, (keys, values) = stages.copy(store), draw(1, D, seed=2)
+    before = stages.copy(store)
+    keys, values = draw(1, D, seed=2)
     stage.write(store, keys, values, at([3]), flags([True]), flags([slot != 3 for slot in range(C)]))
     others = [slot for slot in range(C) if slot != 3]
     for now, then in zip(store.codes, before.codes, strict=True):
@@ -147,7 +153,8 @@ def test_it_refuses(parameters: dict[str, Any]) -> None:
 
 
 def test_nothing_to_write() -> None:
-    stage, store = made(), empty(made(), 0, D)
+    stage = made()
+    store = empty(made(), 0, D)
     stage.write(store, *draw(0, D), at([]), flags([]), flags([]))
     assert stage.keys(store, slice(0, 0)).shape == (B, H, 0, D)
 

@@ -127,7 +127,8 @@ def noticing(budget: Callable[[int, list[int]], None], hidden: Callable[[int, Te
         budget: Takes the index of a layer, and how many tokens each row may keep of its prompt.
         hidden: Takes the index of a layer and its input [B, P, M], where the codec looks at it.
     """
-    compress, note_massive = LayerStore.compress, PolicyCache.note_massive
+    compress = LayerStore.compress
+    note_massive = PolicyCache.note_massive
 
     def compress_and_tell(self: LayerStore, pending: PendingPrompt, given: RowBudget, **more: Any) -> None:
         budget(self.layer_idx, given.keep.tolist())

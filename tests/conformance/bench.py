@@ -73,7 +73,8 @@ class Bench:
             self.projection = torch.randn(HIDDEN, q.shape[1] * q.shape[-1], generator=chance)
         kernel = ScoreTransform(q.shape[-1] ** -0.5, self._softcap)
         single = self.layer.is_initialized and q.shape[2] == 1
-        hidden, replays = None, []
+        hidden = None
+        replays = []
         given = self._inputs(q)
         if single:
             out = self.layer.append(q, k, v, valid, kernel, given)
@@ -105,14 +106,18 @@ class Bench:
         self, pending: PendingPrompt, group: int
     ) -> tuple[list[Replayed], Tensor | None, ReplayedQueries | None]:
         """Random replays of rows that had no token before, the scores that they give, and queries for the merger."""
-        needs, context = self.layer.spec.prompt_needs, pending.flags & (self.layer.tensors.length == 0)[:, None]
-        plan, queries = needs.replay, None
+        needs = self.layer.spec.prompt_needs
+        context = pending.flags & (self.layer.tensors.length == 0)[:, None]
+        plan = needs.replay
+        queries = None
         if plan is None or not bool(context.any()):
             return [], None, None
         batch, heads, _, dim = pending.keys.shape
-        replays, scores = [], torch.full(pending.keys.shape[:3], NOT_REPLAYED)
+        replays = []
+        scores = torch.full(pending.keys.shape[:3], NOT_REPLAYED)
         for chunk in chunks(context, plan):
-            size, seed = chunk.columns.shape[1], 10 * context.shape[1] + chunk.number
+            size = chunk.columns.shape[1]
+            seed = 10 * context.shape[1] + chunk.number
             q, k, _ = draw(size, seed, batch=batch, heads=heads, group=group, dim=dim)
             add_scores(scores, chunk, received(q, k, pending.keys, pending.transform, chunk, chunk.chosen, None))
             replays.append(Replayed(chunk.number, q, k, chunk.chosen))

@@ -18,7 +18,8 @@ from kvpolicy.selectors.filter_files import FilterFile, save_filters
 from kvpolicy.selectors.gate_files import GateFile, Inner, LayerGate, save_gates
 from tests.reference.codecs import Calibration
 
-DIM, LAYERS = 8, 6
+DIM = 8
+LAYERS = 6
 HIDDEN = 32
 """Hidden size of the models."""
 DEEPEST = 8
@@ -81,7 +82,8 @@ def gates(heads: int = 1, hidden: int = HIDDEN) -> GateFile:
     """A gate for each head, or one that all heads share; every other one has a hidden layer."""
     found: dict[int, LayerGate] = {}
     for layer in range(DEEPEST):
-        seed, units = 4 * layer + 100, 5 if layer % 2 else hidden
+        seed = 4 * layer + 100
+        units = 5 if layer % 2 else hidden
         inner = Inner(_random(units, hidden, seed=seed + 2), _random(units, seed=seed + 3)) if layer % 2 else ()
         found[layer] = LayerGate(_random(heads, units, seed=seed), _random(heads, seed=seed + 1), inner)
     return GateFile(found)

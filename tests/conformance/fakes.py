@@ -57,7 +57,8 @@ class FakeStage:
         if not keys.shape[2] or not codes.keys.shape[2]:
             return
         keys, values = ((x.float() / self.step).round() * self.step for x in (keys, values))
-        group, used = to_groups(slots, self.group_size), write_mask[..., None]
+        group = to_groups(slots, self.group_size)
+        used = write_mask[..., None]
         assert isinstance(group, Tensor)
         sizes = keys.abs().masked_fill(~used, -1)
         top = torch.full_like(codes.top, -1).scatter_reduce(2, group[..., None].expand_as(sizes), sizes, "amax")
@@ -164,7 +165,9 @@ class FakeHead:
     """The reference of a stage; see `coding.Coder`."""
 
     def __init__(self, step: float, group_size: int, query_absmax: bool) -> None:
-        self.step, self.group_size, self.query_absmax = step, group_size, query_absmax
+        self.step = step
+        self.group_size = group_size
+        self.query_absmax = query_absmax
         self.top: dict[int, Tensor] = {}
         self.peak: Tensor | None = None
 
@@ -181,7 +184,8 @@ class FakeHead:
         assert self.peak is not None
         read: list[coding.Pair] = []
         for slot, (key, value) in zip(slots, near, strict=True):
-            key, value = _clip(key, self.top[slot // self.group_size]), _clip(value, self.peak)
+            key = _clip(key, self.top[slot // self.group_size])
+            value = _clip(value, self.peak)
             if self.query_absmax:
                 assert given.query_absmax is not None
                 key = _clip(key, given.query_absmax)

@@ -37,13 +37,19 @@ def _gemma(name: str, **fields: Any) -> Config:
     more = {"head_dim": 8, "query_pre_attn_scalar": 8} if name != "Gemma4Text" else {"head_dim": 4}
     return _make(
         name, sliding_window=12, num_hidden_layers=6, layer_types=layers, attn_implementation="eager", **more, **fields
-    )  # fmt: skip
+    )
 
 
 def _gemma4() -> Any:
     """Full layers of fewer and larger heads than sliding ones."""
-    return _gemma("Gemma4Text", num_key_value_heads=4, num_global_key_value_heads=2, global_head_dim=8,
-                  hidden_size_per_layer_input=0, attention_k_eq_v=True)()  # fmt: skip
+    return _gemma(
+        "Gemma4Text",
+        num_key_value_heads=4,
+        num_global_key_value_heads=2,
+        global_head_dim=8,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+    )()
 
 
 def _gemma3_pictures() -> Any:
@@ -51,10 +57,14 @@ def _gemma3_pictures() -> Any:
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     make: Any = transformers.Gemma3Config
     return make(
-        text_config=_gemma("Gemma3Text")(), vision_config=vision | {"image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4, image_token_index=47, boi_token_index=45, eoi_token_index=46,
+        text_config=_gemma("Gemma3Text")(),
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=47,
+        boi_token_index=45,
+        eoi_token_index=46,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
 
 
 def _falcon(**fields: Any) -> Config:

@@ -34,16 +34,20 @@ def forward(model: Any, ids: Tensor, mask: Tensor, start: int, stop: int, cache:
     full = bool(mask.all())
     with torch.no_grad():
         return model(
-            ids[:, start:stop], attention_mask=None if full else mask[:, :stop], past_key_values=cache, use_cache=True,
+            ids[:, start:stop],
+            attention_mask=None if full else mask[:, :stop],
+            past_key_values=cache,
+            use_cache=True,
             **given,
-        ).logits  # fmt: skip
+        ).logits
 
 
 def talk(
     model: Any, ids: Tensor, mask: Tensor, turns: list[int], cache: Any, recorder: Recorder | None = None
 ) -> Tensor:
     """Logits of the whole conversation, turn by turn over one cache, [B, N, V]."""
-    start, logits = 0, []
+    start = 0
+    logits = []
     for size in turns:
         logits.append(forward(model, ids, mask, start, start + size, cache))
         start += size

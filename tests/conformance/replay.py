@@ -276,7 +276,10 @@ def replay(
 
 
 def _replay_row(slow: ReferenceLayer, turns: list[Turn], where: str, b: int, noise: Noise, exact: bool) -> Verdict:
-    compared, alike, tokens, error = 0, 0, 0, 0.0
+    compared = 0
+    alike = 0
+    tokens = 0
+    error = 0.0
     for number, turn in enumerate(turns):
         q, k, v, out = turn.row(b)
         texts = [text for text in (replayed.row(b) for replayed in turn.replays) if text is not None]
@@ -285,11 +288,20 @@ def _replay_row(slow: ReferenceLayer, turns: list[Turn], where: str, b: int, noi
         learned = turn.kernel.sinks
         tie = slow.code_margin  # of tokens that are read in this turn; those that it codes are read in the next one
         want = slow.forward(
-            q.float(), k.float(), v.float(), turn.kernel.scale, turn.keep[b], turn.budget[b],
-            softcap=turn.kernel.softcap, sinks=None if learned is None else learned.detach(), step=turn.q.shape[2] == 1,
-            hidden=None if turn.hidden is None else turn.own(b, turn.hidden), held=turn.held, texts=texts,
+            q.float(),
+            k.float(),
+            v.float(),
+            turn.kernel.scale,
+            turn.keep[b],
+            turn.budget[b],
+            softcap=turn.kernel.softcap,
+            sinks=None if learned is None else learned.detach(),
+            step=turn.q.shape[2] == 1,
+            hidden=None if turn.hidden is None else turn.own(b, turn.hidden),
+            held=turn.held,
+            texts=texts,
             inputs=None if turn.inputs is None else turn.own(b, turn.inputs),
-        )  # fmt: skip
+        )
         miss = float((out.double() - want).abs().amax()) if q.shape[1] else 0.0
         if turn.held:
             assert not exact or miss <= noise.error, f"{where}, turn {number}: the output is off by {miss}"
@@ -301,9 +313,11 @@ def _replay_row(slow: ReferenceLayer, turns: list[Turn], where: str, b: int, noi
         if exact and wrong and (min(slow.margin, slow.order_margin) < noise.gap or tie < noise.tie):
             break
         assert not exact or not wrong, f"{where}, turn {number}: {', '.join(wrong)}"
-        compared, error = compared + 1, max(error, miss)
+        compared = compared + 1
+        error = max(error, miss)
         for mine, its in zip(turn.kept[b], slow.positions, strict=True):
-            alike, tokens = alike + len(set(mine) & set(its)), tokens + max(len(its), len(mine))
+            alike = alike + len(set(mine) & set(its))
+            tokens = tokens + max(len(its), len(mine))
     return Verdict(compared, alike, tokens, error)
 
 
@@ -321,7 +335,16 @@ def _reference(policy: Policy, turn: Turn, layer_idx: int, twin: Twin) -> Refere
     undo, apply = twin.turns(layer_idx)
     projection = twin.projection(layer_idx) if turn.projection is None else turn.projection
     return ReferenceLayer(
-        reference_selector(policy.selector), 1, num_heads=turn.q.shape[1], num_kv_heads=turn.k.shape[1],
-        decode=policy.decode, codec=twin.codec, layer_idx=layer_idx, capacity=1, undo=undo, apply=apply,
-        merger=reference_merger(policy.merger), projection=projection,
-    )  # fmt: skip
+        reference_selector(policy.selector),
+        1,
+        num_heads=turn.q.shape[1],
+        num_kv_heads=turn.k.shape[1],
+        decode=policy.decode,
+        codec=twin.codec,
+        layer_idx=layer_idx,
+        capacity=1,
+        undo=undo,
+        apply=apply,
+        merger=reference_merger(policy.merger),
+        projection=projection,
+    )

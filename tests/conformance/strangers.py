@@ -32,11 +32,19 @@ def _make(model: str, config: str, *without: str, **fields: Any) -> Callable[[],
 
 _FEW = ("intermediate_size", "num_key_value_heads")
 _LATENT: dict[str, Any] = {
-    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
-    "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
-}  # fmt: skip
+}
 _SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 REFUSED: dict[str, Callable[[], Any]] = {
@@ -44,23 +52,49 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "deepseek_v3": _make("DeepseekV3ForCausalLM", "DeepseekV3Config", **_LATENT),
     "mamba": _make("MambaForCausalLM", "MambaConfig", *_FEW, "num_attention_heads", state_size=4),
     "jamba": _make(
-        "JambaForCausalLM", "JambaConfig", use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1,
-        num_experts=2, num_experts_per_tok=1, mamba_d_state=4, mamba_dt_rank=4,
+        "JambaForCausalLM",
+        "JambaConfig",
+        use_mamba_kernels=False,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
     ),
     "falcon_alibi": _make("FalconForCausalLM", "FalconConfig", *_FEW, alibi=True),
     "bloom": _make("BloomForCausalLM", "BloomConfig", *_FEW),
-    "mpt": _make("MptForCausalLM", "MptConfig", *_FEW, "hidden_size", "num_attention_heads", "num_hidden_layers",
-                 d_model=32, n_heads=4, n_layers=2),
+    "mpt": _make(
+        "MptForCausalLM",
+        "MptConfig",
+        *_FEW,
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        d_model=32,
+        n_heads=4,
+        n_layers=2,
+    ),
     "mimo_v2_flash": _make(
-        "MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", head_dim=8, v_head_dim=6, n_routed_experts=2,
-        num_experts_per_tok=1, moe_intermediate_size=16, n_group=1, topk_group=1,
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2FlashConfig",
+        head_dim=8,
+        v_head_dim=6,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
         layer_types=["full_attention", "sliding_attention"],
     ),
     "diffllama": _make("DiffLlamaForCausalLM", "DiffLlamaConfig"),
     "doge": _make("DogeForCausalLM", "DogeConfig"),
     "git": _make("GitForCausalLM", "GitConfig", "num_key_value_heads", vision_config=_SMALL),
     "mllama": _make(
-        "MllamaForCausalLM", "MllamaTextConfig", num_hidden_layers=3, cross_attention_layers=[1],
+        "MllamaForCausalLM",
+        "MllamaTextConfig",
+        num_hidden_layers=3,
+        cross_attention_layers=[1],
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "jetmoe": _make("JetMoeForCausalLM", "JetMoeConfig", "num_attention_heads", kv_channels=8, num_local_experts=2),
@@ -74,6 +108,14 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "olmo3_all_sliding": _make(
         "Olmo3ForCausalLM", "Olmo3Config", sliding_window=8, layer_types=["sliding_attention"] * 2
     ),
-    "bart": _make("BartForCausalLM", "BartConfig", *_FEW, d_model=32, decoder_layers=2, decoder_attention_heads=4,
-                  decoder_ffn_dim=32, encoder_layers=2),
-}  # fmt: skip
+    "bart": _make(
+        "BartForCausalLM",
+        "BartConfig",
+        *_FEW,
+        d_model=32,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=32,
+        encoder_layers=2,
+    ),
+}

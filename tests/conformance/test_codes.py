@@ -86,8 +86,10 @@ def test_heads_without_an_active_token_stay_as_they_are(name: str) -> None:
 def test_attention_is_that_of_what_is_read(name: str) -> None:
     twin = Twin(CASES[name], 64)
     twin.write(tokens(64, "outliers", list(range(SLOTS)), [(0, 1, 3), (1, 0, 0)], seed=1))
-    every, generator = slice(0, SLOTS), torch.Generator().manual_seed(4)
-    queries, weights = torch.randn(B, H, 3, 64, generator=generator), torch.rand(B, H, 3, SLOTS, generator=generator)
+    every = slice(0, SLOTS)
+    generator = torch.Generator().manual_seed(4)
+    queries = torch.randn(B, H, 3, 64, generator=generator)
+    weights = torch.rand(B, H, 3, SLOTS, generator=generator)
     want = queries @ twin.stage.keys(twin.store, every).transpose(-1, -2)
     torch.testing.assert_close(twin.stage.score(twin.store, queries, None), want, rtol=1e-4, atol=1e-3)
     want = weights @ twin.stage.values(twin.store, every)

@@ -27,48 +27,62 @@ def draw_selector(dice: Random, *, wrap: bool = True, of: Sequence[str] = BASES)
         "streaming": [f"sinks={dice.randint(0, 4)}"],
         "h2o": [f"recent={dice.choice(['0.0', '0.3', '0.5', '1.0'])}"],
         "snapkv": [
-            f"window={dice.randint(1, 9)}", f"kernel={dice.choice([1, 3, 5, 7])}",
+            f"window={dice.randint(1, 9)}",
+            f"kernel={dice.choice([1, 3, 5, 7])}",
             f"pool={dice.choice(['avg', 'max'])}",
         ],
         "kvzip": [f"chunk={dice.choice([1, 3, 8, 64])}", f"sinks={dice.randint(0, 4)}"],
         "compactor": [
-            f"sinks={dice.randint(0, 4)}", f"recent={dice.randint(1, 4)}", f"block={dice.choice([1, 3, 8, 64])}",
-            f"sketch={dice.choice([2, 5])}", f"blend={dice.choice(['auto', '0.0', '0.7'])}",
+            f"sinks={dice.randint(0, 4)}",
+            f"recent={dice.randint(1, 4)}",
+            f"block={dice.choice([1, 3, 8, 64])}",
+            f"sketch={dice.choice([2, 5])}",
+            f"blend={dice.choice(['auto', '0.0', '0.7'])}",
         ],
         "kvcrush": [
-            f"split={dice.choice(['0.0', '0.2', '0.5', '0.75'])}", f"seed={dice.randint(0, 9)}",
+            f"split={dice.choice(['0.0', '0.2', '0.5', '0.75'])}",
+            f"seed={dice.randint(0, 9)}",
             f"anchor={dice.choice(['random', 'mean', 'alternate', 'zeros', 'ones'])}",
-            f"buckets={dice.choice(['rank', 'distance'])}", f"pick={dice.choice(['first', 'random', 'best'])}",
-            f"quantile={dice.choice(['0.1', '0.5', '0.8'])}", f"page={dice.choice([0, 0, 2, 5])}",
+            f"buckets={dice.choice(['rank', 'distance'])}",
+            f"pick={dice.choice(['first', 'random', 'best'])}",
+            f"quantile={dice.choice(['0.1', '0.5', '0.8'])}",
+            f"page={dice.choice([0, 0, 2, 5])}",
         ],
         "qfilters": [by_name("qfilters").partition(":")[2]],
         "triattention": [
-            by_name("triattention").partition(":")[2].partition(":")[0], f"every={dice.choice([1, 6, 64])}",
+            by_name("triattention").partition(":")[2].partition(":")[0],
+            f"every={dice.choice([1, 6, 64])}",
         ],
         "kvzap": [by_name("kvzap").partition(":")[2].rpartition(":")[0], f"window={dice.choice([1, 3, 9])}"],
         "lagkv": [f"sinks={dice.randint(0, 4)}", f"lag={dice.choice([1, 3, 8])}"],
         "cur": [
-            f"sinks={dice.randint(0, 4)}", f"window={dice.choice([1, 4, 16])}", f"every={dice.choice([1, 5, 64])}",
+            f"sinks={dice.randint(0, 4)}",
+            f"window={dice.choice([1, 4, 16])}",
+            f"every={dice.choice([1, 5, 64])}",
             f"of={dice.choice(['product', 'keys', 'values', 'mean'])}",
         ],
         "a2sf": [f"factor={dice.choice(['0.1', '0.9', '1.0'])}", f"recent={dice.randint(1, 5)}"],
         "rkv": [
-            f"window={dice.randint(1, 5)}", f"mix={dice.choice(['0.0', '0.5', '1.0'])}",
-            f"kernel={dice.choice([1, 3])}", f"every={dice.choice([1, 6, 64])}",
+            f"window={dice.randint(1, 5)}",
+            f"mix={dice.choice(['0.0', '0.5', '1.0'])}",
+            f"kernel={dice.choice([1, 3])}",
+            f"every={dice.choice([1, 6, 64])}",
         ],
         "keyformer": [
-            f"recent={dice.choice(['0.0', '0.3', '1.0'])}", f"tau_init={dice.choice(['0.3', '1.0'])}",
+            f"recent={dice.choice(['0.0', '0.3', '1.0'])}",
+            f"tau_init={dice.choice(['0.3', '1.0'])}",
             f"steps={dice.choice([1, 7, 100])}",
         ],
         "defensive": [
-            f"window={dice.randint(1, 9)}", f"kernel={dice.choice([1, 3, 5])}",
+            f"window={dice.randint(1, 9)}",
+            f"kernel={dice.choice([1, 3, 5])}",
             f"mass={dice.choice(['0.0', '0.5', '1.0'])}",
         ],
         "dropkv": [f"window={dice.randint(1, 9)}", f"kernel={dice.choice([1, 3])}"],
         "critical": [f"split={dice.choice(['0.0', '0.4', '1.0'])}", f"epsilon={dice.choice(['0.0', '0.01'])}"],
         "caote": [f"fast={dice.choice(['true', 'false'])}", f"every={dice.choice([1, 4, 64])}"],
         "chunk": [f"size={dice.choice([1, 3, 8])}"],
-    }.get(name, [])  # fmt: skip
+    }.get(name, [])
     if name in WRAPPERS:
         bases = BASES if name in ("kvcrush", "chunk") else ATTENTIVE
         return ":".join([name, *options]) + "/" + draw_selector(dice, wrap=False, of=bases)
@@ -85,15 +99,23 @@ _OPTIONS: dict[str, dict[str, list[object]]] = {
     "rotate": {"bits": [2, 3, 4], "group_size": [2, 8], "sinks": [0, 1, 5]},
     "turboquant": {"bits": [2, 4], "seed": [0, 3]},
     "csr": {
-        "nnz": [4], "value_chunks": [1, 2, 4], "key_space": ["unrotated", "rotated"], "prompt_atoms": [0, 1, 3],
-        "index": ["int16", "packed"], "solver": ["mp", "refit", "omp"], "outlier_atoms": [0, 1, 3],
+        "nnz": [4],
+        "value_chunks": [1, 2, 4],
+        "key_space": ["unrotated", "rotated"],
+        "prompt_atoms": [0, 1, 3],
+        "index": ["int16", "packed"],
+        "solver": ["mp", "refit", "omp"],
+        "outlier_atoms": [0, 1, 3],
     },
     "lowrank": {
-        "rank": [1, 4, 8], "value_rank": ["auto", 2], "key_space": ["unrotated", "rotated"], "basis": ["keys"],
+        "rank": [1, 4, 8],
+        "value_rank": ["auto", 2],
+        "key_space": ["unrotated", "rotated"],
+        "basis": ["keys"],
     },
     "think": {"ratio": [0.0, 0.4, 0.7], "window": [1, 4, 32]},
     "mikv": {"high": [0.0, 0.2, 0.75, 1.0], "high_bits": [8, 16], "bits": [2, 3, 4], "group_size": [2, 8]},
-}  # fmt: skip
+}
 
 
 def _choices(name: str) -> dict[str, list[object]]:
@@ -117,7 +139,8 @@ def draw_codec(dice: Random) -> str:
     if name == "kivi":
         return f"kivi:bits={dice.choice([2, 4, 8])}:{sizes}"
     if name == "gear":
-        backbone, bits = dice.choice(["kivi", "kcvt"]), dice.choice([2, 4, 8])
+        backbone = dice.choice(["kivi", "kcvt"])
+        bits = dice.choice([2, 4, 8])
         size = f"group_size={dice.choice([2, 3, 4])}:residual_length={dice.choice([0, 1, 4, 9])}"
         return f"gear:rank=0:bits={bits}:backbone={backbone}:sparse={dice.choice(['0.0', '0.1', '0.3'])}:{size}"
     if name == "staircase":
@@ -148,11 +171,14 @@ def draw_merger(dice: Random) -> str:
         "kvmerger": [f"least={dice.choice(['-1.0', '0.3', '0.75'])}"],
         "merge": [f"by={dice.choice(['keys', 'position'])}", f"least={dice.choice(['-1.0', '0.3', '0.9'])}"],
         "regress": [
-            f"window={dice.choice([1, 5, 32])}", f"queries={dice.choice(['window', 'replay'])}",
-            f"ridge={dice.choice(['0.01', '1.0'])}", f"sinks={dice.randint(0, 4)}", f"recent={dice.choice([0, 3, 32])}",
+            f"window={dice.choice([1, 5, 32])}",
+            f"queries={dice.choice(['window', 'replay'])}",
+            f"ridge={dice.choice(['0.01', '1.0'])}",
+            f"sinks={dice.randint(0, 4)}",
+            f"recent={dice.choice([0, 3, 32])}",
         ],
         "zsmerge": [f"slots={dice.randint(1, 5)}", f"alpha={dice.choice(['0.01', '0.7', '1.0'])}"],
-    }.get(name, [])  # fmt: skip
+    }.get(name, [])
     return ":".join([name, *options])
 
 
@@ -165,12 +191,14 @@ def converse(seed: int, *, idle: bool = False, merges: bool = False) -> None:
         merges: Whether evicted tokens are merged.
     """
     dice = Random(seed)
-    selector, codec = draw_selector(dice), draw_codec(dice)
+    selector = draw_selector(dice)
+    codec = draw_codec(dice)
     if any(is_refused(name, codec.partition(":")[0]) for name in selector.replace(":", "/").split("/")):
         codec = "plain"
     merger = draw_merger(Random(-1 - seed)) if merges else "drop"  # the same conversation, with and without
     policy = Policy.parse(f"{selector}+{merger}+{codec}@0.5")
-    batch, floor = dice.randint(1, 3), policy.selector.min_tokens
+    batch = dice.randint(1, 3)
+    floor = policy.selector.min_tokens
     heads, group = dice.choice([(1, 1), (2, 2), (1, 3), (3, 1)])
     sizes = [dice.randint(2, 40), *(dice.choice([1, 1, 1, 1, dice.randint(2, 12)]) for _ in range(dice.randint(3, 25)))]
     bench = Bench(

@@ -26,7 +26,9 @@ class GroupTwin:
     """GEAR's stage, and what is read back of each occupied slot by the reference of its group."""
 
     def __init__(self, stage: GEAR, config: dict[str, Any], dim: int) -> None:
-        self.stage, self.config, self.dim = stage, config, dim
+        self.stage = stage
+        self.config = config
+        self.dim = dim
         self.store = plain_store(stage, dim)
         self.groups: dict[tuple[int, int, int], list[gear.Head]] = {}
         self.want: dict[tuple[int, int, int], Token] = {}
@@ -46,7 +48,8 @@ class GroupTwin:
 
     def _write_group(self, at: tuple[int, int, int], slots: list[int], given: list[Pair]) -> None:
         size = self.stage.group_size
-        inner, reads = [slot % size for slot in slots], list[list[Pair]]()
+        inner = [slot % size for slot in slots]
+        reads = list[list[Pair]]()
         if not any((*place[:2], place[2] // size) == at for place in self.want):
             self.groups[at] = [gear.Head({**self.config, "rank": rank}, self.dim) for rank in (self.config["rank"], 0)]
             reads = [head.fit_block(*sides(given), inner) for head in self.groups[at]]
@@ -71,7 +74,9 @@ class GroupTwin:
             got = read(self.store, slice(0, SLOTS))
             assert got.isfinite().all()
             torch.testing.assert_close(read(self.store, backwards).flip(2), got, rtol=1e-5, atol=1e-5)
-            fast, slow, backbone = 0.0, 0.0, 0.0
+            fast = 0.0
+            slow = 0.0
+            backbone = 0.0
             for place, token in self.want.items():
                 assert self.config["rank"] or apart(got[place], token.read[which]) < CLOSE, (place, which)
                 fast += float((got[place] - token.given[which]).double().square().sum())

@@ -134,8 +134,10 @@ def test_adversarial_input(merger: str, case: str) -> None:
 @pytest.mark.parametrize("merger", ACTIVE)
 @pytest.mark.parametrize("codec", ["plain", "kivi", "csr"])
 def test_a_padded_row_is_itself_alone(merger: str, codec: str) -> None:
-    model, policy = build("llama", layers=LAYERS), Policy.parse(words("h2o", merger, codec))
-    lengths, sizes = [26, 11], [26, 1, 1, 1, 6, 1, 1]
+    model = build("llama", layers=LAYERS)
+    policy = Policy.parse(words("h2o", merger, codec))
+    lengths = [26, 11]
+    sizes = [26, 1, 1, 1, 6, 1, 1]
     ids, mask = make_batch(lengths, sizes)
     with kvpolicy.attach(model, policy):
         together = PolicyCache(model, new=sum(sizes[1:]))
@@ -166,7 +168,8 @@ def test_rows_move_with_their_counts(policy: str) -> None:
     model = build("llama", layers=LAYERS)
     ids, mask = make_batch([26, 20], [26, 1, 1, 1, 1, 1, 1])
     with kvpolicy.attach(model, policy):
-        straight, swapped = PolicyCache(model, new=6), PolicyCache(model, new=6)
+        straight = PolicyCache(model, new=6)
+        swapped = PolicyCache(model, new=6)
         for cache in (straight, swapped):
             talk(model, ids[:, :29], mask[:, :29], [26, 1, 1, 1], cache)
         swapped.reorder_cache(torch.tensor([1, 0]))

@@ -89,7 +89,8 @@ def compare(allocator: str, selector: str, codec: str, family: str, rows: str, d
 def check_budgets(policy: Policy, cache: PolicyCache, tape: Tape, lengths: list[int]) -> None:
     """Layers weights the budget as the reference's allocator says, after the prompt and after the continuation."""
     metrics: Any = cache.cosines() if policy.allocator.layer_metric in ("cosine", "attention") else None
-    coming, seen = cache.new or 0, [0] * len(lengths)
+    coming = cache.new or 0
+    seen = [0] * len(lengths)
     for number, turn in enumerate(next(iter(tape.values()))):
         for b, length in enumerate(lengths):
             seen[b] += length if number == 0 else turn.q.shape[2]

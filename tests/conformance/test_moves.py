@@ -35,11 +35,16 @@ AXES: dict[str, list[str]] = {
 
 def fake(caps: str, group_size: str, order: str, pins: str, residual: str, recode: str, key_space: str) -> Fake:
     return Fake(
-        caps=CAPS[caps], group_size=int(group_size), residual=int(residual),
+        caps=CAPS[caps],
+        group_size=int(group_size),
+        residual=int(residual),
         demote_by=order,  # pyright: ignore[reportArgumentType]
-        pins=PINS[pins][0], pinned=PINS[pins][1], recode_all=recode == "recode",  # pyright: ignore[reportArgumentType]
-        key_space=key_space, query_absmax=key_space == "rotated",  # pyright: ignore[reportArgumentType]
-    )  # fmt: skip
+        pins=PINS[pins][0],  # pyright: ignore[reportArgumentType]
+        pinned=PINS[pins][1],
+        recode_all=recode == "recode",
+        key_space=key_space,  # pyright: ignore[reportArgumentType]
+        query_absmax=key_space == "rotated",
+    )
 
 
 def bench_of(codec: Fake, selector: str, decode: str, budgets: list[int], new: int, layer_idx: int = 0) -> Bench:
@@ -97,17 +102,24 @@ def draw_fake(dice: Random) -> Fake:
     pins = dice.choice(PINNED)
     caps = tuple(group_size * dice.randint(1, 4) for _ in range(dice.randint(0, 2)))
     return Fake(
-        caps=caps, block=group_size * dice.randint(1, 3), group_size=group_size, residual=dice.choice([0, 0, 1, 5]),
-        key_space=dice.choice(["rotated", "unrotated"]), demote_by=dice.choice(["age", "priority"]),
-        pins=pins, pinned=0 if pins == "none" else dice.randint(1, 4),
-        recode_all=dice.random() < 0.25, query_absmax=dice.random() < 0.3,
-    )  # fmt: skip
+        caps=caps,
+        block=group_size * dice.randint(1, 3),
+        group_size=group_size,
+        residual=dice.choice([0, 0, 1, 5]),
+        key_space=dice.choice(["rotated", "unrotated"]),
+        demote_by=dice.choice(["age", "priority"]),
+        pins=pins,
+        pinned=0 if pins == "none" else dice.randint(1, 4),
+        recode_all=dice.random() < 0.25,
+        query_absmax=dice.random() < 0.3,
+    )
 
 
 def random_conversation(seed: int) -> None:
     """Any codec, any selector, rows that are padded anywhere and budgets that rise."""
     dice = Random(seed)
-    codec, selector = draw_fake(dice), dice.choice(SELECTORS)
+    codec = draw_fake(dice)
+    selector = dice.choice(SELECTORS)
     sizes = [dice.randint(2, 40), *(dice.choice([1, 1, 1, 1, dice.randint(2, 14)]) for _ in range(dice.randint(5, 30)))]
     budgets = [dice.randint(1, 26) for _ in range(dice.randint(1, 3))]
     bench = bench_of(codec, selector, dice.choice(["evict", "evict", "grow"]), budgets, sum(sizes), dice.randint(0, 2))
@@ -125,7 +137,8 @@ def random_conversation(seed: int) -> None:
 @product("caps,pins,key_space", ["one", "two"], [*PINS], ["rotated", "unrotated"])
 def test_rows_that_begin_later(caps: str, pins: str, key_space: str) -> None:
     """A chunk that is all padding for a row settles none of its pins; rows that began keep theirs."""
-    sizes, start = [10, 10, 10, *[1] * 8, 6, *[1] * 6], [0, 3, 14, 26]
+    sizes = [10, 10, 10, *[1] * 8, 6, *[1] * 6]
+    start = [0, 3, 14, 26]
     bench = bench_of(fake(caps, "4", "age", pins, "3", "flush", key_space), "h2o", "evict", [22, 22, 18, 22], 0)
     valid = torch.arange(sum(sizes)) >= torch.tensor(start)[:, None]
     for number, columns in enumerate(torch.arange(sum(sizes)).split(sizes)):

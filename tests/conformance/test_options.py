@@ -14,8 +14,11 @@ from tests.sampling import each_once, pairwise, product
 
 BASES = [by_name(name) for name in SELECTORS if name != "kvcrush"]
 ANCHORS = ["random", "mean", "alternate", "zeros", "ones"]
-BUCKETS, PICKS, PAGES = ["rank", "distance"], ["first", "random", "best"], ["0", "1", "3", "8"]
-SPLITS, QUANTILES = ["0.0", "0.25", "0.5", "0.9"], ["0.0", "0.5", "0.7", "1.0"]
+BUCKETS = ["rank", "distance"]
+PICKS = ["first", "random", "best"]
+PAGES = ["0", "1", "3", "8"]
+SPLITS = ["0.0", "0.25", "0.5", "0.9"]
+QUANTILES = ["0.0", "0.5", "0.7", "1.0"]
 CRUSH = {
     "base": BASES,
     "anchor": ANCHORS,
@@ -64,7 +67,8 @@ def test_kvcrush(
 
 @product("base,anchor,buckets,pick,page,seed", BASES, ANCHORS, BUCKETS, PICKS, PAGES, range(3), sample=[])
 def test_kvcrush_in_full(base: str, anchor: str, buckets: str, pick: str, page: str, seed: int) -> None:
-    split, quantile = SPLITS[seed], QUANTILES[-seed]
+    split = SPLITS[seed]
+    quantile = QUANTILES[-seed]
     converse(crush_words(base, anchor, buckets, pick, page, split, quantile, str(seed)), seed=seed, group=1 + seed)
 
 
@@ -89,7 +93,8 @@ def test_the_smallest_budget_by_pages(base: str, page: int) -> None:
 @pytest.mark.parametrize("base", BASES)
 def test_no_split_is_the_base(base: str) -> None:
     small = {"streaming": "streaming:sinks=2"}.get(base, base)
-    crushed, plain = converse(f"kvcrush:split=0.0/{small}@0.5"), converse(f"{small}@0.5")
+    crushed = converse(f"kvcrush:split=0.0/{small}@0.5")
+    plain = converse(f"{small}@0.5")
     for mine, its in zip(crushed.turns, plain.turns, strict=True):
         assert mine.kept == its.kept
         assert torch.equal(mine.out, its.out)

@@ -56,7 +56,9 @@ def turns(model: Any, dim: int) -> Callable[[int], tuple[Rotation, Rotation]]:
 
 def _rotated(model: Any, module: Any) -> dict[int, int]:
     """The layers that rotate keys, and how many channels, found by watching one forward."""
-    found, running, hooks = dict[int, int](), list[int](), list[Any]()
+    found = dict[int, int]()
+    running = list[int]()
+    hooks = list[Any]()
     real: Any = module.apply_rotary_pos_emb
 
     def note(attention: Any, _: Any) -> None:

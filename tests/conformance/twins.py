@@ -29,7 +29,9 @@ from kvpolicy.registry import lookup, name_of, names
 from tests.reference.codecs import Lone, bfp, csr, kvquant, make, mikv, rotate, tokenwise, turboquant, zipcache
 from tests.reference.coding import Coder, Given
 
-B, H, SLOTS = 2, 2, 8
+B = 2
+H = 2
+SLOTS = 8
 CLOSE = 1e-5
 """Of a vector's largest number: the noise of fp32, and far less than one code."""
 
@@ -108,7 +110,8 @@ def csr_case(atoms: int, **config: Any) -> Case:
 
     def prompt(dim: int) -> Pair:
         keys, values = (random(B * H * prompt_atoms, dim, seed).reshape(B, H, prompt_atoms, dim) for seed in (8, 9))
-        keys[1, 0, :1], values[1, 0, :1] = 0, 0
+        keys[1, 0, :1] = 0
+        values[1, 0, :1] = 0
         return keys, values
 
     def head(dim: int, b: int, h: int) -> Any:
@@ -177,7 +180,8 @@ def think_case(**config: Any) -> Case:
 
     def query_square(dim: int) -> Tensor:
         square = torch.rand(B, H, dim, generator=torch.Generator().manual_seed(6)) * 9
-        square[0, :, 4], square[1, 1] = 0, 0
+        square[0, :, 4] = 0
+        square[1, 1] = 0
         return square
 
     def store(stage: Stage, dim: int) -> StageStore:
@@ -211,7 +215,8 @@ def lowrank_case(base: Codec | None = None, **config: Any) -> Case:
         found: dict[str, Tensor] = {}
         for part in ("keys.post", "values", "queries"):
             basis = torch.linalg.qr(torch.randn(1, dim, dim, generator=generator)).Q.half()
-            energy, mean = torch.logspace(1, -1, dim)[None], torch.randn(1, dim, generator=generator)
+            energy = torch.logspace(1, -1, dim)[None]
+            mean = torch.randn(1, dim, generator=generator)
             found |= {f"{part}.basis": basis, f"{part}.energy": energy, f"{part}.mean": mean}
         return found
 

@@ -15,7 +15,8 @@ from tests.deepspeed.checkpoints import make, save
 from tests.parallel.ranks import run_ranks
 
 pytest.importorskip("deepspeed")
-PROMPT, STEPS = 25, 8
+PROMPT = 25
+STEPS = 8
 POLICIES = ["full", "squeeze+kvcrush@0.5", "tova@0.5", "h2o+kivi:group_size=4:residual_length=4@0.5"]
 
 
@@ -36,9 +37,11 @@ def _compare(rank: int, world: int, folder: str) -> dict[str, tuple[float, float
 
     torch.backends.cuda.matmul.allow_tf32 = False
     model = kvpolicy_deepspeed.load(folder, dtype="float32")
-    alone, found = make("llama").to(model.device), dict[str, tuple[float, float]]()
+    alone = make("llama").to(model.device)
+    found = dict[str, tuple[float, float]]()
     for policy in POLICIES:
-        (some, mine), (one, whole) = _play(model, policy), _play(alone, policy)
+        some, mine = _play(model, policy)
+        one, whole = _play(alone, policy)
         pairs = [
             (b.positions[:, ranks_of(a).held], a.positions)
             for a, b in zip(some.policy_layers, one.policy_layers, strict=True)

@@ -46,7 +46,8 @@ def _other_ways(rank: int, world: int, folders: dict[str, str], hub_cache: str) 
     from kvpolicy.hf.discovery import find_sites, sample_weights
     from kvpolicy.parallel.runtime import sharing_of
 
-    load, found = kvpolicy_deepspeed.load, dict[str, Any]()
+    load = kvpolicy_deepspeed.load
+    found = dict[str, Any]()
     for name in ("four experts", "tied"):
         found[f"in memory, {name}"] = compare(folders[name], load(make(name)))[0]
     with pytest.MonkeyPatch.context() as patch:

@@ -24,7 +24,8 @@ from tests.parallel.ranks import run_ranks
 from tests.sampling import pairwise, product
 
 pytest.importorskip("deepspeed")
-PROMPT, STEPS = 25, 8
+PROMPT = 25
+STEPS = 8
 BACKENDS = ["deepspeed", "hf"]
 MODELS = ["llama", "mixtral"]
 
@@ -76,7 +77,8 @@ def _compare(
     import kvpolicy_deepspeed
 
     model = kvpolicy_deepspeed.load(folder, backend=backend, dtype=dtype)  # pyright: ignore[reportArgumentType]
-    alone, found = make(name).to(getattr(torch, dtype)), dict[str, tuple[float, float, float]]()
+    alone = make(name).to(getattr(torch, dtype))
+    found = dict[str, tuple[float, float, float]]()
     for policy in policies:
         one, logits = _play(alone, policy)
         some, others = _play(model, policy)
@@ -161,7 +163,8 @@ def _generate(rank: int, world: int, name: str, folder: str, backend: str) -> li
     import kvpolicy_deepspeed
 
     model = kvpolicy_deepspeed.load(folder, backend=backend)  # pyright: ignore[reportArgumentType]
-    alone, wrong = make(name), list[str]()
+    alone = make(name)
+    wrong = list[str]()
     tokens = torch.randint(3, model.config.vocab_size, (3, PROMPT), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
     mask[1, :9] = 0
@@ -182,7 +185,8 @@ def test_generates_the_same(name: str, backend: str, tmp_path: Path) -> None:
     assert run_ranks(_generate, 2, name, save(name, tmp_path), backend) == [[], []]
 
 
-ASKING, SILENT = words("tova"), words("snapkv", "kivi")
+ASKING = words("tova")
+SILENT = words("snapkv", "kivi")
 """Policies that ask other ranks in each step, and that do not."""
 
 

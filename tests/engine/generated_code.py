@@ -114,7 +114,8 @@ def _writes(node: Any, inputs: dict[str, Any]) -> list[Write]:
         else:
             continue
         for name in targets:
-            shape, dtype = _ints(inputs[name].get_size()), inputs[name].get_dtype()
+            shape = _ints(inputs[name].get_size())
+            dtype = inputs[name].get_dtype()
             found.append(Write(name, shape, dtype, elements, True, operations))
         if not targets and not isinstance(buffer.get_output_spec(), MutationLayoutSHOULDREMOVE):
             shape = _ints(buffer.get_size())

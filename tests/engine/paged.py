@@ -23,7 +23,9 @@ from tests.conformance.extremes import concentrate
 from tests.conformance.replay import reference_codec, reference_merger
 from tests.reference.engine import ReferenceLayer
 
-HEADS, GROUP, DIM = 3, 2, 4
+HEADS = 3
+GROUP = 2
+DIM = 4
 SCALE = 0.5
 SELECTORS = {
     "h2o": {"name": "h2o"},

@@ -172,7 +172,8 @@ def test_a_row_is_measured_once() -> None:
     ids, mask = make_batch([12, 12], [12, 9])
     mask[1, :12] = 0
     with kvpolicy.attach(model, "squeeze+window@0.5"):
-        cache, alone = PolicyCache(model), PolicyCache(model)
+        cache = PolicyCache(model)
+        alone = PolicyCache(model)
         forward(model, ids, mask, 0, 12, cache)
         first = cache.cosines()[0]
         forward(model, ids, mask, 12, 21, cache)

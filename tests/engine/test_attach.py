@@ -43,7 +43,8 @@ def logits(model: Any, **how: Any) -> torch.Tensor:
 @pytest.mark.parametrize("family", [*FAMILIES])
 def test_no_trace(family: str) -> None:
     model = build(family)
-    before, stock = trace(model), logits(model)
+    before = trace(model)
+    stock = logits(model)
     with kvpolicy.attach(model, POLICY) as handle:
         assert trace(model) != before
         logits(model, use_cache=True)
@@ -75,7 +76,8 @@ def broken_in(nth: int) -> AbstractContextManager[None]:
 @pytest.mark.parametrize("family", ["llama", "falcon_grouped", "gemma2"])
 def test_no_trace_after_an_exception_inside_a_forward(family: str) -> None:
     model = build(family)
-    before, stock = trace(model), logits(model)
+    before = trace(model)
+    stock = logits(model)
     with pytest.raises(Boom), broken_in(1), kvpolicy.attach(model, POLICY):
         logits(model, use_cache=True)
     assert trace(model) == before

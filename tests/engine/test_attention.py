@@ -12,7 +12,9 @@ from torch import Tensor
 from kvpolicy.engine.attention import Past, ScoreTransform, attend, attend_slots
 from kvpolicy.engine.channel_sums import largest_queries
 
-HEADS, GROUP, DIM = 2, 3, 8
+HEADS = 2
+GROUP = 3
+DIM = 8
 PADDINGS = {
     "left": ["001111", "111111", "000001"],
     "right": ["111100", "111111", "100000"],
@@ -160,7 +162,8 @@ def test_counts_of_thousands_are_not_rounded(dtype: torch.dtype, want_weights: b
     """Of keys that are equal, the slot that stands for a few more tokens has so much more weight."""
     counts = torch.tensor([[[3074.0, 2981.0, 5000.0]]]).log()
     occupied = torch.tensor([[[True, True, False]]])
-    q, k = torch.zeros(1, 1, 1, 2, dtype=dtype), torch.zeros(1, 1, 3, 2, dtype=dtype)
+    q = torch.zeros(1, 1, 1, 2, dtype=dtype)
+    k = torch.zeros(1, 1, 3, 2, dtype=dtype)
     v = torch.tensor([[[[1.0, 0.0], [-1.0, 1.0], [9.0, 9.0]]]], dtype=dtype)
     out, _ = attend_slots(q, (k, v), None, occupied, ScoreTransform(1.0), want_weights, counts)
     assert out[0, 0, 0].tolist() == pytest.approx([93 / 6055, 2981 / 6055], abs=2e-3)

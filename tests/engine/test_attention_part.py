@@ -7,7 +7,8 @@ import torch
 from kvpolicy.engine.attention_part import Part
 from tests.engine.parts import generator
 
-HEADS, DIM = 2, 8
+HEADS = 2
+DIM = 8
 
 
 def drawn(seed: int, scale: float = 1.0) -> Part:
@@ -17,7 +18,8 @@ def drawn(seed: int, scale: float = 1.0) -> Part:
 
 def test_parts_weigh_as_much_as_their_exponentials() -> None:
     for scale in (1.0, 60.0):  # also where one of them has all weight
-        one, other = drawn(0, scale), drawn(1, scale)
+        one = drawn(0, scale)
+        other = drawn(1, scale)
         weights = torch.stack([one.normalizer, other.normalizer]).double().softmax(0)[..., None]
         want = weights[0] * one.output.double() + weights[1] * other.output.double()
         normalizer = torch.logaddexp(one.normalizer.double(), other.normalizer.double())

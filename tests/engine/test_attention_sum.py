@@ -10,7 +10,8 @@ from tests.engine.parts import candidates_of
 
 
 def test_sums_of_chunks_are_added_column_by_column() -> None:
-    first, second = torch.rand(2, 4, 3), torch.rand(2, 4, 7)
+    first = torch.rand(2, 4, 3)
+    second = torch.rand(2, 4, 7)
     joined = AttentionSum(first).joined(AttentionSum(second), 3)
     assert joined.total is not None
     assert torch.equal(joined.total[..., 3:], second[..., 3:])

@@ -15,9 +15,7 @@ from kvpolicy.engine.statistic import Coming, Tile
 from tests.engine.parts import candidates_of, generator
 
 SEEN = torch.tensor([0, 5, 3, 0])
-VALID = torch.tensor(
-    [[1] * 13, [0] * 4 + [1] * 9, [0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 0], [0] * 13], dtype=torch.bool
-)  # fmt: skip
+VALID = torch.tensor([[1] * 13, [0] * 4 + [1] * 9, [0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 0], [0] * 13], dtype=torch.bool)
 QUERIES = torch.randn(4, 4, 13, 6, generator=generator(0)) * 3
 KEYS = torch.randn(4, 2, 13, 6, generator=generator(1))
 
@@ -67,11 +65,14 @@ def test_any_pieces_give_the_sums_of_the_loop(pieces: list[int], size: int, firs
     for valid in (VALID, torch.ones_like(VALID)):
         want = slow(size, first, valid)
         for tile in (13, 2):
-            start, seen, statistic = 0, SEEN, None
+            start = 0
+            seen = SEEN
+            statistic = None
             for piece in pieces:
                 one = gathered(BlockAttention(size, first), valid, start, start + piece, tile, seen)
                 statistic = one if statistic is None else statistic.joined(one, start)
-                seen, start = seen + valid[:, start : start + piece].sum(-1), start + piece
+                seen = seen + valid[:, start : start + piece].sum(-1)
+                start = start + piece
             assert statistic is not None
             torch.testing.assert_close(reduced(statistic, valid), want, atol=1e-5, rtol=1e-5)
 
@@ -99,7 +100,8 @@ def test_nothing_that_was_given_is_changed() -> None:
 
 
 def test_before_a_prompt_there_is_nothing() -> None:
-    none, one = BlockAttention(4), gathered(BlockAttention(4), VALID, 0, 13, 13, SEEN)
+    none = BlockAttention(4)
+    one = gathered(BlockAttention(4), VALID, 0, 13, 13, SEEN)
     assert none.tensors == () and none.joined(one, 0) is one and one.joined(none, 13) is one
 
 

@@ -93,7 +93,8 @@ def test_bytes_fit_and_no_larger_factor_does(specs: list[str], budget: Any) -> N
     """Tokens by layer against a search over every factor, with bytes of caches that ran."""
     policy = layered(specs, budget)
     model = build("llama", layers=3)
-    length, end = 40, 48
+    length = 40
+    end = 48
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model, new=end - length)
         model(torch.arange(length)[None] % 60, past_key_values=cache)
@@ -249,7 +250,7 @@ def test_a_file_of_layers(tmp_path: Path) -> None:
         ([], "must have at least one layer"),
         ("h2o", "must be a list with one for each layer"),
     ],
-)  # fmt: skip
+)
 def test_refused(specs: Any, message: str) -> None:
     with pytest.raises(KVPolicyError, match=message):
         Policy.by_layer(specs, budget=0.5)
@@ -311,7 +312,8 @@ def test_random_divisions(seed: int) -> None:
     length = draw(60, 150)
     end = length + draw(0, 20)
     policy = Policy.by_layer(specs, budget=draw(40, 95) / 100)
-    prompt, ends = torch.tensor([length]), torch.tensor([end])
+    prompt = torch.tensor([length])
+    ends = torch.tensor([end])
 
     def nbytes(keep: list[int]) -> int:
         pairs = enumerate(zip(specs, keep, strict=True))

@@ -117,10 +117,15 @@ def test_layers_that_no_policy_manages_have_no_part() -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        5, {"layers": 5}, {"layers": [5], "budget": 0.1}, {"layers": ["h2o"], "budget": 0.1}, {"layers": [{}]},
-        {"layers": [{}], "budget": 0.2, "codec": {}}, {"layers": [], "budget": 0.2},
+        5,
+        {"layers": 5},
+        {"layers": [5], "budget": 0.1},
+        {"layers": ["h2o"], "budget": 0.1},
+        {"layers": [{}]},
+        {"layers": [{}], "budget": 0.2, "codec": {}},
+        {"layers": [], "budget": 0.2},
     ],
-)  # fmt: skip
+)
 def test_data_that_describes_no_policy(content: Any) -> None:
     with pytest.raises(KVPolicyError):
         Policy.from_dict(content)

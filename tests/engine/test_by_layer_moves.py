@@ -94,7 +94,9 @@ def test_moves_where_every_layer_allows_them() -> None:
 def test_a_cache_of_another_policy_than_the_attached_one() -> None:
     """It works if the attached policy has the hooks that the cache's layers need, or says what is missing."""
     model = build("llama", layers=3)
-    plain, quant, pins = words("h2o"), words("h2o", "kvquant"), words("h2o", "rotate")
+    plain = words("h2o")
+    quant = words("h2o", "kvquant")
+    pins = words("h2o", "rotate")
     in_one = [plain, quant, plain], [plain, pins, plain]
     with kvpolicy.attach(model, plain):
         PolicyCache(model, Policy.by_layer([plain, words("tova"), plain], budget=0.7))

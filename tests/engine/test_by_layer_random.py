@@ -20,16 +20,34 @@ from tests.sampling import product
 KIVI = "kivi:group_size=4:residual_length=4"
 CODED = "tokenwise:group_size=4:residual_length=4:block_size=4"
 EVICTING = [
-    words("h2o"), words("snapkv"), words("window"), words("tova"), words("streaming"), words("expected"),
-    words("kvcrush"), words("keydiff"), words("scissorhands"), words("snapkv", "merge"),
+    words("h2o"),
+    words("snapkv"),
+    words("window"),
+    words("tova"),
+    words("streaming"),
+    words("expected"),
+    words("kvcrush"),
+    words("keydiff"),
+    words("scissorhands"),
+    words("snapkv", "merge"),
     *(words("h2o", codec) for codec in ("kivi", "kvquant", "csr", "rotate", "zipcache", "mikv", "gear", "staircase")),
-    "uniform/adakv+h2o@0.5", f"uniform/adakv+h2o+{CODED}@0.5", "d2o+h2o@0.5", "regress+snapkv:window=4:kernel=3@0.5",
-    "h2o+quest:read=6:page=2:dense=0@0.5", "h2o+labels:read=5:channels=3:dense=1@0.5", "h2o+exact:read=5:dense=0@0.5",
-]  # fmt: skip
+    "uniform/adakv+h2o@0.5",
+    f"uniform/adakv+h2o+{CODED}@0.5",
+    "d2o+h2o@0.5",
+    "regress+snapkv:window=4:kernel=3@0.5",
+    "h2o+quest:read=6:page=2:dense=0@0.5",
+    "h2o+labels:read=5:channels=3:dense=1@0.5",
+    "h2o+exact:read=5:dense=0@0.5",
+]
 GROWING = [
-    "full", KIVI, CODED, "h2o:decode=grow@0.5", "snapkv:window=4:kernel=3:decode=grow@0.4",
-    f"h2o:decode=grow+{KIVI}@0.5", "uniform/adakv+h2o:decode=grow@0.5",
-]  # fmt: skip
+    "full",
+    KIVI,
+    CODED,
+    "h2o:decode=grow@0.5",
+    "snapkv:window=4:kernel=3:decode=grow@0.4",
+    f"h2o:decode=grow+{KIVI}@0.5",
+    "uniform/adakv+h2o:decode=grow@0.5",
+]
 
 
 def drawn(dice: Random, depth: int) -> Policy:
@@ -46,7 +64,8 @@ def test_held_planned_and_allowed(seed: int) -> None:
     dice = Random(seed)
     model = build(dice.choice(["llama", "gemma2", "gpt_oss", "gemma3"]))
     policy = drawn(dice, model.config.get_text_config().num_hidden_layers)
-    rows, new = dice.choice([1, 1, 2, 3]), dice.randint(0, 9)
+    rows = dice.choice([1, 1, 2, 3])
+    new = dice.randint(0, 9)
     lengths = [dice.randint(8, 60) for _ in range(rows)]
     ids, mask = make_batch(lengths, [max(lengths), max(new, 1)])
     shape = describe(model.config, torch.float32)

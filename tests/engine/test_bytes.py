@@ -23,7 +23,8 @@ from tests.conformance.policies import ALLOCATORS, CODECS, RANKED, SELECTORS, is
 from tests.engine.live import stored_bytes
 from tests.sampling import each_once, pairwise, product
 
-PROMPT, NEW = 40, 6
+PROMPT = 40
+NEW = 6
 ROWS = {"one": [PROMPT], "padded": [PROMPT, 33, 20]}
 BUDGETS = ["0.25", "0.5", "1.0", "12", "14KiB", "30KB"]
 GROWING = ["window:decode=grow", "h2o:decode=grow", "kvcrush/snapkv:window=6:decode=grow", "full"]

@@ -40,7 +40,8 @@ def steps_of_a_head(held: int, budget: int, expected: int, grows: bool, room: in
 @pytest.mark.parametrize("staged", [False, True])
 def test_free_steps_are_those_of_the_head_with_the_fewest(seed: int, grows: bool, staged: bool) -> None:
     dice = Random(seed)
-    rows, heads = dice.randint(1, 3), dice.randint(1, 3)
+    rows = dice.randint(1, 3)
+    heads = dice.randint(1, 3)
     budget = [dice.randint(1, 12) for _ in range(rows)]
     expected = [dice.randint(1, 12) for _ in range(rows)]
     held = [[dice.randint(0, min(pair)) for _ in range(heads)] for pair in zip(budget, expected, strict=True)]
@@ -83,7 +84,8 @@ def test_slots_are_added_where_the_next_step_has_none(seed: int) -> None:
 def test_a_growing_row_has_slots_for_the_next_steps(seed: int) -> None:
     """Whether its budget ends first, as behind a short announcement, or its slots do, as behind a short prompt."""
     dice = Random(seed)
-    slots, budget = dice.randint(1, 400), dice.randint(1, 400)
+    slots = dice.randint(1, 400)
+    budget = dice.randint(1, 400)
     held = dice.choice([min(slots, budget), dice.randint(0, min(slots, budget))])
     (added,) = slots_needed([slots], [budget], [held], grows=True)
     if held < min(slots, budget):

@@ -28,14 +28,16 @@ def tile(start: int, stop: int) -> Tile:
 @pytest.mark.parametrize("joined", [False, True])
 def test_pieces_are_those_of_the_whole(pieces: list[int], joined: bool) -> None:
     coming = Coming(VALID, 7, torch.zeros(3, dtype=torch.int64), None)
-    largest, sums = LargestQueries().begun(coming), ChannelSums().begun(coming)
+    largest = LargestQueries().begun(coming)
+    sums = ChannelSums().begun(coming)
     for start, stop in pairwise(pieces):
         one = tile(start, stop)
         if joined:
             largest = largest.joined(LargestQueries().begun(coming).added(one), start)
             sums = sums.joined(ChannelSums().begun(coming).added(one), start)
         else:
-            largest, sums = largest.added(one), sums.added(one)
+            largest = largest.added(one)
+            sums = sums.added(one)
     assert largest.absmax is not None and sums.sums is not None
     assert torch.equal(largest.absmax, largest_queries(Q, 2, VALID))
     for found, expected in zip(sums.sums, absolute_sums(Q, K, VALID), strict=True):
@@ -45,13 +47,15 @@ def test_pieces_are_those_of_the_whole(pieces: list[int], joined: bool) -> None:
 
 
 def test_rows_follow() -> None:
-    largest, sums = LargestQueries().added(tile(0, 7)), ChannelSums().added(tile(0, 7))
+    largest = LargestQueries().added(tile(0, 7))
+    sums = ChannelSums().added(tile(0, 7))
     for statistic in (largest, sums):
         moved = statistic.map_rows(lambda t: t[[2, 0]])
         for before, after in zip(statistic.tensors, moved.tensors, strict=True):
             assert torch.equal(after, before[[2, 0]])
     squares = QuerySquares(2).begun(Coming(VALID, 7, torch.zeros(3, dtype=torch.int64), None)).added(tile(0, 7))
-    whole, moved = squares.mean(SINGLE_RANK, 2), squares.map_rows(lambda t: t[[2, 0]]).mean(SINGLE_RANK, 2)
+    whole = squares.mean(SINGLE_RANK, 2)
+    moved = squares.map_rows(lambda t: t[[2, 0]]).mean(SINGLE_RANK, 2)
     assert all(torch.equal(after, before[[2, 0]]) for before, after in zip(whole, moved, strict=True))
     for empty in (LargestQueries(), ChannelSums()):
         assert not [*empty.tensors] and not [*empty.map_rows(torch.clone).tensors]

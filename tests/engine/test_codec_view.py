@@ -10,7 +10,10 @@ from kvpolicy.engine.rotary import Rope, SlotRotary
 from kvpolicy.protocols import StageStore
 from tests.engine.parts import Floats, Uncoded, generator, shuffled
 
-ROWS, HEADS, GROUP, DIM = 2, 3, 2, 4
+ROWS = 2
+HEADS = 3
+GROUP = 2
+DIM = 4
 
 
 class Shift(Rope):
@@ -65,7 +68,9 @@ def test_what_is_read_is_rotated_and_of_the_wanted_dtype() -> None:
 
 def test_single_slots_are_read_from_their_stage() -> None:
     """The first and the last slot of each stage too, of every head in another order."""
-    sizes, first = [4, 1, 3], 5  # slots in full precision come before
+    # Slots in full precision come before.
+    sizes = [4, 1, 3]
+    first = 5
     starts = [first, first + 4, first + 5]
     parts = [part(size, size, rotary(size))._replace(start=start) for size, start in zip(sizes, starts, strict=True)]
     view = CodecView(parts)

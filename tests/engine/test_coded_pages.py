@@ -158,7 +158,8 @@ def test_rows_of_a_batch_are_those_alone_and_can_be_chosen() -> None:
         both = [store.geometry.head_positions().sort(-1, descending=True).values for store in (run.store, alone.store)]
         width = min(t.shape[-1] for t in both)
         assert torch.equal(both[0][1, :, :width], both[1][0, :, :width])
-    past, own = run.store.past(), alone.store.past()
+    past = run.store.past()
+    own = alone.store.past()
     assert past is not None and own is not None
     for head in range(HEADS):
         found = past.keys[1, head][past.occupied[1, head]], own.keys[0, head][own.occupied[0, head]]

@@ -24,7 +24,8 @@ from tests.engine.graphs import Graphs
 from tests.engine.parts import slots_of
 from tests.sampling import pairwise, product
 
-PROMPT, STEPS = 24, 18
+PROMPT = 24
+STEPS = 18
 LAYERS = 2
 """The time to compile grows with the layers. Two are the first, and one behind it, of each group of calibrations."""
 
@@ -74,7 +75,8 @@ def once(
     Where no backend is named, the graph must write to static tensors alone: under this condition
     `mode="reduce-overhead"` records a CUDA graph instead of giving up.
     """
-    model, graphs = build(family, layers=layers), Graphs()
+    model = build(family, layers=layers)
+    graphs = Graphs()
     counter = CompileCounterWithBackend(backend or graphs)  # pyright: ignore[reportArgumentType]
     ids, mask = make_batch(rows, [PROMPT] + [1] * steps)
     with kvpolicy.attach(model, policy):
@@ -187,7 +189,8 @@ def test_inductor(policy: str) -> None:
 
 def test_other_conversations_need_no_other_graph() -> None:
     """The same shapes in a second cache run the compiled code again."""
-    model, counter = build("llama", layers=LAYERS), CompileCounterWithBackend("eager")
+    model = build("llama", layers=LAYERS)
+    counter = CompileCounterWithBackend("eager")
     with kvpolicy.attach(model, "h2o@0.5"):
         compiled = torch.compile(model, backend=counter, fullgraph=True)
         first, _ = decode(model, compiled, "h2o@0.5", [PROMPT])
@@ -208,7 +211,8 @@ def test_a_prompt_through_a_compiled_model(policy: str, padded: bool, layers: in
     ids, mask = make_batch([PROMPT, 15] if padded else [PROMPT], TURNS)
     with kvpolicy.attach(model, policy):
         want = talk(model, ids, mask, TURNS, PolicyCache(model))
-        cache, compiled = PolicyCache(model), torch.compile(model, backend="eager")
+        cache = PolicyCache(model)
+        compiled = torch.compile(model, backend="eager")
         try:
             got = talk(compiled, ids, mask, TURNS, cache)
         except ValueError as error:

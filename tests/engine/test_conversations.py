@@ -24,11 +24,14 @@ PARTS = (["uniform", "squeeze"], [*SELECTORS, "h2o:decode=grow"], CODECS)
 
 @product("allocator,selector,codec", *PARTS, sample=each_once(*PARTS))
 def test_interleaved(allocator: str, selector: str, codec: str) -> None:
-    model, policy = build("llama", layers=LAYERS), words(allocator, selector, codec)
-    one, two = make_batch([24, 11], TURNS, seed=1), make_batch([19], TURNS, seed=2)
+    model = build("llama", layers=LAYERS)
+    policy = words(allocator, selector, codec)
+    one = make_batch([24, 11], TURNS, seed=1)
+    two = make_batch([19], TURNS, seed=2)
     with kvpolicy.attach(model, policy):
         apart = [talk(model, *batch, TURNS, PolicyCache(model)) for batch in (one, two)]
-        caches, start = [PolicyCache(model), PolicyCache(model)], 0
+        caches = [PolicyCache(model), PolicyCache(model)]
+        start = 0
         together: list[list[torch.Tensor]] = [[], []]
         for size in TURNS:
             for logits, batch, cache in zip(together, (one, two), caches, strict=True):
@@ -43,7 +46,8 @@ def test_policies_of_their_own() -> None:
     model = build("llama")
     batch = make_batch([24], TURNS)
     with kvpolicy.attach(model, "squeeze+window@0.5"):
-        small, large = PolicyCache(model, "window@6"), PolicyCache(model, "squeeze+h2o@0.5")
+        small = PolicyCache(model, "window@6")
+        large = PolicyCache(model, "squeeze+h2o@0.5")
         for cache in (small, large):
             talk(model, *batch, TURNS, cache)
         assert [layer.budget.tolist() for layer in small.policy_layers] == [[6]] * 3
@@ -77,7 +81,8 @@ def test_a_reset_cache_is_new(policy: str) -> None:
 @pytest.mark.parametrize("spec", ["h2o:decode=grow@9000B", "uniform/even+h2o:decode=grow@9000B", "h2o:decode=grow@9"])
 def test_a_growing_cache_stays_within_its_budget_in_later_turns(spec: str) -> None:
     """Slots for generated tokens are those that the budget of the turn contains, also if a turn is one token."""
-    model, (ids, _) = build("llama", layers=LAYERS), make_batch([60], [60])
+    model = build("llama", layers=LAYERS)
+    ids, _ = make_batch([60], [60])
     with kvpolicy.attach(model, spec):
         cache = PolicyCache(model)
         for columns in (20, 33, 60):
@@ -106,9 +111,11 @@ def test_a_growing_cache_stays_within_its_budget_in_later_turns(spec: str) -> No
 @pytest.mark.parametrize("sizes", [[10] + [1] * 40, [10, 8] + [1] * 40, [20] + [1] * 6 + [5] + [1] * 40], ids=len)
 def test_a_growing_cache_grows_behind_its_announcement(spec: str, sizes: list[int]) -> None:
     """Also where the budget exceeds all that was announced, so that slots run out before it does."""
-    model, (ids, _) = build("llama", layers=LAYERS), make_batch([90], [90])
+    model = build("llama", layers=LAYERS)
+    ids, _ = make_batch([90], [90])
     with kvpolicy.attach(model, spec), torch.no_grad():
-        cache, start = PolicyCache(model, new=4), 0
+        cache = PolicyCache(model, new=4)
+        start = 0
         for size in sizes:
             model(ids[:, start : start + size], past_key_values=cache)
             start += size
@@ -123,7 +130,8 @@ def test_a_growing_cache_grows_behind_its_announcement(spec: str, sizes: list[in
 @pytest.mark.parametrize("given", [9, 28])
 def test_generate_wants_the_whole_conversation(given: int) -> None:
     """Of fewer tokens than the cache has seen, transformers would run none, or those behind some offset."""
-    model, (ids, mask) = build("llama", layers=LAYERS), make_batch([24], [24, 10])
+    model = build("llama", layers=LAYERS)
+    ids, mask = make_batch([24], [24, 10])
     with kvpolicy.attach(model, "h2o@0.5"):
         cache = PolicyCache(model)
         model.generate(ids[:, :24], past_key_values=cache, do_sample=False, max_new_tokens=5, min_new_tokens=5)
@@ -135,9 +143,11 @@ def test_generate_wants_the_whole_conversation(given: int) -> None:
 
 
 def test_a_reset_cache_forgets_what_was_announced() -> None:
-    model, (ids, _) = build("llama", layers=LAYERS), make_batch([24], [24])
+    model = build("llama", layers=LAYERS)
+    ids, _ = make_batch([24], [24])
     with kvpolicy.attach(model, "h2o:decode=grow@0.5"), torch.no_grad():
-        told, fresh = PolicyCache(model, prompt=24, new=50), PolicyCache(model)
+        told = PolicyCache(model, prompt=24, new=50)
+        fresh = PolicyCache(model)
         model(ids, past_key_values=told)
         told.reset()
         for cache in (told, fresh):
@@ -146,7 +156,8 @@ def test_a_reset_cache_forgets_what_was_announced() -> None:
 
 
 def test_a_reset_cache_forgets_how_long_the_prompt_was() -> None:
-    model, (ids, _) = build("llama", layers=LAYERS), make_batch([24], [24])
+    model = build("llama", layers=LAYERS)
+    ids, _ = make_batch([24], [24])
     with kvpolicy.attach(model, "window@0.5"):
         cache = PolicyCache(model)
         for columns, budget in ((24, 12), (10, 5)):
@@ -156,10 +167,12 @@ def test_a_reset_cache_forgets_how_long_the_prompt_was() -> None:
 
 
 def test_every_chunk_of_a_second_turn_knows_the_whole_of_it() -> None:
-    model, (ids, _) = build("llama", layers=LAYERS), make_batch([44], [44])
+    model = build("llama", layers=LAYERS)
+    ids, _ = make_batch([44], [44])
     chunked: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "min_new_tokens": 2, "prefill_chunk_size": 5}
     with kvpolicy.attach(model, "window@0.5"):
-        cache, budgets = PolicyCache(model), list[int]()
+        cache = PolicyCache(model)
+        budgets = list[int]()
         model.generate(ids[:, :20], past_key_values=cache, **chunked)
         finish = cache.finish
         cache.finish = lambda decoder: (finish(decoder), budgets.append(int(cache.policy_layers[0].budget)))[0]
@@ -168,7 +181,8 @@ def test_every_chunk_of_a_second_turn_knows_the_whole_of_it() -> None:
 
 
 def test_beams_of_a_cache_that_was_told_its_rows() -> None:
-    model, (ids, mask) = build("llama", layers=LAYERS), make_batch([24, 17], [24])
+    model = build("llama", layers=LAYERS)
+    ids, mask = make_batch([24, 17], [24])
     with kvpolicy.attach(model, "window@0.5"):
         cache = PolicyCache(model, prompt=[24, 17])
         beams: dict[str, Any] = {"num_beams": 2, "do_sample": False, "max_new_tokens": 3}

@@ -131,16 +131,21 @@ def test_slots_are_ascending_after_a_prompt() -> None:
 
 # the functions of a step, head by head
 
-ROWS, HEADS, SLOTS = 3, 2, 7
+ROWS = 3
+HEADS = 2
+SLOTS = 7
 
 
 def slots(levels: int, seed: int) -> tuple[Worth, View]:
     """Slots in any order, some of them empty, with few different priorities."""
     positions = shuffled(SLOTS, rows=ROWS, heads=HEADS, most=30, seed=seed)
     positions = positions.where(torch.rand(positions.shape, generator=generator(seed)) < 0.7, -1)
-    positions[0, 0], positions[0, 1, 1:] = -1, -1  # a head without a token, and one that may have one
+    # A head without a token, and one that may have one.
+    positions[0, 0] = -1
+    positions[0, 1, 1:] = -1
     worth = torch.randint(levels, positions.shape, generator=generator(seed + 1)).float()
-    length, budget = torch.full((ROWS,), 31), torch.full((ROWS,), SLOTS)
+    length = torch.full((ROWS,), 31)
+    budget = torch.full((ROWS,), SLOTS)
     return Worth(worth, positions.long()), View(positions, length, budget, 0)
 
 

@@ -16,7 +16,9 @@ from kvpolicy.protocols import SINGLE_RANK, StageStore
 from tests.conformance.fakes import Fake
 from tests.engine.parts import Floats, Ranking, Uncoded, Worth, generator, shuffled
 
-ROWS, HEADS, DIM = 2, 2, 3
+ROWS = 2
+HEADS = 2
+DIM = 3
 
 
 def limits_of(codec: Fake, threshold: list[int]) -> RowLimits:
@@ -34,9 +36,11 @@ def test_a_prompt_leaves_less_than_a_block_below_the_threshold(group_size: int) 
     moved = demoted_counts(counts, limits_of(codec, threshold), codec.traits, None)
     for b in range(len(counts)):
         for h in range(HEADS):
-            left, want = int(counts[b, h]), 0
+            left = int(counts[b, h])
+            want = 0
             while left - group_size >= threshold[b] - codec.block:
-                left, want = left - group_size, want + group_size
+                left = left - group_size
+                want = want + group_size
             assert int(moved[b, h]) == want, (b, h)
     idle = torch.tensor([False, True, True, False])
     assert demoted_counts(counts, limits_of(codec, threshold), codec.traits, idle).tolist() == [
@@ -82,8 +86,10 @@ def block_of(positions: Tensor, chosen: Tensor) -> TokenBatch:
 @pytest.mark.parametrize("seed", range(12))
 def test_what_a_stage_has_no_slot_for_moves_on(seed: int) -> None:
     """The oldest tokens of the stage leave, then the first ones of the block."""
-    dice, order_dice = Random(seed), generator(seed)
-    slots, width = dice.randint(1, 6), dice.randint(1, 5)
+    dice = Random(seed)
+    order_dice = generator(seed)
+    slots = dice.randint(1, 6)
+    width = dice.randint(1, 5)
     capacity = [dice.randint(0, slots) for _ in range(ROWS)]
     held = shuffled(slots, rows=ROWS, heads=HEADS, most=50, seed=seed)
     usable = torch.arange(slots) < torch.tensor(capacity)[:, None, None]
@@ -92,9 +98,14 @@ def test_what_a_stage_has_no_slot_for_moves_on(seed: int) -> None:
     chosen = torch.rand(new.shape, generator=order_dice) < 0.8
     codec = Fake(block=width)
     order = DemotionOrder(
-        Ranking(), codec.traits, limits_of(codec, [9] * ROWS), torch.tensor([99] * ROWS), torch.tensor([99] * ROWS), 0,
+        Ranking(),
+        codec.traits,
+        limits_of(codec, [9] * ROWS),
+        torch.tensor([99] * ROWS),
+        torch.tensor([99] * ROWS),
+        0,
         SINGLE_RANK,
-    )  # pyright: ignore[reportArgumentType]  # fmt: skip
+    )  # pyright: ignore[reportArgumentType]
     given = block_of(held, held >= 0)
     store = StageStore(Floats(given.keys, given.values, torch.zeros(1)))
     got = overflow(Uncoded(), store, held, given.state, torch.tensor(capacity), block_of(new, chosen), order)

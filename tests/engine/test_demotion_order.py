@@ -12,7 +12,10 @@ from kvpolicy.protocols import SINGLE_RANK, Traits
 from tests.conformance.fakes import Fake
 from tests.engine.parts import Ranking, Worth, generator, shuffled
 
-ROWS, HEADS, COUNT, MOST = 2, 3, 9, 20
+ROWS = 2
+HEADS = 3
+COUNT = 9
+MOST = 20
 BY_AGE = Fake(block=4, residual=3)
 BY_PRIORITY = Fake(block=4, residual=3, demote_by="priority")
 
@@ -50,7 +53,8 @@ def test_every_head_is_sorted_by_itself(demote_by: str, pinned: int, levels: int
     dice = generator(levels)
     worth = torch.randint(levels, positions.shape, generator=dice).float()
     there = torch.rand(positions.shape, generator=dice) < 0.7
-    there[1, 0], there[1, 1, 1:] = False, False
+    there[1, 0] = False
+    there[1, 1, 1:] = False
     length = torch.tensor([MOST, 12])
     order = order_of(codec, Ranking(), length, torch.tensor([COUNT, COUNT]))
     got = order.indices(positions.where(there, -1), Worth(worth, worth.long()), there)

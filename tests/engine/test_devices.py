@@ -24,9 +24,13 @@ POLICIES = ["squeeze+kvcrush/h2o+kivi:group_size=4:residual_length=4@0.5", "snap
 def llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        num_hidden_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=3,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=48,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).eval()
 
 

@@ -17,8 +17,10 @@ from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import words
 from tests.engine.parts import slots_of
 
-LENGTHS, STEPS = [26, 17], 6
-FIRST, LAST = 5, 9
+LENGTHS = [26, 17]
+STEPS = 6
+FIRST = 5
+LAST = 9
 """The tokens that are removed, counted without padding."""
 
 
@@ -34,7 +36,8 @@ def edited(ids: Tensor, mask: Tensor, first: int, last: int) -> tuple[Tensor, Te
 def steps(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor, seen: int, new: Tensor) -> Tensor:
     """The logits of further tokens."""
     found: list[Tensor] = []
-    ids, mask = torch.cat([ids[:, :seen], new], 1), torch.cat([mask[:, :seen], torch.ones_like(new)], 1)
+    ids = torch.cat([ids[:, :seen], new], 1)
+    mask = torch.cat([mask[:, :seen], torch.ones_like(new)], 1)
     for column in range(seen, ids.shape[1]):
         found.append(forward(model, ids, mask, column, column + 1, cache))
     return torch.cat(found, 1)
@@ -51,7 +54,8 @@ def test_a_removed_span_was_never_there(policy: str) -> None:
     new = ids[:, 26:]
     want_ids, want_mask = edited(ids[:, :26], mask[:, :26], FIRST, LAST)
     with kvpolicy.attach(model, policy):
-        cache, fresh = PolicyCache(model), PolicyCache(model)
+        cache = PolicyCache(model)
+        fresh = PolicyCache(model)
         forward(model, ids, mask, 0, 26, cache)
         cache.shift(LAST, FIRST - LAST)
         forward(model, want_ids, want_mask, 0, want_ids.shape[1], fresh)
@@ -86,7 +90,8 @@ def test_behind_a_longer_text(codec: str) -> None:
     model = build("llama", layers=1)
     ids, mask = make_batch([26])
     with kvpolicy.attach(model, words("full", codec, budget="1.0")):
-        cache, longer = PolicyCache(model), PolicyCache(model)
+        cache = PolicyCache(model)
+        longer = PolicyCache(model)
         forward(model, ids, mask, 0, 26, cache)
         codes = [t.clone() for t in cache.policy_layers[0].store.tensors.codes[0]] if codec != "plain" else []
         before = keys_by_position(cache)
@@ -161,7 +166,8 @@ def test_a_fork_goes_on_by_itself() -> None:
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, 26, cache)
         picked = torch.tensor([1, 0, 1])
-        fork, whole = cache.fork([1, 0, 1]), cache.fork()
+        fork = cache.fork([1, 0, 1])
+        whole = cache.fork()
         want = forward(model, ids, mask, 26, 27, cache)
         assert torch.equal(forward(model, ids, mask, 26, 27, whole), want)
         assert torch.allclose(forward(model, ids[picked], mask[picked], 26, 27, fork), want[picked], atol=1e-5)

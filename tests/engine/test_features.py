@@ -14,7 +14,8 @@ from tests.conformance.play import make_batch
 from tests.sampling import product
 
 SHORT: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
-ROOMY, SMALL = "snapkv@64", "h2o@0.5"
+ROOMY = "snapkv@64"
+SMALL = "h2o@0.5"
 """A budget that holds every token, so that the result is that of the stock cache, and one that does not."""
 NAMES = [*FAMILIES, *UNNAMED]
 SAMPLE = [("qwen2",), ("gemma2",), ("gpt2",), ("gpt_oss",)]

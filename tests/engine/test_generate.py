@@ -99,7 +99,8 @@ def test_beams_carry_their_own_slots() -> None:
             ids, attention_mask=mask, **MODES["several beams"], return_dict_in_generate=True, output_scores=True
         )
         for beam, score in zip(out.sequences, out.sequences_scores, strict=True):
-            cache, logits = PolicyCache(model, new=NEW), []
+            cache = PolicyCache(model, new=NEW)
+            logits = []
             with torch.no_grad():
                 logits.append(model(ids, past_key_values=cache).logits[:, -1])
                 for token in beam[24:-1]:
@@ -202,7 +203,8 @@ def test_assisted_decoding_is_refused_before_it_begins(how: str, where: str) -> 
     """A token that was evicted for a rejected draft cannot come back, and an early exit takes the model's layers."""
     model = copy.deepcopy(build("llama"))
     ids, mask = make_batch([24], [24])
-    layers, given = model.config.num_hidden_layers, dict[str, Any]()
+    layers = model.config.num_hidden_layers
+    given = dict[str, Any]()
     if how == "assistant_model" or where == "argument":
         given = {how: build("qwen2") if how == "assistant_model" else 2}
     elif where == "config":
@@ -222,7 +224,8 @@ def test_assisted_decoding_is_refused_before_it_begins(how: str, where: str) -> 
 @pytest.mark.parametrize("sides", ["model", "assistant", "both"])
 def test_assisted_decoding_with_every_token_kept(family: str, sides: str) -> None:
     """Rejected drafts are cropped, and the tokens are those of the stock caches."""
-    model, assistant = build(family), copy.deepcopy(build("qwen2"))
+    model = build(family)
+    assistant = copy.deepcopy(build("qwen2"))
     ids, mask = make_batch([24], [24])
     how = GREEDY | {"assistant_model": assistant}
     stock = generate(model, ids, mask, **how)
@@ -237,14 +240,16 @@ def test_assisted_decoding_with_every_token_kept(family: str, sides: str) -> Non
 def test_prompt_lookup_with_every_token_kept() -> None:
     model = build("llama")
     ids, mask = make_batch([12], [12])
-    ids, mask = torch.cat([ids, ids], 1), torch.cat([mask, mask], 1)
+    ids = torch.cat([ids, ids], 1)
+    mask = torch.cat([mask, mask], 1)
     stock = generate(model, ids, mask, **GREEDY)
     with kvpolicy.attach(model, "full"):
         assert torch.equal(generate(model, ids, mask, **GREEDY, prompt_lookup_num_tokens=3), stock)
 
 
 def test_an_assistant_that_evicts_is_refused_by_name() -> None:
-    model, assistant = build("llama"), build("qwen2")
+    model = build("llama")
+    assistant = build("qwen2")
     ids, mask = make_batch([24], [24])
     with kvpolicy.attach(assistant, "h2o@0.5"):
         with pytest.raises(ValueError, match=r"a policy of the assistant model .*, got h2o@0\.5"):

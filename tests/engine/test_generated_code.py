@@ -38,7 +38,10 @@ from tests.sampling import product
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 
-HEADS, DIM, SLOTS, PROMPT = 2, 32, 504, 540
+HEADS = 2
+DIM = 32
+SLOTS = 504
+PROMPT = 540
 CHUNK = 112
 """Codecs decode a chunk at a time, which must be a small part of the slots."""
 

@@ -97,7 +97,8 @@ def check_alone(model: Any, lengths: list[int], row: int, pads: int, logits: lis
     cache = PolicyCache(model, new=sum(TURNS[1:]))
     stop = -pads
     for number, size in enumerate(TURNS):
-        start, stop = max(stop, 0), stop + size
+        start = max(stop, 0)
+        stop = stop + size
         if number in HOLDS:
             cache.hold_next()
         own = forward(model, ids, mask, start, stop, cache)[0]

@@ -110,14 +110,16 @@ def test_layers_that_follow_are_in_host_memory(policy: str, base: str) -> None:
     """And those that look at every key to choose, or read everything themselves, are on the device."""
     text = f"{base}+{policy}" + ("" if base == "full" else "@0.5")
     head, slash, tail = text.partition("/")
-    plain, host = conversation(text), conversation(f"{head}:host=true{slash}{tail}")
+    plain = conversation(text)
+    host = conversation(f"{head}:host=true{slash}{tail}")
     assert torch.equal(plain[1], host[1])
     places = [layer.store.spec.host for layer in host[0].policy_layers]
     assert places == ([False, True] * 2 if "exact" in policy else [True] * 4)
     for layer in host[0].policy_layers:
         shape = index_of(layer.store).shape
         assert shape is not None
-        heads, dim = layer.keys.shape[1], layer.keys.shape[-1]
+        heads = layer.keys.shape[1]
+        dim = layer.keys.shape[-1]
         keys = 2 if layer.store.tensors.reads and layer.store.tensors.reads.index else 0
         expected = heads * dim * NUMBER * (2 * shape.slots + keys) if layer.store.spec.host else 0
         assert layer.store.step_bytes.loaded == expected
@@ -241,7 +243,8 @@ def test_beams_resets_and_files(tmp_path: Path) -> None:
             cache.reset()
             logits.append(forward(model, ids, mask, 0, 30, cache))
             cache.reorder_cache(torch.tensor([1, 0]))
-            ids, mask = ids.flip(0), mask.flip(0)
+            ids = ids.flip(0)
+            mask = mask.flip(0)
             logits.append(forward(model, ids, mask, 30, 31, cache))
             cache.mark(3)
             logits += [forward(model, ids, mask, 31 + step, 32 + step, cache) for step in range(3)]
@@ -253,7 +256,8 @@ def test_beams_resets_and_files(tmp_path: Path) -> None:
                 logits.append(forward(model, ids, mask, 32, 33, each))
             assert torch.equal(*logits[-2:]) and loaded.plan == cache.plan
             made.append([*logits, model.generate(ids[:1, :12], max_new_tokens=6, num_beams=3, do_sample=False)])
-            ids, mask = ids.flip(0), mask.flip(0)
+            ids = ids.flip(0)
+            mask = mask.flip(0)
     assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
 
 

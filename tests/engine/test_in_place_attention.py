@@ -10,7 +10,9 @@ from kvpolicy.engine.attention import ScoreTransform, attend_slots
 from kvpolicy.engine.in_place_attention import attend_in_place
 from kvpolicy.protocols import Estimated
 
-HEADS, GROUP, DIM = 2, 3, 4
+HEADS = 2
+GROUP = 3
+DIM = 4
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -218,7 +218,8 @@ def test_the_channels_are_those_of_the_first_prompt() -> None:
 def test_a_row_is_fitted_to_its_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not to a prompt in which it has nothing but padding."""
     layer = Layer("full+labels:read=6:channels=2:dense=0", [10, 10], new=60)
-    fit, fitted = DoubleSparsity.fit, list[list[bool]]()
+    fit = DoubleSparsity.fit
+    fitted = list[list[bool]]()
 
     def noted(self: DoubleSparsity, index: Any, salience: Tensor, first: Tensor) -> None:
         fitted.append(first.tolist())

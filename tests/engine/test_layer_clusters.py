@@ -94,7 +94,9 @@ def test_a_row_read_whole_has_no_clusters_until_it_is_read_in_part() -> None:
 def test_what_is_read_to_assign_a_key_is_counted() -> None:
     plan = kvpolicy.plan("tiny", "full+retrieval:recent=1:read=16", prompt=500, dtype=torch.float32)
     layer = plan.layers[0]
-    clusters, heads, dim = Retrieval().clusters(layer.tokens), 4, 32
+    clusters = Retrieval().clusters(layer.tokens)
+    heads = 4
+    dim = 32
     centers = heads * clusters * (dim * 4 + 1)
     index = centers + heads * (clusters * (dim * 4 + 4) + layer.tokens * 2)
     assert layer.nbytes["index"] == index + 8

@@ -65,7 +65,8 @@ class Seen:
 
 
 def run(policy: str, turns: list[int] = TURNS, lengths: list[int] | None = None) -> tuple[PolicyCache, Seen]:
-    model, seen = model_of(), Seen()
+    model = model_of()
+    seen = Seen()
     ids, mask = make_batch(lengths or [turns[0]], turns)
     with kvpolicy.attach(model, policy), attending(seen.around):
         cache = PolicyCache(model, new=sum(turns[1:]))
@@ -249,7 +250,8 @@ def test_tiles_and_held_chunks_encode_what_a_whole_prompt_does(how: dict[str, An
 
 def test_a_block_of_the_first_layer_waits_and_is_counted() -> None:
     """Between the two layers of a pair, keys and values of the tokens that wait are held, and no more."""
-    model, waiting = model_of(), []
+    model = model_of()
+    waiting = []
 
     def around(real: Any) -> Any:
         def attend(cache: PolicyCache, layer_idx: int, *given: Any) -> Tensor:

@@ -19,7 +19,10 @@ from kvpolicy.engine.state import tensors
 from tests.conformance.fakes import Fake
 from tests.engine.parts import Ranking, Uncoded, generator, slots_of
 
-ROWS, HEADS, GROUP, DIM = 2, 2, 2, 4
+ROWS = 2
+HEADS = 2
+GROUP = 2
+DIM = 4
 SINKS = 2
 SCALE = ScoreTransform(0.5)
 
@@ -28,7 +31,8 @@ class List:
     """One row of a layer that keeps the first two tokens and the newest ones, as Python lists."""
 
     def __init__(self, budget: int, grows: bool) -> None:
-        self.budget, self.grows = budget, grows
+        self.budget = budget
+        self.grows = grows
         self.tokens: list[tuple[int, Tensor, Tensor]] = []
         self.seen = 0
 

@@ -25,7 +25,9 @@ from tests.conformance.replay import replay
 from tests.engine.test_layer_group import Seen, talk_on
 
 SIZES = "residual_length=3:block_size=4"
-LAYERS, HEADS, DIM = 3, 2, 8
+LAYERS = 3
+HEADS = 2
+DIM = 8
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,8 @@ def test_every_layer_is_that_of_the_slow_version(name: str, tmp_path: Path) -> N
 def test_heads_read_the_projection_of_all_of_them(name: str, folder: str) -> None:
     """What every head reads of a slot is its part of the projected long vector of what attention was given."""
     policy = Policy.parse(spec(name, folder))
-    model, seen = build("llama"), Seen()
+    model = build("llama")
+    seen = Seen()
     ids, mask = make_batch([26], TURNS)
     with kvpolicy.attach(model, policy), attending(seen.around):
         cache = PolicyCache(model, new=sum(TURNS[1:]))
@@ -112,7 +115,8 @@ def test_heads_read_the_projection_of_all_of_them(name: str, folder: str) -> Non
         keys, values = (x[:, :, positions[0, slots].long()] for x in seen.of(layer))
         if codec.key_space == "unrotated":
             keys = store.slots.codes.in_key_space(keys, positions[None, :, slots])
-        stage, every = store.slots.codes.stage_store(0), slice(0, positions.shape[1])
+        stage = store.slots.codes.stage_store(0)
+        every = slice(0, positions.shape[1])
         read = codec.keys(stage, every), codec.values(stage, every)
         for found, given, one in zip(read, (keys, values), (projections.keys, projections.values), strict=True):
             long = (given - one.mean)[0].transpose(0, 1).flatten(1).double()
@@ -148,7 +152,8 @@ def test_a_step_compiles_once_and_is_that_of_eager_code(folder: str) -> None:
 
 @pytest.mark.parametrize("name", ["energy", "joint-energy", "joint-tova"])
 def test_a_saved_cache_goes_on_bit_for_bit(name: str, folder: str, tmp_path: Path) -> None:
-    model, policy = build("llama"), spec(name, folder)
+    model = build("llama")
+    policy = spec(name, folder)
     ids, mask = make_batch([26, 20], TURNS)
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model, new=sum(TURNS[1:]))
@@ -163,7 +168,8 @@ def test_a_saved_cache_goes_on_bit_for_bit(name: str, folder: str, tmp_path: Pat
 def test_a_saved_cache_is_refused_once_its_ranks_are_others(folder: str, tmp_path: Path) -> None:
     file = load(folder, "lowrank")
     save(tmp_path / "own", "lowrank", file.meta, file.tensors)
-    model, policy = build("llama"), spec("energy", str(tmp_path / "own"))
+    model = build("llama")
+    policy = spec("energy", str(tmp_path / "own"))
     ids, mask = make_batch([26], TURNS)
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model, new=sum(TURNS[1:]))
@@ -183,7 +189,8 @@ def test_rows_are_selected_and_steps_are_undone(name: str, folder: str) -> None:
     with kvpolicy.attach(model, spec(name, folder)):
         cache = PolicyCache(model, new=20)
         talk(model, ids, mask, TURNS[:4], cache)
-        other, undone = cache.fork(), cache.fork()
+        other = cache.fork()
+        undone = cache.fork()
         other.batch_select_indices(order)
         undone.mark(most=4)
         talk_on(model, ids.flip(1), mask, undone, [1] * 4)

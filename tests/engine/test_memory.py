@@ -17,7 +17,8 @@ from tests.conformance.policies import CODECS, SELECTORS, with_profile, words
 from tests.engine.live import Alive, stored_bytes
 from tests.sampling import each_once, product
 
-LAYERS, TOKENS = 4, 512
+LAYERS = 4
+TOKENS = 512
 
 
 CHOSEN = [*SELECTORS, "kvcrush:page=16/h2o"]
@@ -27,9 +28,15 @@ PADDED = [(*row, bool(number % 2)) for number, row in enumerate(each_once(CHOSEN
 def llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=64, num_attention_heads=8, num_key_value_heads=8,
-        head_dim=8, vocab_size=8, max_position_embeddings=1024,
-    )  # fmt: skip
+        num_hidden_layers=LAYERS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=8,
+        vocab_size=8,
+        max_position_embeddings=1024,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -66,7 +73,8 @@ class Watch:
 
 def prefill(policy: Policy | str, *, padded: bool = False) -> tuple[int, PolicyCache]:
     """The peak of a prefill, and its cache."""
-    model, watch = llama(), Watch()
+    model = llama()
+    watch = Watch()
     ids = torch.randint(0, 8, (2, TOKENS))
     mask = torch.ones_like(ids)
     mask[1, : TOKENS // 3] = not padded
@@ -125,7 +133,8 @@ def test_whole_peak(selector: str) -> None:
 
 def test_a_prompt_in_chunks_never_holds_more() -> None:
     """Chunks join under the budget, so that the peak is that of a chunk."""
-    model, watch = llama(), Watch()
+    model = llama()
+    watch = Watch()
     ids = torch.randint(0, 8, (2, TOKENS))
     with torch.no_grad(), kvpolicy.attach(model, "snapkv@0.25"), attending(watch.around):
         cache = watch.follow(PolicyCache(model, prompt=TOKENS))

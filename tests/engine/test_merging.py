@@ -54,7 +54,8 @@ def test_counts_in_prompts_and_steps(softcap: float | None, sinks: Tensor | None
     for b in range(2):
         for hq in range(4):
             h = hq // 2
-            keys, values = torch.cat([k[b, h], new_k[b, h]]), torch.cat([v[b, h], new_v[b, h]])
+            keys = torch.cat([k[b, h], new_k[b, h]])
+            values = torch.cat([v[b, h], new_v[b, h]])
             every = torch.cat([counts[b, h], torch.zeros(3)])
             summed = torch.zeros(12)
             for n in range(3):

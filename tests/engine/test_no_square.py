@@ -23,7 +23,8 @@ class Largest(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most, self.where = 0, ""
+        self.most = 0
+        self.where = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -36,9 +37,14 @@ class Largest(TorchDispatchMode):
 def model() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=HEADS, num_key_value_heads=2,
-        vocab_size=8, max_position_embeddings=8192,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        vocab_size=8,
+        max_position_embeddings=8192,
+    )
     return LlamaForCausalLM(config).eval()
 
 

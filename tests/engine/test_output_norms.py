@@ -19,7 +19,8 @@ from tests.conformance.models import build
 
 def by_hand(values: Tensor, projection: Tensor, order: float) -> Tensor:
     """Each value behind the slice of each query head of its group, whole."""
-    heads, dim = values.shape[1], values.shape[3]
+    heads = values.shape[1]
+    dim = values.shape[3]
     slices = projection.unflatten(1, (-1, dim))  # [hidden, Hq, D]
     group = slices.shape[1] // heads
     rows = [

@@ -13,7 +13,11 @@ from torch import Tensor
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.page_attention import ExactPages, attend_pages
 
-ROWS, HEADS, PAGES, SIZE, DIM = 2, 3, 9, 4, 8
+ROWS = 2
+HEADS = 3
+PAGES = 9
+SIZE = 4
+DIM = 8
 SINKS = torch.tensor([0.5, -1.0, 30.0, 2.0, -40.0, 0.0])
 
 
@@ -123,7 +127,8 @@ def test_empty_slots_may_hold_any_number() -> None:
 @pytest.mark.parametrize("above", [-200.0, 0.0, 200.0])
 def test_scores_of_a_buffer_may_be_far_from_those_of_pages(above: float) -> None:
     """Exponentials of their difference would be infinite."""
-    keys, values = torch.ones(1, 1, SIZE, 1), torch.zeros(1, 1, SIZE, 1)
+    keys = torch.ones(1, 1, SIZE, 1)
+    values = torch.zeros(1, 1, SIZE, 1)
     buffer = torch.full((1, 1, SIZE, 1), 1 + above), torch.ones(1, 1, SIZE, 1)
     occupied = torch.ones(1, 2, SIZE, dtype=torch.bool)
     owner = torch.zeros(1, 2, dtype=torch.int64)

@@ -14,7 +14,10 @@ from kvpolicy.engine.page_codes import CodedPages, alloc_codes, by_field, decode
 from kvpolicy.engine.pages import page_table
 from kvpolicy.protocols import StageStore
 
-ROWS, HEADS, SIZE, DIM = 2, 2, 4, 8
+ROWS = 2
+HEADS = 2
+SIZE = 4
+DIM = 8
 OWNER = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, HEADS, HEADS]])
 """The last two pages of the second row are not used."""
 CODECS = [TokenWise(group_size=4), TokenWise(bits="fp8", normalize=False), BFP(block_channels=3)]
@@ -59,7 +62,8 @@ def test_a_page_is_read_as_its_head(codec: Any) -> None:
         assert torch.equal(part[used], whole[used])
     pages = CodedPages(codec, codes, (), OWNER, HEADS, torch.float32)
     queries = torch.randn(ROWS, OWNER.shape[1], 3, DIM)
-    score, weights = pages.score(queries), torch.rand(ROWS, OWNER.shape[1], 3, SIZE)
+    score = pages.score(queries)
+    weights = torch.rand(ROWS, OWNER.shape[1], 3, SIZE)
     mixed = pages.mix(weights)
     for b, row in enumerate(OWNER.tolist()):
         for page, head in enumerate(row):

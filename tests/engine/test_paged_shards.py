@@ -18,7 +18,9 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.protocols import SINGLE_RANK, Ranks
 from tests.engine.parts import generator
 
-HEADS, GROUP, DIM = 4, 2, 4
+HEADS = 4
+GROUP = 2
+DIM = 4
 SCALE = ScoreTransform(0.5)
 SHARDS = [
     [Ranks(rank=rank, size=2, queries=(4, 4), heads=(2, 2)) for rank in range(2)],
@@ -71,7 +73,9 @@ def same(every: list[Layer]) -> None:
 def test_a_shard_keeps_what_the_layer_keeps_of_its_heads(last: int, policy: str, shards: list[Ranks]) -> None:
     """Pages that cannot be divided evenly go to the first heads of the layer, also where they are added in steps."""
     every = layers(policy, shards)
-    keep, extra, most = torch.tensor([9, 11]), torch.zeros(2, dtype=torch.int64), torch.tensor([last, last])
+    keep = torch.tensor([9, 11])
+    extra = torch.zeros(2, dtype=torch.int64)
+    most = torch.tensor([last, last])
     assert (row_pages(keep, extra, keep + 1, HEADS).body % HEADS).any(), "some heads have a page more than others"
     q, k, v = draw(5, 1)
     for store, kv, queries in every:

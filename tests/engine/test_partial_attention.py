@@ -11,7 +11,8 @@ from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.partial_attention import attend_causal, attend_occupied, attend_part, has_parts
 from tests.engine.parts import generator
 
-HEADS, DIM = 2, 8
+HEADS = 2
+DIM = 8
 TRANSFORM = ScoreTransform(0.4)
 
 
@@ -25,7 +26,8 @@ def drawn(seed: int, *shape: int) -> Tensor:
 def test_joined_parts_are_the_whole(new: int, group: int, size: float) -> None:
     """Keys before the queries in two parts, and those of the queries themselves; also where one part has all weight."""
     q = drawn(0, 2, HEADS, group, new, DIM) * size
-    keys, values = drawn(1, 2, HEADS, 20 + new, DIM), drawn(2, 2, HEADS, 20 + new, DIM)
+    keys = drawn(1, 2, HEADS, 20 + new, DIM)
+    values = drawn(2, 2, HEADS, 20 + new, DIM)
     found = attend_causal(q, keys[:, :, 20:], values[:, :, 20:], TRANSFORM.scale)
     for columns in (slice(13), slice(13, 20)):
         found = found.joined(attend_part(q, keys[:, :, columns], values[:, :, columns], TRANSFORM.scale))
@@ -38,7 +40,8 @@ def test_joined_parts_are_the_whole(new: int, group: int, size: float) -> None:
 
 def test_a_part_of_no_keys() -> None:
     """The fused function ends the process if it gets none."""
-    q, none = drawn(0, 1, HEADS, 1, 3, DIM), drawn(1, 1, HEADS, 0, DIM)
+    q = drawn(0, 1, HEADS, 1, 3, DIM)
+    none = drawn(1, 1, HEADS, 0, DIM)
     assert attend_part(q, none, none, 1.0) is None
 
 
@@ -61,7 +64,9 @@ def test_what_has_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("counted", [False, True])
 def test_attention_to_occupied_slots(softcap: float | None, occupancy: list[bool] | None, counted: bool) -> None:
     """With the normalizer, against fp64; by the fused function where nothing is masked, counted or capped."""
-    q, keys, values = drawn(0, 1, HEADS, 5, DIM), drawn(1, 1, HEADS, 9, DIM), drawn(2, 1, HEADS, 9, DIM)
+    q = drawn(0, 1, HEADS, 5, DIM)
+    keys = drawn(1, 1, HEADS, 9, DIM)
+    values = drawn(2, 1, HEADS, 9, DIM)
     counts = drawn(3, 1, HEADS, 9).abs() if counted else None
     occupied = None if occupancy is None else torch.tensor(occupancy).expand(1, HEADS, 9)
     found = attend_occupied(q, (keys, values), None, occupied, ScoreTransform(0.4, softcap), counts)

@@ -21,7 +21,8 @@ VALID = [[True] * 5, [False, False, True, True, True], [True, False, True, False
 
 
 def prompt(valid: Any = None, forward: Forward | None = None, **statistics: Any) -> PendingPrompt:
-    keys, values = torch.zeros(3, 2, 5, 8), torch.ones(3, 2, 5, 8)
+    keys = torch.zeros(3, 2, 5, 8)
+    values = torch.ones(3, 2, 5, 8)
     mask = None if valid is None else torch.tensor(valid)
     return PendingPrompt(keys, values, mask, ScoreTransform(1.0), gathered(**statistics), forward)
 
@@ -33,7 +34,8 @@ def test_rows_are_counted_without_padding(valid: list[list[bool]] | None, seen: 
     flags = valid or [[True] * 5] * 3
     positions: list[list[int]] = []
     for row, start in zip(flags, seen, strict=True):
-        count, found = start, list[int]()
+        count = start
+        found = list[int]()
         for there in row:
             found.append(count if there else -1)
             count += there
@@ -72,7 +74,8 @@ def test_chunks_are_joined_to_the_whole_prompt(first: int) -> None:
         mine = keys[:, :, columns]
         return PendingPrompt(mine, -mine, valid[:, columns], ScoreTransform(1.0), gathered(query_absmax=mine[:, :, 0]))
 
-    whole, joined = chunk(slice(None)), chunk(slice(first)).joined(chunk(slice(first, None)))
+    whole = chunk(slice(None))
+    joined = chunk(slice(first)).joined(chunk(slice(first, None)))
     for name in ("keys", "values", "valid"):
         assert torch.equal(getattr(joined, name), getattr(whole, name)), name
     found = joined.statistic(LargestQueries)

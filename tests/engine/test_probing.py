@@ -16,7 +16,11 @@ from kvpolicy.protocols import Probes
 from tests.engine.parts import generator
 from tests.reference.selectors.probe import probes as slow_probes
 
-ROWS, HEADS, GROUP, NEW, DIM = 3, 2, 2, 9, 4
+ROWS = 3
+HEADS = 2
+GROUP = 2
+NEW = 9
+DIM = 4
 PADDED = torch.tensor([[1] * 9, [0] * 5 + [1] * 4, [1] * 8 + [0]]).bool()
 SHARES = [(0.3, 0.3), (0.0, 0.5), (1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (0.01, 0.0)]
 

@@ -46,7 +46,8 @@ def test_the_newest_queries_of_each_row_are_kept(pieces: list[int]) -> None:
 
 def test_the_largest_queries_of_all_pieces() -> None:
     q = torch.zeros(1, 2, 6, 2)
-    q[0, 0, 1, 0], q[0, 1, 4, 1] = -7, 5
+    q[0, 0, 1, 0] = -7
+    q[0, 1, 4, 1] = 5
     q[0, 0, 0, 0] = 99  # of padding
     valid = torch.tensor([[0, 1, 1, 1, 1, 1]]).bool()
     store = LayerStore(LayerSpec(0, SnapKV(window=1), MiKV(), "evict"))

@@ -21,7 +21,9 @@ from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import Forward, Needs, Probes
 from tests.engine.parts import generator
 
-HEADS, GROUP, DIM = 2, 2, 8
+HEADS = 2
+GROUP = 2
+DIM = 8
 PARTS: list[dict[str, Any]] = [
     {},
     {"merger": CountedMerge()},

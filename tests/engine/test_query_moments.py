@@ -59,7 +59,8 @@ def test_without_a_rotary_embedding_queries_are_plain() -> None:
 @pytest.mark.parametrize("first", [1, 12, 39])
 def test_chunks_have_the_moments_of_the_whole(first: int) -> None:
     """Positions go on behind the chunk before, also in a row that begins in the second one."""
-    q, k = torch.randn(2, 4, 40, DIM), torch.randn(2, 2, 40, DIM)
+    q = torch.randn(2, 4, 40, DIM)
+    k = torch.randn(2, 2, 40, DIM)
     valid = torch.ones(2, 40, dtype=torch.bool)
     valid[1, :13] = False
     table = rope()
@@ -69,7 +70,8 @@ def test_chunks_have_the_moments_of_the_whole(first: int) -> None:
         coming = Coming(valid[:, at], stop - start, valid[:, :start].sum(-1), table)
         return Moments(3).begun(coming).added(Tile(q[:, :, at], k[:, :, at], 0, valid[:, at], True))
 
-    whole, joined = gather(0, 40), gather(0, first).joined(gather(first, 40), first)
+    whole = gather(0, 40)
+    joined = gather(0, first).joined(gather(first, 40), first)
     assert whole.moments is not None and joined.moments is not None
     for found, expected in zip(joined.moments, whole.moments, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)

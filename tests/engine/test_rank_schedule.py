@@ -14,7 +14,8 @@ def run(every: int, budget: list[int], steps: int, lacks: dict[int, int] | None 
     """The lengths at which each row is ranked after prompts of 10 tokens; row r gets no token in step `lacks[r]`."""
     schedule = RankSchedule(every)
     schedule.start(len(budget))
-    length, most = torch.full((len(budget),), 10), torch.tensor(budget)
+    length = torch.full((len(budget),), 10)
+    most = torch.tensor(budget)
     schedule.note(None, length, most)
     found: list[list[int]] = [[] for _ in budget]
     for step in range(steps):
@@ -56,10 +57,12 @@ def test_rows_are_selected_and_repeated() -> None:
 @pytest.mark.parametrize("every", [0, 4])
 @pytest.mark.parametrize("steps", range(5))
 def test_a_restored_schedule_asks_at_the_same_steps(every: int, steps: int) -> None:
-    one, other = RankSchedule(every), RankSchedule(every)
+    one = RankSchedule(every)
+    other = RankSchedule(every)
     for schedule in (one, other):
         schedule.start(2)
-    length, budget = torch.tensor([10, 7]), torch.tensor([20, 6])
+    length = torch.tensor([10, 7])
+    budget = torch.tensor([20, 6])
     one.note(None, length, budget)
     asked = [one.count_step() for _ in range(steps)]
     other.set_numbers(json.loads(json.dumps(one.numbers())))

@@ -56,7 +56,8 @@ def test_keys_are_projected_without_their_rotation(
 ) -> None:
     """Of padded rows too, whether the model counts the padding or not; and those of the newest are not projected."""
     model = model_of(family)
-    prompt, lengths = 26, [26, 17]
+    prompt = 26
+    lengths = [26, 17]
     ids, mask = make_batch(lengths, [prompt] + [1] * 4)
     found = watch(monkeypatch)
     with torch.no_grad(), kvpolicy.attach(model, f"{SPEC}:joint={joint}"):
@@ -71,7 +72,8 @@ def test_keys_are_projected_without_their_rotation(
     shifts = [0, 0] if positions == "own" else [prompt - length for length in lengths]
     assert found
     for reader, chosen, keys in found[-len(cache.policy_layers) :]:
-        tensors, rope = reader._layer.tensors, reader._layer.spec.rope
+        tensors = reader._layer.tensors
+        rope = reader._layer.spec.rope
         assert rope is not None
         every = range(tensors.keys.shape[1])
         for row in range(2):
@@ -236,7 +238,9 @@ def test_bytes_are_those_of_the_parts(host: str, joint: str) -> None:
     policy = f"full+shadowkv:read=64:rank=5:joint={joint}:page=8:sinks=3:recent=9:host={host}"
     plan = kvpolicy.plan("tiny", policy, prompt=500, dtype=torch.float32)
     layer = plan.layers[0]
-    count, dim, number = 4, 32, 4
+    count = 4
+    dim = 32
+    number = 4
     entries = -(-layer.tokens // 8)
     basis = count * dim * 5 * number
     landmarks = count * entries * dim * number

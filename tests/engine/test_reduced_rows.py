@@ -35,7 +35,9 @@ class Weighted:
 def test_all_rows_with_their_positions(valid: Tensor | None, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpolicy.engine.attention.TILE_ELEMENTS", 1)
     q, k, _ = draw(40, 3, batch=3, heads=2, group=2)
-    reducer, start, found = Weighted(), 0, None
+    reducer = Weighted()
+    start = 0
+    found = None
     for size in cuts:
         at = slice(start, start + size)
         mask = None if valid is None else valid[:, at]

@@ -167,7 +167,8 @@ def test_an_empty_stock_cache_is_replaced() -> None:
 @pytest.mark.parametrize("policy", ["full", "window@0.5"])
 def test_a_stock_cache_is_replaced_once(policy: str) -> None:
     """It stays empty: a loop that counts on its being filled would forget all that it was told, in silence."""
-    model, (ids, _) = build("llama"), make_batch([20], [20])
+    model = build("llama")
+    ids, _ = make_batch([20], [20])
     cache = DynamicCache(config=model.config)
     with torch.no_grad(), kvpolicy.attach(model, policy):
         out = model(ids, past_key_values=cache)
@@ -184,7 +185,8 @@ def test_a_stock_cache_is_replaced_once(policy: str) -> None:
 
 
 def test_a_stock_cache_of_a_refused_call_is_as_new() -> None:
-    model, (ids, _) = build("llama"), make_batch([20], [20])
+    model = build("llama")
+    ids, _ = make_batch([20], [20])
     cache = DynamicCache(config=model.config)
     with torch.no_grad(), kvpolicy.attach(model, "window@0.5") as handle:
         with pytest.raises(ValueError, match="must be a 2-D tensor, got list"):

@@ -57,13 +57,15 @@ def expected(family: str, policy: str, ids: Tensor, budget: int) -> list[list[li
     model.set_attn_implementation("eager")
     config = complete(reference_selector(Policy.parse(policy).selector))
     heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
-    count, groups = ids.shape[1], model.config.num_attention_heads // heads
+    count = ids.shape[1]
+    groups = model.config.num_attention_heads // heads
     scores = [torch.zeros(heads, count) for _ in range(model.config.num_hidden_layers)]
     with torch.no_grad():
         context = DynamicCache(config=model.config)
         model(ids, past_key_values=context)
         for number, text in enumerate(kvzip.texts(config, ids[0].tolist())):
-            start, stop = number * config["chunk"], min((number + 1) * config["chunk"], count)
+            start = number * config["chunk"]
+            stop = min((number + 1) * config["chunk"], count)
             out = model(torch.tensor([text]), past_key_values=copy.deepcopy(context), output_attentions=True)
             for layer, matrix in enumerate(out.attentions):
                 if matrix.shape[-1] < count + len(text):  # a sliding layer
@@ -229,7 +231,8 @@ def test_generate_is_the_plain_loop() -> None:
     with torch.no_grad(), kvpolicy.attach(model, f"{SMALL}@0.5") as handle:
         out = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
         generated = kept(handle.cache)  # pyright: ignore[reportArgumentType]
-        cache, tokens = PolicyCache(model, new=6), ids
+        cache = PolicyCache(model, new=6)
+        tokens = ids
         grown = mask
         for step in range(6):
             start = 0 if step == 0 else 25 + step
@@ -244,14 +247,16 @@ def test_generate_in_chunks_and_in_turns() -> None:
     ids, mask = make_batch(LENGTHS, [26, 3, 4])
     how: dict[str, Any] = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     with torch.no_grad(), kvpolicy.attach(model, f"{SMALL}@0.5"):
-        one, other = PolicyCache(model), PolicyCache(model)
+        one = PolicyCache(model)
+        other = PolicyCache(model)
         first = model.generate(ids[:, :26], attention_mask=mask[:, :26], past_key_values=one, **how)
         chunked = {"prefill_chunk_size": 10, **how}
         assert torch.equal(
             first, model.generate(ids[:, :26], attention_mask=mask[:, :26], past_key_values=other, **chunked)
         )
         assert kept(one) == kept(other)
-        whole, longer = torch.cat([first, ids[:, 29:]], 1), torch.cat([mask[:, :29], mask[:, 29:]], 1)
+        whole = torch.cat([first, ids[:, 29:]], 1)
+        longer = torch.cat([mask[:, :29], mask[:, 29:]], 1)
         model.generate(whole, attention_mask=longer, past_key_values=one, **how)
     # The last generated token of a turn is read with the next turn.
     assert all(head[-7:] == list(range(28, 35)) for layer in kept(one) for head in layer[0][:1])
@@ -311,10 +316,12 @@ def test_moves_of_a_held_prompt(move: str) -> None:
             forward(model, ids, mask, 0, 20, cache)
         if move == "select":
             cache.batch_select_indices(order)
-            ids, mask = ids[order], mask[order]
+            ids = ids[order]
+            mask = mask[order]
         elif move == "repeat":
             cache.batch_repeat_interleave(2)
-            ids, mask = ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0)
+            ids = ids.repeat_interleave(2, 0)
+            mask = mask.repeat_interleave(2, 0)
         elif move == "copy":
             other = copy.deepcopy(cache)
             forward(model, (ids + 1) % VOCABULARY, mask, 20, 26, other)
@@ -333,7 +340,8 @@ def test_embeddings_are_replayed_as_ids_are() -> None:
     model = build("gemma2")
     ids, _ = make_batch([26], [26])
     with torch.no_grad(), kvpolicy.attach(model, f"{ASKED}@8"):
-        one, other = PolicyCache(model), PolicyCache(model, prompt=26)
+        one = PolicyCache(model)
+        other = PolicyCache(model, prompt=26)
         model(ids, past_key_values=one)
         model(inputs_embeds=model.get_input_embeddings()(ids[:, :20]), past_key_values=other)
         model(ids[:, 20:], past_key_values=other)
@@ -403,7 +411,8 @@ def test_chunks_are_of_each_rows_own_tokens() -> None:
 
 def test_norms_of_outputs() -> None:
     torch.manual_seed(0)
-    values, projection = torch.randn(2, 2, 5, 4), torch.randn(11, 16)
+    values = torch.randn(2, 2, 5, 4)
+    projection = torch.randn(11, 16)
     norms = euclidean_norms(values, projection)
     for head in range(4):
         slice_of_head = projection[:, 4 * head : 4 * head + 4]
@@ -445,7 +454,8 @@ def test_ids_in_a_spec() -> None:
 def answers(policy: str, count: int) -> float:
     """The share of records that the embedded model recalls, asked after the records were compressed."""
     model, tokenizer = kvpolicy.tiny()
-    right, draw = 0, Random(1)
+    right = 0
+    draw = Random(1)
     for _ in range(count):
         document, question = prompts.split((prompt := prompts.recall(draw, 30))[0])
         context, asked = (
@@ -455,7 +465,8 @@ def answers(policy: str, count: int) -> float:
         with torch.no_grad(), kvpolicy.attach(model, policy):
             cache = PolicyCache(model)
             model(context, past_key_values=cache)
-            logits, found = model(asked, past_key_values=cache).logits, ""
+            logits = model(asked, past_key_values=cache).logits
+            found = ""
             for _ in prompt[1]:
                 token = logits[:, -1:].argmax(-1)
                 found += tokenizer.decode(token[0])

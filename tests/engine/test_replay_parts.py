@@ -11,7 +11,10 @@ from kvpolicy.engine.replay import Chunk, Gain, attend_context, received
 from kvpolicy.engine.replay_parts import ChunkPlace, attend_and_score
 from tests.engine.parts import generator
 
-ROWS, HEADS, DIM, PROMPT = 2, 3, 8, 50
+ROWS = 2
+HEADS = 3
+DIM = 8
+PROMPT = 50
 TRANSFORM = ScoreTransform(0.4)
 
 
@@ -32,7 +35,8 @@ def chunk_of(place: ChunkPlace) -> Chunk:
 
 def slow(q: Tensor, k: Tensor, v: Tensor, past: Past, place: ChunkPlace, gain: Gain | None) -> tuple[Tensor, Tensor]:
     """One matrix of all scores in double precision."""
-    group, own = q.shape[1] // HEADS, k.shape[2] - q.shape[2]
+    group = q.shape[1] // HEADS
+    own = k.shape[2] - q.shape[2]
     keys, values = (torch.cat(pair, 2).double().repeat_interleave(group, 1) for pair in ((past[0], k), (past[1], v)))
     score = q.double() @ keys.mT * TRANSFORM.scale
     score.masked_fill_(torch.ones(score.shape[-2:], dtype=torch.bool).triu(PROMPT + own + 1), -torch.inf)
@@ -64,7 +68,8 @@ def test_parts_are_the_whole(place: ChunkPlace, tile: int, scores: str, monkeypa
     monkeypatch.setattr("kvpolicy.engine.replay_parts.CACHED_ELEMENTS", tile)
     error = 1e-4 if scores in ("large", "far apart") else 1e-5  # scores of some hundreds
     for group, new, own in ((1, 37, 37), (2, 20, 37), (2, 1, 1), (4, 5, 37)):
-        q, k = drawn(0, ROWS, HEADS * group, new, DIM), drawn(1, ROWS, HEADS, own, DIM)
+        q = drawn(0, ROWS, HEADS * group, new, DIM)
+        k = drawn(1, ROWS, HEADS, own, DIM)
         v = drawn(2, ROWS, HEADS, own, DIM)
         past = Past(drawn(3, ROWS, HEADS, PROMPT, DIM), drawn(4, ROWS, HEADS, PROMPT, DIM), torch.ones(()))
         if scores == "equal":
@@ -73,7 +78,8 @@ def test_parts_are_the_whole(place: ChunkPlace, tile: int, scores: str, monkeypa
         elif scores == "large":
             q *= 60
         elif scores == "far apart":  # by more than fp32 can represent as a ratio of weights
-            q, k = q.abs(), k.abs()
+            q = q.abs()
+            k = k.abs()
             past.keys.abs_().neg_()
             past.keys[:, :, place.sinks : place.start] = 100
             past.keys[:, :, place.stop :] = 100

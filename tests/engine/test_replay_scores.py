@@ -10,8 +10,12 @@ from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.replay import NOT_REPLAYED, Chunk, Gain, add_scores, received
 from tests.engine.parts import generator
 
-ROWS, HEADS, GROUP, DIM = 3, 2, 2, 4
-PROMPT, REPLAYED = 12, 37
+ROWS = 3
+HEADS = 2
+GROUP = 2
+DIM = 4
+PROMPT = 12
+REPLAYED = 37
 CHUNK = Chunk(
     number=1,
     columns=torch.tensor([[4, 5, 6, 7], [5, 7, 8, 10], [3, 0, 9, 11]]),
@@ -48,7 +52,8 @@ def slow(q: Tensor, k: Tensor, keys: Tensor, valid: Tensor, gain: Gain | None) -
 @pytest.mark.parametrize("with_gain", [False, True])
 def test_the_largest_weight_counts(with_gain: bool, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpolicy.engine.replay.TILE_ELEMENTS", tile)
-    q, k = drawn(0, ROWS, HEADS * GROUP, REPLAYED, DIM), drawn(1, ROWS, HEADS, REPLAYED, DIM)
+    q = drawn(0, ROWS, HEADS * GROUP, REPLAYED, DIM)
+    k = drawn(1, ROWS, HEADS, REPLAYED, DIM)
     keys = drawn(2, ROWS, HEADS, PROMPT, DIM)
     valid = torch.rand(ROWS, REPLAYED, generator=generator(3)) < 0.8
     gain = None

@@ -43,7 +43,8 @@ def test_no_more_queries_than_tokens() -> None:
 def test_attention_is_that_to_the_tokens_alone() -> None:
     torch.manual_seed(0)
     found = ReplayedQueries(torch.randn(2, 4, 3, 8), torch.tensor([[0, 4, 9], [0, 1, -1]]))
-    keys, there = torch.randn(2, 2, 10, 8), torch.ones(2, 2, 10, dtype=torch.bool)
+    keys = torch.randn(2, 2, 10, 8)
+    there = torch.ones(2, 2, 10, dtype=torch.bool)
     there[1, :, 6:] = False
     counts = torch.rand(2, 2, 10)
     rows, none = found.attention(keys, there, counts, ScoreTransform(0.3))

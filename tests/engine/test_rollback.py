@@ -66,7 +66,8 @@ def tensors_of(thing: Any, seen: set[int] | None = None, path: str = "") -> Iter
 
 def same(one: PolicyCache, other: PolicyCache) -> None:
     """Two caches hold the same tensors, bit for bit."""
-    first, second = dict(tensors_of(one)), dict(tensors_of(other))
+    first = dict(tensors_of(one))
+    second = dict(tensors_of(other))
     assert first.keys() == second.keys()
     differ = [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
     assert not differ, differ
@@ -167,7 +168,8 @@ def test_a_layer_alone() -> None:
         bench.forward(*draw(1, number, batch=2), valid=torch.tensor([[True], [number != 1]]))
     assert roll_back(layer.contents, layer.geometry, 1) is None
     twin.forward(*draw(1, 0, batch=2), valid=torch.tensor([[True], [True]]))
-    first, second = dict(tensors_of(layer)), dict(tensors_of(twin.layer))
+    first = dict(tensors_of(layer))
+    second = dict(tensors_of(twin.layer))
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 

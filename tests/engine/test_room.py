@@ -29,11 +29,14 @@ POLICIES = [
 
 def run(policy: str, rows: list[int], row: int | None, **known: Any) -> tuple[PolicyCache, torch.Tensor]:
     """A prompt and more steps than the cache was told of, for all rows or for one alone; the last logits."""
-    model, columns = build("llama"), max(rows)
+    model = build("llama")
+    columns = max(rows)
     ids, mask = make_batch(rows, [columns] + [1] * STEPS)
     if row is not None:
         start = columns - rows[row]
-        ids, mask, columns = ids[row : row + 1, start:], mask[row : row + 1, start:], rows[row]
+        ids = ids[row : row + 1, start:]
+        mask = mask[row : row + 1, start:]
+        columns = rows[row]
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model, **known)
         logits = forward(model, ids, mask, 0, columns, cache)
@@ -42,7 +45,8 @@ def run(policy: str, rows: list[int], row: int | None, **known: Any) -> tuple[Po
     return cache, logits
 
 
-ROWS, ANNOUNCED = [[14, 17], [9, 40], [30, 8]], [None, 1, 5]
+ROWS = [[14, 17], [9, 40], [30, 8]]
+ANNOUNCED = [None, 1, 5]
 STAR = star(POLICIES, ROWS, ANNOUNCED, centers=[("", ROWS[1], None), (POLICIES[1], [], 1), (POLICIES[3], ROWS[2], 0)])
 
 
@@ -71,10 +75,16 @@ def hybrid() -> Any:
     torch.manual_seed(0)
     return Gemma2ForCausalLM(
         Gemma2Config(
-            num_hidden_layers=4, hidden_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
-            intermediate_size=32, vocab_size=48, sliding_window=32,
+            num_hidden_layers=4,
+            hidden_size=32,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            intermediate_size=32,
+            vocab_size=48,
+            sliding_window=32,
         )
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 KNOWN: list[dict[str, Any]] = [{}, {"prompt": 100, "new": 0}, {"prompt": 100, "new": 7}]
@@ -83,10 +93,12 @@ SIZES = [[100], [10] * 10, [10] + [1] * 90]
 
 @product("sizes,known", SIZES, KNOWN, sample=star(SIZES, KNOWN, centers=[([], KNOWN[0]), (SIZES[1], {})]))
 def test_windows_that_fill_later_count_in_a_budget_of_bytes(sizes: list[int], known: dict[str, Any]) -> None:
-    model, ids = hybrid(), torch.randint(3, 48, (1, 100), generator=torch.Generator().manual_seed(0))
+    model = hybrid()
+    ids = torch.randint(3, 48, (1, 100), generator=torch.Generator().manual_seed(0))
     limit = 32_000
     with torch.no_grad(), kvpolicy.attach(model, f"h2o@{limit}B"):
-        cache, start = PolicyCache(model, **known), 0
+        cache = PolicyCache(model, **known)
+        start = 0
         for size in sizes:
             model(ids[:, start : start + size], past_key_values=cache)
             start += size

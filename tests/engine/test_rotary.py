@@ -27,16 +27,23 @@ def scaled(kind: str) -> Any:
     torch.manual_seed(0)
     more = {"yarn": {"original_max_position_embeddings": 64}, "linear": {}, "dynamic": {}}[kind]
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
-        intermediate_size=48, max_position_embeddings=256,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=48,
+        max_position_embeddings=256,
         rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more},
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).eval()
 
 
 def keys_before_and_after(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor, Rope]]:
     """Of each layer: its keys before the rotary embedding, in the cache, and the embedding."""
-    sites, before, running = find_sites(model), dict[int, Tensor](), list[int]()
+    sites = find_sites(model)
+    before = dict[int, Tensor]()
+    running = list[int]()
     module = sys.modules[type(sites.layers[0].attention).__module__]
     real = getattr(module, "apply_rotary_pos_emb", None)
     if real is not None:
@@ -112,14 +119,28 @@ def test_lengths_in_planes_are_the_same_at_every_position(family: str, monkeypat
 def test_layers_without_an_embedding(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their keys are as the projection made them, and nothing is undone; each family has a condition of its own."""
     make: Any = CONFIG_MAPPING[kind]
-    kinds, rope = ["sliding_attention", "full_attention"] * 2, {"rope_type": "default", "rope_theta": 1e4}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    rope = {"rope_type": "default", "rope_theta": 1e4}
     more = {"beam": {"rope_parameters": {"sliding_attention": rope, "full_attention": None}}}
     config = make(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, sliding_window=12, layer_types=kinds, moe_intermediate_size=16,
-        num_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1, pad_token_id=0,
-        mlp_layer_types=["dense", "sparse"] * 2, **more.get(kind, {}),
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=12,
+        layer_types=kinds,
+        moe_intermediate_size=16,
+        num_experts=2,
+        num_experts_per_tok=1,
+        n_group=1,
+        topk_group=1,
+        pad_token_id=0,
+        mlp_layer_types=["dense", "sparse"] * 2,
+        **more.get(kind, {}),
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, (before, after, rope) in zip(kinds, keys_before_and_after(model, monkeypatch), strict=True):
         assert torch.equal(before, after) == (name == "full_attention")
@@ -129,7 +150,8 @@ def test_layers_without_an_embedding(kind: str, monkeypatch: pytest.MonkeyPatch)
 def test_conditions_that_transformers_knows() -> None:
     """A family that rotates under a condition of its own is one that `Rope` knows."""
     pattern = re.compile(r"^class (\w+)|^ +if (self\..*):\n(?:.*\n)? +.*= apply_rotary_pos_emb\(", re.MULTILINE)
-    found, name = dict[str, str](), ""
+    found = dict[str, str]()
+    name = ""
     for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
         for match in pattern.finditer(path.read_text(encoding="utf-8")):
             name = match[1] or name

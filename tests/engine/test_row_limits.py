@@ -13,7 +13,8 @@ from kvpolicy.engine.row_limits import RowLimits, alloc_limits, has_dictionary, 
 from kvpolicy.engine.token_batch import BEYOND
 from tests.conformance.fakes import Fake
 
-HEADS, DIM = 2, 4
+HEADS = 2
+DIM = 4
 
 
 def limits_of(codec: Any, rows: int) -> RowLimits:

@@ -27,7 +27,8 @@ def check(policy: str, family: str, lengths: list[int]) -> None:
         for row, length in enumerate(lengths):
             skip = TURNS[0] - length
             alone = PolicyCache(model, new=sum(TURNS[1:]))
-            own_ids, own_mask = ids[row : row + 1, skip:], mask[row : row + 1, skip:]
+            own_ids = ids[row : row + 1, skip:]
+            own_mask = mask[row : row + 1, skip:]
             own = talk(model, own_ids, own_mask, [length, *TURNS[1:]], alone)
             assert (own[0] - logits[row, skip:]).abs().max() < tolerance
             for mine, ours in zip(alone.policy_layers, together.policy_layers, strict=True):
@@ -64,7 +65,8 @@ CHUNKS = [12, 12, 12, 1, 1, 1, 6, 1, 1]
 @pytest.mark.parametrize("codec", ["plain", "kvquant", "rotate", "csr"])
 def test_rows_that_begin_in_a_later_chunk(allocator: str, codec: str) -> None:
     """What is settled once of a row, its pins and its measure, waits until the row has a token."""
-    model, policy = build("llama", layers=layers_for(allocator)), words(allocator, "h2o", codec)
+    model = build("llama", layers=layers_for(allocator))
+    policy = words(allocator, "h2o", codec)
     ids, mask = make_batch([36, 20, 5], [36, *CHUNKS[3:]])
     with kvpolicy.attach(model, policy):
         together = PolicyCache(model, prompt=[36, 20, 5], new=11)
@@ -85,7 +87,8 @@ def test_rows_that_begin_in_a_later_chunk(allocator: str, codec: str) -> None:
                 assert torch.allclose(together.cosines()[row], alone.cosines()[0], atol=1e-6)
 
 
-CHUNK_AND_STEP, ONLY_STEPS = [16, *[1] * 7, 6, 1], [1] * 20
+CHUNK_AND_STEP = [16, *[1] * 7, 6, 1]
+ONLY_STEPS = [1] * 20
 OTHERS = ["h2o@0.5", "h2o+kivi:group_size=4:residual_length=4@16", "uniform/even+h2o@8"]
 
 
@@ -98,7 +101,8 @@ OTHERS = ["h2o@0.5", "h2o+kivi:group_size=4:residual_length=4@16", "uniform/even
 )
 def test_rows_that_begin_in_a_step(policy: str, turns: list[int]) -> None:
     """A row gets its budget before its first token, which comes in a decode step of the others."""
-    lengths, columns = [17, 1], 17
+    lengths = [17, 1]
+    columns = 17
     model = build("llama")
     ids, mask = make_batch(lengths, [columns, sum(turns) - columns])
     with kvpolicy.attach(model, policy):

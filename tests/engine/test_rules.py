@@ -48,9 +48,12 @@ def test_kv_heads_are_never_repeated(family: str) -> None:
         cache = PolicyCache(model)
         talk(model, *make_batch([26], [26]), [26], cache)
     single = family == "falcon_single"
-    heads = 1 if single else getattr(model.config, "num_kv_heads", None) or getattr(
-        model.config, "num_key_value_heads", model.config.num_attention_heads
-    )  # fmt: skip
+    heads = (
+        1
+        if single
+        else getattr(model.config, "num_kv_heads", None)
+        or getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
+    )
     assert all(layer.positions.shape[1] == heads for layer in cache.policy_layers)
 
 
@@ -73,7 +76,9 @@ def test_a_mask_of_the_new_tokens_alone() -> None:
     places = (mask.cumsum(-1) - 1).clamp_min(0)
     with kvpolicy.attach(model, "h2o@0.5"), torch.no_grad():
         want = talk(model, ids, mask, TURNS, PolicyCache(model))
-        cache, got, start = PolicyCache(model), list[Tensor](), 0
+        cache = PolicyCache(model)
+        got = list[Tensor]()
+        start = 0
         for size in TURNS:
             now = slice(start, start + size)
             out = model(ids[:, now], attention_mask=mask[:, now], position_ids=places[:, now], past_key_values=cache)
@@ -89,7 +94,9 @@ def test_a_tick_too_many_does_no_harm(policy: str) -> None:
     ids, mask = make_batch([26, 17])
     with kvpolicy.attach(model, policy):
         want = talk(model, ids, mask, TURNS, PolicyCache(model, new=sum(TURNS[1:])))
-        cache, start, got = PolicyCache(model, new=sum(TURNS[1:])), 0, list[Tensor]()
+        cache = PolicyCache(model, new=sum(TURNS[1:]))
+        start = 0
+        got = list[Tensor]()
         for size in TURNS:
             got.append(forward(model, ids, mask, start, start + size, cache))
             cache.tick()

@@ -19,7 +19,11 @@ from kvpolicy.protocols import SINGLE_RANK, Forward, Needs, Seen, View
 from tests.conformance.fakes import Roll, undo
 from tests.engine.parts import Ranking, Worth, gathered, generator, newest_queries, shuffled
 
-ROWS, HEADS, GROUP, NEW, DIM = 3, 2, 2, 6, 4
+ROWS = 3
+HEADS = 2
+GROUP = 2
+NEW = 6
+DIM = 4
 LEFT = [[1] * 6, [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]]
 RIGHT = [[1] * 6, [1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]]
 HOLES = [[1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
@@ -78,7 +82,8 @@ def worth_of(levels: int) -> Any:
 @pytest.mark.parametrize("valid", [None, LEFT, RIGHT, HOLES], ids=["whole", "left", "right", "holes"])
 @pytest.mark.parametrize("keep", [[1, 1, 1], [2, 3, 4], [99, 99, 99]], ids=str)
 def test_the_best_tokens_are_kept(keep: list[int], valid: list[list[int]] | None, slots: int, levels: int) -> None:
-    positions, pending = held_slots(slots, slots), prompt(valid)
+    positions = held_slots(slots, slots)
+    pending = prompt(valid)
     got = select(Ranking(score=worth_of(levels)), positions, pending, keep)
     every = candidates(positions, pending)
     assert torch.equal(got.positions, every), "candidates stay in their order"
@@ -159,7 +164,8 @@ def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots
     ignored = below_mean_counts(newest, pending.keys, pending.transform, past, pending.valid)
     selector = Ranking(needs=Needs(attn_sum=True, window_queries=2, forward=True, unrotated_keys=True))
     select(selector, positions, pending, [3, 3, 3], past)
-    (seen,), (view,) = selector.seen, selector.views
+    (seen,) = selector.seen
+    (view,) = selector.views
     assert seen.attn_sum is not None and seen.window_attn is not None
     assert seen.keys is not None and seen.values is not None
     assert seen.below_mean is not None and seen.replay is not None
@@ -193,7 +199,8 @@ def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots
 def test_what_was_not_asked_for_is_not_shown() -> None:
     selector = Ranking()
     select(selector, torch.empty(ROWS, HEADS, 0, dtype=torch.int32), prompt(None), [2, 2, 2])
-    (seen,), (view,) = selector.seen, selector.views
+    (seen,) = selector.seen
+    (view,) = selector.views
     assert [*seen] == [None] * len(seen)
     assert view.alike and view.budget.tolist() == [2, 2, 2] and view.length.tolist() == (SEEN_BEFORE + NEW).tolist()
     select(selector, held_slots(1, 0), prompt(None), [2, 2, 2])

@@ -52,7 +52,8 @@ def read_text(model: Any, ids: Tensor) -> PolicyCache:
 
 def go_on(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor, turns: list[int] = TURNS) -> list[Tensor]:
     """Logits of the turns behind the text."""
-    start, logits = turns[0], []
+    start = turns[0]
+    logits = []
     for size in turns[1:]:
         logits.append(forward(model, ids, mask, start, start + size, cache))
         start += size
@@ -312,7 +313,8 @@ def test_a_copy_of_the_text_goes_on() -> None:
     model = build("llama")
     ids, mask = conversation([6])
     with kvpolicy.attach(model, "snapkv:window=4@0.5"):
-        text, alone = read_text(model, ids), read_text(model, ids)
+        text = read_text(model, ids)
+        alone = read_text(model, ids)
         text.fork(shared=True)
         assert_equal(go_on(model, text.fork(), ids, mask), go_on(model, alone, ids, mask))
 

@@ -19,8 +19,11 @@ from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.planning.memory import layer_spec
 from tests.engine.parts import generator
 
-HEADS, GROUP, DIM = 2, 2, 8
-PROMPT, KEPT = 40, 24
+HEADS = 2
+GROUP = 2
+DIM = 8
+PROMPT = 40
+KEPT = 24
 
 PREFIXES = {
     "every token": ("full", 0),
@@ -80,7 +83,8 @@ class Rows:
     """
 
     def __init__(self, prefix: LayerStore, own: str, rows: int, transform: ScoreTransform) -> None:
-        self.prefix, self.transform = prefix, transform
+        self.prefix = prefix
+        self.transform = transform
         self.policy = Policy.parse(own)
         self.store = LayerStore(layer_spec(self.policy, 0))
         self.store.initialize(prefix.tensors.keys.new_empty(rows, HEADS, 0, DIM), group=GROUP)

@@ -11,7 +11,9 @@ from kvpolicy.protocols import Layout
 from tests.conformance.fakes import Fake
 from tests.engine.parts import Ranking, slots_of
 
-ROWS, HEADS, DIM = 2, 3, 4
+ROWS = 2
+HEADS = 3
+DIM = 4
 
 
 def codes_of(codec: Fake, tokens: int) -> tuple[LayerStore, SlotCodes]:

@@ -94,7 +94,8 @@ def test_more_slots_leave_a_larger_budget_as_it_is() -> None:
     q, k, v = draw(PROMPT, 1)
     store.initialize(k)
     _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
-    keep, expected = torch.tensor([60]), torch.tensor([PROMPT])
+    keep = torch.tensor([60])
+    expected = torch.tensor([PROMPT])
     store.compress(pending, RowBudget(keep, torch.zeros_like(keep), expected))
     for more, budget in ((20, 60), (48, 60), (50, 62)):
         store.reserve(more)

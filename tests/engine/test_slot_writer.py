@@ -18,7 +18,9 @@ from kvpolicy.protocols import Layout, traits_for
 from tests.conformance.fakes import Fake
 from tests.engine.parts import Ranking, Worth, generator, slots_of
 
-ROWS, HEADS, DIM = 2, 3, 4
+ROWS = 2
+HEADS = 3
+DIM = 4
 
 
 def slots(codec: Any, tokens: int) -> LayerStore:
@@ -103,7 +105,8 @@ def test_slots_are_emptied_by_their_positions_alone() -> None:
 
 def test_a_stage_codes_what_is_written_to_it() -> None:
     layer = slots(CODED, 12)
-    exact, (first, second) = layer.layout.exact, layer.layout.coded
+    exact = layer.layout.exact
+    first, second = layer.layout.coded
     assert first and second
     mask = torch.ones(ROWS, HEADS, 1).bool()
     mask[0, 1] = False

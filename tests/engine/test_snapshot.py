@@ -20,13 +20,16 @@ def filled() -> LayerStore:
 
 
 def test_names_follow_fields_and_places() -> None:
-    a, b, c = torch.zeros(1), torch.ones(2), torch.ones(3)
+    a = torch.zeros(1)
+    b = torch.ones(2)
+    c = torch.ones(3)
     found = dict(named_tensors((Worth(a, b), (c,)), "codes"))
     assert [*found] == ["codes.0.worth", "codes.0.number", "codes.1.0"] and found["codes.1.0"] is c
 
 
 def test_a_store_takes_what_another_held() -> None:
-    one, other = filled(), LayerStore(LayerSpec(0, H2O(), KIVI(group_size=4, residual_length=4), "evict"))
+    one = filled()
+    other = LayerStore(LayerSpec(0, H2O(), KIVI(group_size=4, residual_length=4), "evict"))
     one.tensors.length.fill_(9)
     put(other, take(one), SINGLE_RANK, torch.float32, torch.device("cpu"))
     assert other.is_initialized and other.shape.group == 3 and other.tensors.length is one.tensors.length

@@ -34,8 +34,15 @@ def prompt(seed: int, vocabulary: int, length: int = PROMPT) -> Tensor:
 
 def check_same(model: Any, policy: str, ids: Tensor, new: int = NEW, gamma: int = 4) -> kvpolicy.SpeculationStats:
     """Speculation gives the tokens of plain greedy decoding; after a tie, any tokens."""
-    plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
-                           do_sample=False, eos_token_id=None, pad_token_id=0)  # fmt: skip
+    plain = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     out, stats = kvpolicy.speculate(model, policy, ids, max_new_tokens=new, gamma=gamma, return_stats=True)
     assert out.shape == plain.shape and torch.equal(out[:, : ids.shape[1]], ids)
     if not torch.equal(out, plain):

@@ -107,9 +107,13 @@ def deep() -> Any:
 
     torch.manual_seed(3)
     config = LlamaConfig(
-        num_hidden_layers=8, hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=8,
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=48,
-    )  # fmt: skip
+    )
     model: Any = LlamaForCausalLM(config).eval()
     for layer, gain in zip(model.model.layers, [40.0, 1, 20, 1, 0.5, 30, 1, 10], strict=True):
         nn.init.normal_(layer.self_attn.o_proj.weight, std=0.02 * gain)
@@ -147,7 +151,8 @@ def test_each_layer_keeps_its_own_share() -> None:
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_a_profile_gives_the_same_as_measuring(selector: str, tmp_path: Path) -> None:
-    model, path = deep(), tmp_path / "profile.json"
+    model = deep()
+    path = tmp_path / "profile.json"
     ids, mask = make_batch([40], [40, 1, 1, 6, 1])
     recorded = profile(model, [ids[:, :40]], path)
     with kvpolicy.attach(model, words("squeeze", selector)):
@@ -163,11 +168,13 @@ def test_a_profile_gives_the_same_as_measuring(selector: str, tmp_path: Path) ->
 
 def test_a_profile_compresses_at_once(tmp_path: Path) -> None:
     """A layer is done before the next one begins."""
-    model, path = deep(), tmp_path / "profile.json"
+    model = deep()
+    path = tmp_path / "profile.json"
     ids, mask = make_batch([40], [40])
     profile(model, [ids], path)
     with kvpolicy.attach(model, f"squeeze:profile={path}+window@0.5"):
-        cache, done = PolicyCache(model), list[list[bool]]()
+        cache = PolicyCache(model)
+        done = list[list[bool]]()
         hooks = [
             layer.register_forward_hook(lambda *_: done.append([bool(s.layout.slots) for s in cache.policy_layers]))
             for layer in model.model.layers

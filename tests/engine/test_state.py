@@ -45,8 +45,11 @@ def test_tensors_come_in_order() -> None:
     one = state(2, 0)
     assert [t.dtype for t in tensors(one)] == [torch.float32, torch.int64, torch.float64, torch.int32]
     assert [t.data_ptr() for t in tensors(one)] == [
-        one.score.data_ptr(), one.base.total.data_ptr(), one.rest[0].data_ptr(), one.rest[1].data_ptr()
-    ]  # fmt: skip
+        one.score.data_ptr(),
+        one.base.total.data_ptr(),
+        one.rest[0].data_ptr(),
+        one.rest[1].data_ptr(),
+    ]
     assert [*tensors(())] == [] and [*tensors(one.score)] == [one.score]
 
 
@@ -59,7 +62,8 @@ def test_a_mapped_state_has_the_same_classes() -> None:
 
 
 def test_states_are_joined_along_the_slots() -> None:
-    first, second = state(2, 0), state(3, 50)
+    first = state(2, 0)
+    second = state(3, 50)
     joined = join_states(first, second)
     assert type(joined) is Outer
     for got, one, other in zip(tensors(joined), tensors(first), tensors(second), strict=True):
@@ -68,7 +72,8 @@ def test_states_are_joined_along_the_slots() -> None:
 
 
 def test_a_mask_selects_between_two_states() -> None:
-    first, second = state(4, 0), state(4, 50)
+    first = state(4, 0)
+    second = state(4, 50)
     mask = torch.tensor([True, False])[:, None, None]
     found = select_state(mask, first, second)
     for got, one, other in zip(tensors(found), tensors(first), tensors(second), strict=True):
@@ -95,7 +100,8 @@ def mixed(slots: int, start: float) -> Wrapped:
 
 
 def test_only_slots_are_gathered_and_joined() -> None:
-    first, second = mixed(2, 0), mixed(3, 50)
+    first = mixed(2, 0)
+    second = mixed(3, 50)
     joined = join_states(first, second)
     assert [t.shape[-1] for t in slot_tensors(joined)] == [5, 5]
     assert joined.base.anchor is first.base.anchor and joined.base.seen is first.base.seen
@@ -106,7 +112,8 @@ def test_only_slots_are_gathered_and_joined() -> None:
 
 
 def test_a_mask_of_slots_leaves_the_rest_and_a_mask_of_rows_does_not() -> None:
-    first, second = mixed(2, 0), mixed(2, 50)
+    first = mixed(2, 0)
+    second = mixed(2, 50)
     by_slot = select_state(torch.tensor([True, False])[:, None, None], first, second)
     assert by_slot.base.anchor is first.base.anchor and by_slot.mark[1].tolist() == second.mark[1].tolist()
     by_row = select_rows(torch.tensor([True, False]), first, second)

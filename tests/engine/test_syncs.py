@@ -13,7 +13,8 @@ from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 
-PROMPT, STEPS = 24, 12
+PROMPT = 24
+STEPS = 12
 
 
 class Reads(TorchDispatchMode):

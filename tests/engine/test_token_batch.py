@@ -17,7 +17,9 @@ from kvpolicy.engine.token_batch import (
 )
 from tests.engine.parts import Worth, generator, shuffled
 
-ROWS, HEADS, DIM = 2, 3, 4
+ROWS = 2
+HEADS = 3
+DIM = 4
 NOTHING = (0, 0)
 """Keys and state of an empty slot."""
 
@@ -70,7 +72,8 @@ def test_a_window_repeats_the_last_token(start: int, size: int) -> None:
 def test_chosen_tokens_are_sorted_trimmed_and_brought_to_the_front(share: float) -> None:
     some = batch(7, 2, share)
     most = max(*(len(chosen_positions(some, b, h)) for b, h in heads()), 1)
-    trimmed, front = some.trimmed(), some.front(most)
+    trimmed = some.trimmed()
+    front = some.front(most)
     assert trimmed.positions.shape[-1] == most
     for b, h in heads():
         want = chosen_positions(some, b, h)
@@ -97,7 +100,8 @@ def test_a_batch_fills_the_first_slots(size: int) -> None:
 def test_what_stays_comes_after_the_dictionary(seed: int) -> None:
     """By position, whatever the order of demotion was; slots of other rows' dictionaries are not skipped."""
     dice = generator(seed)
-    count, size = 6, 9
+    count = 6
+    size = 9
     some = batch(count, seed)
     shuffle = torch.rand(ROWS, HEADS, count, generator=dice) + (~some.chosen) * 2
     order = shuffle.argsort(-1)  # what is not chosen comes last
@@ -116,7 +120,8 @@ def test_what_stays_comes_after_the_dictionary(seed: int) -> None:
 
 
 def test_a_dictionary_keeps_what_it_holds() -> None:
-    new, held = batch(5, 4).data, batch(5, 5).data
+    new = batch(5, 4).data
+    held = batch(5, 5).data
     open_slots = torch.tensor([[False, False, True, True, True], [True] * 5])[:, None]
     new, held = (each._replace(counts=each.positions.float().log()) for each in (new, held))
     data = with_dictionary(new, held, 2, open_slots)

@@ -60,7 +60,8 @@ def test_a_row_that_begins_behind_columns_of_others(family: str) -> None:
     ids, mask = make_batch([20, 20], [20, 8])
     mask[1, :20] = 0
     with kvpolicy.attach(model, "kvzip:chunk=3:sinks=1@4"):
-        together, alone = PolicyCache(model), PolicyCache(model)
+        together = PolicyCache(model)
+        alone = PolicyCache(model)
         talk(model, ids, mask, [20, 8], together)
         talk(model, ids[1:, 20:], mask[1:, 20:], [8], alone)
     for both, one in zip(together.policy_layers, alone.policy_layers, strict=True):

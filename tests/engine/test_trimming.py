@@ -29,7 +29,10 @@ from tests.conformance.policies import CODECS, SELECTORS, spec_of, words
 from tests.engine.parts import generator
 from tests.sampling import product
 
-TOKENS, HEADS, GROUP, DIM = 40, 2, 2, 8
+TOKENS = 40
+HEADS = 2
+GROUP = 2
+DIM = 8
 NESTED = [name for name in SELECTORS if nested_from(Policy.parse(spec_of(name) + "@9").selector) is not None]
 ROWS = {"one": [TOKENS], "padded": [TOKENS, 17, 30], "idle": [TOKENS, 0], "between": [TOKENS, 31]}
 DRAWS = ["normal", "equal", "spike"]
@@ -113,7 +116,8 @@ def test_the_same_is_kept(selector: str, codec: str, rows: str, draw: str) -> No
             min(most, length) if rng.random() < 0.5 else most for most, length in zip(steps[-1], lengths, strict=True)
         ]
         given = [max(budget, least) for budget in given]
-        expected, got = whole.compressed(given), cut.compressed(given)
+        expected = whole.compressed(given)
+        got = cut.compressed(given)
         assert expected.keys() == got.keys()
         for name, tensor in expected.items():
             assert torch.equal(tensor, got[name]), f"{name} under {steps}"

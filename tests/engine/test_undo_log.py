@@ -31,7 +31,8 @@ def steps(log: UndoLog, target: Tensor, copied: Tensor, count: int) -> list[tupl
 
 @pytest.mark.parametrize("keep", range(STEPS + 1))
 def test_undone_steps_leave_no_trace(keep: int) -> None:
-    target, copied = torch.randn(2, 3, 2, 5), torch.randn(2)
+    target = torch.randn(2, 3, 2, 5)
+    copied = torch.randn(2)
     log = UndoLog(STEPS)
     log.make_room({"positions": (target, 2)}, {"copied": copied}, None)
     seen = steps(log, target, copied, STEPS)

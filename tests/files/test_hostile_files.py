@@ -143,7 +143,8 @@ def test_every_field_with_nasty_values(spec: str, tmp_path: Path) -> None:
 
 def bombs(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Headers and tensors that ask for more memory than the file holds."""
-    header, tensors = read_header(path), load_file(path)
+    header = read_header(path)
+    tensors = load_file(path)
     name = next(iter(header["packed"]))
     zeros = torch.frombuffer(bytearray(zlib.compress(bytes(2**26))), dtype=torch.uint8)
     tensors = {**tensors, name: zeros}
@@ -167,7 +168,8 @@ def bombs(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
 
 def test_files_that_would_need_more_memory_than_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", layers=2)
-    whole, path = tmp_path / "whole.safetensors", tmp_path / "cache.safetensors"
+    whole = tmp_path / "whole.safetensors"
+    path = tmp_path / "cache.safetensors"
     largest = 0
     empty = torch.empty
 

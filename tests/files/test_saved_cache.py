@@ -174,7 +174,8 @@ def test_after_beams_and_in_inference_mode(spec: str, tmp_path: Path) -> None:
             cache, ids, mask = start(model, [26, 17])
         cache.batch_repeat_interleave(2)
         cache.reorder_cache(torch.tensor([0, 0, 3, 2]))
-        ids, mask = ids[[0, 0, 1, 1]], mask[[0, 0, 1, 1]]
+        ids = ids[[0, 0, 1, 1]]
+        mask = mask[[0, 0, 1, 1]]
         cache.save(tmp_path / "cache.safetensors")
         check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
 
@@ -234,7 +235,8 @@ def test_codes_that_would_not_become_smaller_stay_as_they_are() -> None:
 
 def rewritten(change: Callable[[dict[str, Any], dict[str, Tensor]], None], path: Path) -> None:
     """A file with another header or other tensors."""
-    header, tensors = read_header(path), load_file(path)
+    header = read_header(path)
+    tensors = load_file(path)
     change(header, tensors)
     save_file(tensors, path, metadata={"format": "pt", KEY: json.dumps(header)})
 
@@ -303,7 +305,8 @@ def test_damaged_files(damage: Callable[[Path], object], tmp_path: Path) -> None
 
 
 def test_files_of_other_models(tmp_path: Path) -> None:
-    model, path = build("llama", layers=2), tmp_path / "cache.safetensors"
+    model = build("llama", layers=2)
+    path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, "h2o@0.5"):
         start(model, [26])[0].save(path)
     other, turned = (copy.deepcopy(build("llama", layers=2)) for _ in range(2))
@@ -324,7 +327,8 @@ def test_files_of_other_models(tmp_path: Path) -> None:
 
 
 def test_another_number_of_ranks(tmp_path: Path) -> None:
-    model, path = build("llama", layers=2), tmp_path / "cache.safetensors"
+    model = build("llama", layers=2)
+    path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, "h2o@0.5"):
         cache = start(model, [26])[0]
         cache.save(path)
@@ -337,7 +341,8 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_another_calibration(tmp_path: Path) -> None:
-    model, path = build("llama"), tmp_path / "cache.safetensors"
+    model = build("llama")
+    path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, words("h2o", "csr")):
         start(model, [26])[0].save(path)
         content = cache_file.read(path)
@@ -348,7 +353,8 @@ def test_another_calibration(tmp_path: Path) -> None:
 
 
 def test_caches_that_cannot_be_saved(tmp_path: Path) -> None:
-    model, path = build("llama", layers=2), tmp_path / "cache.safetensors"
+    model = build("llama", layers=2)
+    path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, words("kvzip")):
         cache = PolicyCache(model, prompt=26)
         with pytest.raises(KVPolicyError, match="must have seen a prompt"):

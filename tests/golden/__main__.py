@@ -123,7 +123,8 @@ def _record_revision(revision: str, file: Path, quick: bool, only: list[str]) ->
     """Record what another revision of the repository does, with this script."""
     root = HERE.parent.parent
     with tempfile.TemporaryDirectory() as folder:
-        tree, script = Path(folder) / "tree", Path(folder) / "script"
+        tree = Path(folder) / "tree"
+        script = Path(folder) / "script"
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), revision], cwd=root, check=True)
         try:
             # Copies, alone on the path: beside them lies the package that must not be imported.

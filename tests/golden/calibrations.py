@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-DIM, LAYERS, HIDDEN = 8, 6, 32
+DIM = 8
+LAYERS = 6
+HIDDEN = 32
 
 
 def write_files(folder: Path) -> None:

@@ -62,7 +62,8 @@ def all_cases(quick: bool = False) -> dict[str, Case]:
             for label, spec in policies.items()
         )
 
-    few, many = star(), {**star(), **OPTIONS, **SCORERS}
+    few = star()
+    many = {**star(), **OPTIONS, **SCORERS}
     if quick:
         add(few, "turns", ["llama"], ["fp32"])
         add(few, "prompt", ["llama"], ["bf16"])
@@ -106,17 +107,20 @@ def run_cases(cases: Sequence[Case]) -> dict[str, Fields]:
 
 def run_case(case: Case, folder: Path, *, rank: int = 0, quiet: bool = False) -> Fields:
     """The fields of one case; `refused` alone where the policy or the model is refused."""
-    start, said = time.perf_counter(), ""
+    start = time.perf_counter()
+    said = ""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             found = _play(case, parse(case.spec, folder), rank)
         except ValueError as error:
-            found, said = {REFUSED: True}, f" refused: {error}"
+            found = {REFUSED: True}
+            said = f" refused: {error}"
         except Exception as error:
             traceback.print_exc()
-            found, said = {FAILED: type(error).__name__}, f" failed: {error}"
+            found = {FAILED: type(error).__name__}
+            said = f" failed: {error}"
     if not quiet:
         print(f"{time.perf_counter() - start:6.2f} s  {case.name}{said}", file=sys.stderr, flush=True)
     return found

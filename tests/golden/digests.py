@@ -14,7 +14,8 @@ from tests.golden import access
 Fields = dict[str, Any]
 """By name, a hash or numbers: what JSON gives back as it was."""
 
-REFUSED, FAILED = "refused", "failed"
+REFUSED = "refused"
+FAILED = "failed"
 """The only field of a case that was refused, or that ended with another error."""
 
 _LAST = torch.iinfo(torch.int32).max

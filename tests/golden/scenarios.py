@@ -15,10 +15,13 @@ from tests.golden import access
 from tests.golden.digests import Fields, cache_fields, digest
 from tests.golden.families import VOCABULARY
 
-LENGTHS, CHUNKS, STEPS = (40, 27, 11), (24, 16), 40
+LENGTHS = (40, 27, 11)
+CHUNKS = (24, 16)
+STEPS = 40
 """Tokens of each row of the padded batch; columns of its chunks, of which the last row is absent from the first."""
 
-SECOND_TURN, LAST_STEPS = (6, 0, 3), 5
+SECOND_TURN = (6, 0, 3)
+LAST_STEPS = 5
 """Tokens of each row in the second turn, and decode steps behind it."""
 
 _GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16}

@@ -45,7 +45,8 @@ def test_two_runs_agree_and_another_ranking_is_noticed(first: dict[str, Any], mo
 def test_the_command_compares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, only = tmp_path / "record.json", ["--quick", "--only", "turns llama fp32 tova"]
+    file = tmp_path / "record.json"
+    only = ["--quick", "--only", "turns llama fp32 tova"]
     assert main(["record", str(file), *only]) == 0
     assert main(["compare", str(file), *only]) == 0
     capsys.readouterr()

@@ -36,7 +36,8 @@ def main() -> None:
     capability = int(sys.argv[1])
     for words in sys.argv[2:]:
         dim, bits, groups, heads = map(int, words.split(","))
-        codes, scale = torch.zeros(1, 1, 64, dim * bits // 8, dtype=torch.uint8), torch.zeros(1, 1, 64, groups)
+        codes = torch.zeros(1, 1, 64, dim * bits // 8, dtype=torch.uint8)
+        scale = torch.zeros(1, 1, 64, groups)
         tokens = gpu_reads._sizes(codes, scale, heads, dim, bits)
         channels = gpu_reads._channel_sizes(codes, scale, heads, dim, bits)
         assert tokens is not None and channels is not None

@@ -89,7 +89,8 @@ def test_tensors_of_every_mode_are_read_by_one_graph() -> None:
     for first, second in itertools.product(made, made):
         for inside in (True, False):
             with torch.inference_mode(inside), torch.no_grad():
-                t, by = made[first][0], made[second][1]
+                t = made[first][0]
+                by = made[second][1]
                 out = call(scaled, t, by, power=2)
                 assert torch.equal(out, scaled(t, by, 2)) and not out.requires_grad
     assert graphs() == 1

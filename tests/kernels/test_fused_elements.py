@@ -12,7 +12,10 @@ from kvpolicy.kernels.packing import pack
 from kvpolicy.kernels.rotation import rotate_halves
 from kvpolicy.kernels.words import as_words, in_order_of_channels, in_order_of_places
 
-B, H, C, D = 2, 3, 24, 16
+B = 2
+H = 3
+C = 24
+D = 16
 
 
 def decode_by_number(

@@ -11,7 +11,8 @@ from kvpolicy.kernels.fused_half import is_read_whole, mix_half, score_half
 @pytest.mark.parametrize("width", [2, 6, 7])
 def test_products(width: int) -> None:
     vectors = torch.randn(2, 3, 40, width, generator=torch.Generator().manual_seed(width)).half()
-    queries, weights = torch.randn(2, 3, 4, width), torch.rand(2, 3, 4, 40)
+    queries = torch.randn(2, 3, 4, width)
+    weights = torch.rand(2, 3, 4, 40)
     torch.testing.assert_close(score_half(vectors, queries), queries @ vectors.float().mT)
     torch.testing.assert_close(mix_half(vectors, weights), weights @ vectors.float())
 

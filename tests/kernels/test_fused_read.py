@@ -22,7 +22,9 @@ from kvpolicy.kernels.fused_read import (
 from kvpolicy.kernels.packing import fills_bytes, pack, unpack_float
 from kvpolicy.kernels.words import in_order_of_channels, in_order_of_places
 
-B, H, C = 2, 3, 24
+B = 2
+H = 3
+C = 24
 WIDTHS = [(16, 16), (16, 4), (64, 32), (80, 32), (80, 8), (96, 32), (128, 128)]
 """Channels, and the most channels of a group; groups may be larger or smaller than what a place of the bytes holds."""
 

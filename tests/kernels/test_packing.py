@@ -54,7 +54,8 @@ def test_a_byte_holds_channels_a_part_apart(bits: int) -> None:
     codes = torch.randint(2**bits, (dim,), dtype=torch.uint8)
     packed = pack(codes, bits)
     for channel in range(dim):
-        byte, place = channel % width, channel // width
+        byte = channel % width
+        place = channel // width
         assert (int(packed[byte]) >> (bits * place)) % 2**bits == int(codes[channel])
 
 

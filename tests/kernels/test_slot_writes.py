@@ -7,7 +7,9 @@ import torch
 
 from kvpolicy.kernels.slot_writes import flat_slots, gather_slots, put, write_slots
 
-ROWS, HEADS, SLOTS = 2, 3, 5
+ROWS = 2
+HEADS = 3
+SLOTS = 5
 
 
 def numbered(*shape: int, start: int = 0) -> torch.Tensor:

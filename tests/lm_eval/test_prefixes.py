@@ -70,7 +70,8 @@ def test_groups_save_nearly_as_much_as_the_best_ones() -> None:
 
 
 def test_documents_behind_the_same_instruction_are_groups_of_their_own() -> None:
-    one, other = tuple(range(10)) + (20,) * 90, tuple(range(10)) + (30,) * 90
+    one = tuple(range(10)) + (20,) * 90
+    other = tuple(range(10)) + (30,) * 90
     contexts = [(*one, 1), (*other, 1), (*one, 2), (*other, 2), (*range(10), 7), (*range(10), 8)]
     groups = group_by_prefix(contexts, least=5)
     assert [group.members for group in groups] == [[0, 2], [1, 3], [4, 5]]

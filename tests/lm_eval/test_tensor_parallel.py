@@ -125,7 +125,8 @@ def check_against(alone: tuple[Samples, dict[str, Any]], folder: Path, backend: 
         for name, value in whole["results"][task].items():
             if isinstance(value, float):
                 assert results["results"][task][name] == pytest.approx(value, rel=1e-4), (task, name)
-    info, base = results["config"]["kvpolicy"], whole["config"]["kvpolicy"]
+    info = results["config"]["kvpolicy"]
+    base = whole["config"]["kvpolicy"]
     assert (info["tp"], info["backend"], base["tp"], base["backend"]) == (2, backend, 1, None)
     assert "each of 2 ranks" in info["bytes_are"]
     for kind, cost in info["tasks"].items():

@@ -9,7 +9,10 @@ from torch import Tensor
 from kvpolicy.mergers._common import BLOCK, Nearest, Tile, in_blocks, similar_targets, unit
 from tests.engine.parts import generator
 
-ROWS, HEADS, TOKENS, DIM = 2, 2, 9, 4
+ROWS = 2
+HEADS = 2
+TOKENS = 9
+DIM = 4
 
 
 def slow(keys: Tensor, targets: Tensor, is_target: Tensor) -> list[int]:

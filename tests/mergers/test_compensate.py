@@ -20,7 +20,8 @@ def test_one_slot_is_the_mean_of_all_that_is_gone() -> None:
     torch.testing.assert_close(store.tensors.values[0, :, 0], v[0, :, :9].mean(1))
     for step in range(3):
         q1, k1, v1 = draw(1, step + 1)
-        k, v = torch.cat([k, k1], 2), torch.cat([v, v1], 2)
+        k = torch.cat([k, k1], 2)
+        v = torch.cat([v, v1], 2)
         bench.forward(q1, k1, v1)
         slot = int(store.tensors.positions[0, 0].argmin())
         assert int(store.tensors.positions[0, 0, slot]) == 9 + step
@@ -33,7 +34,8 @@ def test_equal_tokens_are_full_attention() -> None:
     """If all that is evicted is equal, the slot gives what the tokens would have given."""
     q, k, v = draw(12, 0)
     k[:, :, :10], v[:, :, :10] = k[:, :, :1].clone(), v[:, :, :1].clone()
-    full, slim = Bench("full", [12], new=4), Bench("window+compensate@4", [4])
+    full = Bench("full", [12], new=4)
+    slim = Bench("window+compensate@4", [4])
     for bench in (full, slim):
         bench.forward(q, k, v)
     # The step evicts the slot itself, whose mean moves to the token at 9, which has the same key.

@@ -49,9 +49,12 @@ def test_equal_cosines_are_at_their_mean(count: int) -> None:
 def test_the_threshold_follows() -> None:
     state = D2O().alloc(1, 1, "cpu")
     slots = Tokens(
-        torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]]), torch.ones(1, 1, 2, 2), torch.tensor([[[0, 1]]]), None,
+        torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]]),
+        torch.ones(1, 1, 2, 2),
+        torch.tensor([[[0, 1]]]),
+        None,
         torch.ones(1, 1, 2, dtype=torch.bool),
-    )  # fmt: skip
+    )
     seen: list[tuple[float, bool]] = []
     for cosine, there in ((0.8, True), (0.9, True), (0.2, False), (0.75, True)):
         key = torch.tensor([[[[cosine, -((1 - cosine**2) ** 0.5)]]]])

@@ -21,7 +21,8 @@ def test_vector() -> None:
 def test_several_tokens_weigh_alike_at_once() -> None:
     """Positions 1 and 2 are nearest to 0, and 3 to 5 to 6, of seven tokens in any order."""
     torch.manual_seed(0)
-    keys, values = torch.randn(7, 4), torch.randn(7, 4)
+    keys = torch.randn(7, 4)
+    values = torch.randn(7, 4)
     result = Elastic().merge_prompt((), candidates(keys, values, [0, 6], order=[4, 6, 0, 2, 5, 1, 3]))
     assert result.keys is not None
     # Position 3 is as near to 0 as to 6.
@@ -31,7 +32,8 @@ def test_several_tokens_weigh_alike_at_once() -> None:
 
 
 def test_a_victim_takes_half_of_the_nearest_slot() -> None:
-    keys, values = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 4, 4)
+    keys = torch.randn(1, 1, 4, 4)
+    values = torch.randn(1, 1, 4, 4)
     there = torch.ones(1, 1, 3, dtype=torch.bool)
     slots = Tokens(keys[:, :, :3], values[:, :, :3], torch.tensor([[[9, 2, 4]]]), None, there)
     victim = Tokens(keys[:, :, 3:], values[:, :, 3:], torch.tensor([[[6]]]), None, there[..., :1])

@@ -65,7 +65,8 @@ def test_the_gate(least: float, merges: bool) -> None:
 
 
 def test_decoding_weighs_by_counts() -> None:
-    slots, victim = held(KEYS[[0, 2]], [0, 2], VALUES[[0, 2]]), held(KEYS[1:2], [1], VALUES[1:2])
+    slots = held(KEYS[[0, 2]], [0, 2], VALUES[[0, 2]])
+    victim = held(KEYS[1:2], [1], VALUES[1:2])
     slots = slots._replace(counts=torch.tensor([[[3.0, 1.0]]]).log())
     merge = KeepKV().merge_token((), victim, slots)
     assert merge.keys is not None and merge.counts is not None

@@ -72,7 +72,8 @@ def test_the_nearest_position_and_ties() -> None:
 @pytest.mark.parametrize("by", ["keys", "position"])
 def test_victims_in_any_order_give_the_same_slots(by: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    keys, values = torch.randn(40, 6, generator=generator), torch.randn(40, 6, generator=generator)
+    keys = torch.randn(40, 6, generator=generator)
+    values = torch.randn(40, 6, generator=generator)
     counts = torch.randint(1, 9, (40,), generator=generator).float().log()
     kept = sorted(torch.randperm(40, generator=generator)[:9].tolist())
     merger = CountedMerge(by=by, least=0.1)  # pyright: ignore[reportArgumentType]
@@ -117,7 +118,8 @@ def test_equal_tokens_merged_are_full_attention() -> None:
     keys = torch.randn(1, 2, 6, 8, generator=generator)
     k = keys.repeat(1, 1, 4, 1)  # position p has the key of group p % 6
     v = torch.randn(1, 2, 6, 8, generator=generator).repeat(1, 1, 4, 1)
-    full, slim = Bench("full", [24], new=9), Bench("window+merge@7", [7])
+    full = Bench("full", [24], new=9)
+    slim = Bench("window+merge@7", [7])
     for bench in (full, slim):
         bench.forward(q, k, v)
     # Each step evicts a token whose group another slot holds: in the first one, a slot that stands for four tokens.

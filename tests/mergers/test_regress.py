@@ -62,7 +62,8 @@ def test_the_smaller_the_penalty_the_smaller_the_error(sink: float) -> None:
 
 def test_sinks_and_recent_values_stay() -> None:
     given = prompt(KEPT)
-    before, after = given.at_targets(given.values), Regress(window=6, sinks=4, recent=4).merge_prompt((), given).values
+    before = given.at_targets(given.values)
+    after = Regress(window=6, sinks=4, recent=4).merge_prompt((), given).values
     changed = (before != after).any(-1)[0, 0].tolist()
     assert changed == [False, False, True, True, True, True, False, False]
 

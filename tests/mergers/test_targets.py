@@ -29,7 +29,8 @@ def test_the_length_of_keys_means_nothing(dtype: torch.dtype, length: float, by:
     """Also where a product of two keys, or the sum of their squares, is beyond the range of fp16."""
     generator = torch.Generator().manual_seed(0)
     keys = (torch.randn(9, 64, generator=generator) * length).to(dtype)
-    slots, victim = held(keys[:8], [3, 9, 4, 7, 1, 0, 12, 11]), held(keys[8:], [8])
+    slots = held(keys[:8], [3, 9, 4, 7, 1, 0, 12, 11])
+    victim = held(keys[8:], [8])
     want = torch.cosine_similarity(keys[8:].double(), keys[:8].double(), dim=-1)
     slot, cosine = target_of(victim, slots, by)
     assert slot.item() == (int(want.argmax()) if by == "keys" else 3), "of positions 7 and 9, the earlier"

@@ -42,9 +42,15 @@ def merged(merger: Any, given: Candidates) -> tuple[Merged, list[Tensor]]:
 
 
 MERGERS = [
-    CountedMerge(least=-1), CountedMerge(by="position", least=0.2), D2O(), Blend(), Elastic(), ZSMerge(slots=3),
-    KVMerger(least=-0.2), KeepKV(window=4, least=-1),
-]  # fmt: skip
+    CountedMerge(least=-1),
+    CountedMerge(by="position", least=0.2),
+    D2O(),
+    Blend(),
+    Elastic(),
+    ZSMerge(slots=3),
+    KVMerger(least=-0.2),
+    KeepKV(window=4, least=-1),
+]
 
 
 @pytest.mark.parametrize("merger", MERGERS)

@@ -80,7 +80,8 @@ def test_equal_tokens_are_full_attention() -> None:
     """If all that is evicted is equal, the slots give what the tokens would have given."""
     q, k, v = draw(12, 0)
     k[:, :, :10], v[:, :, :10] = k[:, :, :1].clone(), v[:, :, :1].clone()
-    full, slim = Bench("full", [12], new=4), Bench("window+zsmerge:slots=2@5", [5])
+    full = Bench("full", [12], new=4)
+    slim = Bench("window+zsmerge:slots=2@5", [5])
     for bench in (full, slim):
         bench.forward(q, k, v)
     query, new_k, new_v = draw(1, 9)

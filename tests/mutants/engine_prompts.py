@@ -326,8 +326,8 @@ MUTATIONS = (
     Mutation(
         name="slots before a prompt in tiles are not attended to",
         file="kvpolicy/engine/prompt_tiles.py",
-        old="keys, values = self._keys[:, :, :end], self._values[:, :, :end]",
-        new="keys, values = self._keys[:, :, self._before : end], self._values[:, :, self._before : end]",
+        old="keys = self._keys[:, :, :end]\n        values = self._values[:, :, :end]",
+        new="keys = self._keys[:, :, self._before : end]\n        values = self._values[:, :, self._before : end]",
         tests=("tests/engine/test_prompt_tiles.py",),
     ),
     Mutation(

@@ -234,8 +234,8 @@ MUTATIONS = (
     Mutation(
         name="loaded prompts stay in memory",
         file=f"{PACKAGE}/compressor.py",
-        old="layers, held.layers = held.layers, {}",
-        new="layers = held.layers",
+        old="        held.layers = {}\n",
+        new="",
         tests=("tests/vllm/test_compressor.py",),
     ),
     Mutation(

@@ -111,7 +111,8 @@ class _Ranks:
         for sender in self._tasks:
             sender.close()
         self._results.close()
-        self._processes, self._tasks = [], []
+        self._processes = []
+        self._tasks = []
         shutil.rmtree(self._meeting, ignore_errors=True)
 
     def _collect(self, limit: float) -> list[Any]:
@@ -178,7 +179,8 @@ def _serve(rank: int, world: int, meeting: str, path: list[str], tasks: Any, res
         try:
             value = _find(*where)(rank, world, *args)
         except BaseException:
-            good, value = False, traceback.format_exc()
+            good = False
+            value = traceback.format_exc()
         results.put((rank, good, value))
         del args
         value = None

@@ -33,7 +33,9 @@ from tests.conformance.access import Attend, attending, kept_positions, stage_co
 from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random, centers, filters, gates
 from tests.conformance.policies import words
 
-PROMPT, STEPS, NEXT = 26, 4, 11
+PROMPT = 26
+STEPS = 4
+NEXT = 11
 
 
 class Heads(NamedTuple):
@@ -47,10 +49,12 @@ class Heads(NamedTuple):
         """Query and KV heads of a rank: the first ranks have one more where they do not divide."""
         if self.replicas > 1:
             assert world == self.heads * self.replicas
-            size, head = self.queries // world, rank // self.replicas
+            size = self.queries // world
+            head = rank // self.replicas
             return slice(rank * size, rank * size + size), slice(head, head + 1)
         first = sum(self.share(before, world) for before in range(rank))
-        last, group = first + self.share(rank, world), self.queries // self.heads
+        last = first + self.share(rank, world)
+        group = self.queries // self.heads
         return slice(first * group, last * group), slice(first, last)
 
     def share(self, rank: int, world: int) -> int:
@@ -62,10 +66,18 @@ def model_of(heads: Heads, layers: int = 2) -> Any:
     """A small model, the same on every rank."""
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=DIM * heads.queries, intermediate_size=48, num_hidden_layers=layers, head_dim=DIM,
-        num_attention_heads=heads.queries, num_key_value_heads=heads.heads, max_position_embeddings=512,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=DIM * heads.queries,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        head_dim=DIM,
+        num_attention_heads=heads.queries,
+        num_key_value_heads=heads.heads,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -174,7 +186,9 @@ def _far(a: Tensor, b: Tensor, to_the_bit: bool) -> bool:
 
 def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: str) -> list[str]:
     """What differs between this rank's part under each policy and the whole, as text."""
-    model, alone, wrong = model_of(heads), model_of(heads), list[str]()
+    model = model_of(heads)
+    alone = model_of(heads)
+    wrong = list[str]()
     share(model, replicas=heads.replicas)
     if folder and rank == 0:
         kvquant_by_head(Path(folder) / "kvquant", heads.heads)

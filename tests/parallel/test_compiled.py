@@ -14,7 +14,8 @@ from tests.parallel.ranks import run_ranks
 from tests.parallel.sliced import Heads, divided, model_of
 from tests.sampling import product
 
-PROMPT, STEPS = 20, 10
+PROMPT = 20
+STEPS = 10
 CODED = "tova+tokenwise:bits=4:group_size=4:residual_length=2:block_size=3@0.5"
 POLICIES = ["kvcrush/tova@0.5", "h2o:decode=grow@0.5", CODED]
 DIVIDED = {"even": Heads(4, 2), "twins": Heads(4, 1, replicas=2), "none": Heads(2, 1)}
@@ -23,7 +24,8 @@ DIVIDED = {"even": Heads(4, 2), "twins": Heads(4, 1, replicas=2), "none": Heads(
 def _steps(rank: int, world: int, heads: Heads, backend: str, policies: list[str]) -> list[str]:
     """What differs between compiled and eager steps on these ranks."""
     torch.manual_seed(0)
-    model, wrong = model_of(heads, layers=1), list[str]()
+    model = model_of(heads, layers=1)
+    wrong = list[str]()
     share(model, replicas=heads.replicas)
     tokens = torch.randint(3, 64, (2, PROMPT + STEPS))
     for policy in policies:

@@ -16,10 +16,16 @@ import kvpolicy
 from tests.engine.live import stored_bytes
 from tests.parallel.ranks import run_ranks
 
-PROMPT, NEW, ROWS = 40, 5, 2
+PROMPT = 40
+NEW = 5
+ROWS = 2
 SMALL: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 8, "vocab_size": 128,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "vocab_size": 128,
+}
 KEPT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8, "bos_token_id": 1, "eos_token_id": 2}
 CASES: list[tuple[str, str, str]] = [
     ("llama-3-70b", "deepspeed", "kvcrush/h2o+kivi:bits=4:group_size=8:residual_length=8@0.5"),
@@ -58,14 +64,16 @@ def config(name: str) -> Any:
         "one head": lambda: LlamaConfig(**SMALL, num_key_value_heads=1),
         "biased": lambda: GPTNeoXConfig(**SMALL),
         "fused": lambda: Phi3Config(**SMALL, num_key_value_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2),
-        "shared": lambda: Qwen2MoeConfig(
-            **SMALL | experts, num_key_value_heads=4, shared_expert_intermediate_size=64
-        ),
+        "shared": lambda: Qwen2MoeConfig(**SMALL | experts, num_key_value_heads=4, shared_expert_intermediate_size=64),
         "other names": lambda: OPTConfig(
-            hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=8, vocab_size=128,
+            hidden_size=64,
+            ffn_dim=96,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            vocab_size=128,
             word_embed_proj_dim=64,
         ),
-    }  # fmt: skip
+    }
     return makers[name]()
 
 

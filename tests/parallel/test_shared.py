@@ -14,7 +14,10 @@ from kvpolicy.parallel.runtime import share
 from tests.parallel.ranks import run_ranks
 from tests.parallel.sliced import Heads, divided, model_of
 
-TEXT, QUESTION, STEPS, ROWS = 26, 5, 3, 3
+TEXT = 26
+QUESTION = 5
+STEPS = 3
+ROWS = 3
 POLICIES = ["snapkv:window=6@0.5", "h2o+tokenwise:residual_length=2:block_size=3@0.5", "uniform/adakv+h2o@0.5"]
 
 
@@ -32,7 +35,8 @@ def _play(model: Any, policy: str) -> tuple[PolicyCache, list[Tensor]]:
 
 def _compare(rank: int, world: int, heads: Heads) -> list[float]:
     """The largest difference of each policy on this rank."""
-    model, alone = model_of(heads), model_of(heads)
+    model = model_of(heads)
+    alone = model_of(heads)
     share(model, replicas=heads.replicas)
     found: list[float] = []
     for policy in POLICIES:

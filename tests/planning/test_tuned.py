@@ -34,7 +34,8 @@ def draw_curves(seed: int, layers: int = 3, model: Any = None, forms: tuple[str,
     candidates = tuple(Policy.parse(f"{form}@{share}") for form in forms for share in SHARES)
     table: list[list[float | None]] = []
     for _ in range(layers):
-        scale, rate = 10 ** dice.uniform(-2, 1), dice.uniform(1, 6)
+        scale = 10 ** dice.uniform(-2, 1)
+        rate = dice.uniform(1, 6)
         rough = [0.0 if "tokenwise" not in form else 0.02 * scale for form in forms]
         worth = [dice.uniform(0.7, 1.4) for _ in forms]
         table.append(
@@ -169,12 +170,23 @@ def test_length_is_that_of_the_texts_or_as_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"text": None}, {"text": {"prompt": 3, "new": 1}}, {"text": {"prompt": math.inf, "new": 1, "windows": 1}},
-        {"text": {"prompt": 1e30, "new": 1, "windows": 1}}, {"text": {"prompt": "3", "new": 1, "windows": 1}},
-        {"model": None}, {"measure": "taste"}, {"layers": ["a"] * 3}, {"depth": "3"}, {"evidence": {"0.1": {}}},
-        {"evidence": "good"}, {"distortion": []}, {"spread": [[]]}, {"candidates": [1]}, {"candidates": None},
+        {"text": None},
+        {"text": {"prompt": 3, "new": 1}},
+        {"text": {"prompt": math.inf, "new": 1, "windows": 1}},
+        {"text": {"prompt": 1e30, "new": 1, "windows": 1}},
+        {"text": {"prompt": "3", "new": 1, "windows": 1}},
+        {"model": None},
+        {"measure": "taste"},
+        {"layers": ["a"] * 3},
+        {"depth": "3"},
+        {"evidence": {"0.1": {}}},
+        {"evidence": "good"},
+        {"distortion": []},
+        {"spread": [[]]},
+        {"candidates": [1]},
+        {"candidates": None},
     ],
-)  # fmt: skip
+)
 def test_files_that_are_no_curves(change: dict[str, Any], tmp_path: Path) -> None:
     """A sentence, and no traceback."""
     file = tmp_path / "plan.json"

@@ -96,7 +96,8 @@ def test_the_peak_of_a_long_prompt() -> None:
 
 def test_rows_may_differ_in_their_layers() -> None:
     """Every row is padded to the longest one, which may be another one in each layer."""
-    shape, policy = LayerShape(2, 8, torch.float32), Policy.parse("squeeze+window@0.05")
+    shape = LayerShape(2, 8, torch.float32)
+    policy = Policy.parse("squeeze+window@0.05")
 
     def held(*rows: int) -> int:
         prompt = torch.tensor(rows)

@@ -22,9 +22,14 @@ def llama(layers: int = 4) -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        num_hidden_layers=layers, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=50,
-        intermediate_size=32, max_position_embeddings=200_000,
-    )  # fmt: skip
+        num_hidden_layers=layers,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+        intermediate_size=32,
+        max_position_embeddings=200_000,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -35,9 +40,16 @@ def gemma() -> Any:
     torch.manual_seed(0)
     kinds = ["full_attention" if at in (2, 5) else "sliding_attention" for at in range(6)]
     config = Gemma3TextConfig(
-        num_hidden_layers=6, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=50,
-        intermediate_size=32, sliding_window=8, layer_types=kinds,
-    )  # fmt: skip
+        num_hidden_layers=6,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=50,
+        intermediate_size=32,
+        sliding_window=8,
+        layer_types=kinds,
+    )
     return Gemma3ForCausalLM(config).eval()
 
 

@@ -70,8 +70,9 @@ def test_a_sweeps_table_is_read(tmp_path: Path) -> None:
     (tmp_path / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for source in (tmp_path, tmp_path / "table.csv", str(tmp_path / "table.jsonl"), rows):
         assert [(one.policy, one.accuracy, one.share) for one in read_points(source)] == [
-            ("h2o@0.2", 0.5, 0.2), ("full", 0.9, 1.0),
-        ]  # fmt: skip
+            ("h2o@0.2", 0.5, 0.2),
+            ("full", 0.9, 1.0),
+        ]
 
 
 def test_a_policy_that_lacks_a_task_is_left_out() -> None:

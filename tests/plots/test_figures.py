@@ -199,9 +199,12 @@ def test_an_empty_dictionary_is_refused() -> None:
 def test_figures_draw_into_axes_and_leave_no_state(squeezed: Handle) -> None:
     rows = [{"policy": "full", "accuracy": 0.9, "share": 1.0}, {"policy": "h2o@0.2", "accuracy": 0.6, "share": 0.2}]
     draws: list[tuple[Any, Any]] = [
-        (plots.layer_similarity, squeezed), (plots.budgets, squeezed), (plots.kept, squeezed),
-        (plots.bytes_by_kind, squeezed), (plots.accuracy_against_bytes, rows),
-    ]  # fmt: skip
+        (plots.layer_similarity, squeezed),
+        (plots.budgets, squeezed),
+        (plots.kept, squeezed),
+        (plots.bytes_by_kind, squeezed),
+        (plots.accuracy_against_bytes, rows),
+    ]
     before = dict(plt.rcParams)
     for draw, source in draws:
         figure = Figure()

@@ -95,8 +95,11 @@ def test_unmanaged_layers_are_shown(sliding: Handle) -> None:
     for thing in (sliding.report(), sliding.plan):
         rows = table(thing)[1:-1]
         assert [(row[0], row[1] == "unmanaged") for row in rows] == [
-            ("0 to 1", True), ("2", False), ("3 to 4", True), ("5", False),
-        ]  # fmt: skip
+            ("0 to 1", True),
+            ("2", False),
+            ("3 to 4", True),
+            ("5", False),
+        ]
 
 
 def test_before_the_first_prompt_the_policy_is_shown(model: Any) -> None:

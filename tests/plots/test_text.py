@@ -78,9 +78,15 @@ def test_axes_of_ones_own(tiny: tuple[Any, Any]) -> None:
 def test_layers_are_those_of_the_model() -> None:
     """Where every other layer is left alone, a layer keeps its number."""
     config = Gemma2Config(
-        num_hidden_layers=4, hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, vocab_size=16, sliding_window=4,
-    )  # fmt: skip
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=16,
+        sliding_window=4,
+    )
     model = Gemma2ForCausalLM(config).eval()
     with torch.no_grad(), kvpolicy.attach(model, "streaming:sinks=1@0.5") as handle:
         model(torch.arange(8)[None])

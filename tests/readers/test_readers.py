@@ -326,7 +326,8 @@ def test_pages_are_long_from_4096_slots_on() -> None:
 def test_channels_are_chosen_in_the_rows_that_begin() -> None:
     reader = lookup("labels")[1](channels=2)
     index = reader.alloc(2, 1, 3, 4, torch.float32, "cpu")
-    first, later = torch.tensor([[[0.0, 1.0, 1.0, 3.0]]]), torch.tensor([[[5.0, 4.0, 0.0, 0.0]]])
+    first = torch.tensor([[[0.0, 1.0, 1.0, 3.0]]])
+    later = torch.tensor([[[5.0, 4.0, 0.0, 0.0]]])
     reader.fit(index, torch.cat([first, first]), torch.tensor([True, False]))
     assert index.channels.tolist() == [[[1, 3]], [[0, 1]]]
     reader.fit(index, torch.cat([later, first]), torch.tensor([False, True]))
@@ -411,7 +412,8 @@ def test_estimates_bring_the_output_closer_to_attention_to_all(reader: str, with
     """Where attention is spread over many tokens: to less than half of the error."""
     errors: list[float] = []
     for text in (f"full+{reader}:read=8", f"full+{reader}:read=8:{without}=false"):
-        layer, every = Layer(text, [60], new=20), Layer("full", [60], new=20)
+        layer = Layer(text, [60], new=20)
+        every = Layer("full", [60], new=20)
         error = 0.0
         for each in (layer, every):
             each.prompt(*draw(60, 40, sharp=0.5))

@@ -182,7 +182,8 @@ def test_layers_that_follow_read_what_clusters_chose() -> None:
     ids = tokenizer("tiger=4821\nfalcon=1937\n" * 12 + "?tiger=", return_tensors="pt")
     with kvpolicy.attach(model, "full+reuse:every=2/retrieval:recent=1:read=24:estimate=false") as handle:
         model.generate(**ids, max_new_tokens=3)
-        report, plan = handle.report(), handle.plan
+        report = handle.report()
+        plan = handle.plan
         assert plan is not None and (report.nbytes, report.moved) == (plan.nbytes, plan.moved)
         kinds = [layer.nbytes.get("index", 0) for layer in report.layers]
     assert [kind > 20_000 for kind in kinds] == [False, False, True, False, True, False, True, False]

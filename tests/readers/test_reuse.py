@@ -139,7 +139,8 @@ def test_the_same_slots_are_not_searched_for() -> None:
 def test_a_padded_row_reads_what_it_reads_alone(policy: str) -> None:
     lengths = [26, 17]
     budgets = [length // 2 for length in lengths] if "@" in policy else lengths
-    both, alone = pair(policy, (budgets, budgets)), pair(policy, (budgets[1:], budgets[1:]))
+    both = pair(policy, (budgets, budgets))
+    alone = pair(policy, (budgets[1:], budgets[1:]))
     valid = torch.arange(26) >= 26 - torch.tensor(lengths)[:, None]
     for idx in (0, 1):
         q, k, v = draw(26, 9 + idx, batch=2)
@@ -200,7 +201,8 @@ def test_held_and_moved_are_planned(policy: str) -> None:
 
 
 def test_a_choosing_layer_that_reads_everything_gives_what_it_gives_without_a_reader() -> None:
-    one, other = pair(CASES[0], ([26], [26]))[0], Layer("full", [26], new=STEPS)
+    one = pair(CASES[0], ([26], [26]))[0]
+    other = Layer("full", [26], new=STEPS)
     for layer in (one, other):
         layer.prompt(*draw(26, 1))
     for step in range(STEPS):
@@ -221,7 +223,8 @@ def test_a_choosing_layer_that_reads_everything_gives_what_it_gives_without_a_re
 @pytest.mark.parametrize("short", [4, 13])
 def test_a_short_row_reads_what_it_reads_alone(policy: str, short: int) -> None:
     """Alone, it may have no more tokens than are read, so that none of its layers follows another one."""
-    model, turns = build("llama", layers=4), [50, *[1] * 6, 4, 1, 1]
+    model = build("llama", layers=4)
+    turns = [50, *[1] * 6, 4, 1, 1]
     ids, mask = make_batch([50, short], turns)
     with kvpolicy.attach(model, policy):
         together = talk(model, ids, mask, turns, PolicyCache(model, new=sum(turns[1:])))

@@ -24,13 +24,15 @@ def channels(count: int, dim: int = D) -> list[Tensor]:
 
 def nmse(read: list[Tensor], xs: list[Tensor]) -> float:
     """Squared error over variance, each channel on its own scale."""
-    given, got = torch.stack(xs).double(), torch.stack(read).double()
+    given = torch.stack(xs).double()
+    got = torch.stack(read).double()
     return float(((got - given) ** 2).mean(0).div(given.var(0, correction=0)).mean())
 
 
 def share(read: list[Tensor], xs: list[Tensor]) -> float:
     """Squared error over the sum of squares."""
-    given, got = torch.stack(xs).double(), torch.stack(read).double()
+    given = torch.stack(xs).double()
+    got = torch.stack(read).double()
     return float(((got - given) ** 2).sum() / (given**2).sum())
 
 

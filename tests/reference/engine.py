@@ -76,7 +76,8 @@ class ReferenceLayer:
         self.layer_idx = layer_idx
         self.length = self.ranked = 0
         self.scale = 1.0
-        self.undo, self.apply = undo, apply
+        self.undo = undo
+        self.apply = apply
         self.memory: list[dict[Any, Any]] = [{} for _ in range(num_kv_heads)]
         self.margin = self.order_margin = math.inf
         self.heads = [Head() for _ in range(num_kv_heads)]
@@ -214,7 +215,8 @@ class ReferenceLayer:
             return
         chunk = self.base.get("chunk", regress.CHUNK)
         for h, (head, memory) in enumerate(zip(self.heads, self.memories, strict=True)):
-            keys, group = torch.stack([token.seen_key for token in head.tokens]), self._query_heads(h)
+            keys = torch.stack([token.seen_key for token in head.tokens])
+            group = self._query_heads(h)
             rows = regress.replayed(self.merger, keys, texts, chunk, group, scale, softcap, sinks)
             memory["replayed"] = rows if texts else None
 
@@ -222,11 +224,13 @@ class ReferenceLayer:
         self, q: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
         """Outputs, and the matrix [n, N] of every query head; the last n tokens are the queries' own."""
-        out, attention = [], []
+        out = []
+        attention = []
         for h, head in enumerate(self.heads):
             keys, values = seen(head.tokens)
             counts = torch.tensor([math.log(token.count) for token in head.tokens], dtype=torch.float64)
-            n, old = q.shape[1], len(head.tokens) - q.shape[1]
+            n = q.shape[1]
+            old = len(head.tokens) - q.shape[1]
             later = torch.ones(n, old + n, dtype=torch.bool).triu(old + 1)
             for hq in self._query_heads(h):
                 logits = q[hq].double() @ keys.T * scale
@@ -254,7 +258,8 @@ class ReferenceLayer:
         least = selectors.smallest_budget(self.base)
         if self.selector["name"] == "kvcrush":
             least = kvcrush.smallest_share(self.selector, least)
-        tokens, floor = self._most(), least
+        tokens = self._most()
+        floor = least
         while self._base_budget(floor) < least:
             floor += 1
         return min(max(self.mover.precise(head, tokens), floor), tokens)
@@ -353,7 +358,8 @@ class ReferenceLayer:
             budget: Of the row, by default what it may hold now.
             vectors: Whether the selector may look at keys and values.
         """
-        tokens, group = self.heads[h].tokens, self._query_heads(h)
+        tokens = self.heads[h].tokens
+        group = self._query_heads(h)
         keys, values = seen(tokens) if vectors and tokens else (torch.empty(0), torch.empty(0))
         new = [] if q is None else [[*enumerate(q[hq], self.length - q.shape[1])] for hq in group]
         return selectors.Look(
@@ -407,7 +413,8 @@ class ReferenceLayer:
 
     def _kept(self, h: int, apart: dict[int, int], count: int) -> tuple[set[int], set[int]]:
         """Positions that stay, and those of them that stand in for others."""
-        positions, worth = [token.position for token in self.heads[h].tokens], self._priorities(h)
+        positions = [token.position for token in self.heads[h].tokens]
+        worth = self._priorities(h)
         self.margin = min(self.margin, selectors.margin(worth))
         if self.selector["name"] != "kvcrush":
             return {positions[j] for j in selectors.top(worth, count)}, set()
@@ -417,7 +424,8 @@ class ReferenceLayer:
     def _order(self, head: Head) -> list[Token]:
         """All tokens of a head in the order in which they leave the exact part, or a stage."""
         assert self.mover is not None
-        codec, pins = self.mover.codec, self.mover.pins
+        codec = self.mover.codec
+        pins = self.mover.pins
         if codec.demote_by == "age":
             return sorted(head.tokens, key=lambda t: (t.position in pins, t.position))
         h = next(h for h, other in enumerate(self.heads) if other is head)

@@ -23,7 +23,9 @@ def newest(model: Any, prompt: Tensor, question: Tensor, answer: Tensor, keep: i
         keep: Tokens held.
     """
     ids = [*prompt.tolist(), *question.tolist(), *answer.tolist()]
-    start, asked, end = len(prompt), len(prompt) + len(question), len(ids)
+    start = len(prompt)
+    asked = len(prompt) + len(question)
+    end = len(ids)
     seen = [[False] * end for _ in range(end)]
     for i in range(end):
         for j in range(i + 1):
@@ -37,7 +39,8 @@ def newest(model: Any, prompt: Tensor, question: Tensor, answer: Tensor, keep: i
     held = _logits(model, ids, seen)
     divergence = agreed = 0.0
     for i in range(start, end):
-        p, q = _log_probabilities(full[i]), _log_probabilities(held[i])
+        p = _log_probabilities(full[i])
+        q = _log_probabilities(held[i])
         divergence += sum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True))
         agreed += p.index(max(p)) == q.index(max(q))
     right = all(held[i - 1].index(max(held[i - 1])) == ids[i] for i in range(asked, end))

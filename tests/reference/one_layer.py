@@ -53,14 +53,17 @@ class Reference:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend; see `AttentionInterface`."""
-        q, k, v = query[0].double(), key[0].double(), value[0].double()
+        q = query[0].double()
+        k = key[0].double()
+        v = value[0].double()
         self.calls[module.layer_idx] = (query[0], key[0], value[0])
         out = torch.empty_like(q)
         for head in range(len(q)):
             of = head // (len(q) // len(k))
             for i in range(q.shape[1]):
                 first = 0 if sliding_window is None else max(i - sliding_window + 1, 0)
-                keys, values = k[of, first : i + 1], v[of, first : i + 1]
+                keys = k[of, first : i + 1]
+                values = v[of, first : i + 1]
                 counts = torch.zeros(len(keys), dtype=torch.float64)
                 if module.layer_idx in self.held and i >= self.prompt:
                     held = self.held[module.layer_idx][of]

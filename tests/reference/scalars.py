@@ -84,7 +84,8 @@ class Frame(NamedTuple):
 
 def frame(xs: list[np.float32], bits: int) -> Frame:
     """The frame from the least to the largest number of a group."""
-    low, high = min(xs), max(xs)
+    low = min(xs)
+    high = max(xs)
     return Frame(half((high - low) / np.float32(2**bits - 1)), half(low))
 
 

@@ -25,7 +25,8 @@ class Part:
 
     def __init__(self, coder: Coder, group_size: int) -> None:
         """Start without slots."""
-        self.coder, self.group_size = coder, group_size
+        self.coder = coder
+        self.group_size = group_size
         self.slots: list[int | None] = []
 
     def grow(self, count: int) -> None:
@@ -101,7 +102,8 @@ class Mover:
         """Remember the largest |query| of each channel; queries [n, D] of each KV head's query heads together."""
         for h, some in enumerate(queries):
             self.head_dim = some.shape[-1]
-            peak, old = some.abs().amax(0).float(), self.query_absmax[h]
+            peak = some.abs().amax(0).float()
+            old = self.query_absmax[h]
             self.query_absmax[h] = peak if old is None else torch.maximum(peak, old)
 
     def note_prompt(self, queries: list[Tensor]) -> None:
@@ -189,7 +191,8 @@ class Mover:
 
     def _fill(self, h: int, leaving: list[Token]) -> None:
         """Code the tokens of a head that has none coded: the last to leave in the first stage."""
-        head, stop = self.heads[h], len(leaving)
+        head = self.heads[h]
+        stop = len(leaving)
         for stage, part in enumerate(head.parts):
             start = max(stop - len(part.slots), 0)
             self._write(h, stage, leaving[start:stop], list(range(stop - start)))
@@ -201,7 +204,8 @@ class Mover:
 
         Where there are more tokens than the stage has slots at all, the first of them pass it by.
         """
-        head, part = self.heads[h], self.heads[h].parts[stage]
+        head = self.heads[h]
+        part = self.heads[h].parts[stage]
         lacking = len(tokens) - len(part.dead())
         if lacking > 0:
             gone = [token for token in order(head) if token.place is not None and token.place[0] == stage][:lacking]
@@ -215,13 +219,15 @@ class Mover:
     def _write(self, h: int, stage: int, tokens: list[Token], slots: list[int]) -> None:
         if not tokens:
             return
-        head, part = self.heads[h], self.heads[h].parts[stage]
+        head = self.heads[h]
+        part = self.heads[h].parts[stage]
         assert len(slots) == len(tokens), "a slot for every token"
         live = [position is not None for position in part.slots]
         given = Given(head.atoms, self.query_absmax[h], self.query_square[h])
         pairs = [t.stored or (self.undo(t.key.float(), t.position), t.value.float()) for t in tokens]
         for token, slot, (key, value) in zip(tokens, slots, part.coder.write(slots, pairs, live, given), strict=True):
             part.slots[slot] = token.position
-            token.place, token.stored = (stage, slot), (key, value)
+            token.place = (stage, slot)
+            token.stored = (key, value)
             token.read = self.apply(key, token.position).to(token.key.dtype), value.to(token.value.dtype)
         self.margin = min(self.margin, getattr(part.coder, "margin", math.inf))

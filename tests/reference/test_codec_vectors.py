@@ -240,7 +240,8 @@ SUMMED: dict[str, Callable[[], rotate.Head | turboquant.Head | kvquant.Head]] = 
 
 @pytest.mark.parametrize("name", SUMMED)
 def test_a_change_that_is_smaller_than_the_margin_changes_no_code(name: str) -> None:
-    generator, changed = torch.Generator().manual_seed(0), 0
+    generator = torch.Generator().manual_seed(0)
+    changed = 0
     for _ in range(60):
         head = SUMMED[name]()
         key, value, step = (torch.randn(32, generator=generator) for _ in range(3))

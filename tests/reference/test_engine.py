@@ -106,7 +106,8 @@ def test_tova_is_the_same_for_every_head() -> None:
 
 @pytest.mark.parametrize("base", [name for name in names("selector") if name not in ("kvcrush", "full")])
 def test_kvcrush_without_representatives_is_its_base(base: str) -> None:
-    crushed, plain = _layer({"name": "kvcrush", "base": base, "split": 0.0}, 12), _layer(base, 12)
+    crushed = _layer({"name": "kvcrush", "base": base, "split": 0.0}, 12)
+    plain = _layer(base, 12)
     for i, n in enumerate([30, 1, 1, 9, 1]):
         out = [layer.forward(*_tokens(n, i)) for layer in (crushed, plain)]
         torch.testing.assert_close(*out)
@@ -164,7 +165,8 @@ def test_kivi_overwrites_dead_slots_with_frozen_frames() -> None:
     keys = [torch.tensor([float(i)]) for i in range(4)]
 
     def write(positions: list[int], keys: list[torch.Tensor]) -> list[torch.Tensor]:
-        slots, live = part.dead()[:4], [p is not None for p in part.slots]
+        slots = part.dead()[:4]
+        live = [p is not None for p in part.slots]
         for slot, position in zip(slots, positions, strict=True):
             part.slots[slot] = position
         return [key for key, _ in part.coder.write(slots, [(key, key) for key in keys], live, Given())]
@@ -179,7 +181,8 @@ def test_kivi_overwrites_dead_slots_with_frozen_frames() -> None:
 
 
 def test_kivi_does_not_change_a_prefill() -> None:
-    plain, coded = _layer("h2o", 20), _layer("h2o", 20, codec=CODEC)
+    plain = _layer("h2o", 20)
+    coded = _layer("h2o", 20, codec=CODEC)
     outs = [layer.forward(*_tokens(40, 0)) for layer in (plain, coded)]
     torch.testing.assert_close(*outs)
     assert plain.positions == coded.positions

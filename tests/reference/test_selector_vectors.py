@@ -21,7 +21,8 @@ PROJECTION = torch.randn(6, 4 * DIM, generator=torch.Generator().manual_seed(0))
 
 def _look(positions: list[int], budget: int, *, keys: Rows = (), values: Rows = (), **more: Any) -> Look:
     """Tokens of a head as a selector sees them, the newest one last."""
-    attention, projection = more.pop("attention", None), more.pop("projection", None)
+    attention = more.pop("attention", None)
+    projection = more.pop("projection", None)
     look = Look(
         positions=positions,
         keys=[list(map(float, key)) for key in keys],
@@ -108,7 +109,8 @@ def test_lagkv_scores_all_but_the_last_part_and_the_rest() -> None:
 
 def test_lagkv_goes_on_where_it_stopped() -> None:
     """Tokens 2 and 3 beside 4 and 5, of which the keys reach from 0 to 9 and the values are constant."""
-    keys, values = [*LAG_KEYS, (0, 0)], [*LAG_VALUES, (9, 9)]
+    keys = [*LAG_KEYS, (0, 0)]
+    values = [*LAG_VALUES, (9, 9)]
     look = _look([*range(6)], 8, keys=keys, values=values, scores=[1j, 0.5 + 1j, 0, 0, 0, 0])
     assert _scored(LAG, look).scores == [1j, 0.5 + 1j, 1j, 0.5 + 1j, 0, 0]
 
@@ -211,7 +213,8 @@ VALUES = [[1.0, 0.0], [0.0, 2.0], [-1.0, 1.0], [3.0, 3.0]]
 
 def _change_without(gone: int, row: list[float] = ROW) -> float:
     """How far the output moves if attention never saw a token."""
-    p, v = torch.tensor(row, dtype=torch.float64), torch.tensor(VALUES, dtype=torch.float64)
+    p = torch.tensor(row, dtype=torch.float64)
+    v = torch.tensor(VALUES, dtype=torch.float64)
     without = p.clone()
     without[gone] = 0
     return float((p @ v - without / without.sum() @ v).norm())
@@ -269,9 +272,13 @@ CRITICAL = {"name": "critical", "base": {"name": "h2o", "recent": 0.0}}
 def test_critical() -> None:
     """Values of 1 5 2 3 7 count twice: the first is marked as the highest but for the newest, of which one stays."""
     look = _look(
-        [*range(5)], 4, values=[(1,), (5,), (-2,), (3,), (7,)], scores=[4, 1, 3, 2, 0],
-        attention=[[[0.2] * 5]], projection=[[[1.0], [-1.0]]],
-    )  # fmt: skip
+        [*range(5)],
+        4,
+        values=[(1,), (5,), (-2,), (3,), (7,)],
+        scores=[4, 1, 3, 2, 0],
+        attention=[[[0.2] * 5]],
+        projection=[[[1.0], [-1.0]]],
+    )
     look = _scored(CRITICAL, look)
     assert look.scores == [4, 1, 3, 2, 0]
     assert _worth(CRITICAL, look) == pytest.approx([math.inf, 1.001, 1.2004, 1.2006, math.inf])

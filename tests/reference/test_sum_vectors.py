@@ -68,7 +68,8 @@ def test_overwriting_keeps_the_frames_and_outlier_places() -> None:
     xs = noise(64)
     head = gear.Head({}, D)
     head.fit_block(xs, xs)
-    frames, basis = list(head.key_frames), head.key_basis.copy()
+    frames = list(head.key_frames)
+    basis = head.key_basis.copy()
     key, value = head.overwrite(3, noise(1, seed=9)[0], noise(1, seed=10)[0])
     assert head.key_frames == frames and (head.key_basis == basis).all()
     assert share([key], noise(1, seed=9)) < 0.4 and share([value], noise(1, seed=10)) < 0.3
@@ -103,7 +104,8 @@ def structured(count: int, dim: int, seed: int = 0) -> list[Tensor]:
 
 
 def test_solvers_in_order_and_repeated_atoms() -> None:
-    dim, xs = 32, structured(30, 32)
+    dim = 32
+    xs = structured(30, 32)
     atoms = [x / x.norm() for x in structured(200, 32, seed=1)]
     errors: list[float] = []
     repeated = 0
@@ -139,7 +141,8 @@ def test_pairs_and_bits(nnz: int, bits: float) -> None:
 
 
 def test_prompt_atoms_and_outlier_atoms_code_themselves() -> None:
-    keys, values = noise(6, 32, 1), noise(6, 32, 2)
+    keys = noise(6, 32, 1)
+    values = noise(6, 32, 2)
     head = csr.Head({"nnz": 2, "outlier_atoms": 2}, 32, dictionary(10, 32), dictionary(10, 16), keys[:2], values[:2])
     assert len(head.keys.atoms) == 12 and len(head.values.atoms) == 14
     head.fit(keys[2:], values[2:])

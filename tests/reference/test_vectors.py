@@ -111,7 +111,8 @@ def _evicted_pages(over: int, zeros: set[int], extra: int) -> set[int]:
 
     OpenVINO evicts the earlier of two equal blocks and we the later, hence scores that rise a little.
     """
-    tokens, limit = 192 + over, 192 + 4 * extra
+    tokens = 192 + over
+    limit = 192 + 4 * extra
     worth = [float(j // 4 not in zeros) + 1e-6 * j for j in range(tokens)]
     worth = [float("inf") if j < 32 or j >= tokens - 32 else x for j, x in enumerate(worth)]
     config = selectors.complete({"name": "kvcrush", "page": 4, "split": Fraction(4 * extra, limit)})
@@ -229,7 +230,8 @@ def test_waterfill_refuses_what_cannot_be() -> None:
 @pytest.mark.parametrize("seed", range(200))
 def test_waterfill_keeps_its_promises(seed: int) -> None:
     draw = random.Random(seed)
-    layers, floor = draw.randint(1, 8), draw.randint(0, 6)
+    layers = draw.randint(1, 8)
+    floor = draw.randint(0, 6)
     ceiling = floor + draw.randint(0, 12)
     total = draw.randint(layers * floor, layers * ceiling + 5)
     got = allocators.waterfill([draw.choice([0, 1, 5, 100]) for _ in range(layers)], total, floor, ceiling)

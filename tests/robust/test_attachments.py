@@ -19,7 +19,8 @@ from tests.robust.hostile import EACH, GREEDY, NEW, answer, converse, each, exac
 @EACH
 def test_nested(policy: str) -> None:
     """Attach inside attach on another model, detached in the wrong order; the same model only once."""
-    outer, inner = own(), own("qwen2")
+    outer = own()
+    inner = own("qwen2")
     before = [trace(outer), trace(inner)]
     first = kvpolicy.attach(outer, policy)
     want = answer(outer)
@@ -41,8 +42,12 @@ def test_nested(policy: str) -> None:
 @EACH
 def test_two_models_of_one_config(policy: str) -> None:
     config = transformers.LlamaConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=48, intermediate_size=48,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        vocab_size=48,
+        intermediate_size=48,
+    )
     models: list[Any] = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -96,7 +101,8 @@ def test_changed_while_attached(policy: str) -> None:
             answer(model)
     model = own()
     with kvpolicy.attach(model, policy), torch.no_grad():
-        held, layer = model.model.layers[1].self_attn, model.model.layers[1]
+        held = model.model.layers[1].self_attn
+        layer = model.model.layers[1]
         layer.self_attn = type(held)(model.config, 1)
         layer.self_attn.load_state_dict(held.state_dict())
         with refused("must attend to the cache"):
@@ -110,7 +116,8 @@ def test_a_layer_that_attends_twice(policy: str) -> None:
     """In a prompt and in a step: its tokens would be taken in twice, and nobody would see it."""
     model = own()
     with kvpolicy.attach(model, policy), torch.no_grad():
-        cache, attention = PolicyCache(model, new=2), model.model.layers[1].self_attn
+        cache = PolicyCache(model, new=2)
+        attention = model.model.layers[1].self_attn
         model(prompt(), past_key_values=cache)
         once = attention.forward
         attention.forward = lambda *args, **kwargs: (once(*args, **kwargs), once(*args, **kwargs))[1]
@@ -171,7 +178,8 @@ KINDS: dict[str, dict[str, Any]] = {
 @each("kind", [*KINDS])
 def test_kinds_of_generation(policy: str, kind: str) -> None:
     """The stock tokens at a full budget; at a small one, twice the same."""
-    model, how = build("llama"), KINDS[kind]
+    model = build("llama")
+    how = KINDS[kind]
     torch.manual_seed(0)
     stock = answer(model, **how)
     for words in (policy, roomy(policy)):
@@ -191,14 +199,17 @@ def test_embeddings_alone(policy: str) -> None:
     ids, mask = make_batch([26, 17])
     with kvpolicy.attach(model, policy), torch.no_grad():
         want, _ = converse(model, [26, 17])
-        cache, given = PolicyCache(model, new=NEW), model.get_input_embeddings()(ids)
+        cache = PolicyCache(model, new=NEW)
+        given = model.get_input_embeddings()(ids)
         places = (mask.cumsum(-1) - 1).clamp_min(0)
         start = 0
         for size in TURNS:
             now = slice(start, start + size)
             logits = model(
-                inputs_embeds=given[:, now], attention_mask=mask[:, : now.stop], position_ids=places[:, now],
+                inputs_embeds=given[:, now],
+                attention_mask=mask[:, : now.stop],
+                position_ids=places[:, now],
                 past_key_values=cache,
-            ).logits  # fmt: skip
+            ).logits
             assert torch.equal(logits, want[:, now])
             start += size

@@ -61,7 +61,8 @@ def test_saved_while_attached(policy: str, tmp_path: Path) -> None:
     with torch.no_grad():
         want = model(ids, attention_mask=mask).logits
     model.save_pretrained(tmp_path / "before")  # which writes the class's name into the config
-    names, before = [*model.state_dict()], trace(model)
+    names = [*model.state_dict()]
+    before = trace(model)
     with kvpolicy.attach(model, policy):
         answer(model)
         assert [*model.state_dict()] == names

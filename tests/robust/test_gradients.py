@@ -55,7 +55,9 @@ def test_backward_through_a_prompt_with_a_cache(policy: str) -> None:
 @each("turns", [[1], [1, 1, 1], [4], [4, 1]])
 def test_backward_through_slots(policy: str, turns: list[int]) -> None:
     """They hold no graph, so a gradient would lack a part."""
-    model, start, total = own(), 26, torch.zeros(())
+    model = own()
+    start = 26
+    total = torch.zeros(())
     ids, _ = make_batch([26], [26, *turns])
     with kvpolicy.attach(model, roomy(policy)):
         cache = PolicyCache(model)

@@ -41,7 +41,8 @@ class Impatient(StoppingCriteria, BaseStreamer):
 @each("how", ["criterion", "streamer"])
 def test_between_steps(policy: str, how: str) -> None:
     """The model works on; so does the cache, which is whole between steps."""
-    model, ids = build("llama"), prompt()
+    model = build("llama")
+    ids = prompt()
     more: Any = {"streamer": Impatient()}
     if how == "criterion":
         more = {"stopping_criteria": StoppingCriteriaList([Impatient()])}
@@ -74,7 +75,9 @@ def test_inside_a_layer(policy: str, where: str, when: str) -> None:
     """The model and other caches work on; the cache itself says that its layers do not agree."""
     model = own()
     with kvpolicy.attach(model, policy), torch.no_grad():
-        want, other, cache = answer(model), PolicyCache(model), PolicyCache(model)
+        want = answer(model)
+        other = PolicyCache(model)
+        cache = PolicyCache(model)
         model(prompt(), past_key_values=other)
         after = model(prompt(1), past_key_values=copy.deepcopy(other)).logits
         if when == "step":
@@ -93,7 +96,8 @@ def test_inside_a_layer(policy: str, where: str, when: str) -> None:
         assert torch.equal(answer(model), want)
 
 
-AFTER, WHERE = ["no cache", "compiled"], ["model.norm", "model.layers.1.mlp"]
+AFTER = ["no cache", "compiled"]
+WHERE = ["model.norm", "model.layers.1.mlp"]
 
 
 @product("after,where", AFTER, WHERE, sample=each_once(AFTER, WHERE))
@@ -101,7 +105,8 @@ def test_a_later_forward_does_not_finish_what_was_broken_off(after: str, where: 
     """One of its own would: it would find the turn whole, and let it be taken in twice."""
     model = own()
     with kvpolicy.attach(model, "full"), torch.no_grad():
-        cache, other = PolicyCache(model), PolicyCache(model, new=4)
+        cache = PolicyCache(model)
+        other = PolicyCache(model, new=4)
         model(prompt(), past_key_values=cache)
         model(prompt(), past_key_values=other)
         broken(model, cache, prompt(5), where)
@@ -163,7 +168,8 @@ def test_two_threads_on_one_model(policy: str) -> None:
 @EACH
 def test_two_threads_on_one_cache(policy: str) -> None:
     """The second forward finds the first one at work."""
-    model, inside = own(), list[str]()
+    model = own()
+    inside = list[str]()
     cache = PolicyCacheInUse(model, policy)
 
     def meanwhile(*_: Any) -> None:

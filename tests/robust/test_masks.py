@@ -22,7 +22,8 @@ SIZES = [26, 1, 1, 6, 1]
 
 def masks() -> dict[str, Tensor]:
     every = torch.ones(2, sum(SIZES), dtype=torch.int64)
-    holes, right = every.clone(), every.clone()
+    holes = every.clone()
+    right = every.clone()
     holes[0, 5:9] = holes[1, 12] = holes[1, 29:31] = 0
     right[1, 18:26] = 0
     return {"ones": every, "holes": holes, "right": right, "float": holes.float(), "bool": holes.bool()}
@@ -31,7 +32,8 @@ def masks() -> dict[str, Tensor]:
 @each("kind", ["holes", *(kind for kind in masks() if kind != "holes")])
 def test_odd_masks(policy: str, kind: str) -> None:
     """Where nothing is dropped, the stock model's logits; else those of the row alone."""
-    model, mask = build("llama"), masks()[kind]
+    model = build("llama")
+    mask = masks()[kind]
     ids, _ = make_batch([26, 26], SIZES)
     stock = talk(model, ids, mask, SIZES, DynamicCache())
     seen = mask.bool()
@@ -87,7 +89,8 @@ def test_a_mask_that_hides_what_was_seen(policy: str, new: int) -> None:
 @EACH
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
 def test_a_batch_that_changes_between_turns(policy: str, before: int, after: int) -> None:
-    model, ids = build("llama"), prompt()
+    model = build("llama")
+    ids = prompt()
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model)
         model(ids.expand(before, -1), past_key_values=cache)
@@ -124,7 +127,8 @@ def test_arguments_by_place(policy: str) -> None:
 @pytest.mark.parametrize("codec", [name for name in CODECS if lookup(name)[1]().traits.key_space == "unrotated"])
 def test_positions_that_jump(codec: str) -> None:
     """Keys of which one shift for the row would undo another rotation; the cache is as it was."""
-    model, (ids, _) = build("llama"), make_batch([26], [26])
+    model = build("llama")
+    ids, _ = make_batch([26], [26])
     jump = torch.arange(26)[None] + 100 * (torch.arange(26) > 12)
     holes = torch.ones(1, 26, dtype=torch.int64).index_fill(1, torch.arange(5, 9), 0)
     counted = (holes.cumsum(-1) - 1).clamp_min(0)
@@ -170,7 +174,8 @@ def test_the_digest_of_a_mask_follows_rows_and_steps() -> None:
         for start, stop in ((0, 20), (20, 21), (21, 22)):
             forward(model, ids, mask, start, stop, cache)
         cache.batch_select_indices(torch.tensor([1, 0, 1]))
-        ids, mask = ids[[1, 0, 1]], mask[[1, 0, 1]]
+        ids = ids[[1, 0, 1]]
+        mask = mask[[1, 0, 1]]
         forward(model, ids, mask, 22, 27, cache)
         assert cache.mask_digest is not None
         assert torch.equal(cache.mask_digest, mask_digest(mask))

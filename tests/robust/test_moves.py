@@ -32,7 +32,8 @@ def test_meta(policy: str) -> None:
 @EACH
 def test_loaded_after_attaching(policy: str) -> None:
     """From meta to the CPU: the answers are the loaded weights'."""
-    model, other = own(), own()
+    model = own()
+    other = own()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
@@ -45,7 +46,8 @@ def test_loaded_after_attaching(policy: str) -> None:
 
 @EACH
 def test_another_dtype_between_prompts(policy: str) -> None:
-    model, other = own(), own().to(torch.bfloat16)
+    model = own()
+    other = own().to(torch.bfloat16)
     with kvpolicy.attach(other, policy):
         want, fresh = converse(other, [26, 17])
     with kvpolicy.attach(model, policy):
@@ -104,7 +106,8 @@ def test_out_of_inference_mode(policy: str) -> None:
     ids, mask = make_batch([26, 17])
     with kvpolicy.attach(model, policy):
         want, _ = converse(model, [26, 17])
-        cache, start = PolicyCache(model, new=NEW), 0
+        cache = PolicyCache(model, new=NEW)
+        start = 0
         for number, size in enumerate(TURNS):
             with torch.inference_mode(number % 3 == 0):
                 logits = forward(model, ids, mask, start, start + size, cache)

@@ -20,7 +20,8 @@ from tests.conformance.policies import CODECS, words
 from tests.robust.hostile import EACH, converse, each
 from tests.sampling import product
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 PLACES: dict[str, Any] = {
     "first": (0, 0),
     "a token": (0, 10),
@@ -89,7 +90,8 @@ def test_a_step(policy: str) -> None:
 @product("codec,projection", CODECS, ["k_proj", "v_proj"], sample=TURNS_OF_CODECS)
 def test_a_codec_hides_nothing(codec: str, projection: str) -> None:
     """Where nothing is dropped, what is broken stays broken, as in a stock cache."""
-    model, turns = build("llama"), [26, *[1] * 6]
+    model = build("llama")
+    turns = [26, *[1] * 6]
     for value in (NAN, INF):
         with kvpolicy.attach(model, words("h2o", codec, budget="40")), spoiled(model, (0, 10), value, projection):
             logits = talk(model, *make_batch([26, 17], turns), turns, PolicyCache(model, new=6))

@@ -46,7 +46,8 @@ ODD = {
 @each("length", [1, 2, 3])
 def test_short_prompts(policy: str, length: int) -> None:
     """One token; fewer than the sinks or the window: alone as in a batch, and everything is kept."""
-    model, turns = build("llama"), [length, 1]
+    model = build("llama")
+    turns = [length, 1]
     ids, mask = make_batch([length], turns)
     stock = talk(model, ids, mask, turns, DynamicCache())
     with kvpolicy.attach(model, roomy(policy, "1.0")):

@@ -23,7 +23,8 @@ def run(model: Any, mask: Tensor | None, **how: Any) -> Any:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED])
 def test_scoring(family: str, attention: str) -> None:
-    model, (_, padded) = own(family), make_batch([26, 17], [26])
+    model = own(family)
+    _, padded = make_batch([26, 17], [26])
     try:
         model.set_attn_implementation(attention)
     except ValueError:
@@ -39,7 +40,8 @@ def test_scoring(family: str, attention: str) -> None:
 
 def test_attention_matrices() -> None:
     """Where the stock model gives them, so does an attached one; with a cache they are refused, however asked for."""
-    model, (ids, padded) = own(), make_batch([26, 17], [26])
+    model = own()
+    ids, padded = make_batch([26, 17], [26])
     model.set_attn_implementation("eager")
     stock = run(model, padded, output_attentions=True).attentions
     with kvpolicy.attach(model, "h2o@0.5"):

@@ -140,7 +140,8 @@ def test_leverage_counts_as_much_as_is_evicted() -> None:
         state: Any = selector.observe(selector.alloc(3, 2, 12, "cpu"), seen, view)
         return state.score
 
-    attention, both = score(0), score(1)
+    attention = score(0)
+    both = score(1)
     torch.testing.assert_close(score("auto")[0], attention[0] + 0.75 * (both - attention)[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(score("auto")[1:], attention[1:])
 
@@ -174,7 +175,8 @@ def test_a_row_is_itself_whatever_its_positions_begin_with(family: str, pieces: 
     model = build(family)
     ids, mask = make_batch([20, 13], [20])
     with kvpolicy.attach(model, f"{SMALL}@9", chunks="hold"):
-        cache, alone = PolicyCache(model, prompt=torch.tensor([20, 13])), PolicyCache(model)
+        cache = PolicyCache(model, prompt=torch.tensor([20, 13]))
+        alone = PolicyCache(model)
         start = 0
         for size in pieces:
             with torch.no_grad():  # its position_ids count the padding
@@ -190,7 +192,8 @@ def test_a_row_may_end_before_the_last_chunk() -> None:
     ids, mask = make_batch([20, 20], [20])
     mask[1, 13:] = 0
     with kvpolicy.attach(model, f"{SMALL}@9", chunks="hold"):
-        cache, alone = PolicyCache(model, prompt=torch.tensor([20, 13])), PolicyCache(model)
+        cache = PolicyCache(model, prompt=torch.tensor([20, 13]))
+        alone = PolicyCache(model)
         for start, stop in ((0, 13), (13, 20)):
             forward(model, ids, mask, start, stop, cache)
         forward(model, ids[1:, :13], mask[1:, :13], 0, 13, alone)

@@ -37,7 +37,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 @pytest.mark.parametrize("scaled", [{}, {"rope_parameters": YARN}], ids=["default", "yarn"])
 def test_the_mean_rotation_is_the_mean_of_rotations(scaled: dict[str, Any]) -> None:
     """Of the model's own tables, attention scaling included, for each row's own positions."""
-    table, vectors = rope(**scaled), torch.randn(2, 3, 5, DIM, generator=torch.Generator().manual_seed(0))
+    table = rope(**scaled)
+    vectors = torch.randn(2, 3, 5, DIM, generator=torch.Generator().manual_seed(0))
     first = torch.tensor([7, 30])
     got = table.mean_rotation(vectors, first, 11)
     every = [table.rotate(vectors, (first + ahead)[:, None, None].expand(2, 3, 5)) for ahead in range(11)]
@@ -68,7 +69,8 @@ def test_it_is_the_mean_over_a_normal_distribution() -> None:
     values = torch.ones(1, 1, 6, DIM)
     table = rope()
     got = scores(sample[None, None], keys, values, table, horizon=1)
-    mean, spread = sample.mean(0), torch.cov(sample.T, correction=0)
+    mean = sample.mean(0)
+    spread = torch.cov(sample.T, correction=0)
     drawn = torch.distributions.MultivariateNormal(mean, spread).sample((1_000_000,))
     turned = table.rotate(drawn[None, None], torch.full((1, 1, 1_000_000), 6))[0, 0]
     want = (turned @ keys[0, 0].T * DIM**-0.5).exp().mean(0)
@@ -159,7 +161,8 @@ def test_a_row_is_itself_whatever_its_positions_begin_with(family: str) -> None:
     model = build(family)
     ids, mask = make_batch([20, 13], [20])
     with kvpolicy.attach(model, "expected:sinks=2:horizon=5@9"):
-        cache, alone = PolicyCache(model), PolicyCache(model)
+        cache = PolicyCache(model)
+        alone = PolicyCache(model)
         with torch.no_grad():
             model(ids, attention_mask=mask, past_key_values=cache)  # its position_ids count the padding
         forward(model, ids[1:, 7:], mask[1:, 7:], 0, 13, alone)

@@ -124,7 +124,8 @@ def test_other_models(content: FilterFile, info: ModelInfo, message: str) -> Non
 def test_files_are_refused_when_a_policy_is_planned_or_attached(spec: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "filters.safetensors"
-    model, policy = kvpolicy.tiny()[0], spec.format(path)
+    model = kvpolicy.tiny()[0]
+    policy = spec.format(path)
     with pytest.raises(
         kvpolicy.KVPolicyError, match=r"must be a readable file or tiny or tiny-4k, got '.*' \(No such file"
     ):

@@ -61,7 +61,8 @@ def test_tensors_that_were_read_in_inference_mode_serve_outside(tmp_path: Path) 
 
 
 def test_heads_of_a_gate() -> None:
-    gate, inputs = some(heads=4, units=3)[0], torch.randn(2, 5, 8)
+    gate = some(heads=4, units=3)[0]
+    inputs = torch.randn(2, 5, 8)
     torch.testing.assert_close(gate.of_heads(slice(1, 3)).score(inputs), gate.score(inputs)[:, 1:3])
     shared = some(heads=1)[0]
     assert shared.of_heads(slice(1, 3)) is shared and shared.score(inputs).shape == (2, 1, 5)
@@ -148,7 +149,8 @@ def test_other_models(content: GateFile, info: ModelInfo, message: str) -> None:
 def test_files_are_refused_when_a_policy_is_planned_or_attached(spec: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "gate.safetensors"
-    model, policy = kvpolicy.tiny()[0], spec.format(path)
+    model = kvpolicy.tiny()[0]
+    policy = spec.format(path)
     with pytest.raises(kvpolicy.KVPolicyError, match=r"The gate file must be a readable file or tiny or tiny-4k, got"):
         kvpolicy.attach(model, policy)
     save_gates(path, GateFile(some(4, 8, 64)))

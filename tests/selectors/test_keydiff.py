@@ -105,7 +105,8 @@ def test_rows_take_their_anchor_with_them() -> None:
     bench = Bench("keydiff:every=50", [12, 9])
     bench.forward(*draw(20, 0, batch=2), padding(20, 20, 13))
     before = bench.layer.tensors.state
-    anchor, score = before.anchor.clone(), before.score.clone()
+    anchor = before.anchor.clone()
+    score = before.score.clone()
     bench.layer.map_rows(lambda t: t[torch.tensor([1, 1, 0])])
     after: Any = bench.layer.tensors.state
     assert isinstance(after, Differences)

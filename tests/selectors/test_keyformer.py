@@ -19,10 +19,13 @@ from tests.selectors.walks import walks
 @pytest.mark.parametrize(
     "spec",
     [
-        "keyformer:steps=5", "keyformer:tau_init=0.5:tau_end=0.5:seed=3", "keyformer:recent=0.0:tau_end=8.0:steps=1",
-        "keyformer:decode=grow", "kvcrush/keyformer",
+        "keyformer:steps=5",
+        "keyformer:tau_init=0.5:tau_end=0.5:seed=3",
+        "keyformer:recent=0.0:tau_end=8.0:steps=1",
+        "keyformer:decode=grow",
+        "kvcrush/keyformer",
     ],
-)  # fmt: skip
+)
 def test_as_the_slow_version(spec: str) -> None:
     assert walks(spec) > 0.8
 

@@ -79,7 +79,8 @@ def test_keys_are_scored_in_tiles(tile: int, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_length_that_was_scored_does_not_grow_with_the_row() -> None:
     """A store counts the tokens of its rows in place."""
-    selector, given = ExpectedAttention(sinks=0), view(6, 4)
+    selector = ExpectedAttention(sinks=0)
+    given = view(6, 4)
     state: Any = selector.alloc(1, 1, 6, "cpu")
     moments = expected.QueryMoments(torch.ones(1), torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4, 4))
     state = state._replace(total=moments.total, product=moments.product)

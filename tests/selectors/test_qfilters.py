@@ -87,7 +87,8 @@ def test_kept_keys_of_the_embedded_model_get_larger_products() -> None:
         order = scored(QFilters(), keys[None], layer_idx=layer.layer_idx).score[0].argsort(-1)
         products = (keys @ queries[layer.layer_idx].unflatten(0, (4, 2)).mean((1, 2))[..., None]).squeeze(-1)
         count = order.shape[-1] // 5
-        best, rest = products.gather(-1, order[:, -count:]).mean(-1), products.gather(-1, order[:, :-count]).mean(-1)
+        best = products.gather(-1, order[:, -count:]).mean(-1)
+        rest = products.gather(-1, order[:, :-count]).mean(-1)
         better += (best > rest).tolist()
     assert len(better) == 32 and sum(better) >= 24
 

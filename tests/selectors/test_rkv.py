@@ -19,10 +19,13 @@ from tests.selectors.walks import walks
 @pytest.mark.parametrize(
     "spec",
     [
-        "rkv:window=3:kernel=3:every=5", "rkv:mix=1.0:window=2:kernel=1", "rkv:mix=0.0:every=1:similar=0.1",
-        "rkv:decode=grow", "kvcrush/rkv:window=3",
+        "rkv:window=3:kernel=3:every=5",
+        "rkv:mix=1.0:window=2:kernel=1",
+        "rkv:mix=0.0:every=1:similar=0.1",
+        "rkv:decode=grow",
+        "kvcrush/rkv:window=3",
     ],
-)  # fmt: skip
+)
 def test_as_the_slow_version(spec: str) -> None:
     assert walks(spec) > 0.6
 

@@ -50,7 +50,8 @@ def seen_of(keys: torch.Tensor, rotation: KeyRotation) -> Seen:
 def test_scores_are_products_at_each_distance(offset: int | None, tmp_path: Path) -> None:
     """With an embedding, two query heads per KV head, and positions of the model that are further on."""
     generator = torch.Generator().manual_seed(0)
-    mean, lengths = torch.randn(4, 8, generator=generator), torch.rand(4, 1, generator=generator) * 4
+    mean = torch.randn(4, 8, generator=generator)
+    lengths = torch.rand(4, 1, generator=generator) * 4
     save_centers(tmp_path / "c.safetensors", CenterFile({0: Centers(mean, lengths)}))
     selector = TriAttention(file=str(tmp_path / "c.safetensors"), reach=9)
     keys = torch.randn(1, 2, 6, 8, generator=generator)

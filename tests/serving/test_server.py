@@ -232,9 +232,11 @@ def test_sigterm_ends_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_requests_start_from_a_saved_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each from a copy: the first does not change what the second starts from."""
     model, tokenizer = kvpolicy.tiny()
-    text, question = PROMPT.removesuffix("?wolf="), "?wolf="
+    text = PROMPT.removesuffix("?wolf=")
+    question = "?wolf="
     ids, whole = (tokenizer(part, return_tensors="pt").input_ids for part in (text, text + question))
-    path, silent = tmp_path / "text.safetensors", tmp_path / "silent.safetensors"
+    path = tmp_path / "text.safetensors"
+    silent = tmp_path / "silent.safetensors"
     with torch.no_grad(), kvpolicy.attach(model, POLICY):
         cache = kvpolicy.PolicyCache(model)
         model(ids, past_key_values=cache)
@@ -266,7 +268,8 @@ def test_requests_start_from_a_saved_cache(tmp_path: Path, capsys: pytest.Captur
 def test_requests_share_a_saved_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each adds its own tokens, and leaves the slots of the text as they are."""
     model, tokenizer = kvpolicy.tiny()
-    text, question = PROMPT.removesuffix("?wolf="), "?wolf="
+    text = PROMPT.removesuffix("?wolf=")
+    question = "?wolf="
     ids, whole = (tokenizer(part, return_tensors="pt").input_ids for part in (text, text + question))
     path = tmp_path / "text.safetensors"
     with torch.no_grad(), kvpolicy.attach(model, POLICY):

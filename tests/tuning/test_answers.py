@@ -21,8 +21,12 @@ def test_rows_that_change_several_layers_are_as_alone() -> None:
         few = {layer: over(Past(*(t[:, :, ::3] for t in past[:3]))) for layer, past in full.items()}  # pyright: ignore[reportOptionalSubscript]
         answer = Answer(tap.model, cache, full, text.answer)
         rows: dict[str, Changes] = {
-            "last": {2: few[2]}, "ends": {0: few[0], 2: few[2]}, "first": {0: few[0]}, "none": {}, "all": few,
-        }  # fmt: skip
+            "last": {2: few[2]},
+            "ends": {0: few[0], 2: few[2]},
+            "first": {0: few[0]},
+            "none": {},
+            "all": few,
+        }
         together = dict(answer.kls(rows.items()))
         alone = {name: kl for pair in rows.items() for name, kl in answer.kls([pair])}
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-9)

@@ -21,14 +21,16 @@ def noise(seed: int, count: int) -> Tensor:
 
 
 def test_intervals_are_those_of_drawing_windows_one_by_one() -> None:
-    a, b = scores(noise(0, 9), noise(1, 9), noise(2, 9)), scores(noise(3, 9), noise(4, 9), noise(5, 9))
+    a = scores(noise(0, 9), noise(1, 9), noise(2, 9))
+    b = scores(noise(3, 9), noise(4, 9), noise(5, 9))
     found = compare(a, b, seed=6, draws=50)
     drawn = torch.randint(9, (50, 9), generator=torch.Generator().manual_seed(6)).tolist()
     for name in ("kl", "top1", "correct"):
         pairs = [*zip(getattr(a, name).tolist(), getattr(b, name).tolist(), strict=True)]
         means = sorted(sum(pairs[i][0] - pairs[i][1] for i in row) / 9 for row in drawn)
         # 2.5 % of the way along 49 gaps is 1.225 from either end.
-        low, high = means[1] + 0.225 * (means[2] - means[1]), means[-2] - 0.225 * (means[-2] - means[-3])
+        low = means[1] + 0.225 * (means[2] - means[1])
+        high = means[-2] - 0.225 * (means[-2] - means[-3])
         mean = sum(x - y for x, y in pairs) / 9
         assert getattr(found, name) == pytest.approx(Difference(mean, low, high))
     assert found.windows == 9 and compare(a, b, seed=7) != compare(a, b, seed=6) == compare(a, b, seed=6)
@@ -54,7 +56,9 @@ def test_intervals_have_their_coverage() -> None:
     assert 180 <= hits <= 198
 
 
-UP, DOWN, NONE = Difference(0.2, 0.1, 0.3), Difference(-0.2, -0.3, -0.1), Difference(0.1, -0.1, 0.3)
+UP = Difference(0.2, 0.1, 0.3)
+DOWN = Difference(-0.2, -0.3, -0.1)
+NONE = Difference(0.1, -0.1, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,8 @@ def test_a_verdict_says_what_the_intervals_show(correct: Difference, kl: Differe
 
 
 def test_a_policy_compared_with_itself_gains_nothing() -> None:
-    some, nothing = scores(noise(0, 12), noise(1, 12)), Difference(0.0, 0.0, 0.0)
+    some = scores(noise(0, 12), noise(1, 12))
+    nothing = Difference(0.0, 0.0, 0.0)
     assert compare(some, some) == Comparison(nothing, nothing, nothing, 12)
     assert "12 windows show no gain" in verdict_line(compare(some, some))
 

@@ -26,9 +26,15 @@ from tests.reference.evidence import newest
 def llama(seed: int = 0, **given: Any) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        vocab_size=23, initializer_range=0.5, **given,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=23,
+        initializer_range=0.5,
+        **given,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -106,7 +112,8 @@ def test_a_shared_reference_gives_the_same() -> None:
 
 
 def test_tokens_of_an_answer_are_steps_and_readers_act_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, window = llama(), drawn(0, 40, 3, 4)
+    model = llama()
+    window = drawn(0, 40, 3, 4)
     fed: list[tuple[int, Any]] = []
     plain = evidence._logits
 
@@ -134,24 +141,34 @@ def test_bytes_are_a_share_of_the_full_cache() -> None:
         found = score(model, windows, spec, share=0.15)
         assert 0.7 * sum(budgets) / 6 < found.nbytes <= sum(budgets) / 6
     config = Gemma3TextConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        intermediate_size=48, vocab_size=23, sliding_window=6, layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=23,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+    )
     bounded = Gemma3ForCausalLM(config).eval()
-    window, token = drawn(0, 30, 0, 10), 2 * 2 * 8 * 4
+    window = drawn(0, 30, 0, 10)
+    token = 2 * 2 * 8 * 4
     assert share_bytes(bounded, window, 0.5) == 20 * token + 5 * token
     assert score(bounded, [window], "window", share=0.5).nbytes <= 25 * token
 
 
 def test_a_model_keeps_its_mode_and_has_no_policy_afterwards() -> None:
-    model, window = llama(attention_dropout=0.5).train(), drawn(0, 20, 0, 3)
+    model = llama(attention_dropout=0.5).train()
+    window = drawn(0, 20, 0, 3)
     assert torch.equal(score(model, [window], "h2o@8").kl, score(model, [window], "h2o@8").kl)
     assert model.training
     kvpolicy.attach(model, "h2o").detach()
 
 
 def test_what_cannot_be_scored_is_refused() -> None:
-    model, window = llama(), drawn(0, 20, 0, 3)
+    model = llama()
+    window = drawn(0, 20, 0, 3)
     with pytest.raises(kvpolicy.KVPolicyError, match="must be windows to score a policy on, got none"):
         score(model, [], "full")
     with pytest.raises(kvpolicy.KVPolicyError, match=r"budget must be at least \d+B"):
@@ -189,7 +206,8 @@ def test_policies_by_layer_are_scored(tmp_path: Path) -> None:
     model = llama()
     windows = [drawn(seed, 20 + 30 * seed, 0, 2) for seed in range(2)]
     alike = kvpolicy.Policy.by_layer(["window@0.5"] * 2, budget=0.5)
-    found, wanted = score(model, windows, alike, share=0.5), score(model, windows, "window", share=0.5)
+    found = score(model, windows, alike, share=0.5)
+    wanted = score(model, windows, "window", share=0.5)
     assert torch.equal(found.kl, wanted.kl) and found.nbytes == wanted.nbytes
     table = [[1.0, 0.1, 0.0] for _ in range(2)]
     forms = ("window@0.1", "window+rotate:group_size=4:residual_length=4@0.4", "window@1.0")

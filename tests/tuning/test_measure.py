@@ -22,9 +22,15 @@ from kvpolicy.tuning.windows import Window
 from tests.reference.one_layer import measured
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 8,
-    "intermediate_size": 32, "vocab_size": 40, "initializer_range": 0.4,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "vocab_size": 40,
+    "initializer_range": 0.4,
+}
 SELECTORS = [
     "window@1.0",
     "window@0.2",
@@ -137,7 +143,9 @@ def test_short_texts(prompt: int, answer: int) -> None:
 
 
 def test_several_windows_are_measured_by_themselves() -> None:
-    model, texts, specs = llama(), [window(30, 3, 1), window(12, 5, 2)], ["h2o@0.2", "streaming:sinks=3@0.25"]
+    model = llama()
+    texts = [window(30, 3, 1), window(12, 5, 2)]
+    specs = ["h2o@0.2", "streaming:sinks=3@0.25"]
     for measure in (output_errors, layer_kls):
         together = measure(model, texts, specs)
         assert together[1].isnan().tolist() == [[False, True]] * 2
@@ -147,7 +155,8 @@ def test_several_windows_are_measured_by_themselves() -> None:
 
 def test_candidates_are_measured_by_themselves() -> None:
     """What is seen of a prompt is shared by candidates, none of which may change it."""
-    model, text = llama(), [window(40, 3)]
+    model = llama()
+    text = [window(40, 3)]
     specs = [spec for spec in SELECTORS + CODED if "@0.1" not in spec]
     together = output_errors(model, text, specs + specs[::-1])
     alone = torch.cat([output_errors(model, text, [spec]) for spec in specs], -1)
@@ -157,15 +166,19 @@ def test_candidates_are_measured_by_themselves() -> None:
 @pytest.mark.parametrize("make", [llama, gemma])
 def test_all_of_a_prompt_is_no_error(make: Callable[[], Any]) -> None:
     # As many tokens as fit whole pages.
-    model, text, specs = make(), [window(32, 5)], ["full", "snapkv@1.0", "uniform/adakv+h2o@1.0"]
+    model = make()
+    text = [window(32, 5)]
+    specs = ["full", "snapkv@1.0", "uniform/adakv+h2o@1.0"]
     assert bool((output_errors(model, text, specs).abs() < 1e-6).all())
     assert bool((layer_kls(model, text, specs).abs() < 1e-6).all())
 
 
 def test_the_model_is_as_it_was() -> None:
-    model, text = llama().train(), [window(20, 3)]
+    model = llama().train()
+    text = [window(20, 3)]
     model.model.layers[1].eval()  # as a frozen part may be
-    config, training = model.config, [module.training for module in model.modules()]
+    config = model.config
+    training = [module.training for module in model.modules()]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     output_errors(model, text, ["h2o+rotate@0.5", "kvzip@0.5"])
     layer_kls(model, text, ["h2o+rotate@0.5", "kvzip@0.5"])
@@ -181,7 +194,8 @@ def test_the_model_is_as_it_was() -> None:
 
 def test_sensitivities_are_those_of_noise_in_one_layer() -> None:
     """For small noise the divergence is quadratic in it; noise of another seed, window or layer is other noise."""
-    model, texts = llama(), [window(30, 9, 1), window(20, 9, 2), window(20, 9, 2)]
+    model = llama()
+    texts = [window(30, 9, 1), window(20, 9, 2), window(20, 9, 2)]
     found = sensitivities(model, texts, size=0.01)
     assert found.shape == (3, 2) and bool((found > 0).all())
     torch.testing.assert_close(found, sensitivities(model, texts, size=0.02), rtol=0.1, atol=0)
@@ -197,14 +211,18 @@ def test_sensitivities_are_those_of_noise_in_one_layer() -> None:
 
 
 def test_noise_has_the_size_that_was_asked_for() -> None:
-    model, text, size = llama(), window(20, 4), 0.3
+    model = llama()
+    text = window(20, 4)
+    size = 0.3
     found: list[Tensor] = []
     for layer in model.model.layers:
         layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: found.append(args[0]))
     sensitivities(model, [text], size=size, draws=1)
     # Of each layer: the prompt, the answer as it is, and a row of the answer for noise in each layer.
     first = found[4]
-    plain, noisy, other = found[2][0], first[0], first[1]
+    plain = found[2][0]
+    noisy = first[0]
+    other = first[1]
     torch.testing.assert_close(plain, other)
     error, norm = ((x.unflatten(-1, (4, 8))).norm(dim=-1) for x in (noisy - plain, plain))
     torch.testing.assert_close(error, size * norm)
@@ -216,7 +234,9 @@ def test_answers_are_scored_behind_their_first_token() -> None:
 
 
 def test_many_rows_are_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, text, specs = llama(), [window(30, 3)], ["h2o@0.3", "window@0.3", "tova@0.3"]
+    model = llama()
+    text = [window(30, 3)]
+    specs = ["h2o@0.3", "window@0.3", "tova@0.3"]
     whole = layer_kls(model, text, specs)
     for name, value in (("LOGITS", 2 * 40 * 2), ("ROWS", 2), ("LOGITS", 1)):  # two predictions of each row
         with monkeypatch.context() as patch:

@@ -67,7 +67,8 @@ def test_curves_are_means_over_windows(measure: Any, tmp_path: Path) -> None:
 
 
 def test_layers_that_stand_in_for_one_another() -> None:
-    together, alone = torch.tensor([3.0, 0.2, float("nan")]), torch.tensor([[0.0, 0.2, 1.0], [0.0, 0.2, 1.0]])
+    together = torch.tensor([3.0, 0.2, float("nan")])
+    alone = torch.tensor([[0.0, 0.2, 1.0], [0.0, 0.2, 1.0]])
     factor = interaction(together, alone)
     assert factor[0] > 1e5 and factor[1] == 1 and factor[2].isnan()
 

@@ -78,7 +78,8 @@ def run(
             if output.finished:
                 done[output.request_id] = output
             if output.finished and kind == "first":
-                ids, name = prompts[int(number)], names[int(number)]
+                ids = prompts[int(number)]
+                name = names[int(number)]
                 text, params = second_request(ids, recipe.kept(len(ids)), name)
                 core.add_request(f"second-{number}", text, sampling(params, **options))
     return [done[f"second-{n}"] for n in range(len(prompts))] + [done[f"other-{n}"] for n in range(len(others))]

@@ -33,7 +33,8 @@ def test_plain_requests_in_the_same_batch(served: Served, llm: Any) -> None:
 
 def test_a_second_round_comes_from_the_prefix_cache(served: Served, llm: Any) -> None:
     requests = [about(*each, llm) for each in served.asked]
-    first, second = ask(llm, requests), ask(llm, requests)
+    first = ask(llm, requests)
+    second = ask(llm, requests)
     for found in (first, second):
         assert [[*each.outputs[0].token_ids] for each in found] == short(served.wanted)
     kept = [read_document(path).kept for path, _ in served.asked]

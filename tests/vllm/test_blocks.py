@@ -11,7 +11,10 @@ from torch import Tensor
 from kvpolicy import KVPolicyError
 from kvpolicy_vllm.blocks import BlockReader
 
-BLOCKS, SIZE, HEADS, DIM = 5, 16, 2, 8
+BLOCKS = 5
+SIZE = 16
+HEADS = 2
+DIM = 8
 Place = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Views of a cache as keys and values, [blocks, tokens, H, D] each."""
 

@@ -98,9 +98,12 @@ def test_preempted_prompts_and_answers(small: Model, llm: Any, policy: str, monk
     """Prompts are preempted in the middle of their prefill, and answers lose their kept tokens."""
     recipe = recipe_of(policy)
     use(llm, recipe)
-    scheduler, savings = scheduler_of(llm), []
-    steps, lost = itertools.count(), []
-    schedule, save_all = scheduler.schedule, compressor_of(llm).save
+    scheduler = scheduler_of(llm)
+    savings = []
+    steps = itertools.count()
+    lost = []
+    schedule = scheduler.schedule
+    save_all = compressor_of(llm).save
 
     def disturbed(*args: Any, **kwargs: Any) -> Any:
         if next(steps) % 5 == 3:
@@ -166,7 +169,8 @@ def test_what_goes_wrong_with_a_prompt_ends_only_its_request(
 
 
 def test_requests_of_other_forms_end_with_an_error(small: Model, llm: Any) -> None:
-    recipe, ids = recipe_of(POLICIES[0]), small.prompts[1]
+    recipe = recipe_of(POLICIES[0])
+    ids = small.prompts[1]
     kept = recipe.kept(len(ids))
     good = start(llm, ids, recipe, "good")
     bad = [
@@ -183,7 +187,9 @@ def test_requests_of_other_forms_end_with_an_error(small: Model, llm: Any) -> No
 
 
 def test_requests_that_are_aborted_leave_nothing(small: Model, llm: Any) -> None:
-    recipe, ids, core = recipe_of(POLICIES[0]), small.prompts[-1], llm.llm_engine
+    recipe = recipe_of(POLICIES[0])
+    ids = small.prompts[-1]
+    core = llm.llm_engine
     for steps in range(4):
         text, params = start(llm, ids, recipe, f"a{steps}", first=None)
         core.add_request("gone", text, params)
@@ -212,7 +218,8 @@ def test_prompts_whose_clients_have_left_are_forgotten(small: Model, llm: Any, m
 
 
 def test_penalties_see_the_tokens_of_the_prompt(small: Model, llm: Any) -> None:
-    recipe, ids = recipe_of("window@70"), [*range(3, 40)] * 4
+    recipe = recipe_of("window@70")
+    ids = [*range(3, 40)] * 4
     use(llm, recipe)
     (found,) = answers_of(run(llm, [ids], recipe, repetition_penalty=1e6, tokens=4))
     assert not {*found.tokens} & {*ids}
@@ -220,7 +227,9 @@ def test_penalties_see_the_tokens_of_the_prompt(small: Model, llm: Any) -> None:
 
 def test_sampling_is_that_of_the_whole_prompt(small: Model, llm: Any) -> None:
     """The first token is sampled from the logits of the whole prompt, by the first number of the seed."""
-    recipe, prompts = recipe_of(POLICIES[0]), small.prompts[:1]  # on a CPU, vLLM takes no seed for prompts in chunks
+    # On a CPU, vLLM takes no seed for prompts in chunks.
+    recipe = recipe_of(POLICIES[0])
+    prompts = small.prompts[:1]
     for seed in range(5):
         options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "tokens": 1}
         whole = [({"prompt_token_ids": ids}, sampling(**options)) for ids in prompts]

@@ -42,7 +42,8 @@ def test_speculation_by_ngrams(tmp_path: Path) -> None:
     model = make_model("llama3")
     model.save_pretrained(tmp_path / "model")
     policy = "snapkv:window=8@0.5"
-    prompts, recipe = [make_text(model, 40, 1) * 3, make_text(model, 100, 2)], recipe_of(policy)
+    prompts = [make_text(model, 40, 1) * 3, make_text(model, 100, 2)]
+    recipe = recipe_of(policy)
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     options: dict[str, Any] = {"processes": True, "speculative_config": speculation}
     with engine(tmp_path / "model", extra={"policy": policy, "threshold": LEAST}, **options) as llm:
@@ -66,6 +67,7 @@ def test_other_policies_do_not_start(saved: Saved, policy: str, message: str) ->
 def test_an_environment_is_enough(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOLICY_POLICY", "window@0.5")
     monkeypatch.setenv("KVPOLICY_THRESHOLD", str(LEAST))
-    recipe, ids = recipe_of("window@0.5"), make_text(saved.model, 100)
+    recipe = recipe_of("window@0.5")
+    ids = make_text(saved.model, 100)
     with engine(saved.folder / "model") as llm:
         assert close(answers_of(run(llm, [ids], recipe)), [wanted(saved.model, recipe, ids)])

@@ -122,7 +122,8 @@ def test_streams_stop_strings_and_tools(server: VLLMServer, answer: Callable[[st
 
 
 def test_other_requests_pass_unchanged(server: VLLMServer, pair: tuple[Any, Any]) -> None:
-    short, text = "wolf=1002\n?wolf=", prompt("wolf")
+    short = "wolf=1002\n?wolf="
+    text = prompt("wolf")
     with torch.no_grad():
         ids = pair[1](text, return_tensors="pt").input_ids
         whole = pair[1].decode(
@@ -163,7 +164,8 @@ def test_many_requests_of_all_kinds(server: VLLMServer, answer: Callable[[str], 
     expected = [answer(text) for text in texts]
 
     def ask(index: int) -> None:
-        text, right = texts[index % len(texts)], expected[index % len(texts)]
+        text = texts[index % len(texts)]
+        right = expected[index % len(texts)]
         kind = index % 6
         if kind == 0:
             assert server.post(COMPLETION, complete("?wolf=")).text == short

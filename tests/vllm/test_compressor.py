@@ -21,7 +21,11 @@ from kvpolicy_vllm.recipe import Recipe
 from tests.vllm.compressed import POLICIES, recipe_of
 from tests.vllm.models import Saved
 
-BLOCK, LAYERS, HEADS, GROUP, DIM = 16, 2, 2, 2, 32
+BLOCK = 16
+LAYERS = 2
+HEADS = 2
+GROUP = 2
+DIM = 32
 NAMES = itertools.count()
 
 
@@ -77,10 +81,8 @@ class Rank:
         self.compressor.begin(now)
         outs: list[Tensor] = []
         for layer, pool in enumerate(self.pools):
-            noise, slots = (
-                torch.randn(3, HEADS * GROUP, DIM),
-                [63 * BLOCK, 63 * BLOCK + 1, *[each.slot for each in last]],
-            )
+            noise = torch.randn(3, HEADS * GROUP, DIM)
+            slots = [63 * BLOCK, 63 * BLOCK + 1, *[each.slot for each in last]]
             rows = [(noise[:1].expand(len(slots), -1, -1), noise[:1, :HEADS].expand(len(slots), -1, -1))]
             rows = [(q, k, q.clone()) for q, k in rows]
             for text, start, stop in parts:
@@ -150,7 +152,8 @@ TRANSFORMS = {
 @pytest.mark.parametrize("kind", TRANSFORMS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_parts_are_one_piece(saved: Saved, policy: str, kind: str) -> None:
-    recipe, transform = recipe_of(policy), TRANSFORMS[kind]
+    recipe = recipe_of(policy)
+    transform = TRANSFORMS[kind]
     rank = Rank(saved, recipe, transform)
     for tokens, ends in ((70, [70]), (81, [1, 2, 64, 80, 81]), (100, [33, 99, 100]), (100, [7, 100]), (64, [63, 64])):
         text = text_of(tokens, tokens)
@@ -161,9 +164,12 @@ def test_parts_are_one_piece(saved: Saved, policy: str, kind: str) -> None:
 
 @pytest.mark.parametrize("policy", ["snapkv:window=8@0.4", "h2o@0.3", "expected@0.3"])
 def test_several_prompts_of_a_step(saved: Saved, policy: str) -> None:
-    recipe, transform = recipe_of(policy), TRANSFORMS["plain"]
+    recipe = recipe_of(policy)
+    transform = TRANSFORMS["plain"]
     rank = Rank(saved, recipe, transform)
-    one, two, three = text_of(90, 1), text_of(90, 2, 20), text_of(70, 3, 40)
+    one = text_of(90, 1)
+    two = text_of(90, 2, 20)
+    three = text_of(70, 3, 40)
     rank.step([(one, 0, 40), (two, 0, 90)])
     rank.step([(three, 0, 10), (one, 40, 90)])
     check(saved, rank, recipe, transform, one)
@@ -176,8 +182,10 @@ def test_several_prompts_of_a_step(saved: Saved, policy: str) -> None:
 @pytest.mark.parametrize("again", [0, 16, 32])
 def test_parts_that_are_computed_again(saved: Saved, policy: str, again: int) -> None:
     """A prompt that is preempted begins anew, or behind blocks that are still in the prefix cache."""
-    recipe, transform = recipe_of(policy), TRANSFORMS["plain"]
-    rank, text = Rank(saved, recipe, transform), text_of(80)
+    recipe = recipe_of(policy)
+    transform = TRANSFORMS["plain"]
+    rank = Rank(saved, recipe, transform)
+    text = text_of(80)
     rank.step([(text, 0, 50)])
     other = text._replace(blocks=(*text.blocks[: again // BLOCK], *range(50, 50 + len(text.blocks) - again // BLOCK)))
     for start, stop in itertools.pairwise([again, 40, 60, 80]):
@@ -188,7 +196,8 @@ def test_parts_that_are_computed_again(saved: Saved, policy: str, again: int) ->
 
 def test_the_output_of_the_last_token_is_put_back(saved: Saved) -> None:
     rank = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"])
-    one, two = text_of(70, 1), text_of(80, 2, 20)
+    one = text_of(70, 1)
+    two = text_of(80, 2, 20)
     rank.step([(one, 0, 70), (two, 0, 30)])
     rank.step([(two, 30, 80)])
     for _ in range(2):  # again after a preemption
@@ -203,7 +212,8 @@ def test_the_output_of_the_last_token_is_put_back(saved: Saved) -> None:
 
 def test_last_tokens_that_are_not_seen_are_lost(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a graph of a whole step, which no layer of Python takes part in."""
-    rank, text = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"]), text_of(70)
+    rank = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"])
+    text = text_of(70)
     rank.step([(text, 0, 70)])
     assert not rank.lost and not rank.compressor.lost_blocks()
     work = Work(last_tokens=[LastToken(text.name, 5, 8)])
@@ -222,8 +232,10 @@ def test_last_tokens_that_are_not_seen_are_lost(saved: Saved, monkeypatch: pytes
 
 def test_what_is_held(saved: Saved) -> None:
     recipe = recipe_of("window@41")
-    rank, text = Rank(saved, recipe, TRANSFORMS["plain"]), text_of(80)
-    outputs, kept = LAYERS * HEADS * GROUP * DIM * 4, LAYERS * 2 * HEADS * 40 * DIM * 4
+    rank = Rank(saved, recipe, TRANSFORMS["plain"])
+    text = text_of(80)
+    outputs = LAYERS * HEADS * GROUP * DIM * 4
+    kept = LAYERS * 2 * HEADS * 40 * DIM * 4
     rank.step([(text, 0, 50)])
     assert rank.compressor.nbytes == 0  # a window needs no queries
     rank.step([(text, 50, 80)])
@@ -240,10 +252,13 @@ def test_what_is_held(saved: Saved) -> None:
 
 
 def test_prompts_that_leave_their_blocks_are_saved(saved: Saved) -> None:
-    recipe, transform = recipe_of("keydiff@0.5"), TRANSFORMS["plain"]
-    rank, text = Rank(saved, recipe, transform), text_of(80)
+    recipe = recipe_of("keydiff@0.5")
+    transform = TRANSFORMS["plain"]
+    rank = Rank(saved, recipe, transform)
+    text = text_of(80)
     rank.step([(text, 0, 80)])
-    blocks, kept = (9, 8, 7), recipe.kept(80) - 1
+    blocks = (9, 8, 7)
+    kept = recipe.kept(80) - 1
     at = slots_of(blocks, 0, kept)
     for pool, layer in zip(rank.pools, rank.compressor.take(text.name), strict=True):
         pool.keys[at], pool.values[at] = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
@@ -254,8 +269,11 @@ def test_prompts_that_leave_their_blocks_are_saved(saved: Saved) -> None:
 
 @pytest.mark.parametrize("what", ["_gather", "_compressed", "_begun"])
 def test_what_goes_wrong_with_a_prompt_is_its_own(saved: Saved, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, transform = recipe_of("snapkv:window=8@0.4"), TRANSFORMS["plain"]
-    rank, good, bad = Rank(saved, recipe, transform), text_of(80, 1), text_of(90, 2, 20)
+    recipe = recipe_of("snapkv:window=8@0.4")
+    transform = TRANSFORMS["plain"]
+    rank = Rank(saved, recipe, transform)
+    good = text_of(80, 1)
+    bad = text_of(90, 2, 20)
     original = getattr(rank.compressor, what)
 
     def broken(*args: Any) -> Any:
@@ -273,7 +291,8 @@ def test_what_goes_wrong_with_a_prompt_is_its_own(saved: Saved, what: str, monke
 
 
 def test_a_prompt_of_which_parts_are_missing_fails(saved: Saved) -> None:
-    rank, text = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"]), text_of(80)
+    rank = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"])
+    text = text_of(80)
     rank.step([(text, 10, 80)])
     with pytest.raises(KVPolicyError, match="could not be compressed"):
         rank.compressor.take(text.name)
@@ -281,7 +300,8 @@ def test_a_prompt_of_which_parts_are_missing_fails(saved: Saved) -> None:
 
 def test_a_selector_that_evicts_the_last_token_fails(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     """No built-in one does; the last token is computed again, and would be there twice otherwise."""
-    recipe, text = recipe_of("window@0.5"), text_of(80)
+    recipe = recipe_of("window@0.5")
+    text = text_of(80)
     rank = Rank(saved, recipe, TRANSFORMS["plain"])
 
     class Oldest(type(recipe.policy.selector)):

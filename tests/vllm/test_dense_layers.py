@@ -39,7 +39,8 @@ def test_layers_hold_what_those_of_a_cache_do(policy: str, tmp_path: Path) -> No
     rotations = skeleton(model.config).rotations
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = PolicyCache.load(model, path)
-    apart, ready = dense(path, model, move=False), dense(path, model)
+    apart = dense(path, model, move=False)
+    ready = dense(path, model)
     assert [each.layer_idx for each in ready] == [*range(len(cache.layers))]
     for layer, one, other in zip(cache.policy_layers, apart, ready, strict=True):
         keys, values, _ = held(layer)
@@ -51,7 +52,8 @@ def test_layers_hold_what_those_of_a_cache_do(policy: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("parts", [*([codec] for codec in CODECS), ["d2o"], ["regress"], ["regress", "kivi"]])
 def test_attention_to_moved_keys_is_that_of_the_cache(family: str, parts: list[str], tmp_path: Path) -> None:
     """Whatever holds the tokens: the first step behind the text sees the same, at the position of an engine."""
-    model, policy = build(family), words("h2o:decode=grow", *parts)
+    model = build(family)
+    policy = words("h2o:decode=grow", *parts)
     path = save(model, policy, make_text(model, 45), tmp_path / "doc.safetensors")
     token = torch.tensor([[7]])
     with torch.no_grad():

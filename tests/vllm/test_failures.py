@@ -209,7 +209,8 @@ def test_blocks_of_a_failed_load_are_not_used_again(
     content = path.read_bytes()
     request = about(path, make_question(served.model), llm)
     wanted = answer(served.model, POLICY, path, make_question(served.model))
-    core, scheduler = llm.llm_engine.engine_core.engine_core, scheduler_of(llm)
+    core = llm.llm_engine.engine_core.engine_core
+    scheduler = scheduler_of(llm)
     inner = core._process_aborts_queue
 
     def leave() -> None:

@@ -20,7 +20,9 @@ from kvpolicy_vllm.requests import Load
 from tests.vllm.models import Saved, make_text, save
 
 BLOCK = 16
-LAYERS, HEADS, DIM = 3, 2, 32
+LAYERS = 3
+HEADS = 2
+DIM = 32
 WHOLE = Heads(0, HEADS)
 BLOCKS = (7, 2, 5)
 """Blocks of a document of 35 tokens."""
@@ -40,7 +42,8 @@ class Pool:
             raise RuntimeError("out of memory")
         assert keys.is_contiguous() and values.is_contiguous() and len(slots) == len(keys)
         self.writes += 1
-        self.keys[layer_idx, slots], self.values[layer_idx, slots] = keys, values
+        self.keys[layer_idx, slots] = keys
+        self.values[layer_idx, slots] = values
 
     def written(self) -> list[int]:
         """Slots that all layers have."""
@@ -91,7 +94,8 @@ def test_tails_come_from_memory(saved: Saved, monkeypatch: pytest.MonkeyPatch, t
         return read(path, **options)
 
     monkeypatch.setattr(loading, "read", read_and_count)
-    pool, again = Pool(), Pool()
+    pool = Pool()
+    again = Pool()
     loader = loader_of(saved, pool)
     loader.load([load_of(saved), load_of(saved, 32, (7, 2, 1))])
     assert len(reads) == 1
@@ -159,7 +163,8 @@ def test_layers_of_other_ranks_are_left_out(saved: Saved, caplog: pytest.LogCapt
 
 
 def test_ranks_write_their_own_heads(saved: Saved) -> None:
-    whole, parts = Pool(), [Pool(1), Pool(1)]
+    whole = Pool()
+    parts = [Pool(1), Pool(1)]
     loader_of(saved, whole).load([load_of(saved)])
     for rank, pool in enumerate(parts):
         loader = loader_of(saved, pool, Heads.of(HEADS, rank, 2))

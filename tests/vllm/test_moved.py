@@ -22,7 +22,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "partial": ("StableLmConfig", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}),
     "partial, interleaved": ("GlmConfig", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "head_dim": 32}),
 }
-HEADS, TOKENS, QUERIES, TOTAL = 2, 11, 5, 700
+HEADS = 2
+TOKENS = 11
+QUERIES = 5
+TOTAL = 700
 
 
 def rope_of(kind: str) -> tuple[Any, int]:
@@ -40,7 +43,8 @@ def draw(*shape: int) -> Tensor:
 def test_scores_are_those_of_the_whole_text(kind: str, kept: int) -> None:
     """Of queries at engine positions, behind as many slots as are kept; some keys then stand in front of zero."""
     rope, dim = rope_of(kind)
-    keys, queries = draw(1, HEADS, TOKENS, dim), draw(1, HEADS, QUERIES, dim)
+    keys = draw(1, HEADS, TOKENS, dim)
+    queries = draw(1, HEADS, QUERIES, dim)
     at = torch.randint(0, TOTAL, (1, HEADS, TOKENS), generator=torch.Generator().manual_seed(0))
     at[..., 0] = 0
     stored = rope.rotate(keys, at)

@@ -48,7 +48,8 @@ def test_other_blocks(served: Served, block_size: int) -> None:
 
 
 def test_a_long_question_comes_in_chunks(served: Served) -> None:
-    (path, _), question = served.asked[0], make_text(served.model, 100, seed=7) + make_question(served.model)
+    path, _ = served.asked[0]
+    question = make_text(served.model, 100, seed=7) + make_question(served.model)
     wanted = answer(served.model, POLICY, path, question)
     with engine(served.folder / "model", max_num_batched_tokens=24, max_num_seqs=4) as llm:
         for _ in range(2):

@@ -29,7 +29,8 @@ def test_answers_of_several_ranks(served: Served, tmp_path: Path, ranks: int) ->
 def test_ranks_that_share_a_head(tmp_path: Path) -> None:
     model = make_model("one head")
     model.save_pretrained(tmp_path / "model")
-    path, question = save(model, POLICY, make_text(model, 90), tmp_path / "d.safetensors"), make_question(model)
+    path = save(model, POLICY, make_text(model, 90), tmp_path / "d.safetensors")
+    question = make_question(model)
     with engine(tmp_path / "model", processes=True, tensor_parallel_size=2) as llm:
         for _ in range(2):
             (found,) = ask(llm, [about(path, question, llm)])

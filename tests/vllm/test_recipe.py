@@ -27,7 +27,8 @@ def transfer(**extra: Any) -> Any:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_recipe_keeps_what_attach_keeps(policy: str) -> None:
     """Also the last token, in every head: an engine computes it again."""
-    model, recipe = make_model("llama3"), recipe_of(policy)
+    model = make_model("llama3")
+    recipe = recipe_of(policy)
     assert recipe.policy.decode == "grow"
     for tokens in (LEAST, 77, 130):
         with torch.no_grad(), kvpolicy.attach(model, recipe.policy):

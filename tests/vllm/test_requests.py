@@ -99,7 +99,10 @@ def test_plain_requests_are_not_touched(requests: Requests) -> None:
 
 
 def test_several_requests_of_a_step(saved: Saved, requests: Requests) -> None:
-    one, plain, refused, other = about(saved), Request([5]), Request([5, 6], SALT), about(saved)
+    one = about(saved)
+    plain = Request([5])
+    refused = Request([5, 6], SALT)
+    other = about(saved)
     for request in (one, plain, refused, other):
         requests.admit(request)
     taken = [schedule(requests, request, blocks=[n]) for n, request in enumerate((one, plain, refused, other))]
@@ -150,7 +153,9 @@ def test_what_sets_requests_apart_is_undone(saved: Saved, requests: Requests) ->
 
 def test_requests_that_are_refused(saved: Saved, requests: Requests, tmp_path: Path) -> None:
     good = about(saved)
-    ids, salt, params = good.prompt_token_ids or [], good.cache_salt, good.kv_transfer_params
+    ids = good.prompt_token_ids or []
+    salt = good.cache_salt
+    params = good.kv_transfer_params
     other = save(saved.model, "keydiff@0.5", make_text(saved.model, 70, 1), tmp_path / "other.safetensors")
     logprobs = type("Sampling", (), {"prompt_logprobs": 1})
     cases = [
@@ -215,7 +220,9 @@ def test_a_prompt_of_one_token_is_refused(requests: Requests) -> None:
 
 def test_blocks_behind_failed_ones_are_spoiled(saved: Saved, requests: Requests) -> None:
     """Of the request that should have filled them and of those that share them, though they have ended."""
-    loads, shares, other = about(saved), about(saved), about(saved)
+    loads = about(saved)
+    shares = about(saved)
+    other = about(saved)
     for request, computed, blocks in ((loads, 16, (1, 2, 3)), (shares, 32, (1, 2, 4)), (other, 0, (5, 6, 7))):
         requests.admit(request)
         schedule(requests, request, computed, blocks)
@@ -227,7 +234,8 @@ def test_blocks_behind_failed_ones_are_spoiled(saved: Saved, requests: Requests)
 
 def test_a_request_whose_load_failed_is_refused_when_it_comes_back(saved: Saved, requests: Requests) -> None:
     """It may have been preempted, with a token that was generated without its document."""
-    fails, earlier = about(saved), about(saved)
+    fails = about(saved)
+    earlier = about(saved)
     for request, blocks in ((earlier, (1, 2, 3)), (fails, (2, 5, 6))):  # the earlier one has given its blocks back
         requests.admit(request)
         schedule(requests, request, 0, blocks)

@@ -150,7 +150,8 @@ def test_two_hundred_requests_of_all_kinds(
     wanted = {(name, word): answer(folder / f"{name}.safetensors", f"?{word}=") for name in names for word in WORDS}
 
     def ask(index: int) -> None:
-        word, name = WORDS[index % len(WORDS)], names[index % len(names)]
+        word = WORDS[index % len(WORDS)]
+        name = names[index % len(names)]
         kind = index % 7
         if kind == 0:
             assert server.post(COMPLETION, {"prompt": f"?{word}=", **plain}).text == alone[word]

@@ -102,7 +102,8 @@ def _steps(layer: Layer) -> None:
 
 def measure_prompt(case: Case, length: int, rounds: int) -> tuple[Row, float]:
     """Time a prompt under a policy and its base; the second number is as in `measure_step`, but of the caches."""
-    base, ours = llama(LAYERS), llama(LAYERS)
+    base = llama(LAYERS)
+    ours = llama(LAYERS)
     ids = tokens(length)
     with torch.inference_mode(), kvpolicy.attach(ours, f"{case.ours}@0.2"):
         if not case.base:

@@ -192,7 +192,8 @@ class Runs:
 
     def largest(self, side: str) -> int:
         """The largest batch that fits, a multiple of `GRAIN`, found by doubling and halving."""
-        low, step = 0, GRAIN
+        low = 0
+        step = GRAIN
         while self.result(side, low + step, 1) is not None:
             low += step
             step *= 2

@@ -299,7 +299,8 @@ def measure_side(side: Side, name: str, folder: Path, repeats: int) -> Result:
 
     plan = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     work = Workload(**plan["work"])
-    longest, question = max(map(len, plan["texts"])), max(len(asked["question"]) for asked in plan["requests"])
+    longest = max(map(len, plan["texts"]))
+    question = max(len(asked["question"]) for asked in plan["requests"])
     pool = work.pool(longest, question, ample=side.ample)
     transfer = None
     if side.policy is not None:
@@ -308,7 +309,8 @@ def measure_side(side: Side, name: str, folder: Path, repeats: int) -> Result:
         )
     llm = engine(folder, pool, longest + question + work.new, work.clients, transfer)
     if side.policy is None:
-        requests, held = _plain(plan), [len(text) for text in plan["texts"]]
+        requests = _plain(plan)
+        held = [len(text) for text in plan["texts"]]
     else:
         paths = [str(document_path(folder, work, side.policy, number)) for number in range(work.documents)]
         requests, held = _loaded(plan, paths, llm)
@@ -375,7 +377,8 @@ class _Watched:
 
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache is in use")
-        self._flights, self._computed = [], 0
+        self._flights = []
+        self._computed = 0
         outputs: dict[str, Any] = {}
         first: dict[str, float] = {}
         begin = time.perf_counter()

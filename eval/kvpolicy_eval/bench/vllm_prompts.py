@@ -208,11 +208,14 @@ def measure_side(side: str, folder: Path, repeats: int) -> Result:
     from vllm.config import KVTransferConfig
 
     plan = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
-    size, prompts, policy = Size(**plan["size"]), plan["prompts"], SIDES[side]
+    size = Size(**plan["size"])
+    prompts = plan["prompts"]
+    policy = SIDES[side]
     longest = max(len(each["ids"]) for each in prompts)
     config = AutoConfig.from_pretrained(folder / "model")
     heads = config.num_hidden_layers * config.head_dim * 4  # fp32
-    token_nbytes, output_nbytes = 2 * heads * config.num_key_value_heads, heads * config.num_attention_heads
+    token_nbytes = 2 * heads * config.num_key_value_heads
+    output_nbytes = heads * config.num_attention_heads
     transfer = recipe = None
     if policy is not None:
         least = min(len(each["ids"]) for each in prompts)
@@ -333,7 +336,8 @@ class _Watched:
         text: dict[str, Any] = {"prompt_token_ids": ids}
         extra = None
         if self._recipe is not None:
-            kept, name = self._recipe.kept(len(ids)), f"n{number}"
+            kept = self._recipe.kept(len(ids))
+            name = f"n{number}"
             text, params = first_request(ids, name) if is_first else second_request(ids, kept, name)
             extra = {"kv_transfer_params": params}
         new = 1 if is_first else self._new

@@ -153,7 +153,8 @@ def _peaks(records: list[Record]) -> list[str]:
     lines: list[list[str]] = []
     for record in records:
         if record["status"] == "ok" and "planned_bytes" in record:
-            measured, planned = record["peak_bytes"], record["planned_bytes"]
+            measured = record["peak_bytes"]
+            planned = record["planned_bytes"]
             gib = (f"{size / 2**30:.2f}" for size in (measured, planned))
             tile = f"{record['case']['tile']:,}"
             lines.append([_name(_method(record)), tile, *gib, f"{measured / planned:.3f}x"])

@@ -117,7 +117,8 @@ def angles() -> dict[str, list[Tensor]]:
     count = embedded()[0].config.num_hidden_layers
     found: dict[str, list[Tensor]] = {"keys": [], "values": []}
     for layer in range(1, count):
-        before, here = originals(layer - 1), originals(layer)
+        before = originals(layer - 1)
+        here = originals(layer)
         for name, one, other in (("keys", before.keys, here.keys), ("values", before.values, here.values)):
             found[name].append(angle_between(unit_vectors(one)[0], unit_vectors(other)[0]).rad2deg().flatten())
     return found

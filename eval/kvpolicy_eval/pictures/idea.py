@@ -13,7 +13,9 @@ from kvpolicy_eval.pictures.scene import BUDGET, embedded, kept, scene
 from kvpolicy_eval.pictures.selectors import image
 from kvpolicy_eval.pictures.style import BLUE, GREY, INK, VERMILION, Draw, blank
 
-ALLOCATOR, SELECTOR, CODEC = "squeeze", "snapkv", "tokenwise"
+ALLOCATOR = "squeeze"
+SELECTOR = "snapkv"
+CODEC = "tokenwise"
 POLICY = f"{ALLOCATOR}+{SELECTOR}+{CODEC}@{BUDGET}"
 STORED = {"exact": "full precision", "codes": "codes", "scales": "scales", "other": "positions, statistics"}
 COLORS = {kind: _style.KINDS.get(kind, _style.KINDS["positions"]) for kind in STORED}
@@ -62,7 +64,8 @@ def _budgets(axes: Any, budgets: list[int]) -> None:
 
 
 def _tokens(axes: Any, result: Any) -> None:
-    prompt, count = scene(), len(result.budgets)
+    prompt = scene()
+    count = len(result.budgets)
     extent = (-0.5, prompt.length - 0.5, count - 0.5, -0.5)
     axes.imshow(image(result), aspect="auto", interpolation="none", extent=extent)
     for position in (prompt.fact[0] - 0.5, prompt.fact[1] + 0.5):

@@ -24,7 +24,8 @@ def accuracy_by_bytes(findings: Findings) -> str:
     for axes, (model, mode) in zip(drawing.axes, panels, strict=True):
         points = [point for point in findings.points if point.model == model and point.score(mode)]
         for point in points:
-            share, score = point.average("kv_share", mode), point.score(mode)
+            share = point.average("kv_share", mode)
+            score = point.score(mode)
             if share is not None and score is not None:
                 tip = f"{point.policy}: {score}, {share:.1%} of the bytes"
                 _dot(drawing, axes, 100 * share, score, styles.get(point.method), tip)

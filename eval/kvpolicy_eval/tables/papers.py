@@ -90,12 +90,14 @@ def embedded(chosen: Mapping[str, Any], page: str) -> Section:
     Raises:
         ValueError: If the page lacks the table, the column or a policy.
     """
-    source, column = chosen["source"], chosen["column"]
+    source = chosen["source"]
+    column = chosen["column"]
     place = re.search(rf"<!-- table:{re.escape(source)} -->\n(.*?)<!-- /table -->", page, re.DOTALL)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in place[1].splitlines()] if place else []
     if not lines or column not in lines[0]:
         raise ValueError(f"{SWEEP_PAGE} must have the table {source} with the column {column!r}; see papers.yaml.")
-    number, by_policy = lines[0].index(column), {line[0].strip("`*"): line for line in lines[2:]}
+    number = lines[0].index(column)
+    by_policy = {line[0].strip("`*"): line for line in lines[2:]}
     missing = [policy for policy in chosen["policies"] if policy not in by_policy]
     if missing:
         raise ValueError(f"The table {source} of {SWEEP_PAGE} must have {missing[0]}; see papers.yaml.")

@@ -34,7 +34,8 @@ LENGTH = 1000
 SHARES = (0.05, 0.1, 0.2)
 """Shares of the full cache's bytes."""
 
-TUNED_ON, HELD_OUT = 1, 2
+TUNED_ON = 1
+HELD_OUT = 2
 """Seeds of the documents."""
 
 
@@ -102,7 +103,8 @@ def cells(
     file = folder / f"{mode}-{measure}-{n[0]}.json"
     if not file.exists():
         tune(model, known, file, measure=measure)
-    before, behind = reference_logits(model, known), reference_logits(model, others)
+    before = reference_logits(model, known)
+    behind = reference_logits(model, others)
     for share in shares:
         rival = best_rival(model, known, share, reference=before).spec
         tuned = score(model, others, f"tuned:file={file}@{share}", reference=behind)

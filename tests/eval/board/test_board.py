@@ -156,7 +156,8 @@ def test_the_page_and_the_file_have_what_the_results_give(tmp_path: Path) -> Non
     lines = (ASSETS / "board.jsonl").read_text(encoding="utf-8").splitlines()
     assert 0 < count <= len(lines)
     (tmp_path / "board.jsonl").write_text("\n".join(lines[:count]), encoding="utf-8")
-    board, listed = Board(tmp_path / "board.jsonl", DOCS, "tiny-4k"), [*entries("tiny-4k"), *PEERS]
+    board = Board(tmp_path / "board.jsonl", DOCS, "tiny-4k")
+    listed = [*entries("tiny-4k"), *PEERS]
     shares = sorted(SHARES, reverse=True)
     assert text == top(board, listed, shares)
     write_rows(tmp_path / "board.csv", board, listed, shares)

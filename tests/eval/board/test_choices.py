@@ -127,7 +127,8 @@ def test_pages_are_checked_before_anything_is_written(tmp_path: Path, board: Boa
     page = tmp_path / "board.md"
     page.write_text("<!-- table:board-top -->\n<!-- /table -->\n")
     (tmp_path / "docs").mkdir()
-    whole, half = tmp_path / "docs" / "a.md", tmp_path / "docs" / "b.md"
+    whole = tmp_path / "docs" / "a.md"
+    half = tmp_path / "docs" / "b.md"
     whole.write_text("<!-- table:choices -->\n<!-- /table -->\n")
     half.write_text("<!-- table:places -->\n")
     before = {each: each.read_text() for each in (page, whole, half)}

@@ -20,7 +20,9 @@ from kvpolicy_eval.data.modes import MODES, place, second_question
 from kvpolicy_eval.data.tasks import draw_prompts
 from kvpolicy_eval.peers.process import Failed
 
-SNAPKV, ADAKV, TOVA = PEERS[0], next(entry for entry in PEERS if "Ada" in entry.spec), Entry("TOVAPress()", "kvpress")
+SNAPKV = PEERS[0]
+ADAKV = next(entry for entry in PEERS if "Ada" in entry.spec)
+TOVA = Entry("TOVAPress()", "kvpress")
 TOKEN_BYTES = 2 * 8 * 4 * 32 * 4
 """Keys and values, layers, KV heads, channels, fp32."""
 
@@ -50,7 +52,8 @@ class Peer:
         self.asked.append(asked)
         if asked["method"] == "tova":
             raise Failed("ValueError: too short")
-        ids, new = tuple(asked["ids"][0]), asked["new"]
+        ids = tuple(asked["ids"][0])
+        new = asked["new"]
         full = (len(ids) + new - 1) * TOKEN_BYTES
         return {"ids": self.answers.get(ids, [0] * new), "held": full if "ada" in asked["method"] else asked["limit"]}
 
@@ -62,7 +65,8 @@ def test_a_peer_gets_the_prompts_of_the_board_and_the_bytes(mode: str) -> None:
     assert right == {task: float(task == "recall") for task in right} and ("passkey" in right) == (mode != "second")
     assert held == pytest.approx(0.1, abs=1e-4)
     for asked in peer.asked:
-        ids, after = asked["ids"][0], asked["after"]
+        ids = asked["ids"][0]
+        after = asked["after"]
         assert asked["limit"] == int(0.1 * (len(ids) + asked["new"] - 1) * TOKEN_BYTES)
         assert asked["method"] == METHODS[SNAPKV.spec]
         text = peer.tokenizer.decode(ids[:-after] if after else ids, skip_special_tokens=True)

@@ -34,7 +34,8 @@ def test_every_answer_is_that_of_a_record_told_before() -> None:
     given = texts(SMALL, tokenizer)
     text = tokenizer.decode(given.prompt[1], skip_special_tokens=True)
     text += "".join(tokenizer.decode(step[1]) for step in given.steps)
-    table, asked = dict[str, str](), list[str]()
+    table = dict[str, str]()
+    asked = list[str]()
     for line in text.splitlines()[:-1]:
         key, value = line.split("=")
         if key.startswith("?"):
@@ -62,7 +63,8 @@ def test_the_full_cache_answers_everything_and_a_window_what_it_holds() -> None:
 def test_a_run_continues_and_fills_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results, page = tmp_path / "walk.jsonl", tmp_path / "page.md"
+    results = tmp_path / "walk.jsonl"
+    page = tmp_path / "page.md"
     page.write_text("<!-- table:walk -->\n<!-- /table -->\n", encoding="utf-8")
     options = ["--records", "4", "--passes", "5", "--n", "1", "--shares", "0.2", "0.3", "--results", str(results)]
     main([*options, "--only", "full", "window"])

@@ -21,7 +21,8 @@ from kvpolicy_eval.common.synthetic import one_layer_config, with_random_calibra
 from kvpolicy_eval.tables import bits, frontier
 from tests.sampling import product
 
-HEADS, DIM = 2, 128
+HEADS = 2
+DIM = 128
 
 
 def test_every_codec_is_compared() -> None:

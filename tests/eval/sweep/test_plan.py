@@ -151,7 +151,9 @@ def test_bytes_are_those_of_the_plan() -> None:
 
 def test_hours_are_counted_operations_and_bytes() -> None:
     weights = 7_248_023_552
-    tokens, new, examples = 8064, 128, 20
+    tokens = 8064
+    new = 128
+    examples = 20
     flops = 2 * (weights - 32768 * 4096) * tokens + 32 * 32 * 128 * 2 * tokens**2  # 4 for a pair, half of them causal
     prompt = flops / (COMPUTE * 312e12)
     found = only(made(limit=examples))

@@ -126,7 +126,8 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path, capsys: pytest.Capt
     written = first.stat().st_mtime_ns
     assert before[cells[0]] == "done" and before[cells[-1]] == "missing"
     assert sweep(place, tmp_path / "out") == 0
-    missing, said = list(before.values()).count("missing"), capsys.readouterr().err
+    missing = list(before.values()).count("missing")
+    said = capsys.readouterr().err
     assert f"{missing} to run" in said and f"[{missing}/{missing}]" in said and " left" in said
     assert all(store.state(cell) == "done" for cell in cells)
     assert first.stat().st_mtime_ns == written, "the finished cell was left alone"

@@ -24,7 +24,8 @@ def measure(config: Config, prompt: Prompt) -> Any:
             mean = sum(column) / len(column)
             if len(column) > 1:
                 variance += sum((weight - mean) ** 2 for weight in column) / (len(column) - 1)
-    entropy, variance = max(entropy, 1e-6), max(variance, 1e-12)
+    entropy = max(entropy, 1e-6)
+    variance = max(variance, 1e-12)
     return math.log(entropy) / config["entropy"] + math.log(variance) / config["variance"]
 
 

@@ -18,7 +18,8 @@ def measure(config: Config, prompt: Prompt) -> Any:
         sums = prompt.sums(head)
         mean = sum(sums) / len(sums)
         found.append(sum((number - mean) ** 2 for number in sums) / max(len(sums) - 1, 1))
-    low, high = min(found), max(found)
+    low = min(found)
+    high = max(found)
     return sum((number - low) / (high - low + 1e-6) for number in found) / len(found)
 
 

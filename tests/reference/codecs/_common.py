@@ -64,7 +64,8 @@ def only(config: Config, known: Config) -> Config:
 
 def lone(config: Config, make: Callable[[int, int, int, Given], Alone], *, pinned: int = 0, **more: Any) -> Codec:
     """A codec of one stage whose slots are alone; `make` takes layer, head, head dimension and what is given."""
-    block, residual = config["block_size"], config["residual_length"]
+    block = config["block_size"]
+    residual = config["residual_length"]
     held = {"frozen" if more.get("pins") == "newest" else "pinned": pinned}
 
     def coder(stage: int, layer: int, head: int) -> Coder:
@@ -98,9 +99,13 @@ def wrapped(
     name: str = config["base"]["name"]
     inner: Codec | None = None if name == "plain" else version("codec", name).codec(base, calibration)
     if inner is None:
-        block, group_size, residual = config["block_size"], 1, config["residual_length"]
+        block = config["block_size"]
+        group_size = 1
+        residual = config["residual_length"]
     else:
-        block, group_size, residual = inner.block, inner.group_size, inner.residual
+        block = inner.block
+        group_size = inner.group_size
+        residual = inner.residual
 
     def coder(stage: int, layer: int, head: int) -> Coder:
         keys, values = (None if inner is None else inner.coder(stage, layer, head) for _ in range(2))
@@ -118,7 +123,8 @@ def wrapped(
 
 def grouped(config: Config, make: Callable[[], Coder]) -> Codec:
     """A codec of one stage that is fitted per group of tokens."""
-    size, residual = config["group_size"], config["residual_length"]
+    size = config["group_size"]
+    residual = config["residual_length"]
     return Codec(
         layout=lambda tokens: ordinary(tokens, size, size, residual),
         coder=lambda stage, layer, head: make(),

@@ -33,7 +33,9 @@ def best(residual: Array, atoms: Atoms) -> int:
 
 def matching_pursuit(x: Array, atoms: Atoms, pairs: int) -> tuple[list[int], list[float]]:
     """Take away the best atom, again and again; the same one may come twice."""
-    residual, chosen, coefficients = x.copy(), list[int](), list[float]()
+    residual = x.copy()
+    chosen = list[int]()
+    coefficients = list[float]()
     for _ in range(pairs):
         index = best(residual, atoms)
         c = float(atoms[index] @ residual)
@@ -51,7 +53,9 @@ def least_squares(x: Array, atoms: Atoms, chosen: list[int]) -> list[float]:
 
 def orthogonal_matching_pursuit(x: Array, atoms: Atoms, pairs: int) -> tuple[list[int], list[float]]:
     """Add the atom that best explains what all before leave over, and solve for all again."""
-    residual, chosen, coefficients = x.copy(), list[int](), list[float]()
+    residual = x.copy()
+    chosen = list[int]()
+    coefficients = list[float]()
     for _ in range(pairs):
         chosen.append(best(residual, atoms))
         coefficients = least_squares(x, atoms, chosen)
@@ -94,7 +98,9 @@ class Side:
             parts: Into how many parts a vector is cut.
             config: The codec's parameters.
         """
-        self.parts, self.config, self.scale = parts, config, 1.0
+        self.parts = parts
+        self.config = config
+        self.scale = 1.0
         self.pairs = config["nnz"] // parts
         self.atoms: Atoms = [np.array(atom.double().tolist()) for atom in atoms]
         self.atoms += [unit(part) for x in prompt for part in self.cut(x)]
@@ -132,7 +138,9 @@ class Side:
 
     def code(self, x: Tensor) -> tuple[list[int], list[float], Tensor]:
         """Atoms, coefficients and what is read back of a vector."""
-        indices, coefficients, read = list[int](), list[float](), list[float]()
+        indices = list[int]()
+        coefficients = list[float]()
+        read = list[float]()
         for part in self.cut(x):
             chosen, exact = self.pursue(part)
             some = [self.stored(c) for c in exact]

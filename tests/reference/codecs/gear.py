@@ -97,7 +97,8 @@ class Head:
             values: As many.
             slots: Where in the group each stands; in order, unless told.
         """
-        key_rows, value_rows = matrix(keys), matrix(values)
+        key_rows = matrix(keys)
+        value_rows = matrix(values)
         rank = min(self.config["rank"], self.dim)
         coded, places, filled = self._code_keys(key_rows)
         self.key_places = {(slots[t] if slots else t, c) for t, c in places}
@@ -137,7 +138,8 @@ class Head:
 
     def _code_values(self, rows: Array) -> tuple[Array, set[tuple[int, int]], Array]:
         """The backbone of values, frames for each token; where the outliers are; the values without them."""
-        each, bits = outliers(self.dim, self.config["sparse"]), self.config["bits"]
+        each = outliers(self.dim, self.config["sparse"])
+        bits = self.config["bits"]
         apart = [pull_out([np.float32(x) for x in row], each) for row in rows]
         coded: list[list[np.float32]] = []
         for some in apart:

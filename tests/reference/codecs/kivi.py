@@ -24,7 +24,8 @@ class Frame(NamedTuple):
 
 def frame(xs: list[float], bits: int) -> Frame:
     """The scale and zero of the scalars of one group."""
-    low, high = np.float32(min(xs)), np.float32(max(xs))
+    low = np.float32(min(xs))
+    high = np.float32(max(xs))
     step = (high - low) / np.float32(2**bits - 1)
     return Frame(np.float32(np.float16(step)), np.float32(np.float16(low)))
 

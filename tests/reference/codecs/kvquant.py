@@ -57,8 +57,10 @@ class Head:
         self.outliers = max(1, round(self.config["outliers"] * head_dim)) if self.config["outliers"] else 0
         self.offset = [np.float32(x) for x in offset]
         self.range = [np.float32(x) for x in range_]
-        self.key_levels, self.value_levels = key_levels, value_levels
-        self.key_norm, self.value_norm = key_norm, value_norm
+        self.key_levels = key_levels
+        self.value_levels = value_levels
+        self.key_norm = key_norm
+        self.value_norm = value_norm
         self.margin = math.inf
 
     def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
@@ -83,7 +85,8 @@ class Head:
 
     def _note_ties(self, xs: list[np.float32], inner: list[float], order: list[int]) -> None:
         """Compare a key's outliers with ties of fp16, its other numbers with those of levels, and the two kinds."""
-        size, count = float(max(abs(x) for x in xs)), self.outliers
+        size = float(max(abs(x) for x in xs))
+        count = self.outliers
         if not size:
             return
         near = [half_tie(xs[c]) for c in order[:count]]
@@ -99,8 +102,10 @@ class Head:
         center = statistics.median_low(plain) if self.config["center"] == "median" else math.fsum(plain) / len(plain)
         apart = set(descending([abs(x - center) for x in plain])[: self.outliers])
         rest = [x for c, x in enumerate(xs) if c not in apart]
-        low, high = min(rest), max(rest)
-        offset, width = half((low + high) / np.float32(2)), half((high - low) / np.float32(2))
+        low = min(rest)
+        high = max(rest)
+        offset = half((low + high) / np.float32(2))
+        width = half((high - low) / np.float32(2))
         codes = [nearest((x - offset) / width, self.value_levels) if width else 0 for x in xs]
         scale, shift = self.value_norm
         read = [np.float32(self.value_levels[code] * scale + shift) * width + offset for code in codes]
@@ -114,7 +119,8 @@ def _pair(numbers: Tensor) -> tuple[float, float]:
 
 def codec(config: Config, calibration: Books) -> Codec:
     """The codec as the engine sees it."""
-    own, bits = only(config, DEFAULTS), config["bits"]
+    own = only(config, DEFAULTS)
+    bits = config["bits"]
 
     def make(layer: int, head: int, dim: int, given: Given) -> Alone:
         have = calibration(layer)

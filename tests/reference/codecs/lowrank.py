@@ -89,7 +89,8 @@ class Head:
 
     def __init__(self, keys: Side, values: Side, coders: tuple[Coder, Coder]) -> None:
         """Start; the coders code pairs of one side, of which the other half is not read."""
-        self.sides, self.coders = (keys, values), coders
+        self.sides = (keys, values)
+        self.coders = coders
         self.margin = math.inf
 
     def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:

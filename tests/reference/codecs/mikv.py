@@ -58,7 +58,9 @@ class Head:
 
 def codec(config: Config, calibration: Books) -> Codec:
     """The codec as the engine sees it."""
-    block, residual, precise = config["block_size"], config["residual_length"], config["high_bits"] == 16
+    block = config["block_size"]
+    residual = config["residual_length"]
+    precise = config["high_bits"] == 16
     widths = [config["bits"]] if precise else [8, config["bits"]]
 
     def layout(tokens: int) -> Layout:

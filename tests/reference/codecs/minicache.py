@@ -46,9 +46,11 @@ def between(one: Numbers, other: Numbers, t: float) -> Numbers:
         return other if not any(one) else one
     w = angle(one, other)
     if math.sin(w) < 1e-6:
-        a, b = 1 - t, t
+        a = 1 - t
+        b = t
     else:
-        a, b = math.sin((1 - t) * w) / math.sin(w), math.sin(t * w) / math.sin(w)
+        a = math.sin((1 - t) * w) / math.sin(w)
+        b = math.sin(t * w) / math.sin(w)
     mixed = [a * x + b * y for x, y in zip(one, other, strict=True)]
     return one if length(mixed) < 1e-6 else unit(mixed)
 
@@ -69,7 +71,8 @@ class Side:
 
     def __init__(self, t: float, keep: float) -> None:
         """Start without tokens."""
-        self.t, self.keep = t, keep
+        self.t = t
+        self.keep = keep
         self.near: dict[int, list[Tensor]] = {}
         self.exact: dict[int, list[Tensor]] = {}
         self.angles: dict[int, float] = {}

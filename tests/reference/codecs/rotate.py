@@ -34,7 +34,8 @@ def cosines(size: int) -> Matrix:
 def mixing(head_dim: int) -> Matrix:
     """Kronecker product of the Hadamard matrix of the power of two in `head_dim` and the DCT of the odd rest."""
     power = head_dim & -head_dim
-    outer, inner = hadamard(power), cosines(head_dim // power)
+    outer = hadamard(power)
+    inner = cosines(head_dim // power)
     odd = len(inner)
     return [[outer[i // odd][j // odd] * inner[i % odd][j % odd] for j in range(head_dim)] for i in range(head_dim)]
 
@@ -54,11 +55,13 @@ def integer_zero(xs: list[np.float32], bits: int) -> tuple[list[float], list[np.
 
     Equal numbers are one step from the zero.
     """
-    clip, most = np.float32(0.8 if bits == 2 else 1.0), 2**bits - 1
+    clip = np.float32(0.8 if bits == 2 else 1.0)
+    most = 2**bits - 1
     if min(xs) == max(xs):
         step = half(xs[0])
         return [1.0 if step else 0.0] * len(xs), [step] * len(xs)
-    low, high = min(*xs, np.float32(0)) * clip, max(*xs, np.float32(0)) * clip
+    low = min(*xs, np.float32(0)) * clip
+    high = max(*xs, np.float32(0)) * clip
     scale = half((high - low) / np.float32(most))
     if scale == 0:
         return [0.0] * len(xs), [np.float32(0)] * len(xs)
@@ -69,10 +72,12 @@ def integer_zero(xs: list[np.float32], bits: int) -> tuple[list[float], list[np.
 
 def nearest_tie(xs: list[np.float32], bits: int) -> float:
     """The least change of a number of a group that may change its scale, its zero or a code: see `integer_zero`."""
-    clip, most = 0.8 if bits == 2 else 1.0, 2**bits - 1
+    clip = 0.8 if bits == 2 else 1.0
+    most = 2**bits - 1
     if min(xs) == max(xs):
         return half_tie(xs[0])
-    low, high = float(min(*xs, np.float32(0))) * clip, float(max(*xs, np.float32(0))) * clip
+    low = float(min(*xs, np.float32(0))) * clip
+    high = float(max(*xs, np.float32(0))) * clip
     scale = float(half((high - low) / most))
     if scale == 0:
         return math.inf

@@ -13,7 +13,8 @@ SMALL = "staircase:tokens_8bit=4:tokens_4bit=4:group_size=4:residual_length=2"
 
 def codec(config: Config, calibration: Books) -> Codec:
     """KIVIs of 8, 4 and 2 bits; groups that are left over by one stage are the next one's."""
-    size, residual = config["group_size"], config["residual_length"]
+    size = config["group_size"]
+    residual = config["residual_length"]
 
     def layout(tokens: int) -> Layout:
         if tokens < residual + size:

@@ -26,7 +26,8 @@ def channels(query_square: list[float], keys: list[Tensor], kept: int) -> tuple[
         squares = [min(abs(float(key[c])), LARGEST_HALF) ** 2 for key in keys]
         worth.append(float(torch.tensor(q * math.fsum(squares) / len(squares), dtype=torch.float32)))
     order = sorted(range(len(worth)), key=lambda c: (-worth[c], c))
-    last, best = worth[order[kept - 1]], worth[order[kept]] if kept < len(order) else 0.0
+    last = worth[order[kept - 1]]
+    best = worth[order[kept]] if kept < len(order) else 0.0
     return sorted(order[:kept]), (last - best) / last if last and last != best else math.inf
 
 
@@ -47,7 +48,8 @@ class Head:
     def __init__(self, config: Config, keys: Coder, values: Coder) -> None:
         """Start without channels; keys and values are coded by different coders, since they have different lengths."""
         self.ratio, self.whole_bytes = config["ratio"], config["base"]["name"] != "plain"
-        self.of_keys, self.of_values = keys, values
+        self.of_keys = keys
+        self.of_values = values
         self.kept: list[int] = []
         self.margin = math.inf
 

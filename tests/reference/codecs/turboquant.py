@@ -76,7 +76,8 @@ class Head:
         """Codes of a token, and what is read back of its key and value."""
         bits = self.config["bits"]
         xs = scalars(key)
-        levels, root = lloyd_max(bits), math.sqrt(len(xs))
+        levels = lloyd_max(bits)
+        root = math.sqrt(len(xs))
         size = math.sqrt(math.fsum(float(x) ** 2 for x in xs))
         mixed = times([x * np.float32(sign) for x, sign in zip(xs, self.signs, strict=True)], self.matrix)
         codes = [nearest(np.float32(float(x) / size * root), levels) if size else 0 for x in mixed]

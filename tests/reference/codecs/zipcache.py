@@ -46,7 +46,8 @@ class Head:
 
 def codec(config: Config, calibration: Books) -> Codec:
     """The codec as the engine sees it."""
-    every, widths = config["recode_every"], (config["high_bits"], config["bits"])
+    every = config["recode_every"]
+    widths = (config["high_bits"], config["bits"])
 
     def layout(tokens: int) -> Layout:
         high = ceil_share(config["high"], tokens)

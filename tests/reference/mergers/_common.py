@@ -19,7 +19,8 @@ def cosine(x: Tensor, y: Tensor) -> float:
 def target(config: Config, victim: Token, targets: list[Token]) -> tuple[Token | None, float, float]:
     """Where a token goes, the cosine of the two keys, and how near another target was; None without targets."""
     best: Token | None = None
-    highest, second = -math.inf, -math.inf
+    highest = -math.inf
+    second = -math.inf
     for token in targets:  # ascending by position, so that the earlier one wins a tie
         if config["by"] == "keys":
             rank = cosine(victim.seen_key, token.seen_key)

@@ -28,7 +28,8 @@ def merge_prompt(
         best, similarity, near = target({"by": "keys"}, victim, targets)
         margin = min(margin, near, abs(similarity - config["least"]))
         if best is not None and similarity >= config["least"]:
-            own, new = float(best.seen_value.norm()), float(victim.seen_value.norm())
+            own = float(best.seen_value.norm())
+            new = float(victim.seen_value.norm())
             weight = similarity * new / (own + new) if own + new else 0.0
             sources.setdefault(best.position, []).append((victim, weight))
     for token in targets:

@@ -62,7 +62,8 @@ def _move(config: Config, memory: dict[str, Any], similarity: float) -> None:
 def _take_in(token: Token, sources: list[tuple[Token, float]]) -> None:
     if not sources:
         return
-    key, value = token.seen_key, token.seen_value
+    key = token.seen_key
+    value = token.seen_value
     for victim, weight in sources:
         key = key + weight * victim.seen_key
         value = value + weight * victim.seen_value

@@ -60,7 +60,8 @@ def _weight(config: Config, attention: list[Tensor], column: int, count: int) ->
 
 
 def _mean(everyone: list[Token], weights: list[float]) -> None:
-    token, total = everyone[0], sum(weights)
+    token = everyone[0]
+    total = sum(weights)
     key = sum(weight * each.seen_key for weight, each in zip(weights, everyone, strict=True)) / total
     value = sum(weight * each.seen_value for weight, each in zip(weights, everyone, strict=True)) / total
     token.key, token.value = key.to(token.key.dtype), value.to(token.value.dtype)  # pyright: ignore[reportAttributeAccessIssue]

@@ -22,7 +22,8 @@ def merge_prompt(
     attention: list[Tensor],
 ) -> float:
     """Run after run."""
-    margin, movable = math.inf, {token.position for token in targets}
+    margin = math.inf
+    movable = {token.position for token in targets}
     runs: list[list[Token]] = []
     for token in tokens:
         similarity = cosine(runs[-1][-1].seen_key, token.seen_key) if runs else -math.inf
@@ -52,7 +53,8 @@ def _merge(pivot: Token, victims: list[Token]) -> None:
     distances = [float((victim.seen_key - pivot.seen_key).norm()) for victim in victims]
     sigma = sum(distances) / len(distances) / math.sqrt(2)
     weights = [math.exp(-(d**2) / (2 * sigma**2)) if sigma else 1.0 for d in distances]
-    key, value = pivot.seen_key, pivot.seen_value
+    key = pivot.seen_key
+    value = pivot.seen_value
     for victim, weight in zip(victims, weights, strict=True):
         key = key + weight * victim.seen_key
         value = value + weight * victim.seen_value

@@ -73,13 +73,15 @@ def replayed(
     sinks: Tensor | None,
 ) -> list[Tensor]:
     """The attention of the observed tokens of a replay to the keys [n, D] alone, matrix [W, n] of every query head."""
-    count, width = len(keys), config["window"]
+    count = len(keys)
+    width = config["window"]
     wanted = [*range(count)] if count <= width else [(2 * i + 1) * count // (2 * width) for i in range(width)]
     matrices: list[Tensor] = []
     for hq in group:
         rows: list[Tensor] = []
         for text in texts:
-            start, stop = text.number * chunk, min((text.number + 1) * chunk, count)
+            start = text.number * chunk
+            stop = min((text.number + 1) * chunk, count)
             before = text.queries.shape[1] - (stop - start)
             for token in (token for token in wanted if start <= token < stop):
                 logits = keys.double() @ text.queries[hq, before + token - start].double() * scale

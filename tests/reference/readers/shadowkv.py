@@ -41,7 +41,8 @@ def singular_vectors(rows: Sequence[Vector]) -> list[list[float]]:
                 tangent = math.copysign(1.0, ratio) / (abs(ratio) + math.hypot(1.0, ratio))
                 cosine = 1 / math.hypot(1.0, tangent)
                 for table in (columns, vectors):
-                    first, second = table[one], table[other]
+                    first = table[one]
+                    second = table[other]
                     pairs = list(zip(first, second, strict=True))
                     table[one] = [cosine * (a - tangent * b) for a, b in pairs]
                     table[other] = [cosine * (tangent * a + b) for a, b in pairs]

@@ -37,7 +37,8 @@ def score_of_newest(config: Config, look: Look) -> None:
 
 def priorities(config: Config, look: Look) -> list[float]:
     """How much the output would change without a token; what the base keeps stays."""
-    found, doubts = list[float](), list[float]()
+    found = list[float]()
+    doubts = list[float]()
     for position, base, share in zip(
         look.positions, priorities_of(config["base"], look), shares(config, look), strict=True
     ):

@@ -19,7 +19,8 @@ SMALL = "critical/snapkv:window=6:kernel=3"
 def scores_of_tokens(config: Config, look: Look) -> Sequence[complex]:
     """Mark what the base holds highest, and measure all values; the scores stay those of the base."""
     look = with_base(config, look)
-    lengths, marked = projected_lengths(look), list[int]()
+    lengths = projected_lengths(look)
+    marked = list[int]()
     if len(look.positions) > look.budget:
         worth = priorities_of(config["base"], look)
         look.report(margin(worth))
@@ -35,7 +36,8 @@ def priorities(config: Config, look: Look) -> list[float]:
 
     A generated token, which was not measured, adds as much as the mean.
     """
-    lengths, mean = look.memory["lengths"], look.memory["mean length"]
+    lengths = look.memory["lengths"]
+    mean = look.memory["mean length"]
     found: list[float] = []
     for position, base, share in zip(
         look.positions, priorities_of(config["base"], look), shares(config, look), strict=True

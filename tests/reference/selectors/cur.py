@@ -18,7 +18,8 @@ def rerank_every(config: Config) -> int:
 
 def scores_of_tokens(config: Config, look: Look) -> list[complex]:
     """Score the tokens without a score, each beside the others of its window."""
-    scores, windows = list(look.scores), dict[int, list[int]]()
+    scores = list(look.scores)
+    windows = dict[int, list[int]]()
     for j in waiting(config, look):
         windows.setdefault(look.positions[j] // config["window"], []).append(j)
     for window in windows.values():

@@ -58,7 +58,9 @@ def pooled(row: list[float], kernel: int) -> list[float]:
 
 def leading(mean: list[float], mass: float, count: int, look: Look) -> set[int]:
     """The tokens with the highest mean attention, until they have a share of it together, at most so many."""
-    limit, before, first = mass * sum(mean), 0.0, set[int]()
+    limit = mass * sum(mean)
+    before = 0.0
+    first = set[int]()
     for j in sorted(range(len(mean)), key=lambda j: (-mean[j], j))[:count]:
         if limit:
             look.report(abs(before - limit) / limit)

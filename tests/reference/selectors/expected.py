@@ -71,7 +71,8 @@ def expected_attention(config: Config, look: Look, hq: int, tokens: list[int]) -
     mean = known.mean(0)
     spread = (known - mean).T @ (known - mean) / len(known)
     turn = mean_rotation(look.apply, dim, look.length, config["horizon"])
-    mean, spread = turn @ mean, turn @ spread @ turn.T
+    mean = turn @ mean
+    spread = turn @ spread @ turn.T
     logits = []
     for j in tokens:
         key = torch.tensor(look.keys[j]).double()

@@ -38,7 +38,8 @@ def scored(gate: dict[str, list[list[float]] | list[float]], vector: list[float]
             for row, bias in zip(gate["inner_weight"], gate["inner_bias"], strict=True)
         ]
         vector = [x / 2 * (1 + math.erf(x / math.sqrt(2))) for x in units]
-    weight, bias = gate["weight"], gate["bias"]
+    weight = gate["weight"]
+    bias = gate["bias"]
     own = head if len(bias) > 1 else 0
     return sum(w * x for w, x in zip(weight[own], vector, strict=True)) + bias[own]  # pyright: ignore[reportArgumentType, reportOperatorIssue]
 

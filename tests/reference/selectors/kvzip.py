@@ -57,7 +57,8 @@ def texts(config: Config, tokens: list[int]) -> list[list[int]]:
     def ids(text: str) -> list[int]:
         return [int(part) for part in text.split("-")] if text else []
 
-    chunk, found = config["chunk"], []
+    chunk = config["chunk"]
+    found = []
     for start in range(0, len(tokens), chunk):
         first = ids(config["instruction"])
         later = ids(config["later"]) or first
@@ -81,13 +82,15 @@ def scores_after_replay(
     sinks: Tensor | None,
 ) -> list[complex]:
     """The scores of one KV head's tokens [n, D] after a replay of all of them."""
-    chunk, count = config["chunk"], len(keys)
+    chunk = config["chunk"]
+    count = len(keys)
     scores = [0.0] * count
     assert [text.number for text in replays] == list(range(math.ceil(count / chunk))), "every chunk is replayed once"
     whole_keys = keys.double()
     for text in replays:
         own_keys = text.keys[head].double()
-        start, stop = text.number * chunk, min((text.number + 1) * chunk, count)
+        start = text.number * chunk
+        stop = min((text.number + 1) * chunk, count)
         shown = list(range(min(config["sinks"], start))) + list(range(start, stop))
         for hq in group:
             for r, query in enumerate(text.queries[hq].double()):

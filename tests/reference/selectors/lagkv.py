@@ -51,7 +51,8 @@ def normalized(vector: list[float], reference: list[list[float]]) -> list[float]
     """A vector whose channels are stretched so that those of the reference reach from 0 to 1; 0 if it is constant."""
     found: list[float] = []
     for x, channel in zip(vector, zip(*reference, strict=True), strict=True):
-        low, high = min(channel), max(channel)
+        low = min(channel)
+        high = max(channel)
         found.append((x - low) / (high - low) if high > low else 0.0)
     return found
 

@@ -31,7 +31,8 @@ def probes(config: Config, count: int) -> list[int]:
 
 def probed(config: Config, matrix: Tensor) -> list[complex]:
     """Attention that each token got from the probes, and how many of them could see it."""
-    rows, old = matrix.tolist(), matrix.shape[1] - matrix.shape[0]
+    rows = matrix.tolist()
+    old = matrix.shape[1] - matrix.shape[0]
     asked = probes(config, len(rows))
     return [complex(sum(rows[i][j] for i in asked), sum(j <= old + i for i in asked)) for j in range(len(rows[0]))]
 

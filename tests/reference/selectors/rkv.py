@@ -34,7 +34,8 @@ def score_of_newest(config: Config, look: Look) -> complex:
 def scores_of_tokens(config: Config, look: Look) -> list[complex]:
     """Attention by the newest queries, less what a token shares with others."""
     _remember(look)
-    importance, redundancy = _importance(config, look), _redundancy(config, look)
+    importance = _importance(config, look)
+    redundancy = _redundancy(config, look)
     mix = config["mix"]
     return [complex(mix * a - (1 - mix) * b, 1) for a, b in zip(importance, redundancy, strict=True)]
 

@@ -79,5 +79,6 @@ def planes_of(apply: Rotation, dim: int) -> list[list[int]]:
 def centers(file: str, layer: int, hq: int) -> tuple[Tensor, list[float]]:
     """The mean query of a head in a file and its lengths, which all heads of a layer may share."""
     found = load_file(file)
-    mean, lengths = found[f"centers.{layer}.mean"], found[f"centers.{layer}.lengths"]
+    mean = found[f"centers.{layer}.mean"]
+    lengths = found[f"centers.{layer}.lengths"]
     return mean[hq % len(mean)], lengths[hq % len(lengths)].tolist()
