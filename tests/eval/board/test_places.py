@@ -56,7 +56,7 @@ def test_a_table_has_what_is_known_and_nothing_else(board: Board) -> None:
         ["`snapkv`", "", "", "", "0.50"],
         ["`snapkv+kivi:bits=2`", "", "", "", "0.50"],
     ]
-    assert "about 512 tokens, ±0.20" in text and "(../board.md)" in text and f"<!-- {len(listed)} results -->" in text
+    assert "prompts of 512 tokens, ±0.20" in text and "(../board.md)" in text and f"<!-- {len(listed)} results -->" in text
     kivi = next(entry for entry in listed if "kivi" in entry.spec)
     for share, mode, result in (
         (0.2, "inside", {"refused": "too small"}),
@@ -80,7 +80,7 @@ def test_the_longer_prompts_are_shown_if_every_policy_has_half_of_its_results(bo
 def test_readers_have_fractions_that_are_read(board: Board) -> None:
     text = page_table("quest", board, entries("tiny-4k"), [0.1])
     assert [row[0] for row in rows(text)][1:] == ["`full+exact`", "`full+quest:dense=0`", "`full+reuse/quest`"]
-    assert "slots that a step reads" in text
+    assert "fraction of the slots read" in text
 
 
 def test_the_command_fills_every_page_of_a_tree(board: Board, tmp_path: Path) -> None:
