@@ -16,6 +16,7 @@ from kvpolicy_eval.common.markdown import add_fill_argument, publish
 from kvpolicy_eval.real.measure import RealModel
 from kvpolicy_eval.real.page import rows
 from kvpolicy_eval.real.policies import POLICIES
+from kvpolicy_eval.real.prompts import PROSE, TASKS
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -27,15 +28,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gguf", metavar="NAME", help="GGUF file in the folder; needs the package gguf")
     parser.add_argument("--results", type=Path, required=True, help="file of results, with which a run continues")
     parser.add_argument("--only", nargs="+", metavar="POLICY", default=POLICIES, help="policies, instead of all")
+    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, PROSE), help="what to measure now; all by default")
     parser.add_argument("--n", type=int, default=100, help="prompts per task")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--page-only", action="store_true", help="measure nothing")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing, and show what is known")
     add_fill_argument(parser, "real")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     model = RealModel(args.model, args.gguf, args.results, args.n, getattr(torch, args.dtype))
-    publish(rows(model, args.only, measure=not args.page_only), "real", args.fill)
+    tasks = (*TASKS, PROSE) if args.tasks is None else args.tasks
+    publish(rows(model, args.only, measured=() if args.page_only else tasks), "real", args.fill)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvpolicy_eval.common.intervals import interval
 from kvpolicy_eval.common.markdown import table
 from kvpolicy_eval.real.measure import PLACES, RealModel, Result
-from kvpolicy_eval.real.prompts import TASKS
+from kvpolicy_eval.real.prompts import PROSE, TASKS
 
 
-def rows(model: RealModel, policies: Sequence[str], *, measure: bool) -> str:
-    """The table, a row for each policy with a result; what is not known is measured first on request."""
+def rows(model: RealModel, policies: Sequence[str], *, measured: Collection[str]) -> str:
+    """The table, a row for each policy with a result.
+
+    Args:
+        model: The model.
+        policies: Specs.
+        measured: Tasks whose unknown results are measured now.
+    """
     names = ["policy", "held", *(f"{task}, {place}" for task in TASKS for place in PLACES)]
-    body = [_row(model, policy, measure=measure) for policy in policies]
+    body = [_row(model, policy, measured) for policy in policies]
     note = (
         f"`{model.title}`: fraction of right answers with an interval of 95 %, {model.docs} prompts a task; "
         "bits per byte of English prose, each token predicted by a step; relative squared error of encoded keys and "
@@ -24,9 +30,9 @@ def rows(model: RealModel, policies: Sequence[str], *, measure: bool) -> str:
     return f'<div class="sortable" markdown>\n\n{lines}\n\n</div>\n\n{note}'
 
 
-def _row(model: RealModel, policy: str, *, measure: bool) -> list[str]:
-    answers = [model.answers(policy, task, place, measure=measure) for task in TASKS for place in PLACES]
-    prose = model.prose(policy, measure=measure)
+def _row(model: RealModel, policy: str, measured: Collection[str]) -> list[str]:
+    answers = [model.answers(policy, task, place, measure=task in measured) for task in TASKS for place in PLACES]
+    prose = model.prose(policy, measure=PROSE in measured)
     held = next((f"{found['held']:.2f}" for found in answers if "held" in found), "")
     numbers = [_number(prose, "bits", ".2f"), _number(prose, "keys", ".4f"), _number(prose, "values", ".4f")]
     return [f"`{policy}`", held, *map(_fraction, answers), *numbers]

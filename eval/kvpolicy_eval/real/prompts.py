@@ -126,6 +126,8 @@ def listed(number: int) -> Asked:
 
 TASKS = {"facts": facts, "needles": needles, "list": listed}
 """Tasks with an answer, by name."""
+PROSE = "prose"
+"""Name of the text that is predicted."""
 
 
 @cache

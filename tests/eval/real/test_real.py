@@ -97,6 +97,13 @@ def test_what_a_policy_refuses_is_kept_and_has_no_row(tmp_path: Path, capsys: py
     assert "| `full` | 1.0" in capsys.readouterr().out
 
 
+def test_only_some_tasks_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "out.jsonl"
+    main(["--model", TINY, "--results", str(results), "--n", "1", "--only", "full", "--tasks", "list"])
+    assert results.read_text(encoding="utf-8").count("full list ") == len(results.read_text("utf-8").splitlines()) == 2
+    assert "| `full` | 1.0" in capsys.readouterr().out
+
+
 def test_a_tokenizer_that_joins_document_and_question_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
