@@ -16,16 +16,18 @@ SELECTORS = (
     "squeeze+snapkv@0.2",
 )
 CODECS = (
-    "full+tokenwise:bits=8",
-    "full+tokenwise:bits=4",
-    "full+tokenwise:bits=4:group_size=32",
-    "full+kivi:bits=4",
-    "full+kivi:bits=2",
-    "full+turboquant:bits=4",
-    "full+bfp",
-    "full+rotate",
-    "full+zipcache",
-    "full+gear",
+    "tokenwise:bits=8",
+    "tokenwise:bits=4",
+    "tokenwise:bits=4:group_size=32",
+    "kivi:bits=4",
+    "kivi:bits=2",
+    "turboquant:bits=4",
+    "bfp",
+    "bfp:mantissa=5",
+    "bfp:block_channels=8",
+    "rotate",
+    "zipcache",
+    "gear",
 )
 OTHERS = ("kvzip+tokenwise:bits=4@0.5", "full+quest:read=0.1:dense=0", "full+sparq:read=0.1:dense=0")
 
