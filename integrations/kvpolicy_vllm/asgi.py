@@ -1,4 +1,4 @@
-"""What stands in front of vLLM's server needs of ASGI: bodies that are read, replayed and replaced, and API keys."""
+"""ASGI for middleware in front of vLLM's server: bodies that are read, replayed and replaced, and API keys."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class _Asked(NamedTuple):
 
 
 class _Answer:
-    """What a server sends.
+    """Messages that a server sends.
 
     Attributes:
         events: The events of the response.
@@ -197,7 +197,7 @@ class Compress:
         return None if kept >= len(found.ids) else _Asked(found.ids, kept, found.new)
 
     async def _ask(self, scope: Scope, path: str, content: Mapping[str, Any], receive: Receive) -> _Answer:
-        """What the server answers to a body of our own, for as long as the client waits."""
+        """Answer of the server to a body of our own, for as long as the client waits."""
         body = json.dumps(content).encode()
         found = _Answer()
         path = f"{scope.get('root_path') or ''}{path}"

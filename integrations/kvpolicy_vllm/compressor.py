@@ -35,7 +35,7 @@ class Reader(Protocol):
 
 
 class EngineLayer(NamedTuple):
-    """What is known of a layer of an engine.
+    """A layer of an engine.
 
     Attributes:
         rope: Its rotary embedding.
@@ -52,7 +52,7 @@ class EngineLayer(NamedTuple):
 
 @dataclass
 class _Gathered:
-    """What was gathered of a prompt in a layer.
+    """Tensors of a prompt that were gathered in a layer.
 
     Attributes:
         store: The empty store of the layer.
@@ -75,7 +75,7 @@ class _Gathered:
 
 @dataclass
 class _Held:
-    """What is held of a prompt beside the engine's blocks.
+    """Tensors of a prompt that are held beside the engine's blocks.
 
     Attributes:
         gathered: Layers that are not compressed yet.

@@ -32,7 +32,7 @@ from kvpolicy_vllm.taps import compressor_of, tap
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """What the workers do in a step."""
+    """Work of a step."""
 
     loads: list[Load] = field(default_factory=list)
     work: Work = field(default_factory=Work)
@@ -99,7 +99,7 @@ class KVPolicyConnector(KVConnectorBase_V1):
         self._requests.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """What the workers load in this step."""
+        """Documents that the workers load in this step."""
         work = Work()
         if self._ledger is not None:
             work = self._ledger.work(

@@ -24,7 +24,7 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """What a file of a saved cache says.
+    """Header of the file of a saved cache.
 
     Attributes:
         path: The file.

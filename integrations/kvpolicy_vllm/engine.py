@@ -1,4 +1,4 @@
-"""What an engine can serve: its config, and whether a document fits it."""
+"""Limits of an engine: its config, and whether a document fits it."""
 
 # vLLM is no dependency of development: where it is missing, its names are unknown to a type checker.
 # pyright: reportMissingImports=false
@@ -30,7 +30,7 @@ from kvpolicy_vllm.recipe import Recipe
 
 @dataclass
 class Engine:
-    """What is known of an engine.
+    """An engine's properties.
 
     Attributes:
         model: A config of the model.

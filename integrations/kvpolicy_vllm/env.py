@@ -21,7 +21,7 @@ TORCH = "2.13.0"
 """The version of PyTorch that this build of vLLM needs; a looser request installs its CUDA build."""
 
 BROKEN = ("torchvision", "torchaudio", "torchcodec")
-"""What vLLM installs in builds that do not fit the CPU build of PyTorch: importing vLLM fails with them."""
+"""Packages that vLLM installs in builds that do not fit the CPU build of PyTorch: importing vLLM fails with them."""
 
 TESTING = ("hypothesis", "openai", "pytest", "pytest-benchmark", "pytest-xdist")
 

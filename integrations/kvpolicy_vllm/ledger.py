@@ -78,7 +78,7 @@ class Saving(NamedTuple):
 
 @dataclass
 class Work:
-    """What workers do with prompts in a step.
+    """Work on prompts in a step.
 
     Attributes:
         parts: Prompts that are prefilled.
@@ -230,7 +230,7 @@ class Ledger:
     def work(
         self, scheduled: Mapping[str, int], preempted: Sequence[str], blocks_of: Callable[[str], Sequence[int]]
     ) -> Work:
-        """What workers do in the step that was scheduled.
+        """Work of the step that was scheduled.
 
         Args:
             scheduled: Tokens of each request in the step.

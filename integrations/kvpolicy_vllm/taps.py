@@ -51,7 +51,7 @@ def tap(module: Any, layer_idx: int, see: See) -> None:
 def compressor_of(
     recipe: Recipe, engine: Engine, heads: Heads, layers: Mapping[int, Any], sizes: tuple[int, int], write: Write
 ) -> Compressor:
-    """What compresses prompts in the layers of a rank.
+    """Compression of prompts in the layers of a rank.
 
     Args:
         recipe: How prompts are compressed.

@@ -10,7 +10,7 @@ from kvpolicy_vllm.documents import Document
 
 
 class Tokens(NamedTuple):
-    """What the placeholders of a prompt stand for.
+    """Numbers of tokens that the placeholders of a prompt stand for.
 
     Attributes:
         more: Tokens that a usage lacks, since placeholders stand for them.
@@ -22,7 +22,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(document: Document) -> Tokens:
-    """What the placeholders of a document stand for."""
+    """Numbers of tokens that the placeholders of a document stand for."""
     return Tokens(document.total - document.kept, {"document_tokens": document.total, "kept_tokens": document.kept})
 
 

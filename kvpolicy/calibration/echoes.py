@@ -35,7 +35,7 @@ _CLEAR = 0.1
 
 
 class EchoScores(NamedTuple):
-    """What the KV heads of a layer attend to in a repeated text.
+    """Attention of the KV heads of a layer in a repeated text.
 
     Attributes:
         echo: Attention to the earlier copies of the same token, [H] fp64.

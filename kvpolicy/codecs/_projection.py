@@ -103,7 +103,7 @@ def of_values(
 
 
 def energies(basis: Basis, layer_idx: int) -> tuple[Tensor, Tensor]:
-    """What is lost of the keys and of the values of a layer without each direction, [H, D] fp64 each, falling.
+    """Loss of the keys and of the values of a layer without each direction, [H, D] fp64 each, falling.
 
     Of keys for `scores`, it is lost of their products with queries.
 

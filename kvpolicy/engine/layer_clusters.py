@@ -58,7 +58,7 @@ class LayerClusters:
         return Estimated(scores, self._reader.mean_values(reads.index))
 
     def centers(self, index: Index) -> Any:
-        """What is read of the index to assign keys to clusters; nothing without clusters."""
+        """Tensors of the index that are read to assign keys to clusters; none without clusters."""
         return self._reader.centers(index) if index and self.are_used else ()
 
     # between steps

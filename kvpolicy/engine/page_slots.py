@@ -30,7 +30,7 @@ def victims(layer: LayerContents, view: View) -> Tensor:
 
 
 def per_slot(layer: LayerContents) -> State:
-    """What each slot has beside its token: the selector's state, and the counts."""
+    """Tensors of each slot beside its token: the selector's state, and the counts."""
     return layer.tensors.state, layer.tensors.counts
 
 

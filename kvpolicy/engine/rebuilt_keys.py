@@ -68,7 +68,7 @@ class RebuiltKeys:
         return SlotRotary(rope, positions, self._layer.tensors.length - 1, offset).keys(keys, slice(None))
 
     def scored(self, index: Index) -> Any:
-        """What a step reads of the index to score entries."""
+        """Tensors of the index that a step reads to score entries."""
         return self._reader.scored(index) if self.are_used else index
 
     def count_read(self, link: Link, index: Index, slots: int) -> None:

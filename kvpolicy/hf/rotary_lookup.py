@@ -21,7 +21,7 @@ _INSTEAD = {
     "reader": "a reader that reads keys as they are stored, such as quest.",
     "selector": "another selector.",
 }
-"""What does not undo the rotation, by the part that does."""
+"""Alternatives that do not undo the rotation, by the part that does."""
 
 
 def trained_positions(config: Any) -> int | None:

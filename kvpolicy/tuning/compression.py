@@ -184,7 +184,7 @@ def whole(keys: Tensor, values: Tensor) -> Past:
 
 
 def _seen_by(policy: Policy) -> Any:
-    """What of a policy determines its pending prompt; policies in which it is equal share one."""
+    """Key of a policy's pending prompt; policies with equal keys share one."""
     needs = needs_of(policy)
     scores = policy.selector if needs.layer_input else None  # which the selector computes itself
     traits = policy.codec.traits

@@ -1,4 +1,4 @@
-"""What head budgets, mergers, readers and a replay cost over a base policy.
+"""Cost of head budgets, mergers, readers and a replay over a base policy.
 
 Steps are of one layer with random tokens, compiled; prompts are of a whole model. Both sides run alternately.
 """

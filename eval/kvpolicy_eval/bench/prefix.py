@@ -44,7 +44,7 @@ COLUMNS = [
 
 
 class Expected(NamedTuple):
-    """What was expected, as a fraction of what copies take.
+    """Expectations, as fractions of what copies take.
 
     Attributes:
         nbytes: Of the bytes of the cache: those of one text and of the rows' own slots, which are not encoded.

@@ -1,4 +1,4 @@
-"""What the start-up file of the package adds to a start of Python.
+"""Time that the start-up file of the package adds to a start of Python.
 
 Each start is a process of its own, which times the line of the file before anything else is imported.
 """

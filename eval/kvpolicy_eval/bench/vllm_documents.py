@@ -74,7 +74,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Side:
-    """What is measured in a process.
+    """A measurement in a process.
 
     Attributes:
         name: Its name.
@@ -205,7 +205,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of a side.
+    """Measurements of a side.
 
     Attributes:
         blocks: Blocks of all documents as they are asked.
@@ -361,7 +361,7 @@ class _Watched:
 
     @property
     def spec(self) -> Any:
-        """What a layer has in a block."""
+        """Bytes of a layer in a block."""
         (group,) = self._scheduler.kv_cache_config.kv_cache_groups
         return group.kv_cache_spec
 
@@ -422,7 +422,7 @@ def lines(work: Workload, sides: Sequence[Side], folder: Path, repeats: int) -> 
 
 
 def note(work: Workload, repeats: int) -> str:
-    """What was measured, and in which versions."""
+    """Sizes of the measurement, and the versions."""
     number = "A document" if work.documents == 1 else f"{work.documents} documents"
     return (
         f"{number} of about {work.tokens:,} tokens with {work.records} records, {work.clients} requests at once, "

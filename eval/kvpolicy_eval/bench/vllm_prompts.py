@@ -119,7 +119,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of a side.
+    """Measurements of a side.
 
     Attributes:
         kept: Tokens of the longest prompt that a head keeps.
@@ -356,7 +356,7 @@ def lines(size: Size, sides: Sequence[str], folder: Path, repeats: int) -> Itera
 
 
 def note(size: Size, repeats: int) -> str:
-    """What was measured, and in which versions."""
+    """Sizes of the measurement, and the versions."""
     return (
         f"{size.clients} requests at once, prompts of about {size.tokens:,} tokens with {size.records} records, "
         f"{versions(size.new, repeats)}"

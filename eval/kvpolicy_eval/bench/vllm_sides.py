@@ -1,4 +1,4 @@
-"""What benchmarks of vLLM share: the engine's sizes, and sides that are measured in processes of their own."""
+"""Common parts of the benchmarks of vLLM: the engine's sizes, and sides that are measured in processes of their own."""
 
 # vLLM is no dependency of development: where it is missing, its names are unknown to a type checker.
 # pyright: reportMissingImports=false
@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-"""What the process of a side has: its engine is in it, where it can be watched, and has one thread."""
+"""Environment of the process of a side: its engine is in it, where it can be watched, and has one thread."""
 
 
 def blocks_of(tokens: int) -> int:
@@ -50,7 +50,7 @@ def blocks_of(tokens: int) -> int:
 
 
 def measured_by(module: str, words: Sequence[str], folder: Path, repeats: int) -> dict[str, Any]:
-    """What a benchmark of this folder measures in a process of its own, as JSON.
+    """Result of a benchmark that runs in a process of its own, as JSON.
 
     Args:
         module: The benchmark.

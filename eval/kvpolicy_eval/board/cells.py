@@ -26,7 +26,7 @@ SHARES = [0.1, 0.2, 0.05, 0.02]
 """Budgets, in the order in which they are measured."""
 
 HELD_TOLERANCE = 1.01
-"""What a method of another library may hold over its budget: it rounds tokens."""
+"""Factor by which a method of another library may exceed its budget: it rounds tokens."""
 
 Result = dict[str, Any]
 """`right` and `docs`, numbers by task; `held` and `moved`, over the full cache's; or `refused`, a message."""
@@ -48,7 +48,7 @@ class Cell(NamedTuple):
     length: int
 
     def key(self, docs: int, model: str) -> str:
-        """What identifies the result in the file. The full cache has no budget, so that its result serves all."""
+        """Key of the result in the file. The full cache has no budget, so that its result serves all."""
         share = "" if self.entry.kind == "all tokens" else f" at {self.share:g}"
         return f"{self.entry.name}{share} {self.mode} {self.length} n={docs} {model}"
 

@@ -98,7 +98,7 @@ def _row(board: Board, choice: Choice) -> list[str]:
 
 
 def _prefill(spec: str) -> str:
-    """What the prefill of a policy does that costs time or memory; nothing for most."""
+    """Costs of a policy's prefill in time or memory; empty for most."""
     policy = Policy.parse(spec)
     if policy.replay is not None:
         return "runs twice; layers wait for the last one"

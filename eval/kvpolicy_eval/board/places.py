@@ -18,7 +18,7 @@ PLACE = "places"
 """Name of the place for the table in a page."""
 
 BASELINES = {"selector": ["window", SELECTOR], "reader": ["full+exact:read={read}"]}
-"""What a method is compared with, beside the full cache, by its kind; others are compared with their selector."""
+"""Rivals of a method, beside the full cache, by its kind; others are compared with their selector."""
 
 OVERVIEW = (
     *("full", "window", "streaming", "h2o", "snapkv", "tova", "kvzip", "kvcrush", "squeeze+snapkv"),
@@ -122,7 +122,7 @@ def _answers(board: Board, cell: Cell) -> str:
 
 
 def note(board: Board, length: int, found: Sequence[Entry]) -> str:
-    """What the numbers are, and how far off they may be."""
+    """Meaning of the numbers, and how far off they may be."""
     reads = any(entry.kind == "reader" for entry in found)
     budget = "of the slots read" if reads else "of the bytes held"
     docs = board.docs[length]

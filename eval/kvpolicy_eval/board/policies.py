@@ -1,4 +1,4 @@
-"""What the board compares: every method of the registry, and combinations of them."""
+"""Policies of the board: every method of the registry, and combinations of them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What tells rows apart: the spec, and how a prompt is held if not as keys and values."""
+        """Name of the row: the spec, and how a prompt is held if not as keys and values."""
         return self.spec if self.hold == "plain" else f"{self.spec}, hold={self.hold}"
 
     @property

@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 def find_row(board: Board, entry: Entry, share: float, length: int) -> Row:
-    """What is known of a policy at a budget and a length."""
+    """Known results of a policy at a budget and a length."""
     found = {mode: board.known_cell(Cell(entry, share, mode, length)) for mode in MODES}
     found[BEYOND] = board.known_cell(Cell(entry, share, BEYOND if has_beyond(entry) else "after", length))
     measured = [result for mode in MODES if (result := found[mode])]

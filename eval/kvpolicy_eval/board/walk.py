@@ -40,7 +40,7 @@ MORE = ("keydiff:every=16", "rkv:every=16", "h2o+tokenwise:bits=4", "keyformer+t
 
 
 class Walk(NamedTuple):
-    """What is asked of every policy.
+    """A generation that every policy is asked for.
 
     Attributes:
         records: Records of each of the two rings.
@@ -66,12 +66,12 @@ class Walk(NamedTuple):
         return [0 if number < self.first else 1 - (number - self.first) % 2 for number in range(self.passes)]
 
     def key(self, policy: str, share: float) -> str:
-        """What identifies a result in the file."""
+        """Key of a result in the file."""
         return f"{policy} at {share:g} records={self.records} passes={self.passes} n={self.walks} {self.model}"
 
 
 def policies() -> list[str]:
-    """What is compared: the full cache, selectors, mergers and a few combinations."""
+    """Policies that are compared: the full cache, selectors, mergers and a few combinations."""
     selectors = [SELECTORS.get(name, name).replace("{model}", "tiny-4k") for name in registry.SELECTORS]
     mergers = [f"{MERGED}+{name}" for name in registry.MERGERS if name != "drop"]
     return [*selectors, *mergers, *MORE]

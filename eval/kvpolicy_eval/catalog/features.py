@@ -55,7 +55,7 @@ class Features:
         return table(["models", "family", *(feature.title for feature in self.features)], rows)
 
     def tests(self) -> str:
-        """What the tests of each feature require, and where they are."""
+        """Requirements of the tests of each feature, and where these are."""
         rows = [
             [feature.title, feature.meaning, ", ".join(f"`{path}`" for path in feature.tests)]
             for feature in self.features

@@ -38,7 +38,7 @@ KINDS = (
     "benchmark",
     "wrapper",
 )
-"""What a system decides, stores, changes or measures."""
+"""Kinds of systems: what they decide, store, change or measure."""
 COLUMNS = ["name", "year", "paper", "kind", "status", "as, and what differs"]
 COMMON = ("uniform", "full")
 """Parts that complete a policy, and do not stand for the system that it gives."""
@@ -112,7 +112,7 @@ class Entry:
         return [self.name, self.published, paper, self.kind, status, self._answer()]
 
     def _answer(self) -> str:
-        """What gives it and how that differs, or why nothing does and what comes nearest."""
+        """The part that gives it and how it differs, or why nothing does and what comes nearest."""
         said: list[str] = []
         if self.policy:
             said.append(_method_link(self.policy, self.page))

@@ -129,7 +129,7 @@ def _address(name: str) -> str:
 
 
 def _cells(root: Path, name: str) -> Iterator[str]:
-    """What the table of a kind says of a method.
+    """Cells of a method in the table of its kind.
 
     Raises:
         ValueError: If the front matter lacks a column, or has a key that is none.

@@ -117,7 +117,7 @@ class TaskEvaluator:
 
 
 class Answered(NamedTuple):
-    """What a batch answered.
+    """Answers of a batch.
 
     Attributes:
         right: Whether each row is right.
@@ -202,7 +202,7 @@ def answer(
 
 
 def _through_a_file(model: Any, cache: kvpolicy.PolicyCache) -> kvpolicy.PolicyCache:
-    """What is loaded of a cache that was saved."""
+    """A cache as it is loaded from its file."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "cache.safetensors"
         cache.save(path, compress="zlib")

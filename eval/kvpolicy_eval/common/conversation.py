@@ -13,7 +13,7 @@ from kvpolicy import Policy
 
 
 class Trace(NamedTuple):
-    """What a conversation leaves.
+    """Predictions and cache of a conversation.
 
     Attributes:
         logits: Predictions behind the last token of each piece, [B, V].

@@ -1,4 +1,4 @@
-"""What one layer of a decode step takes to read its codes, compared with dense keys and values and with the memory.
+"""Time of one layer of a decode step to read its codes, beside dense keys and values and the memory.
 
 A read is one score of every query against every coded token and one weighted sum of all of them. On a GPU it is
 recorded as a CUDA graph and replayed, so that the time is that of the device and not of Python.

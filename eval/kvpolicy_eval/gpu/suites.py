@@ -1,4 +1,4 @@
-"""What is measured on a GPU: methods on model shapes, at growing batch sizes."""
+"""Series of measurements on a GPU: methods on model shapes, at growing batch sizes."""
 
 from __future__ import annotations
 

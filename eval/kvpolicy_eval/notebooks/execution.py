@@ -65,7 +65,7 @@ def run(notebook: dict[str, Any], path: Path) -> list[list[Output]]:
 
 
 def text_of(outputs: list[Output]) -> list[str]:
-    """What of the outputs must be the same in every run: text, and that there is a figure, but not how it is drawn."""
+    """Outputs that must be the same in every run: text, and that there is a figure, but not how it is drawn."""
     found: list[str] = []
     for output in outputs:
         data = output.get("data", {})

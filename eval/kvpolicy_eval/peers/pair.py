@@ -1,4 +1,4 @@
-"""What all parts of the comparison share: both processes, the options, and the prompts of the embedded model."""
+"""Common ground of the comparison: both processes, the options, and the prompts of the embedded model."""
 
 from __future__ import annotations
 

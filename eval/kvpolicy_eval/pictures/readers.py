@@ -28,7 +28,7 @@ _OWN = {"all": "full", "exact": f"exact:read={READ}", "reuse": f"reuse:every=3/e
 @functools.cache
 @torch.inference_mode()
 def read(policy: str) -> tuple[Tensor, int]:
-    """What the step of the last token of the prompt reads.
+    """Slots that the step of the last token of the prompt reads.
 
     Returns:
         The share of the KV heads that read each position, [L, P], and the bytes that the step moves of 100 that reading

@@ -45,7 +45,7 @@ class Scene:
 
 
 class Kept(NamedTuple):
-    """What a policy keeps of the scene.
+    """Tokens of the scene that a policy keeps.
 
     Attributes:
         share: Share of the KV heads that keep a position, [L, P].

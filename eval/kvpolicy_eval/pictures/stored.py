@@ -1,4 +1,4 @@
-"""What a codec stores, in bits per element by part: the bars below its picture."""
+"""Bits per element that a codec stores, by part: the bars below its picture."""
 
 from __future__ import annotations
 

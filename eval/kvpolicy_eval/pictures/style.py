@@ -22,7 +22,7 @@ BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE = _style.PALETTE[:6]
 INK = _style.INK
 """Text."""
 GREY = "#767676"
-"""What is less important."""
+"""Color of less important things."""
 LIGHT = "#b8b8b8"
 """A mark of a token that is not kept."""
 PALE = "#ececec"
@@ -47,7 +47,7 @@ DARK = {
     "#8fbde0": "#2b6499",
     BLUE: "#2f9bd8",
 }
-"""What replaces a color on a dark page. Other colors, and the pixels of maps, are the same on both."""
+"""Replacement of each color on a dark page. Other colors, and the pixels of maps, are the same on both."""
 
 Draw = Callable[[], Figure]
 

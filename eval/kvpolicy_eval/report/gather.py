@@ -146,7 +146,7 @@ class Findings:
 
     @property
     def facets(self) -> list[str | None]:
-        """What is shown apart: the places of the question, if there are several; else None, for all tasks."""
+        """Groups that are shown apart: the places of the question, if there are several; else None, for all tasks."""
         return [*self.modes] if len(self.modes) > 1 else [None]
 
     @property

@@ -43,7 +43,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """What is shown at 95 %."""
+        """The verdict at 95 %."""
         if self.fewest < FEW:
             return "too few examples"
         if np.isnan(self.score.low):

@@ -184,7 +184,7 @@ def _means(findings: Findings) -> str:
 
 
 def _apart(findings: Findings) -> str:
-    """What is shown apart."""
+    """Words for results that are shown apart; empty if none are."""
     return "by the place of the question, " if len(findings.modes) > 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""What a cell of a sweep will hold and how long it will take, estimated from configs and sizes alone.
+"""Memory and time of a cell of a sweep, estimated from configs and sizes alone.
 
 Bytes of caches are exact for the prompts assumed: they are those of `kvpolicy.plan`. Hours are an estimate:
 
@@ -134,7 +134,7 @@ def estimate(config: Config, cell: Cell, card: Card) -> Estimate:
 
 
 def _without_plan(cell: Cell, model: _Model, size: TaskSize, rows: int, card: Card, error: KVPolicyError) -> Estimate:
-    """What is known of a cell whose policy cannot be planned: its time is about that of the full cache."""
+    """Estimate of a cell with a policy that cannot be planned: its time is about that of the full cache."""
     problem = f"{cell.policy}: {error}"
     try:
         full_nbytes = model.plan("full", rows, size.tokens, size.new).full_nbytes
@@ -157,7 +157,7 @@ def most_memory(estimates: Sequence[Estimate]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Model:
-    """What an estimate needs of a model, on each of its ranks.
+    """Properties of a model that an estimate needs, on each of its ranks.
 
     Attributes:
         config: Its config.

@@ -118,7 +118,7 @@ LONG_PHASES: tuple[Phase, ...] = (
         windows=_ONE_EXAMPLE,
     ),
 )
-"""What continues the trained model to 4,096 tokens, and to 640 positions behind them, where a context is replayed."""
+"""Phases that continue the trained model to 4,096 tokens, and to 640 positions behind them for replays."""
 
 
 def scaled(phases: tuple[Phase, ...], share: float) -> tuple[Phase, ...]:
