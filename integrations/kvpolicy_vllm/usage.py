@@ -86,7 +86,7 @@ class UsageEditor:
         *events, self._held = self._held.split(b"\n\n")
         done = b"".join(self._edited_event(each) + b"\n\n" for each in events)
         if ends:
-            done = done + self._held
+            done += self._held
             self._held = b""
         return done
 

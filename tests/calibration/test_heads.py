@@ -28,17 +28,8 @@ from kvpolicy.allocators.head_files import load_heads
 from kvpolicy.calibration import calibrate_heads, head_scores
 from kvpolicy.hf.discovery import find_sites
 from tests.reference.head_allocators.duo import reach
+from tests.small_models import SIZES
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "head_dim": 8,
-    "intermediate_size": 32,
-    "vocab_size": 40,
-    "initializer_range": 0.4,
-}
 THETA = 100.0
 
 

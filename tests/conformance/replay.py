@@ -313,11 +313,11 @@ def _replay_row(slow: ReferenceLayer, turns: list[Turn], where: str, b: int, noi
         if exact and wrong and (min(slow.margin, slow.order_margin) < noise.gap or tie < noise.tie):
             break
         assert not exact or not wrong, f"{where}, turn {number}: {', '.join(wrong)}"
-        compared = compared + 1
+        compared += 1
         error = max(error, miss)
         for mine, its in zip(turn.kept[b], slow.positions, strict=True):
-            alike = alike + len(set(mine) & set(its))
-            tokens = tokens + max(len(its), len(mine))
+            alike += len(set(mine) & set(its))
+            tokens += max(len(its), len(mine))
     return Verdict(compared, alike, tokens, error)
 
 

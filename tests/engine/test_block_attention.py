@@ -72,7 +72,7 @@ def test_any_pieces_give_the_sums_of_the_loop(pieces: list[int], size: int, firs
                 one = gathered(BlockAttention(size, first), valid, start, start + piece, tile, seen)
                 statistic = one if statistic is None else statistic.joined(one, start)
                 seen = seen + valid[:, start : start + piece].sum(-1)
-                start = start + piece
+                start += piece
             assert statistic is not None
             torch.testing.assert_close(reduced(statistic, valid), want, atol=1e-5, rtol=1e-5)
 

@@ -39,8 +39,8 @@ def test_a_prompt_leaves_less_than_a_block_below_the_threshold(group_size: int) 
             left = int(counts[b, h])
             want = 0
             while left - group_size >= threshold[b] - codec.block:
-                left = left - group_size
-                want = want + group_size
+                left -= group_size
+                want += group_size
             assert int(moved[b, h]) == want, (b, h)
     idle = torch.tensor([False, True, True, False])
     assert demoted_counts(counts, limits_of(codec, threshold), codec.traits, idle).tolist() == [

@@ -98,7 +98,7 @@ def check_alone(model: Any, lengths: list[int], row: int, pads: int, logits: lis
     stop = -pads
     for number, size in enumerate(TURNS):
         start = max(stop, 0)
-        stop = stop + size
+        stop += size
         if number in HOLDS:
             cache.hold_next()
         own = forward(model, ids, mask, start, stop, cache)[0]

@@ -16,7 +16,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a policy is recommended twice, once held in codes",
-        file="eval/kvpolicy_eval/board/choices.py",
+        file="eval/kvpolicy_eval/board/policies.py",
         old='if entry.by_bytes and entry.hold == "plain"]',
         new="if entry.by_bytes]",
         tests=CHOICES,

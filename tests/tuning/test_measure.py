@@ -20,17 +20,8 @@ from kvpolicy.tuning.answers import scored_tokens
 from kvpolicy.tuning.measure import joint_kls, layer_kls, output_errors, sensitivities
 from kvpolicy.tuning.windows import Window
 from tests.reference.one_layer import measured
+from tests.small_models import SIZES
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "head_dim": 8,
-    "intermediate_size": 32,
-    "vocab_size": 40,
-    "initializer_range": 0.4,
-}
 SELECTORS = [
     "window@1.0",
     "window@0.2",

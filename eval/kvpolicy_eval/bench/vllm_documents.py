@@ -59,16 +59,14 @@ TOKENS_OF_RECORD = 7
 CHARS_OF_TOKEN = 2
 """Characters of source text that take a token."""
 COLUMNS = (
-    *(
-        "side",
-        "documents, MiB",
-        "blocks, MiB",
-        "in flight, mean (most)",
-        "steps",
-        "tokens/s",
-        "first token, s",
-        "right",
-    ),
+    "side",
+    "documents, MiB",
+    "blocks, MiB",
+    "in flight, mean (most)",
+    "steps",
+    "tokens/s",
+    "first token, s",
+    "right",
 )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvpolicy import Policy
 from kvpolicy_eval.board import walk
 from kvpolicy_eval.board.cells import Board, Cell, Interval, Result, accuracy
-from kvpolicy_eval.board.policies import Entry
+from kvpolicy_eval.board.policies import Entry, within_bytes
 from kvpolicy_eval.common.markdown import fill, table
 from kvpolicy_eval.common.results import Known, read_results
 from kvpolicy_eval.data.modes import MODES
@@ -109,8 +109,7 @@ def _answered(modes: Sequence[str], share: float) -> Choose:
     """Policies by their right answers to the questions of some places; one that is listed twice counts once."""
 
     def choices(board: Board, listed: Sequence[Entry], _: Known) -> Iterator[Choice]:
-        held = [entry for entry in listed if entry.by_bytes and entry.hold == "plain"]
-        return _by_answers(board, held, modes, share)
+        return _by_answers(board, within_bytes(listed), modes, share)
 
     return choices
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from kvpolicy_eval.board.cells import Board, Cell, accuracy
-from kvpolicy_eval.board.policies import Entry
+from kvpolicy_eval.board.policies import Entry, within_bytes
 from kvpolicy_eval.board.rows import ANSWERS, COSTS, find_row
 from kvpolicy_eval.common.markdown import table
 from kvpolicy_eval.data.modes import MODES, Mode
@@ -40,7 +40,7 @@ def top(board: Board, listed: Sequence[Entry], shares: Sequence[float]) -> str:
     Readers, which hold everything, have no place in it. The comment at its end has the number of results.
     """
     length = TOP_LENGTH if TOP_LENGTH in board.docs else next(iter(board.docs))
-    compared = [entry for entry in listed if entry.by_bytes and entry.hold == "plain"]
+    compared = within_bytes(listed)
     rows: list[list[str]] = []
     for share in shares:
         columns = [_best(board, [Cell(entry, share, mode, length) for entry in compared]) for mode in TOP_MODES]
@@ -93,10 +93,8 @@ def _docs(board: Board, length: int) -> str:
 
 def refusals(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]) -> str:
     """Every policy that was refused, with the lengths and budgets at which it was."""
-    places: dict[str, _Places] = {}
-    for entry, length, share, _ in _refused(board, listed, shares, lengths):
-        places.setdefault(entry.name, {}).setdefault(length, {})[share] = None
-    return "\n".join(f"- `{spec}`: {_in_words(found)}" for spec, found in places.items())
+    refused = _refused(board, listed, shares, lengths)
+    return "\n".join(f"- `{name}`: {_in_words(found)}" for name, (found, _) in refused.items())
 
 
 def peer_refusals(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]) -> str:
@@ -104,14 +102,9 @@ def peer_refusals(board: Board, listed: Sequence[Entry], shares: Sequence[float]
 
     Methods that share all of these are one row.
     """
-    places: dict[str, _Places] = {}
-    reasons: dict[str, str] = {}
-    for entry, length, share, message in _refused(board, listed, shares, lengths):
-        places.setdefault(entry.name, {}).setdefault(length, {})[share] = None
-        reasons.setdefault(entry.name, message)
     rows: dict[tuple[str, str], list[str]] = {}
-    for spec, why in reasons.items():
-        rows.setdefault((_in_words(places[spec]), why), []).append(f"`{spec}`")
+    for name, (places, why) in _refused(board, listed, shares, lengths).items():
+        rows.setdefault((_in_words(places), why), []).append(f"`{name}`")
     found = [[", ".join(specs), where, why] for (where, why), specs in rows.items()]
     return table(["method", "without a result at", "why, at the first"], found) if found else ""
 
@@ -133,12 +126,15 @@ def _in_words(places: _Places) -> str:
 
 def _refused(
     board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]
-) -> Iterator[tuple[Entry, int, float, str]]:
-    """Refused cells: the entry, the length, the budget, and the message."""
+) -> dict[str, tuple[_Places, str]]:
+    """Entries that were refused, by name: the lengths and budgets at which they were, and the first message."""
+    found: dict[str, tuple[_Places, str]] = {}
     for entry in listed:
         for length in lengths:
             for share in shares:
                 for mode in MODES:
                     result = board.known_cell(Cell(entry, share, mode, length))
                     if result and "refused" in result:
-                        yield entry, length, share, result["refused"]
+                        places, _ = found.setdefault(entry.name, ({}, result["refused"]))
+                        places.setdefault(length, {})[share] = None
+    return found

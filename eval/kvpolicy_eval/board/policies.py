@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from kvpolicy import registry
@@ -116,6 +117,11 @@ class Entry(NamedTuple):
         'full+quest:read=0.1'
         """
         return self.spec.replace("{read}", f"{share:g}")
+
+
+def within_bytes(listed: Sequence[Entry]) -> list[Entry]:
+    """Entries that hold a budget of bytes; a policy that is listed for each way to hold a prompt counts once."""
+    return [entry for entry in listed if entry.by_bytes and entry.hold == "plain"]
 
 
 def entries(model: str = "tiny") -> list[Entry]:

@@ -93,9 +93,9 @@ class RealModel:
                 prompt = TASKS[task](number).placed(place)
                 fed = self._fed(prompt, tokenizer)
                 found = answer(model, tokenizer, [prompt], policy, fed=fed, held_back=held_back)
-                right = right + sum(found.right)
-                held = held + found.held
-                full = full + found.full
+                right += sum(found.right)
+                held += found.held
+                full += found.full
         return {"right": right, "of": self.docs, "held": round(held / full, 4)}
 
     def _fed(self, prompt: Placed, tokenizer: Any) -> int:

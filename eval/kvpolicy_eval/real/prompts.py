@@ -85,12 +85,12 @@ def facts(number: int) -> Asked:
     names = rng.sample(_words("name"), PEOPLE)
     cities = rng.sample(_words("city"), PEOPLE)
     jobs, foods, colors, things = map(_words, ("job", "food", "color", "thing"))
-    sentences = [
+    told = [
         f"{name} is a {rng.choice(jobs)} and likes {rng.choice(foods)}. {name} lives in {city}. "
         f"The {rng.choice(things)} of {name} is {rng.choice(colors)}."
         for name, city in zip(names, cities, strict=True)
     ]
-    return _where(" ".join(sentences), names, cities, rng)
+    return _where(" ".join(told), names, cities, rng)
 
 
 def needles(number: int) -> Asked:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ SWEEP_PAGE = Path("docs") / "guide" / "sweep.md"
 """The page with the tables of the embedded model, relative to the root of the source tree."""
 
 
+@cache
 def papers() -> dict[str, Any]:
     """The content of `papers.yaml`, by paper."""
     return yaml.safe_load((files("kvpolicy_eval.tables") / "papers.yaml").read_text(encoding="utf-8"))
