@@ -17,8 +17,8 @@ from kvpolicy_eval.data.modes import BEYOND, MODES, Mode
 PLACE = "places"
 """Name of the place for the table in a page."""
 
-BASELINES = {"selector": ["window", SELECTOR], "reader": ["full+exact:read={read}"]}
-"""Rivals of a method, beside the full cache, by its kind; others are compared with their selector."""
+BASELINES = ["window", SELECTOR]
+"""Selectors that a selector is compared with; other methods are compared with their selector."""
 
 OVERVIEW = (
     *("full", "window", "streaming", "h2o", "snapkv", "tova", "kvzip", "kvcrush", "squeeze+snapkv"),
@@ -57,18 +57,22 @@ def page_table(name: str, board: Board, listed: Sequence[Entry], shares: Sequenc
 
 
 def compared(name: str, listed: Sequence[Entry]) -> list[Entry]:
-    """The policies of the board that show a method, after the full cache and what it is compared with.
+    """The policies of the board that show a method, after those that it is compared with.
 
     >>> from kvpolicy_eval.board.policies import entries
     >>> [entry.spec for entry in compared("kivi", entries())]
-    ['full', 'snapkv', 'snapkv+kivi:bits=2']
-    >>> [entry.spec for entry in compared("reuse", entries())]
-    ['full', 'full+exact:read={read}', 'full+reuse/quest:read={read}']
+    ['snapkv', 'snapkv+kivi:bits=2']
+    >>> [entry.spec for entry in compared("tova", entries())]
+    ['window', 'snapkv', 'tova']
     """
     kind = registry.described(registry.lookup(name)[0])
     usual = selector_for(name, SELECTOR) if kind == "codec" else SELECTOR
-    others = ["full", *BASELINES.get(kind, [usual])]
-    own = [entry for entry in listed if entry.kind == kind and name in re.split("[+/:]", entry.spec)]
+    others = BASELINES if kind == "selector" else [usual]
+    own = [
+        entry
+        for entry in listed
+        if (entry.kind == kind and name in re.split("[+/:]", entry.spec)) or entry.spec == name == "full"
+    ]
     return [entry for entry in listed if entry.spec in others and entry not in own] + own
 
 
@@ -79,9 +83,11 @@ def method_table(board: Board, found: Sequence[Entry], shares: Sequence[float]) 
     for entry in found:
         answers = [_answers(board, Cell(entry, share, mode, length)) for mode in PLACES for share in shares]
         if any(answers):
-            rows.append([f"`{_spec(entry)}`", *answers])
+            rows.append([f"`{entry.spec}`", *answers])
     names = [f"{mode}, {share:.0%}" for mode in PLACES for share in shares]
-    return f"{table(['policy', *names], rows)}\n\n{note(board, length, found)} [The board](../board.md) has the rest."
+    empty = " Empty: not measured, or refused." if any("" in row for row in rows) else ""
+    measured = f"[`{board.model}`](../model-card.md), {_prompts(board, length)}, at equal bytes"
+    return f"{table(['policy', *names], rows)}\n\n{measured}; [the board](../board.md) has the rest.{empty}"
 
 
 def shown_length(board: Board, found: Sequence[Entry], shares: Sequence[float]) -> int:
@@ -106,13 +112,9 @@ def overview_table(board: Board, found: Sequence[Entry]) -> str:
         answers = [_answers(board, Cell(entry, OVERVIEW_SHARE, mode, OVERVIEW_LENGTH)) for mode in modes]
         if any(answers):
             budget = "100%" if entry.kind == "all tokens" else f"{OVERVIEW_SHARE:.0%}"
-            rows.append([f"`{_spec(entry)}`", budget, *answers])
+            rows.append([f"`{entry.spec}`", budget, *answers])
     names = [f"{OVERVIEW_LENGTH:,} tokens", "budget", *MODES, BEYOND]
-    return f"{table(names, rows)}\n\n{note(board, OVERVIEW_LENGTH, found)}"
-
-
-def _spec(entry: Entry) -> str:
-    return entry.spec.replace(":read={read}", "")
+    return f"{table(names, rows)}\n\n{note(board)}"
 
 
 def _answers(board: Board, cell: Cell) -> str:
@@ -121,14 +123,13 @@ def _answers(board: Board, cell: Cell) -> str:
     return f"{right.mean:.2f}" if right else ""
 
 
-def note(board: Board, length: int, found: Sequence[Entry]) -> str:
-    """Meaning of the numbers, and how far off they may be."""
-    reads = any(entry.kind == "reader" for entry in found)
-    budget = "of the slots read" if reads else "of the bytes held"
+def note(board: Board) -> str:
+    """Meaning of the numbers of the overview, and how far off they may be."""
+    prompts = _prompts(board, OVERVIEW_LENGTH)
+    return f"`{board.model}`, {prompts}; budget: fraction of the bytes held. Empty: not measured, or refused."
+
+
+def _prompts(board: Board, length: int) -> str:
     docs = board.docs[length]
     widest = interval(5 * docs // 2, 5 * docs)  # `second` has five tasks
-    half = (widest.high - widest.low) / 2
-    return (
-        f"`{board.model}`, prompts of {length:,} tokens, ±{half:.2f} (95 %); budget: fraction {budget}. "
-        "Empty: not measured, or refused."
-    )
+    return f"prompts of {length:,} tokens, ±{(widest.high - widest.low) / 2:.2f} (95 %)"

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from kvpolicy_eval.catalog.lists import places
-from kvpolicy_eval.methods.plan import measured, methods, page_of
+from kvpolicy_eval.methods.plan import methods, page_of, paged
 
 ROOT = Path()
 
@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     pictures = [name for name in methods() if not picture(name).is_file()]
-    tables = [name for name in measured() if lacks_table(name, "measured")]
-    by_place = [name for name in measured() if lacks_table(name, "places")]
+    tables = [name for name in paged() if lacks_table(name, "measured")]
+    by_place = [name for name in paged() if lacks_table(name, "places")]
     outdated = [
         *(f"{place.path}: {place.name}" for place in stale),
         *(f"{picture(name)} is missing" for name in pictures),

@@ -103,9 +103,17 @@ def page_of(name: str) -> str:
     return DEFAULTS_PAGE if name in DEFAULTS else name
 
 
-def measured() -> list[str]:
-    """The methods with tables on their pages, in the order of the registry."""
+def paged() -> list[str]:
+    """The methods that have a page of their own, in the order of the registry."""
     return [name for name in methods() if name not in DEFAULTS]
+
+
+def measured() -> list[str]:
+    """The methods whose pages have the table of this command.
+
+    Selectors depend most on the place of the question: their pages have the answers by place, from the board, instead.
+    """
+    return [name for name in paged() if name not in registry.SELECTORS]
 
 
 def methods() -> list[str]:

@@ -26,7 +26,7 @@ def budget_tables(bench: Bench, name: str, by_task: bool = False) -> str:
     if by_task:
         at_one = {policy: by_budget[BUDGETS.index(TASK_BUDGET)] for policy, by_budget in results.items()}
         parts.append(task_table(at_one))
-    return "\n\n".join([*parts, note(bench)])
+    return "\n\n".join([*parts, note(bench, name)])
 
 
 def task_table(results: dict[str, Result]) -> str:
@@ -46,7 +46,7 @@ def codec_table(bench: Bench, name: str, also: Sequence[str] = ()) -> str:
         errors = ["" if evicts or result[side] is None else f"{result[side]:.3f}" for side in ("keys", "values")]
         accuracy = f"{mean(result['tasks']):.2f}"
         rows.append([f"`{policy}`", accuracy, f"{result['share']:.2f}", *errors, f"{result['perplexity']:.2f}"])
-    return f"{table(names, rows)}\n\n{note(bench)}"
+    return f"{table(names, rows)}\n\n{note(bench, name)}"
 
 
 def reader_table(bench: Bench, name: str) -> str:
@@ -58,12 +58,7 @@ def reader_table(bench: Bench, name: str) -> str:
         by_read = [bench.result(at_read(policy, read)) for read in READS]
         answers = [f"{mean(result['tasks']):.2f}" for result in by_read]
         rows.append([f"`{policy}`", *answers, f"{_moved(at_read(policy, last)):.2f}", f"{by_read[-1]['share']:.2f}"])
-    return f"{table(names, rows)}\n\n{reader_note(bench)}"
-
-
-def reader_note(bench: Bench) -> str:
-    """How the numbers of a reader were measured."""
-    return f"{_answers(bench)}; bytes in {_dtype(bench)}. Moved: by a step at 512 tokens, over the full cache's."
+    return f"{table(names, rows)}\n\n{note(bench, name)} Moved: bytes of a step, over the full cache's."
 
 
 def _moved(policy: str) -> float:
@@ -71,17 +66,11 @@ def _moved(policy: str) -> float:
     return planned.moved / kvpolicy.plan("tiny", "full", prompt=512).moved
 
 
-def note(bench: Bench) -> str:
-    """How the numbers were measured; the index of methods explains them."""
-    return f"{_answers(bench)}; bytes in {_dtype(bench)}."
-
-
-def _answers(bench: Bench) -> str:
-    return f"Mean of six tasks, {bench.docs} prompts of 512 tokens; one answer is {1 / (6 * bench.docs):.3f}"
-
-
-def _dtype(bench: Bench) -> str:
-    return str(bench.dtype).removeprefix("torch.")
+def note(bench: Bench, name: str) -> str:
+    """How the numbers on the page of a method were measured."""
+    dtype = str(bench.dtype).removeprefix("torch.")
+    answers = f"mean of six tasks, {bench.docs} prompts of 512 tokens, one answer {1 / (6 * bench.docs):.3f}"
+    return f"`python -m kvpolicy_eval.methods {name}`, on the [embedded model](../model-card.md): {answers}; {dtype}."
 
 
 def at(policy: str, budget: float) -> str:

@@ -10,12 +10,13 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
+from kvpolicy import registry
 from kvpolicy_eval.board.__main__ import main
 from kvpolicy_eval.board.cells import DOCS, SHARES, Board, Cell
 from kvpolicy_eval.board.places import OVERVIEW, PLACE, compared, page_table, shown_length
 from kvpolicy_eval.board.policies import entries
 from kvpolicy_eval.common.markdown import pages_with
-from kvpolicy_eval.methods.plan import measured, methods
+from kvpolicy_eval.methods.plan import DEFAULTS, methods
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "assets" / "board.jsonl"
@@ -39,12 +40,12 @@ def rows(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", methods())
-def test_a_method_is_compared_with_the_full_cache_and_its_base(name: str) -> None:
+def test_a_method_is_compared_with_its_base(name: str) -> None:
     specs = [entry.spec for entry in compared(name, entries())]
-    assert specs[0] == "full" and len(set(specs)) == len(specs)
-    defaults = {"uniform", "even", "full", "drop", "plain", "all"}
+    assert len(set(specs)) == len(specs)
+    defaults = {"uniform", "even", "drop", "plain", "all"}
     assert name in defaults or any(name in re.split("[+/:]", spec) for spec in specs)
-    assert len(specs) > 1
+    assert len(specs) > 1 or name in defaults
 
 
 def test_a_table_has_what_is_known_and_nothing_else(board: Board) -> None:
@@ -52,11 +53,10 @@ def test_a_table_has_what_is_known_and_nothing_else(board: Board) -> None:
     text = page_table("kivi", board, listed, [0.2, 0.1, 0.02])
     assert text.startswith("| policy | inside, 20% | inside, 10% | after, 20% | after, 10% |\n")
     assert rows(text) == [
-        ["`full`", "", "", "0.50", "0.50"],  # the full cache has no budget
         ["`snapkv`", "", "", "", "0.50"],
         ["`snapkv+kivi:bits=2`", "", "", "", "0.50"],
     ]
-    assert "prompts of 512 tokens, ±0.20" in text and "(../board.md)" in text
+    assert "prompts of 512 tokens, ±0.20" in text and "(../board.md)" in text and "Empty: not measured" in text
     assert f"<!-- {len(listed)} results -->" in text
     kivi = next(entry for entry in listed if "kivi" in entry.spec)
     for share, mode, result in (
@@ -65,7 +65,7 @@ def test_a_table_has_what_is_known_and_nothing_else(board: Board) -> None:
     ):
         board._keep(Cell(kivi, share, mode, 512).key(4, board.model), result)
     more = page_table("kivi", board, listed, [0.2, 0.1])
-    assert rows(more) == [*rows(text)[:2], ["`snapkv+kivi:bits=2`", "", "", "0.00", "0.50"]]
+    assert rows(more) == [rows(text)[0], ["`snapkv+kivi:bits=2`", "", "", "0.00", "0.50"]]
 
 
 def test_the_longer_prompts_are_shown_if_every_policy_has_half_of_its_results(board: Board) -> None:
@@ -78,10 +78,9 @@ def test_the_longer_prompts_are_shown_if_every_policy_has_half_of_its_results(bo
     assert shown_length(board, found, [0.1]) == 1024
 
 
-def test_readers_have_fractions_that_are_read(board: Board) -> None:
-    text = page_table("quest", board, entries("tiny-4k"), [0.1])
-    assert [row[0] for row in rows(text)][1:] == ["`full+exact`", "`full+quest:dense=0`", "`full+reuse/quest`"]
-    assert "fraction of the slots read" in text
+def test_the_full_cache_has_no_budget(board: Board) -> None:
+    text = page_table("full", board, entries("tiny-4k"), [0.2, 0.1])
+    assert rows(text)[-1] == ["`full`", "", "", "0.50", "0.50"]
 
 
 def test_the_command_fills_every_page_of_a_tree(board: Board, tmp_path: Path) -> None:
@@ -96,7 +95,7 @@ def test_the_command_fills_every_page_of_a_tree(board: Board, tmp_path: Path) ->
     )
     assert [row[0].strip("`") for row in rows(filled[0].read_text())] == list(OVERVIEW)
     of_h2o = [row[0].strip("`") for row in rows(filled[1].read_text())]
-    assert of_h2o == ["full", "window", "snapkv", "h2o", "caote/h2o"]
+    assert of_h2o == ["window", "snapkv", "h2o", "caote/h2o"]
     assert (tmp_path / "docs" / "other.md").read_text() == "# Other\n"
 
 
@@ -109,7 +108,7 @@ def test_the_pages_have_what_the_results_give(tmp_path: Path) -> None:
     """Of the results that were known when a page was filled: others may be added to the file later."""
     found = pages_with(ROOT, PLACE)
     names = {page.stem for page in found}
-    assert names >= {*measured(), "README"}
+    assert names >= {*registry.SELECTORS, *registry.CODECS, "README"} - set(DEFAULTS)
     lines = RESULTS.read_text(encoding="utf-8").splitlines()
     for page in found:
         text = (
