@@ -44,10 +44,13 @@ class A2SF(Scored):
         'a2sf:factor=0.9@0.2'
 
     Source:
-        A2SF (arXiv:2407.20485), Section 3, and its authors' code. Differences: the query heads of a KV head are
-        averaged, which ranks as their sum (theirs); queries of a prompt that count less than 1e-7 are left out; age
-        counts the tokens of a row, and no padding; the code applies the factor to prompts alone, the paper and this to
-        generated tokens too; `recent` is at most half the budget.
+        A2SF (arXiv:2407.20485), Section 3, and its authors' code. Differences:
+
+        - The factor applies to generated tokens too, as in the paper. The code applies it to prompts alone.
+        - The query heads of a KV head are averaged, which ranks as their sum (the authors').
+        - Queries of a prompt that count less than 1e-7 are left out.
+        - Age counts the tokens of a row, without padding.
+        - `recent` is at most half the budget.
     """
 
     factor: float = 0.95

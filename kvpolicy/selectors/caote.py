@@ -59,10 +59,16 @@ class CAOTE(Wrapper):
 
     Source:
         CAOTE (arXiv:2504.14051), of which the abstract was read: the closed form is exact and agrees with it. FastCAOTE
-        is `fast=true`. Differences: 1 - p is at least 1e-6; what the base always keeps is kept. The paper computes
-        output and distances in every step. Here they are computed after a prompt and every `every` steps, and a
-        generated token has its distance from the output of that time; weights are those of the base in every step. The
-        `decode` mode is that of the base.
+        is `fast=true`. Differences:
+
+        - The paper computes output and distances in every step. Here they are computed after a prompt and every `every`
+          steps, and a generated token has its distance from the output of that time. Weights are those of the base in
+          every step.
+        - What the base always keeps is kept.
+        - 1 - p is at least 1e-6.
+        - The `decode` mode is that of the base.
+        - Budgets by head, `kvcompose` and `global` are refused, since outputs of heads compare only after the output
+          projection, and codecs that demote by priority, since a fraction of attention needs all slots of a head.
     """
 
     base: Selector = field(default_factory=SnapKV)

@@ -66,12 +66,17 @@ class ChunkKV(Wrapper):
         'chunk:size=5/h2o@0.2'
 
     Source:
-        ChunkKV (arXiv:2502.00299), Section 3, and kvpress (ChunkKVPress). Differences: each row has its own chunks
-        (kvpress takes those of the first row for the batch); the budget is used to the last token, so that the first
-        tokens of one more chunk are kept; a position counts by its mean over the heads that hold it; what the base
-        always keeps, such as a window, is kept beside the chunks and does not count in them; chunks of equal mean are
-        kept from the first on. Generated tokens rank above all chunks; while decoding, tokens of the lowest chunk are
-        evicted, the last one first. Indices are not reused between layers. The `decode` mode is that of the base.
+        ChunkKV (arXiv:2502.00299), Section 3, and kvpress (ChunkKVPress). Differences:
+
+        - What the base always keeps, such as a window, is kept beside the chunks and does not count in them.
+        - The budget is used to the last token, so that the first tokens of one more chunk are kept.
+        - Generated tokens rank above all chunks. While decoding, tokens of the lowest chunk are evicted, the last one
+          first.
+        - Each layer ranks its own chunks. In the paper, several layers may share those of one.
+        - Each row has its own chunks. kvpress takes those of the first row for the batch.
+        - A position counts by its mean over the heads that hold it.
+        - Of chunks of equal mean, the first are kept.
+        - The `decode` mode is that of the base.
     """
 
     base: Selector = field(default_factory=SnapKV)

@@ -53,15 +53,23 @@ class Compactor(Selector):
         'compactor:blend=0.5@0.2'
 
     Source:
-        Compactor (arXiv:2507.08143) and kvpress (CompactorPress, LeverageScorePress, NonCausalAttnPress). Differences:
-        means and deviations are those of each row and KV head (kvpress: of the batch, all heads and all tokens at
-        once); padding takes no part, and a last block of fewer tokens has no more than these (kvpress fills it with
-        zeros, which take part in the softmax); the random projection is the same for all heads of a layer and in every
-        run (kvpress draws it anew each time); the leverage is computed in fp64 and the attention in fp32; `recent`
-        tokens are scored, because later tokens take their place (kvpress leaves them out of all scores); deviations
-        that are only rounding count as 0; blocks are counted from position `sinks` of the row in every prompt, and a
-        later prompt is scored by its own tokens alone (kvpress scores first prompts only); always-kept tokens stay
-        apart from the scores (kvpress gives them the largest score, with which others may tie).
+        Compactor (arXiv:2507.08143) and kvpress (CompactorPress, LeverageScorePress, NonCausalAttnPress). `blend` is as
+        in kvpress. Differences:
+
+        - Means and deviations are those of each row and KV head (kvpress: of the batch, all heads and all tokens at
+          once).
+        - Always-kept tokens stay apart from the scores. kvpress gives them the largest score, with which others may
+          tie.
+        - `recent` tokens are scored, because later tokens take their place. kvpress leaves them out of all scores.
+        - Blocks are counted from position `sinks` of the row in every prompt, and a later prompt is scored by its own
+          tokens alone. kvpress scores first prompts only.
+        - Padding takes no part, and a last block of fewer tokens has no more than these. kvpress fills it with zeros,
+          which take part in the softmax.
+        - The random projection is the same for all heads of a layer, in every run and on every rank. kvpress draws it
+          anew each time.
+        - The leverage is computed in fp64 and the attention in fp32. Deviations that are only rounding count as 0, so
+          that equal keys keep the earlier tokens.
+        - A cap of scores (Gemma 2) and learned attention sinks (gpt-oss) are left out inside blocks.
     """
 
     sinks: int = 8

@@ -70,12 +70,16 @@ class CriticalKV(Wrapper):
         'critical/h2o@0.2'
 
     Source:
-        CriticalKV (arXiv:2502.03805), Algorithm 1, and kvpress (CriticalKVPress). Differences: attention is a fraction
-        of what the tokens of the head have together, so that `epsilon` means the same for every base (kvpress takes the
-        scores as they are); each row has its own budget; what the base always keeps is part of the first part, and is
-        kept beyond it; equal products keep the earlier token. The paper ranks a prompt only. While decoding, the tokens
-        of the first part stay, others compete by their products, and a generated token counts as one of mean norm. The
-        `decode` mode is that of the base.
+        CriticalKV (arXiv:2502.03805), Algorithm 1, and kvpress (CriticalKVPress). Differences:
+
+        - Attention is a fraction of what the tokens of the head have together, so that `epsilon` means the same for
+          every base. kvpress takes the scores as they are. A fraction needs all slots of a head: head budgets need
+          `decode=grow`, and codecs that demote by priority are refused.
+        - The paper ranks a prompt only. While decoding, the tokens of the first part stay, others compete by their
+          products, and a generated token counts as one of mean norm.
+        - What the base always keeps is part of the first part, and is kept beyond it.
+        - Each row has its own budget, and equal products keep the earlier token.
+        - The `decode` mode is that of the base.
     """
 
     base: Selector = field(default_factory=SnapKV)

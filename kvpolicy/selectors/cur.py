@@ -40,12 +40,16 @@ class CUR(Selector):
         'cur:of=keys@0.2'
 
     Source:
-        CurDKV (arXiv:2509.15038) and kvpress (CURPress). Differences: a window is one of positions, and shares are over
-        the mean of its tokens times its size, so that a window that is not full is not over-rated; a window of zeros
-        has scores of 0 (kvpress divides by 0); the random sketch of 20 dimensions, an option of both, is not here; the
-        newest token is always kept. A token keeps its score: a chunk or a later prompt is scored by its own tokens,
-        generated tokens every `every` steps by those that are held. With a codec, keys and values that are coded are
-        scored as attention reads them.
+        CurDKV (arXiv:2509.15038) and kvpress (CURPress). Differences:
+
+        - A window is one of positions, and shares are over the mean of its tokens times its size, so that a window that
+          is not full is not over-rated. A full window gives the published sum.
+        - The random sketch of 20 dimensions, an option of both, is left out.
+        - The newest token is always kept.
+        - A token keeps its score: a chunk or a later prompt is scored by its own tokens, generated tokens every `every`
+          steps by those that are held.
+        - A window of zeros has scores of 0 (kvpress divides by 0).
+        - With a codec, coded keys and values are scored as attention reads them.
     """
 
     sinks: int = 4

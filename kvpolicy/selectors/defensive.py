@@ -41,12 +41,17 @@ class DefensiveKV(Scored):
         'uniform/adakv+defensive@0.2'
 
     Source:
-        DefensiveKV, from its authors' code (no formula of the paper was read). Their results divide a layer's budget
-        over its heads, which is `uniform/adakv+defensive:decode=grow` here; with equal heads, a token competes within
-        its head only. Differences: the authors subtract a bias of the window from `mass`, which in their code is
-        measured behind the window and is left out here; the window shrinks to half the budget; the weight of a token is
-        over the sum of all heads that hold its position, which in later prompts may not be all; each chunk selects
-        again with its own window.
+        DefensiveKV, from its authors' code (no formula of the paper was read). Differences:
+
+        - The authors divide a layer's budget over its heads, which is `uniform/adakv+defensive:decode=grow` here. With
+          equal heads, a token competes within its head only.
+        - Generated tokens count toward the budget. The authors keep them in addition, as `decode=grow`.
+        - The window shrinks to half the budget.
+        - Each chunk selects again with its own window.
+        - The authors subtract a bias of the window from `mass`, which in their code is measured after the window. It is
+          left out.
+        - The weight of a token is over the sum of all heads that hold its position, which in later prompts may not be
+          all.
     """
 
     window: int = 32

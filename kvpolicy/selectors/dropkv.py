@@ -46,9 +46,14 @@ class DropKV(Scored):
 
     Source:
         DropKV, from its author's description in a discussion of kvpress (no paper was read); the closed form is exact.
-        Differences: how the query heads of a KV head are joined is not stated: their squares are summed; where the
-        other tokens have less than 1e-5 of the attention together, the loss is the whole output; the window shrinks to
-        half the budget; outputs are those before the output projection; `kernel` is ours.
+        Differences:
+
+        - The window shrinks to half the budget.
+        - Generated tokens count toward the budget; `decode=grow` keeps them in addition.
+        - The description does not say how the query heads of a KV head are joined: their squares are summed.
+        - Outputs are those before the output projection.
+        - Where the other tokens have less than 1e-5 of the attention together, the loss is the whole output.
+        - `kernel` is ours.
     """
 
     window: int = 32

@@ -75,16 +75,22 @@ class ExpectedAttention(Selector):
         'expected:epsilon=0.01@0.2'
 
     Source:
-        Expected Attention (arXiv:2510.00636) and kvpress (ExpectedAttentionPress). Differences: the published results
-        divide budgets over heads, which is `uniform/adakv+expected:decode=grow:moments=prompt` here; the newest token
-        is always kept; moments leave out padding, and each row has its own length; queries are those that attention
-        takes, with their rotation undone (kvpress computes them again from the hidden states); the length of a row
-        counts from its first token in each chunk and while generating (kvpress' wrappers take the length of a chunk or
-        buffer); moments go on with later prompts and generated tokens (kvpress forgets them: `moments=prompt`), in
-        decode all tokens are scored every 512 tokens or half the budget, and one token is evicted for each generated
-        one (kvpress lets the cache grow between); scores are compared as logarithms, so that small ones do not become
-        ties at 0; a cap of the scores (Gemma 2) is left out. With a codec, keys and values that are coded are scored as
-        attention reads them.
+        Expected Attention (arXiv:2510.00636) and kvpress (ExpectedAttentionPress). Differences:
+
+        - The published results divide budgets over heads, which is `uniform/adakv+expected:decode=grow:moments=prompt`
+          here.
+        - The newest token is always kept.
+        - Moments go on with later prompts and generated tokens. kvpress forgets them: `moments=prompt`.
+        - In decode, all tokens are scored every 512 tokens or half the budget, and one token is evicted for each
+          generated one. kvpress lets the cache grow between.
+        - Queries are those that attention takes, with their rotation undone in fp32. kvpress computes them again from
+          the hidden states.
+        - Moments leave out padding, and each row has its own length, which counts from its first token in each chunk
+          and while generating. kvpress' wrappers take the length of a chunk or buffer.
+        - Scores are logarithms of fp64 weights, so that small ones do not become ties at 0.
+        - The covariance that the rotation adds to later queries is left out, as published, and so are a cap of the
+          scores (Gemma 2) and learned attention sinks (gpt-oss).
+        - With a codec, coded keys and values are scored as attention reads them.
     """
 
     sinks: int = 4

@@ -22,7 +22,8 @@ class H2O(Scored):
     Attention is summed over all queries, from the first prompt token to the last generated one.
 
     Args:
-        recent: Fraction of the budget for the window of newest tokens, in [0, 1]; the rest is for heavy hitters.
+        recent: Fraction of the budget for the window of newest tokens, in [0, 1], and always the newest token; the
+            rest is for heavy hitters.
         decode: `evict` continues to accumulate and evict during generation; `grow` keeps generated tokens in addition
             to the budget.
 
@@ -35,11 +36,16 @@ class H2O(Scored):
         'h2o:recent=0.25@0.1'
 
     Source:
-        H2O (arXiv:2306.14048), Algorithm 1. Differences: with grouped-query attention, the sums are averaged over the
-        query heads of a KV head (the paper has none); the column sums of the prompt are computed in tiles, without an
-        N x N matrix; the eviction for a new token happens just before its attention, so that at most `budget` tokens
-        are attended to (the authors' code attends to one more, then evicts: the same choice); batch rows are separate
-        (the authors' code sums over them).
+        H2O (arXiv:2306.14048), Algorithm 1, and its authors' code. Differences:
+
+        - With grouped-query attention, the sums are averaged over the query heads of a KV head. The paper has none.
+        - The column sums of the prompt are computed in tiles, without an N x N matrix.
+        - The eviction for a new token happens just before its attention, so that at most `budget` tokens are attended
+          to. The code attends to one more, then evicts: the same choice.
+        - Eviction is final, as in the form of the code that drops tokens. In the form that masks them, a token that
+          leaves the recent window may come back after a step.
+        - The rows of a batch are independent. The code sums over them.
+        - `recent` is a fraction of the budget. The code has two sizes, equal by default.
     """
 
     recent: float = 0.5

@@ -51,13 +51,19 @@ class KeyDiff(Selector):
         'keydiff:every=64@0.2'
 
     Source:
-        KeyDiff (arXiv:2504.15364), Section 3, and kvpress (KeyDiffPress). Differences: the newest token is always kept;
-        equal scores keep the earlier token (both leave them to `topk`), as do two keys alone, which are equally far
-        from their mean direction, whatever they are; a key of zeros has cosine 0; the paper evicts
-        from the cache and a block of 128 new tokens at a time, here each generated token is scored when it is written,
-        by an anchor to which it is added and from which evicted tokens are not yet taken, and every `every` tokens the
-        anchor and all scores are computed again from the keys that are kept. With a codec, keys that are coded are
-        compared as attention reads them.
+        KeyDiff (arXiv:2504.15364), Section 3, and kvpress (KeyDiffPress). Differences:
+
+        - The paper evicts from the cache and a block of 128 new tokens at a time. Here each generated token is scored
+          when it is written, by an anchor to which it is added and from which evicted tokens are not yet taken, and one
+          token is evicted. Every `every` tokens the anchor and all scores are computed again from the keys that are
+          kept.
+        - KeyDiffPress evicts nothing while decoding, as `decode=grow`.
+        - The newest token is always kept.
+        - Equal scores keep the earlier token (both leave them to `topk`), as do two keys alone, which are equally far
+          from their mean direction, whatever they are.
+        - A key of zeros has cosine 0.
+        - A chunk or a later prompt is compared with the kept tokens, as in the paper.
+        - With a codec, coded keys are compared as attention reads them.
     """
 
     every: int = 128

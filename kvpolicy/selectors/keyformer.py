@@ -41,7 +41,8 @@ class Keyformer(Selector):
     token that was ignored so far gets a chance to be kept, the more so the longer the generation.
 
     Args:
-        recent: Fraction of the budget for the window of newest tokens, in [0, 1]; the rest is for key tokens.
+        recent: Fraction of the budget for the window of newest tokens, in [0, 1], and always the newest token; the
+            rest is for key tokens.
         tau_init: The temperature in a prompt, and at the first generated token.
         tau_end: The temperature that it rises to, at least `tau_init`.
         steps: Over how many generated tokens it rises.
@@ -59,15 +60,20 @@ class Keyformer(Selector):
         'keyformer:recent=0.5@0.2'
 
     Source:
-        Keyformer (arXiv:2403.09054), Section 3, and its authors' code. Differences: the noise of a score is a function
-        of the seed, the layer, the query head and the positions of the query and the token, so that a row of a batch,
-        a chunk and a rank draw as if alone (the code draws anew in each call); the temperature rises from 1 to 2 in
-        100 generated tokens, as the code has it, and stays there (the paper's rises over the length of the generation,
-        which is not known here; the code's goes on); the key tokens are chosen again with each token (the code combines
-        its masks, which freezes them after the prompt); the query heads of a KV head are averaged (the paper has none);
-        batch rows are separate (the code sums over them). The logarithm of a weight takes the place of a score, from
-        which it differs by a constant of the query; with learned attention sinks, the noisy softmax is over tokens
-        alone. `recent` is a fraction of the budget, as in the paper's experiments, where it is 0.2 to 0.3.
+        Keyformer (arXiv:2403.09054), Section 3, and its authors' code. Differences:
+
+        - The noise of a score is a function of the seed, the layer, the query head and the positions of the query and
+          the token, so that a row of a batch, a chunk and a rank draw as if alone, and a run can be repeated. The code
+          draws anew in each call.
+        - The temperature rises from 1 to 2 in 100 generated tokens, as in the code, and stays there. The paper's rises
+          over the length of the generation, which is not known here; the code's goes on.
+        - The key tokens are chosen again with each token. The code combines its masks, which freezes the choice after
+          the prompt: later tokens stay only while they are in the window.
+        - The query heads of a KV head are averaged. The paper has none.
+        - The rows of a batch are separate. The code sums over them.
+        - The logarithm of a weight takes the place of a score, from which it differs by a constant of the query. With
+          learned attention sinks, the noisy softmax is over tokens alone.
+        - `recent` is a fraction of the budget, as in the paper's experiments, where it is 0.2 to 0.3.
     """
 
     recent: float = 0.3

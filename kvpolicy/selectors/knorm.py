@@ -30,8 +30,13 @@ class KeyNorm(ScoredByKeys):
 
     Source:
         A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (arXiv:2406.11430), Section 3, and
-        kvpress (KnormPress). Differences: the newest token is always kept; generated tokens are ranked too, one of
-        which is evicted in each step; the paper leaves the first two layers whole, which is a policy by layer here.
+        kvpress (KnormPress). Differences:
+
+        - The newest token is always kept.
+        - Generated tokens are ranked too, one of which is evicted in each step.
+        - The paper leaves the first two layers whole, which is a policy by layer here.
+        - A later prompt scores the kept tokens again together with its own. With a codec, coded keys are scored as
+          attention reads them.
     """
 
     decode: DecodeMode = "evict"

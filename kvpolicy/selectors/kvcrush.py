@@ -93,16 +93,25 @@ class KVCrush(Wrapper):
         (H2O(recent=0.5, decode='evict'), 0.5)
 
     Source:
-        KVCrush (arXiv:2503.00022), Section 3, and the authors' openvino.genai (kvcrush.cpp). Where these disagree or
-        cannot work as printed: with a single anchor there are at most Hq + 1 distances, far fewer than representatives,
-        so buckets are equal ranges of the order by (distance, position) as in their code, but starting at rank i*n/k
-        rounded down, which covers the tail (the integer stride of their code does not); the printed buckets are an
-        option. The threshold of the bits is the `quantile` of the scores of the head, not the budget, which would leave
-        most signatures empty. The budget of the representatives is part of the budget (paper), not in addition to it
-        (code). Both keep the first 32 and the last 128 tokens outside of both parts; here only the base keeps tokens
-        for their position. With grouped-query attention each KV head has its own candidates, but signatures always
-        consist of all query heads. During generation, representatives stay and the base evicts among the rest. The
-        `decode` mode is that of the base.
+        KVCrush (arXiv:2503.00022), Section 3, and the authors' openvino.genai (kvcrush.cpp). These disagree in part.
+        Choices and differences:
+
+        - Buckets are equal ranges of the order by (distance, position), as in the code. The printed ones
+          (`buckets=distance`) cannot work: with a single anchor there are at most Hq + 1 distances, far fewer than
+          representatives.
+        - Ranges begin at rank i * n / r, rounded down, which covers the tail. The integer stride of the code does not,
+          if more than half of the tokens are kept.
+        - The first token of a bucket is kept, as in the code. The paper picks one at random: `pick=random`.
+        - The threshold of the bits is the `quantile` of the scores of the head, not the budget, which would leave most
+          signatures empty.
+        - Representatives are part of the budget, as in the paper. The code adds them on top.
+        - Both keep the first 32 and the last 128 tokens outside of both parts. Here only the base keeps tokens for
+          their position.
+        - With grouped-query attention each KV head has its own candidates, but signatures always consist of all query
+          heads. The code has one score for all heads, and one bit per token of a block; the paper's blocks are `page`.
+        - During generation, representatives stay and the base evicts among the rest. The code selects again after an
+          overflow by as many blocks as representatives, so never if blocks overflow one at a time.
+        - The `decode` mode is that of the base.
     """
 
     base: Selector = field(default_factory=SnapKV)

@@ -43,11 +43,17 @@ class KVzap(Scored):
         'kvzap:file=gate.safetensors:window=64@0.2'
 
     Source:
-        KVzap (arXiv:2601.07891), and kvpress (KVzapPress). Differences: a budget takes the place of the threshold: the
-        tokens of highest score are kept, as many as fit, and no score evicts by itself. Heads keep equally many tokens
-        unless an allocator says otherwise (a threshold leaves each head as many as exceed it). What is evicted is gone
-        (kvpress hides it). The window is at most half the budget. Gates and scores are fp32 (kvpress: the dtype of the
-        model). The files that the authors publish are not read. See `calibrate_gate` for the gates.
+        KVzap (arXiv:2601.07891), and kvpress (KVzapPress). See `calibrate_gate` for the gates. Differences:
+
+        - A budget takes the place of the threshold: the tokens of highest score are kept, as many as fit, and no score
+          evicts by itself. Heads keep equally many tokens unless an allocator says otherwise. A threshold leaves each
+          head as many as exceed it.
+        - Evicted tokens are gone. kvpress hides them after a dense prefill.
+        - The window is at most half the budget.
+        - Gates and scores are fp32 (kvpress: the dtype of the model), with the last product in fp64, so that equal
+          inputs have equal scores.
+        - The files that the authors publish are not read, because they do not name their weights. Theirs have a hidden
+          layer of 512 units.
     """
 
     file: str = "tiny"

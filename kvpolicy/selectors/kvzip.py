@@ -58,14 +58,18 @@ class KVzip(Selector):
         (91, 7)
 
     Source:
-        KVzip (arXiv:2505.23416), Section 3, and its authors' code; `plus` is KVzip+ of kvpress. Differences: the layers
-        and heads keep equally many tokens unless an allocator says otherwise (the authors cut all scores of all layers
-        and heads at one threshold; their `uniform` is this). `attach` has no tokenizer, so the instruction is token
-        ids and empty by default, and the chunks are 2,048 tokens (the authors' are 2,000). The softmax is fp32. Sinks
-        are a number of tokens, 4 as in kvpress; the authors exempt the whole system prompt. Chunks are counted from the
-        first token of a row, sinks included, and sinks are in the softmax once. Ties go to the earlier position (the
-        authors drop all that tie at the threshold). Padded rows are divided into chunks as they would be alone. The
-        newest token is always kept.
+        KVzip (arXiv:2505.23416), Section 3, and its authors' code; `plus` is KVzip+ of kvpress. Differences:
+
+        - Layers and heads keep equally many tokens unless an allocator says otherwise, as with the authors' option
+          `uniform`. Their figures cut all scores of all layers and heads at one threshold.
+        - `attach` has no tokenizer, so the instruction is token ids and empty by default.
+        - Sinks are a number of tokens, 4 as in kvpress. The authors exempt the whole system prompt.
+        - Chunks have 2,048 tokens, as in kvpress (the authors' code: 2,000). They are counted from the first token of a
+          row, sinks included, and sinks are in the softmax once.
+        - The newest token is always kept.
+        - The softmax is fp32. The code has it in the dtype of the model.
+        - Ties go to the earlier position. The code drops all that tie at the threshold.
+        - Padded rows are divided into chunks as they would be alone.
     """
 
     chunk: int = 2048

@@ -37,13 +37,17 @@ class LagKV(Selector):
         'lagkv:lag=64@0.2'
 
     Source:
-        LagKV (arXiv:2504.04704), Section 3, its authors' code and kvpress (LagKVPress). Differences: defaults are those
-        of kvpress (the authors: lags of 1,024, 16 sinks); a lag is at most a quarter of the budget, since the last one
-        is kept whole with what follows it, up to two lags, and would be all that a small budget holds; a channel that
-        is constant in the next lag counts as 0 (both divide by 0); equal scores keep the earlier token; tokens of the
-        last lag and behind it rank above all others by age, also if the budget is less than they are. While decoding,
-        tokens are scored every `lag` tokens, over those that are still held, and one is evicted for each generated
-        one. With a codec, keys and values that are coded are scored as attention reads them.
+        LagKV (arXiv:2504.04704), Section 3, its authors' code and kvpress (LagKVPress). Differences:
+
+        - Defaults are those of kvpress. The authors have lags of 1,024 tokens and 16 sinks.
+        - A lag is at most a quarter of the budget, since the last one is kept whole with what follows it, up to two
+          lags, and would be all that a small budget holds.
+        - Tokens of the last lag and after it rank above all others by age, also if they exceed the budget.
+        - While decoding, tokens are scored every `lag` tokens, over those that are still held, and one is evicted for
+          each generated one.
+        - A channel that is constant in the next lag counts as 0. Both divide by 0.
+        - Equal scores keep the earlier token.
+        - With a codec, coded keys and values are scored as attention reads them.
     """
 
     sinks: int = 4

@@ -52,11 +52,17 @@ class ProbeSalience(Scored):
         'probe:recent=0.1@0.3'
 
     Source:
-        ZipCache (arXiv:2405.14256), normalized attention scores from probe tokens; its code was read. Differences: the
-        sum of a token is divided by the number of probes that can attend to it (the authors' code divides by the number
-        of all queries that can, although it sums over the probes only); query heads of a KV head are averaged; every
-        generated token is a probe (a fraction of them in the authors' code); the newest token is always kept; probes
-        are drawn from `seed` and the length of the row, so that a row has the same probes as on its own.
+        ZipCache (arXiv:2405.14256), normalized attention scores from probe tokens, and its authors' code. Both store
+        tokens at two precisions by this ranking, which is `probe+zipcache`. Differences:
+
+        - As a selector, the ranking evicts.
+        - The sum of a token is divided by the number of probes that can attend to it, as in the paper. The code divides
+          by the number of all queries that can, although it sums over the probes only, which favors the newest tokens.
+        - The query heads of a KV head are averaged. The code sums them.
+        - Every generated token is a probe. In the code, one in a hundred is.
+        - The newest token is always kept.
+        - Probes are drawn from `seed` and the length of the row, the same in all layers, so that a row has the same
+          probes as on its own.
     """
 
     recent: float = 0.05

@@ -60,12 +60,16 @@ class QFilters(Scored):
         'qfilters:file=filters.safetensors@0.2'
 
     Source:
-        Q-Filters (arXiv:2503.02812), the authors' code (NathanGodey/qfilters) and kvpress (QFilterPress). Differences:
-        the newest token is always kept, and equal scores keep the earlier token (both leave them to `topk`); the
-        authors' cache keeps a window of recent tokens beside the best ones, here only the newest token is kept for its
-        position; filters and scores are fp32 (kvpress: the dtype of the model). In later prompts all candidates are
-        scored again, which changes nothing unless a codec or a merger has changed their keys. See `query_filters` for
-        the filters.
+        Q-Filters (arXiv:2503.02812), the authors' code (NathanGodey/qfilters) and kvpress (QFilterPress). Differences,
+        beside those of `query_filters`:
+
+        - Only the newest token is kept for its position. The authors' cache keeps a window of recent tokens, kvpress
+          none.
+        - The authors' filter files are not read, because they do not name their weights.
+        - Equal scores keep the earlier token. Both leave them to `topk`.
+        - Filters and scores are fp32 (kvpress: the dtype of the model).
+        - In later prompts all candidates are scored again, which changes nothing unless a codec or a merger has changed
+          their keys.
     """
 
     file: str = "tiny"

@@ -64,13 +64,16 @@ class RKV(Selector):
         'rkv:mix=0.1@0.2'
 
     Source:
-        R-KV (arXiv:2505.24133), Section 3, and its authors' code, from which the defaults are. Differences: the code
-        lets the cache grow by 128 tokens and then evicts them at once; here a token is evicted for each that is
-        generated, the lowest of the last ranking, so that there are never more than the budget; each row of a batch is
-        ranked by its own keys (in earlier versions of the code, redundancy is that of the first row); a key
-        that resembles no other leaves out none (the code then leaves out the first token); the newest queries also
-        rank the tokens of a prompt, as in the code; a cap of scores and learned attention sinks are left out of the
-        attention that ranks. With a codec, keys that are coded are compared as attention reads them.
+        R-KV (arXiv:2505.24133), Section 3, and its authors' code, from which the defaults are; as in the code, the
+        newest queries also rank the tokens of a prompt. Differences:
+
+        - One token, the lowest of the last ranking, is evicted for each generated one, so that there are never more
+          than the budget. The code lets the cache grow by 128 tokens and then evicts as many.
+        - Each row of a batch is ranked by its own keys. In earlier versions of the code, redundancy is that of the
+          first row.
+        - A key that resembles no other leaves out none. The code then leaves out the first token.
+        - A cap of scores (Gemma 2) and learned attention sinks (gpt-oss) are left out of the attention that ranks.
+        - With a codec, coded keys are compared as attention reads them.
     """
 
     window: int = 8

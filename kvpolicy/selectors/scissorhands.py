@@ -38,13 +38,16 @@ class Scissorhands(Scored):
         'scissorhands:window=200@0.2'
 
     Source:
-        Scissorhands (arXiv:2305.17118), Algorithm 2. Differences: the paper counts in a strict window of queries, which
-        would need a bit per query and slot; here a prompt is counted in such a window, and each generated token first
-        takes its share, 1 / window, from every count; a prompt or chunk of n tokens takes n / window. The paper drops
-        half of its buffer whenever that is full, here one token is evicted for each generated one. With grouped-query
-        attention, counts are averaged over the query heads of a KV head. A query ignores a token only if it attends to
-        it less than the mean by more than rounding, a ten-thousandth. Counts often tie: the earlier position is kept.
-        `recent` shrinks to half the budget; `sinks` is an addition.
+        Scissorhands (arXiv:2305.17118), Algorithm 2. Differences:
+
+        - The paper counts in a strict window of queries, which would need a bit per query and slot. Here a prompt is
+          counted in such a window, each generated token first takes its share, 1 / `window`, from every count, and a
+          prompt or chunk of n tokens n / `window`.
+        - One token is evicted for each generated one. The paper drops half of its buffer whenever that is full.
+        - With grouped-query attention, counts are averaged over the query heads of a KV head. The paper has none.
+        - A query ignores a token only if it attends to it less than the mean by more than rounding, a ten-thousandth.
+        - Counts often tie: the earlier position is kept.
+        - `recent` shrinks to half the budget, and `sinks` is an addition.
     """
 
     window: int = 400

@@ -40,11 +40,17 @@ class SnapKV(Scored):
         'snapkv:kernel=5:pool=max@256'
 
     Source:
-        SnapKV (arXiv:2404.14469), Listing 1. Differences: `kernel` is 7, the authors' setting for LongBench, where the
-        listing has 5, which is too narrow for values of four tokens; the query heads of a KV head are averaged before
-        pooling and keep the same tokens (the authors' code repeats the KV heads, and stores G times as much); the
-        window shrinks to half the budget; pooling is over the candidate tokens, which after a first chunk are the kept
-        and the new ones; each chunk selects again with its own window.
+        SnapKV (arXiv:2404.14469), Listing 1, and its authors' code. Differences:
+
+        - `kernel` is 7, the authors' setting for LongBench (there with `pool=max`). The listing has 5, which is too
+          narrow for values of four tokens. `window` and the average pooling, which pads with zeros, are those of the
+          code.
+        - The query heads of a KV head are averaged before pooling and keep the same tokens. The authors' code repeats
+          the KV heads, and stores G times as much.
+        - The window shrinks to half the budget. In the paper, a small budget is the window alone.
+        - Generated tokens count toward the budget. In the paper the cache grows, as with `decode=grow`.
+        - Pooling is over the candidate tokens, which after a first chunk are the kept and the new ones.
+        - Each chunk selects again with its own window.
     """
 
     window: int = 32

@@ -34,8 +34,14 @@ class StreamingLLM(Selector):
         StreamingLLM(sinks=2, decode='evict')
 
     Source:
-        StreamingLLM (arXiv:2309.17453), Section 3.2. Difference: tokens keep their original rotary positions; the
-        authors store unrotated keys and rotate them by their index in the cache at each step.
+        StreamingLLM (arXiv:2309.17453), Section 3.2, and its authors' code. Differences:
+
+        - Tokens keep their original rotary positions. The authors store unrotated keys and rotate them by their index
+          in the cache at each step.
+        - The sinks are the first valid tokens of each row, never pad tokens.
+        - The window slides by one token in each step. The authors' demo frees slots once per turn.
+        - The budget covers sinks and window together. The code has two sizes, 4 and 512 by default, and 4 and 2,000 in
+          its demo.
     """
 
     sinks: int = 4

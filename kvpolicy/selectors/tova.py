@@ -27,8 +27,13 @@ class TOVA(Scored):
         0.2
 
     Source:
-        TOVA (arXiv:2401.06104), Section 4. Differences: the newest token is never evicted by its own attention; the
-        eviction for a new token happens just before its attention, by that of the token before it.
+        TOVA (arXiv:2401.06104), Section 4, and its authors' code. Differences:
+
+        - The newest token is never evicted by its own attention. The code may evict it.
+        - The eviction for a new token happens just before its attention, by that of the token before it. The code
+          attends to one token more and then evicts by the same row.
+        - Tokens keep their original rotary positions. The code has an option that closes wide gaps between positions.
+        - Of equal scores, the earlier position is kept. The code leaves ties to `topk`.
     """
 
     decode: DecodeMode = "evict"

@@ -68,12 +68,16 @@ class TriAttention(Selector):
 
     Source:
         TriAttention (arXiv:2604.04921), and its authors' code, in the mode in which each KV head of each layer chooses
-        by itself. Differences: the mean over distances is one rotation of the mean query, since rotations are linear
-        (the code evaluates the cosines of each distance, or a factor of each frequency; the same numbers); a prompt
-        competes for the budget (the code keeps it whole unless asked otherwise); the code lets the cache grow by 128
-        tokens and then evicts them at once, here a token is evicted for each that is generated, the lowest of the last
-        ranking; the newest token is always kept; no noise breaks ties. Channels that the embedding does not rotate
-        count by their products with the mean query alone.
+        by itself; the modes with the same tokens in all layers are missing. Differences:
+
+        - A prompt competes for the budget. The code keeps it whole unless asked otherwise.
+        - One token, the lowest of the last ranking, is evicted for each generated one. The code lets the cache grow by
+          128 tokens and then evicts as many.
+        - The newest token is always kept, and no noise breaks ties.
+        - The mean over distances is one rotation of the mean query, since rotations are linear. The code evaluates the
+          cosines of each distance, or a factor of each frequency: the same numbers.
+        - Channels that the embedding does not rotate, in some models all, count by their products with the mean query
+          alone.
     """
 
     file: str = "tiny"

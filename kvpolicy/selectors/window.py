@@ -29,7 +29,8 @@ class SlidingWindow(Selector):
 
     Source:
         The baseline of SqueezeAttention (arXiv:2404.04793), Section 4. Differences: the window includes the current
-        token (as in its Mistral code, but not in its Llama code), and prefill attention is never windowed.
+        token (as in its Mistral code, but not in its Llama code), and prefill attention is never windowed (its Mistral
+        code windows it).
     """
 
     decode: DecodeMode = "evict"
