@@ -25,9 +25,9 @@ class Dictionaries:
     right (the paper does not say how; its groups are adjusted by hand). The error is the mean over a batch; with the
     paper's sum, the weight of the diversity term would always be 1. This weight is computed from the same batch, not
     from the previous one. Codes are treated as constants, and the gradient of an atom has no component along the atom.
-    The paper names no optimizer, learning rate or schedule; ours are damped Newton steps with a running mean of the
-    curvature, a cosine schedule and early stopping on held-out vectors. The size of 256 atoms "per KV head" is
-    interpreted as the size of one dictionary for all heads.
+    The paper names no optimizer, learning rate or schedule; ours are damped Newton steps from the centers of a k-means,
+    with a running mean of the curvature, a cosine schedule and early stopping on held-out vectors. The size of 256
+    atoms "per KV head" is interpreted as the size of one dictionary for all heads.
 
     Attributes:
         key_spaces: The key spaces to train dictionaries for: `unrotated`, `rotated` or both.

@@ -74,16 +74,21 @@ class BFP(TwoSides):
         >>> BFP(mantissa=4).layout(1000)
         Layout(exact=31, coded=(1000,))
 
-    Source: Accurate Block Quantization in LLMs with Outliers (2024), K-sort and BFP12. Only its abstract and a summary
-    were read, so all details are unverified.
-    Differences: the paper sorts the rows of the key projection offline, by their norm, together with those of the query
-    projection, and must keep the pairs of the rotary embedding together. Here the model is not changed: keys are sorted
-    after the rotary embedding, by the norm of each channel over the first tokens that are encoded in a head, and this
-    order stays until all encoded tokens of the head are gone. The paper encodes keys only, like `exact_values`; by
-    default values are encoded too. With `exact_values`, values are fp16, clipped to its range, whatever the dtype of
-    the model: bfloat16 numbers keep all of their digits unless they are below 2^-14. Mantissas are sign and magnitude,
-    rounded to nearest, ties to even, and clipped to the largest magnitude. A block of elements below about 2^-120 is
-    zero. The newest tokens stay in full precision.
+    Source:
+        Accurate Block Quantization in LLMs with Outliers (2024), K-sort and BFP12. Only its abstract and a summary were
+        read, so all details are unverified. Differences:
+
+        - The paper sorts the rows of the key projection offline, by their norm, together with those of the query
+          projection, and must keep the pairs of the rotary embedding together. Here the model is not changed: keys are
+          sorted after the rotary embedding, by the norm of each channel over the first tokens that are encoded in a
+          head, and this order stays until all encoded tokens of the head are gone.
+        - The paper encodes keys only, like `exact_values`; by default values are encoded too.
+        - With `exact_values`, values are fp16, clipped to its range, whatever the dtype of the model: bfloat16 numbers
+          keep all of their digits unless they are below 2^-14 or above 65504, and fp32 numbers lose digits.
+        - Mantissas are sign and magnitude, rounded to nearest, ties to even, and clipped to the largest magnitude. A
+          block of elements below about 2^-120 is zero.
+        - A block never spans two heads; the last one of a token may be shorter.
+        - The newest tokens stay in full precision.
     """
 
     mantissa: Literal[3, 4, 5, 6, 8] = 4

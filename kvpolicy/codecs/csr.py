@@ -87,22 +87,33 @@ class CSR(SingleStage):
         residual_length: How many of the newest tokens always stay in full precision.
         block_size: How many tokens are encoded at a time. `auto`: one for every 32 tokens of the budget, at
             least 1 and at most 32.
-        dictionary: The folder of the dictionaries, or `tiny` for those of the embedded model.
+        dictionary: The folder of the dictionaries, or the name of an embedded model, `tiny` or `tiny-4k`.
 
     Examples:
         >>> CSR(nnz=8, prompt_atoms=32, block_size=32).layout(1000)
         Layout(exact=64, coded=(1000,))
 
-    Source: CSR (arXiv:2412.11741; AAAI-25), both versions; no code of its authors is known.
-    Differences: a coefficient has its sign, which the printed `sup |R d|` loses. The coefficients of an atom that is
-    selected twice add up; with the printed `r[i] = c` the second replaces the first. So there are `nnz` pairs, but not
-    always `nnz` atoms. `nnz`, the paper's s, counts the pairs of a whole value, as in the paper's names (CSR-8 is s=8
-    for keys and s=4 in two chunks for values). `refit`, `omp`, `fp8`, `packed`, `rotated`, `read_top_k` and
-    `residual_length` are not in the paper. Prompt atoms (the paper's online part) are the tokens that stay in full
-    precision, so they take no bytes of their own; by default there are fewer than in the paper (128 to 256). In the
-    paper they serve a whole layer; here those of a KV head serve this head alone, so that its codes do not depend on
-    the other heads. The paper does not describe its part for outliers: `outlier_atoms` is our interpretation, off by
-    default. Tokens are encoded in blocks. The differences of the dictionary are those of its calibration.
+    Source:
+        CSR (arXiv:2412.11741; AAAI-25), both versions; no code of its authors is known. Differences, besides those of
+        the dictionaries (`kvpolicy.calibration.Dictionaries`):
+
+        - A coefficient has its sign, which the printed `sup |R d|` loses.
+        - The coefficients of an atom that is selected twice add up; with the printed `r[i] = c` the second replaces the
+          first. So there are `nnz` pairs, but not always `nnz` atoms. The paper's sparse vector has as many zeros as
+          channels, where it needs as many as atoms; here there is none.
+        - `nnz`, the paper's s, counts the pairs of a whole value, as in the paper's names (CSR-8 is s=8 for keys and
+          s=4 in two chunks for values).
+        - `refit`, `omp`, `fp8`, `packed`, `rotated`, `read_top_k` and `residual_length` are not in the paper.
+        - Prompt atoms (the paper's online part) are the newest tokens of the prompt, counted from its end (AAAI-25; the
+          versions differ). They stay in full precision, so they take no bytes of their own; by default there are fewer
+          than in the paper (128 to 256).
+        - In the paper, prompt atoms serve a whole layer; here those of a KV head serve this head alone, so that its
+          codes do not depend on the other heads, which another rank may have.
+        - The paper does not describe its part for outliers: `outlier_atoms` is our interpretation, off by default. The
+          vectors of largest relative error become atoms, and all are encoded again, when a head without encoded tokens
+          encodes.
+        - Tokens are encoded in blocks. Coefficients are rounded at the end and clipped to fp16. With `fp8`, the scale
+          of a head fits its first write and clips later ones until no encoded token is left.
     """
 
     ALIASES: ClassVar[dict[str, str]] = {

@@ -89,17 +89,26 @@ class GEAR(SingleStage):
         >>> GEAR(bits=4, rank=4).layout(1000)
         Layout(exact=95, coded=(1024,))
 
-    Source: GEAR (arXiv:2403.05527), the equations X ~ Q + L + S, low rank by power iteration for each head.
-    Differences: the paper (unverified in full; its code was read) has one L for the prompt and one, of half the rank,
-    for each block of 64 decoded tokens; here every block has one of the same rank, so that shapes are fixed. S is what
-    Q + L lacks of an outlier, so outliers are decoded without error, in fp16, and L does not see their error. The
-    outliers of a key channel are a fraction of the tokens of a block (in the authors' code, of all channels of all
-    heads), with at least one on each side. `kcvt` scales a key channel per block, not over the whole prompt. The power
-    iteration starts from fixed numbers, not random ones. The newest `residual_length` tokens stay in full precision. A
-    group of equal elements has code 0. Elements beyond the range of fp16 are clipped. Under eviction, a new token takes
-    the slot of an evicted one. Until the whole block is empty, its key scales and zeros, its low-rank bases and the
-    positions of its key outliers stay: codes are clipped, errors are projected onto the basis, and an outlier at the
-    position of the new token takes the element of that token.
+    Source:
+        GEAR (arXiv:2403.05527), the equations X ~ Q + L + S, low rank by power iteration for each head; keys after the
+        rotary embedding. The paper is unverified in full; its code was read. Differences:
+
+        - Every block has an L of the same rank, so that shapes are fixed; the paper has one L for the prompt and one,
+          of half the rank, for each block of 64 decoded tokens.
+        - S is what Q + L lacks of an outlier, so outliers are decoded without error, in fp16, and L does not see their
+          error.
+        - The outliers of a key channel are a fraction of the tokens of a block, with at least one on each side; in the
+          authors' code, they are a fraction of all channels of all heads, far more than `sparse` says.
+        - There are 2^bits - 1 steps; the authors' code has bits^2 - 1, which is wrong for 8 bits.
+        - `kcvt` scales a key channel per block, not over the whole prompt.
+        - Every row has a basis of its own; the fused path of the authors' code uses that of the first row.
+        - The power iteration starts from fixed numbers, not random ones, so equal tokens have equal codes.
+        - The newest `residual_length` tokens stay in full precision.
+        - A group of equal elements has code 0. Elements beyond the range of fp16 are clipped.
+        - Under eviction, a new token takes the slot of an evicted one. Until the whole block is empty, its key scales
+          and zeros, its low-rank bases and the positions of its key outliers stay: codes are clipped, errors are
+          projected onto the basis, and an outlier at the position of the new token takes the element of that token. A
+          value has its own scales and outliers.
     """
 
     bits: Literal[2, 4, 8] = 2

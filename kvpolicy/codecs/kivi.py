@@ -73,11 +73,19 @@ class KIVI(TwoSides):
         >>> KIVI(bits=4).layout(1000)
         Layout(exact=63, coded=(992,))
 
-    Source: KIVI (arXiv:2402.02750), Section 3 and Algorithm 1; keys after the rotary embedding, as in its code.
-    Differences: keys and values share one full-precision buffer of `residual_length` to `residual_length + group_size`
-    tokens, so the newest keys are always in full precision (KIVI's own buffer of keys is empty after each flush). A
-    group of equal elements has code 0 (0/0 in the authors' code). Under eviction, a new token takes the slot of an
-    evicted one. Its key is encoded with the scale and zero of the group, and clipped, until the whole group is empty.
+    Source:
+        KIVI (arXiv:2402.02750), Section 3 and Algorithm 1; keys after the rotary embedding, as in its code.
+        Differences:
+
+        - Keys and values share one full-precision buffer of `residual_length` to `residual_length + group_size` tokens,
+          which is flushed one group at a time, so the newest keys are always in full precision. KIVI flushes keys
+          `residual_length` at a time, which empties its buffer of them, and values one by one, so that
+          `residual_length` stay.
+        - A group of equal elements has code 0 (0/0 in the authors' code).
+        - Codes are packed into bytes along the channels; the authors' code packs 32-bit words along the grouped
+          dimension.
+        - Under eviction, a new token takes the slot of an evicted one. Its key is encoded with the scale and zero of
+          the group, and clipped, until the whole group is empty.
     """
 
     bits: Literal[2, 4, 8] = 2

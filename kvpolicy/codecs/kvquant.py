@@ -91,21 +91,27 @@ class KVQuant(SingleStage):
             the budget, less the block if `block_size` is `auto` too; at most 32.
         block_size: How many tokens are encoded at a time during decode. `auto`: one for every 32 tokens of the budget,
             at least 1 and at most 32.
-        calibration: Folder of the calibration, or `tiny` for that of the embedded model.
+        calibration: Folder of the calibration, or the name of an embedded model, `tiny` or `tiny-4k`.
 
     Examples:
         >>> KVQuant(sinks=4).layout(1000)
         Layout(exact=35, coded=(996,))
 
-    Source: KVQuant (arXiv:2401.18079): keys per channel before the rotary embedding, non-uniform levels, separate
-    outliers, first tokens in full precision, Q-Norm. The paper is unverified in full; its code was read.
-    Differences: the vector of each head has a fixed number of outliers, so that shapes are fixed; in the paper they are
-    the elements beyond thresholds in the vector of all heads. The outliers of a key are those farthest out after
-    normalization by the calibrated ranges, those of a value the farthest from its median (the lower of two). They are
-    stored with their channel, not in compressed rows or columns. Offset and range of a value are fp16. The newest
-    `residual_length` tokens, and up to a block more, stay in full precision; the paper encodes each token immediately.
-    Q-Norm is on at any width (the paper: for 2 bits). Levels are fitted without Fisher information if the calibration
-    had none. Elements beyond the range of fp16 are clipped. A value of equal elements is decoded to its offset.
+    Source:
+        KVQuant (arXiv:2401.18079): keys per channel before the rotary embedding, non-uniform levels, separate outliers,
+        first tokens in full precision, Q-Norm. The paper is unverified in full; its code was read. Differences:
+
+        - The vector of each head has a fixed number of outliers, so that shapes are fixed; in the paper they are the
+          elements beyond thresholds in the vector of all heads.
+        - The outliers of a key are those farthest out after normalization by the calibrated ranges, those of a value
+          the farthest from its median (the lower of two). They are stored with their channel, not in compressed rows or
+          columns.
+        - Offset and range of a value are fp16. A value of equal elements is decoded to its offset. Elements beyond the
+          range of fp16 are clipped.
+        - The newest `residual_length` tokens, and up to a block more, stay in full precision; the paper encodes each
+          token immediately.
+        - Q-Norm is on at any width (the paper: for 2 bits).
+        - Levels are fitted without Fisher information if the calibration had none.
     """
 
     bits: Literal[2, 3, 4] = 3

@@ -114,21 +114,26 @@ class LowRank(SingleStage):
 
     Source:
         One codec for methods whose compressed keys and values are their projections onto a calibrated basis: Palu
-        (arXiv:2407.21118), EigenAttention (arXiv:2408.05646), MatryoshkaKV (arXiv:2410.14731) without its training,
-        and SVD, ASVD (arXiv:2312.05821) and SVD-LLM (arXiv:2403.07378) of the key and value projections. A truncated
-        SVD of W S, followed by the inverse of S, is a projection of the outputs of W, and with whitened inputs it is
-        the one with the least error: the principal components. The papers were read in part (unverified in full).
-        "Effectively Compress KV Heads" (arXiv:2406.07056) is `head_group=g:rank=D/g:key_space=unrotated` at run time,
-        without its fine-tuning. Differences: directions are those of each KV head alone by default, since the heads of
-        a selector may keep different tokens; Palu's are of groups of 4 heads, and EigenAttention's are the same for the
-        keys of all heads. The mean is subtracted first, which takes no rank. All layers have the same rank
-        by default. `ranks=fisher` takes gradients of keys and values, and not of the weights that make them as Palu
-        does, and the root of their mean square over all heads; ranks sum to the total, and are not rounded to multiples
-        of 32. `ranks=threshold` compares energies, the squares of the singular values that EigenAttention sums, meets a
-        total instead of an output error, and is one threshold for all layers (EigenAttention lowers one for each).
-        `ranks=energy` is in neither. Weights stay as they are: queries are projected in each step instead of by folded
-        weights. Latent vectors are fp16, or codes of the base without a Hadamard transform (Palu folds one into the
-        weights). `basis=scores` is in none of them: EigenAttention stacks keys and queries instead.
+        (arXiv:2407.21118), EigenAttention (arXiv:2408.05646), MatryoshkaKV (arXiv:2410.14731) without its training by
+        distillation, and SVD, ASVD (arXiv:2312.05821) and SVD-LLM (arXiv:2403.07378) of the key and value projections.
+        A truncated SVD of W S, followed by the inverse of S, is a projection of the outputs of W, and with whitened
+        inputs it is the one with the least error: the principal components. The papers were read in part (unverified in
+        full). "Effectively Compress KV Heads" (arXiv:2406.07056) is `head_group=g:rank=D/g:key_space=unrotated` at run
+        time, without its fine-tuning. Differences:
+
+        - Directions are those of each KV head alone by default, since the heads of a selector may keep different
+          tokens; Palu's are of groups of 4 heads, and EigenAttention's are the same for the keys of all heads.
+        - The mean is subtracted first, which takes no rank.
+        - All layers have the same rank by default.
+        - `ranks=fisher` takes gradients of keys and values, and not of the weights that make them as Palu does, and the
+          root of their mean square over all heads; ranks sum to the total, and are not rounded to multiples of 32.
+        - `ranks=threshold` compares energies, the squares of the singular values that EigenAttention sums, meets a
+          total instead of an output error, and is one threshold for all layers (EigenAttention lowers one for each).
+        - `ranks=energy` and `basis=scores` are in none of them; EigenAttention stacks keys and queries.
+        - Weights stay as they are: queries are projected in each step instead of by folded weights.
+        - Latent vectors are fp16, or codes of the base without a Hadamard transform (Palu folds one into the weights;
+          `turboquant` as the base has its own).
+        - Vectors are projected in fp64, so that codes do not depend on the batch.
     """
 
     WRAPS_ITSELF: ClassVar[bool] = False

@@ -170,11 +170,17 @@ class MiKV(Codec):
         >>> MiKV(high_bits=8).layout(1000)
         Layout(exact=31, coded=(200, 800))
 
-    Source: MiKV (arXiv:2402.18096), from its abstract and secondary texts: the paper was not read in full (unverified).
-    Differences: importance is the priority of the policy's selector (H2O in the paper). The balancer is fitted to the
-    keys that a stage of a head receives while it is empty, and is rounded to fp16; it is 1 for a channel whose queries
-    or keys are all 0. Keys are decoded to their original range, instead of dividing queries once. The newest tokens
-    stay in full precision, and tokens change their precision in blocks, re-encoded from what was decoded.
+    Source:
+        MiKV (arXiv:2402.18096), from its abstract and secondary texts: the paper was not read in full (unverified).
+        Differences:
+
+        - Importance is the priority of the policy's selector (H2O in the paper).
+        - The balancer is fitted to the keys that a stage of a head receives while it is empty, and to the queries of
+          the prompts so far (in the paper, to the prompt). It is rounded to fp16, and 1 for a channel whose queries or
+          keys are all 0.
+        - Keys are decoded to their original range, instead of dividing queries once.
+        - The newest tokens stay in full precision, and tokens change their precision in blocks, only ever to fewer
+          bits, re-encoded from what was decoded.
     """
 
     high: float = 0.2

@@ -84,13 +84,20 @@ class MiniCache(SingleStage):
         >>> MiniCache().groups(ModelInfo(layers=7, heads=2, head_dim=64)), MiniCache(start=1).pairs((0, 1, 2, 3), 4)
         (((3, 4), (5, 6)), ((1, 2),))
 
-    Source: MiniCache (arXiv:2405.14366), Section 4. The authors' repository contains no code.
-    Differences: the paper keeps the tokens whose distance exceeds a threshold between the smallest and the largest one;
-    here, the number of tokens is fixed, so that bytes are known before and shapes do not change. Keys and values have
-    tokens of their own that are stored whole. Tokens that are encoded in decoding compete with those of the prompt. The
-    paper merges generated tokens too, but not the newest ones of a block; here, the full-precision buffer holds the
-    newest. Opposite directions, and vectors that are zero, are defined. Directions, norms and whole vectors are rounded
-    to fp16. With sliding-window layers in between, the layers of a pair are neighbors among the others.
+    Source:
+        MiniCache (arXiv:2405.14366), Section 4. The authors' repository contains no code. Differences:
+
+        - The paper keeps the tokens whose distance exceeds a threshold between the smallest and the largest one, with
+          the constant .05, which read literally marks the closest tokens, or almost all. Here, the number of tokens is
+          fixed, so that bytes are known before and shapes do not change.
+        - Keys and values, and each head, have tokens of their own that are stored whole. Tokens that are encoded in
+          decoding compete with those of the prompt; one that is no longer among them still has its direction.
+        - The paper merges generated tokens too, but not the newest ones of a block; here, the full-precision buffer
+          holds the newest. A pair encodes a block once both layers have it.
+        - Angles are computed by the arc tangent of two arguments, for the digits of small ones. Opposite directions
+          take their line, and a zero vector has the direction of the other layer.
+        - Directions, norms and whole vectors are rounded to fp16.
+        - With sliding-window layers in between, the layers of a pair are neighbors among the others.
     """
 
     start: float | int = 0.5

@@ -74,15 +74,20 @@ class RotateKV(SingleStage):
         >>> RotateKV().layout(1000)
         Layout(exact=51, coded=(980,))
 
-    Source: RotateKV (arXiv:2501.16383), by its code, which only simulates the codes; the paper was not read in full
-    (unverified).
-    Differences: every KV head is mixed separately (the authors' code mixes four together), because heads may hold
-    different tokens. A head dimension that is not a power of two is mixed by a Hadamard matrix and a cosine transform.
-    Nothing is folded into the weights of the model: values too are mixed and unmixed here. The order of channels is
-    fitted to the first tokens that are encoded in a head (to a calibration set in the paper); with one group, there is
-    none. The zero of a group is one byte, and 0 is always inside the range of a group. There are 2^bits - 1 steps (the
-    authors' code has bits^2 - 1, which is wrong at 3 bits). A group of equal elements is decoded without error, up to
-    fp16. The newest tokens stay in full precision, and tokens are encoded in blocks.
+    Source:
+        RotateKV (arXiv:2501.16383), by its code, which only simulates the codes; the paper was not read in full
+        (unverified). Differences:
+
+        - Every KV head is mixed separately (the authors' code mixes four together), because heads may hold different
+          tokens.
+        - A head dimension that is not a power of two is mixed by a Hadamard matrix and a cosine transform.
+        - Nothing is folded into the weights of the model: values too are mixed and unmixed here.
+        - The order of channels is fitted to the first tokens that are encoded in a head, and stays until all of its
+          encoded tokens are gone (in the paper, it is calibrated); with one group, there is none.
+        - The zero of a group is one byte, and 0 is always inside the range of a group. A group of equal elements is
+          decoded without error, up to fp16.
+        - There are 2^bits - 1 steps (the authors' code has bits^2 - 1, which is wrong at 3 bits).
+        - The newest tokens stay in full precision, and tokens are encoded in blocks.
     """
 
     bits: Literal[2, 3, 4] = 2

@@ -37,12 +37,16 @@ class Staircase(Codec):
         >>> Staircase().layout(1000)
         Layout(exact=63, coded=(128, 512, 352))
 
-    Source: SAQ, a staircase quantization that builds on KIVI. Only SAQ's abstract and a summary were read, so all
-    details are unverified. The stages are KIVI's (arXiv:2402.02750, the paper of KIVI, not of SAQ).
-    Differences: the number of tokens per stage is our choice. A token is re-encoded from its decoded form once per
-    stage, because nothing else of it is stored, so it accumulates the errors of earlier stages. The differences between
-    KIVI and its paper apply here too. Under eviction, a stage with free slots takes new tokens before it demotes its
-    oldest ones, so a stage holds a number of tokens and not those of a fixed age.
+    Source:
+        SAQ, a staircase quantization that builds on KIVI. Only SAQ's abstract and a summary were read, so all details
+        are unverified. The stages are KIVI's (arXiv:2402.02750, the paper of KIVI, not of SAQ). Differences:
+
+        - The number of tokens per stage is our choice.
+        - A token is re-encoded from its decoded form once per stage, because nothing else of it is stored, so it
+          accumulates the errors of earlier stages. Tokens of a prompt are encoded directly in their stage.
+        - The differences between KIVI and its paper apply here too.
+        - Under eviction, a stage with free slots takes new tokens before it demotes its oldest ones, so a stage holds a
+          number of tokens and not those of a fixed age.
     """
 
     ALIASES: ClassVar[dict[str, str]] = {"eight": "tokens_8bit", "four": "tokens_4bit"}

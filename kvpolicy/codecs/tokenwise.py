@@ -85,14 +85,17 @@ class TokenWise(TwoSides):
         >>> TokenWise(bits=4).layout(1000)
         Layout(exact=31, coded=(1000,))
 
-    Source: our own composition, not a paper's. Scale and zero per token and group are what inference engines call
-    per-token quantization; mean and standard deviation per channel replace KIVI's (arXiv:2402.02750) key groups along
-    tokens. ZipCache (2024) divides channels by the square root of their largest element instead (according to a
-    specification; unverified).
-    Differences: mean and standard deviation come from the prompt, not from calibration. The standard deviation is 1 for
-    a constant channel, and never less than the error of its mean in fp16. Values are not normalized. A group of equal
-    elements has code 0, so its only error is the rounding of its zero. In fp8, a group whose elements are all less than
-    448 times the smallest number of fp16 is 0.
+    Source:
+        our own composition, not a paper's. Scale and zero per token and group are what inference engines call per-token
+        quantization; mean and standard deviation per channel replace KIVI's (arXiv:2402.02750) key groups along tokens.
+        ZipCache (2024) divides channels by the square root of their largest element instead (according to a
+        specification; unverified).
+
+        - Mean and standard deviation come from the first tokens that are encoded in a head, not from calibration.
+        - The standard deviation is 1 for a constant channel, and never less than the error of its mean in fp16.
+        - Values are not normalized.
+        - A group of equal elements has code 0, so its only error is the rounding of its zero.
+        - In fp8, a group whose elements are all less than 448 times the smallest number of fp16, about 1e-5, is 0.
     """
 
     bits: Literal[2, 3, 4, 8, "fp8"] = 4

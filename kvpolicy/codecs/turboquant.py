@@ -79,13 +79,19 @@ class TurboQuant(TwoSides):
         >>> TurboQuant().layout(1000)
         Layout(exact=31, coded=(1000,))
 
-    Source: TurboQuant (arXiv:2504.19874), as implemented in vLLM; the paper itself was not read in full (unverified).
-    Differences: the paper mixes with a dense random rotation and uses levels for the exact distribution of a channel of
-    a direction; a Hadamard matrix (and a cosine transform, if the head dimension is not a power of two) and the normal
-    distribution come close. The second step of the paper's inner-product form (QJL, one bit for the sign of the error)
-    is omitted, as in vLLM. The norm of decoded keys is not corrected, unlike in vLLM. vLLM keeps the first and last two
-    layers in full precision; here all layers are treated alike, and the newest tokens are in full precision instead.
-    vLLM has since dropped the random signs, and can encode keys and values in different numbers of bits.
+    Source:
+        TurboQuant (arXiv:2504.19874), as implemented in vLLM; the paper itself was not read in full (unverified).
+        Differences:
+
+        - The paper mixes with a dense random rotation and uses levels for the exact distribution of a channel of a
+          direction; a Hadamard matrix (and a cosine transform, if the head dimension is not a power of two) and the
+          normal distribution come close.
+        - The second step of the paper's inner-product form (QJL, one bit for the sign of the error) is omitted, as in
+          vLLM, since it hurts attention.
+        - The norm of decoded keys is not corrected, unlike in vLLM.
+        - vLLM keeps the first and last two layers in full precision; here all layers are treated alike, and the newest
+          tokens are in full precision instead.
+        - vLLM has since dropped the random signs, and can encode keys and values in different numbers of bits.
     """
 
     bits: Literal[2, 3, 4] = 4

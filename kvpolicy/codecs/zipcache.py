@@ -149,13 +149,17 @@ class ZipCache(Codec):
         >>> ZipCache().layout(1000)
         Layout(exact=100, coded=(600, 400))
 
-    Source: ZipCache (arXiv:2405.14256), by its code; the paper was not read in full (unverified). The defaults are
-    those of the demo in the authors' code.
-    Differences: a scale and zero belong to one token and one KV head (to all heads together in the paper), because
-    heads may hold different tokens. Keys are encoded like values (in the authors' code, each channel of a class has its
-    minimum and maximum), so that the code of a token does not depend on other tokens. Each class has its own channel
-    divisors, fitted while it is empty and rounded to fp16; a channel of zeros is divided by 1. New tokens wait in a
-    full-precision buffer.
+    Source:
+        ZipCache (arXiv:2405.14256), by its code; the paper was not read in full (unverified). The defaults are those of
+        the demo in the authors' code. Differences:
+
+        - A scale and zero belong to one token and one KV head (to all heads together in the paper), because heads may
+          hold different tokens.
+        - Keys are encoded like values (in the authors' code, each channel of a class has its minimum and maximum), so
+          that the code of a token does not depend on other tokens.
+        - Each class has its own channel divisors, fitted while it is empty and rounded to fp16; a channel of zeros is
+          divided by 1.
+        - New tokens wait in a full-precision buffer.
     """
 
     high: float = 0.6

@@ -62,17 +62,24 @@ class Centroids(TokenReader):
         >>> Centroids().page_size(1000), Centroids(read=0.05).count(1000), Centroids().page_size(16_384)
         (4, 52, 16)
 
-    Source: RetroInfer (Chen et al., 2025, arXiv:2505.02922), and its authors' code, commit 6b1228c: its
-    weighted attention of clusters that are read and clusters that are estimated.
-    Differences: clusters are pages of neighbors, and not found by k-means in segments of 8,192 keys, so that an entry
-    follows from its own slots in every step; the authors cluster generated tokens every 1,024 steps. Every page that is
-    not read is estimated; the authors estimate 23 % of the clusters, and leave out the others. Mean values are held,
-    and not sums. Everything stays on the device; the authors keep clusters in host memory, behind a cache of blocks.
-    One set of pages per KV head: a page is as needed as the query head says that weights it most, after a softmax over
-    the pages, in which a page counts once and not once for each token. The pages of the first kept token and of the
-    newest `recent` are always read; the authors always read the first 4 tokens and the newest 64. Slots that stand for
-    several merged tokens count once in the means, and as often as they stand for in the weight of their page. Ties go
-    to the earlier position.
+    Source:
+        RetroInfer (Chen et al., 2025, arXiv:2505.02922), and its authors' code, commit 6b1228c: its weighted attention
+        of clusters that are read and clusters that are estimated. Differences:
+
+        - Clusters are pages of neighbors, and not found by k-means in segments of 8,192 keys, so that an entry follows
+          from its own slots in every step; the authors cluster generated tokens every 1,024 steps. Means are computed
+          anew when a slot of a page is overwritten, and slots of a cache that evicts are sorted again.
+        - Every page that is not read is estimated; the authors read 1.8 % of the clusters, estimate 23 %, and leave out
+          the others.
+        - Mean values are held, and not sums.
+        - Everything stays on the device; the authors keep clusters in host memory, behind a cache of blocks.
+        - There is one set of pages per KV head: a page is as needed as the query head says that weights it most, after
+          a softmax over the pages, in which a page counts once and not once for each token. Ties go to the earlier
+          position.
+        - The pages of the first kept token and of the newest `recent` are always read; the authors always read the
+          first 4 tokens and the newest 64.
+        - Slots that stand for several merged tokens count once in the means, and as often as they stand for in the
+          weight of their page.
     """
 
     read: Amount = 256

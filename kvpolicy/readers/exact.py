@@ -34,10 +34,14 @@ class ExactTopK(TokenReader):
         >>> ExactTopK(read=0.05).count(1000)
         50
 
-    Source: the oracle that papers on sparse decoding compare with, such as Quest (Tang et al., ICML 2024,
-    arXiv:2406.10774), Figure 3.
-    Differences: one set of tokens per KV head. A token is as needed as the query head that weights it most says, where
-    the weights are normalized over all slots first. Ties go to the earlier position.
+    Source:
+        the oracle that papers on sparse decoding compare with, such as Quest (Tang et al., ICML 2024,
+        arXiv:2406.10774), Figure 3. Differences:
+
+        - There is one set of tokens per KV head. A token is as needed as the query head that weights it most says,
+          where the weights are normalized over all slots first.
+        - Ties go to the earlier position.
+        - With a codec, all keys are decoded to score them.
     """
 
     read: Amount = 0.05

@@ -65,15 +65,22 @@ class DoubleSparsity(TokenReader):
         >>> DoubleSparsity(read=0.05).count(1000)
         50
 
-    Source: Double Sparsity (Yang et al., 2024, arXiv:2408.07092), Section 3, and its authors' code, commit b0575e6.
-    Differences: without a calibration, the channels of a row are chosen from its own first prompt, and not offline.
-    They are those with the largest mean absolute query times mean absolute key, the mean over all pairs of a query and
-    a key of the absolute product in the channel, over the query heads of a KV head too. A calibration has these means
-    over windows of text; the authors choose by queries, keys or their products, and we by the products. Labels have the
-    dtype of the keys; the authors quantize label and query to 4 bits. One set of tokens per KV head: a token is as
-    needed as the query head says that weights it most, after a softmax over the tokens. The newest token and the first
-    kept one are always read. Ties go to the earlier position, and of equally salient channels the first ones are
-    chosen.
+    Source:
+        Double Sparsity (Yang et al., 2024, arXiv:2408.07092), Section 3, and its authors' code, commit b0575e6.
+        Differences:
+
+        - Without a calibration, the channels of a row are chosen from its own first prompt, and not offline. They are
+          those with the largest mean absolute query times mean absolute key, the mean over all pairs of a query and a
+          key of the absolute product in the channel, over the query heads of a KV head too. Of equally salient channels
+          the first ones are chosen.
+        - A calibration has these means over windows of text, each by its tokens; the authors choose by queries, keys or
+          their products, and we by the products. It has the salience of every channel and fits any `channels`; that of
+          the authors has an order.
+        - Labels have the dtype of the keys; the authors quantize label and query to 4 bits, which they simulate in 16.
+        - There is one set of tokens per KV head: a token is as needed as the query head says that weights it most,
+          after a softmax over the tokens. The authors' code has no grouped queries.
+        - The newest token and the first kept one are always read. Ties go to the earlier position.
+        - The prompt is attended to in full; the authors' evaluation masks it too.
     """
 
     read: Amount = 256

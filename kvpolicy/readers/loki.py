@@ -62,14 +62,21 @@ class Loki(TokenReader):
         >>> Loki(channels=4).load_basis(0, "cpu").shape
         torch.Size([4, 32, 4])
 
-    Source: Loki (Singhania et al., NeurIPS 2024, arXiv:2406.02542), Algorithm 1, and its authors' code, commit 005913b.
-    Differences: keys are stored as they are, and the index is a copy of a few coordinates. The authors store keys
-    rotated into the basis, whose first coordinates are then a part of the keys, and hold no index. The basis is always
-    that of keys with their rotary embedding, as the index has them; the authors choose that or the basis of unrotated
-    keys by model. All layers have as many coordinates; the authors may choose them by the share of the variance
-    instead. One set of tokens per KV head: a token is as needed as the query head says that weights it most, after a
-    softmax over the tokens. The newest token and the first kept one are always read. The prompt is attended to in full.
-    Ties go to the earlier position.
+    Source:
+        Loki (Singhania et al., NeurIPS 2024, arXiv:2406.02542), Algorithm 1, and its authors' code, commit 005913b.
+        Differences:
+
+        - Keys are stored as they are, and the index is a copy of a few coordinates. The authors store keys rotated into
+          the basis, whose first coordinates are then a part of the keys, and hold no index.
+        - The basis is always that of keys with their rotary embedding, as the index has them; the authors choose that
+          or the basis of unrotated keys by model, and apply either to rotated keys.
+        - All layers have as many coordinates; the authors may choose them by the share of the variance instead.
+        - The mean of the calibrated keys is not subtracted, as in the authors' code: it adds the same number to all
+          scores of a query.
+        - There is one set of tokens per KV head (the authors: per query head): a token is as needed as the query head
+          says that weights it most, after a softmax over the tokens.
+        - The newest token and the first kept one are always read. Ties go to the earlier position.
+        - The prompt is attended to in full; the authors' evaluation reads a part there too.
     """
 
     read: Amount = 256

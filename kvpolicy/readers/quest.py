@@ -62,12 +62,19 @@ class Quest(TokenReader):
         >>> Quest().page_size(1000), Quest(read=0.05).count(1000), Quest().page_size(16_384)
         (4, 52, 16)
 
-    Source: Quest (Tang et al., ICML 2024, arXiv:2406.10774), Algorithm 1, and its authors' code, commit 01c1623.
-    Differences: one set of pages per KV head, and not per query head: a page is as needed as the query head says that
-    weights it most, after a softmax over the pages. The page is shorter where few tokens are held. The first page is
-    always read; the authors' kernels always read the newest one only. Bounds are computed anew when a slot of a page is
-    overwritten. The evaluation code of the authors repeats the KV heads and skips the first two layers; here `dense`
-    says how many.
+    Source:
+        Quest (Tang et al., ICML 2024, arXiv:2406.10774), Algorithm 1, and its authors' code, commit 01c1623.
+        Differences:
+
+        - There is one set of pages per KV head, and not per query head: a page is as needed as the query head says that
+          weights it most, after a softmax over the pages. The evaluation code of the authors repeats the KV heads;
+          their kernels have as many KV heads as query heads.
+        - The page is shorter where few tokens are held. `auto` follows the slots of the layer: a short row beside a
+          long one may have longer pages than alone.
+        - The first page is always read; the authors' kernels always read the newest one only.
+        - Bounds are computed anew when a slot of a page is overwritten. In a cache that evicts, slots are sorted again.
+        - The evaluation code of the authors skips the first two layers; here `dense` says how many.
+        - Ties go to the earlier position.
     """
 
     read: Amount = 256

@@ -70,21 +70,27 @@ class Retrieval(TokenReader):
         >>> Retrieval(read=0.05).count(1000), Retrieval(cluster=16).clusters(1000), Retrieval().clusters(16_384)
         (50, 63, 1024)
 
-    Source: the shape of RetrievalAttention (Liu et al., 2024, arXiv:2409.10516): a vector index for each head, and keys
-    and values in host memory; with the clusters of RetroInfer (Chen et al., 2025, arXiv:2505.02922), and its authors'
-    code, commit 6b1228c: spherical k-means in segments of 8,192 tokens, and its attention to clusters that are
-    retrieved and clusters that are estimated.
-    Differences from RetrievalAttention: its index is a graph that is built from queries of the prompt, since queries
-    are distributed otherwise than keys, and the host searches it; here there are clusters of the keys alone, which the
-    device compares with the query. Differences from RetroInfer: as many tokens are read in each step, and not as many
-    clusters, so that no shape depends on data. Everything that is not read is estimated; the authors estimate 23 % of
-    the clusters, and leave out the others. The center is the mean key's part along the direction of the cluster, which
-    its keys were assigned by. One set of tokens per KV head: a token is as needed as the query head says that weights
-    its cluster most, after a softmax in which a cluster counts once for each token. Generated tokens join clusters at
-    once, and all tokens are clustered again every `rebuild` steps; the authors always read them, and cluster them apart
-    every 1,024. Mean values are those of the tokens that were held when clusters were found. The first 4 and the
-    newest 16 tokens are within `read` by default; the authors read 4 and 64 beside. Nothing is cached between steps on
-    the device; the authors have a cache of blocks. Ties go to the earlier position.
+    Source:
+        the shape of RetrievalAttention (Liu et al., 2024, arXiv:2409.10516): a vector index for each head, and keys and
+        values in host memory; with the clusters of RetroInfer (Chen et al., 2025, arXiv:2505.02922), and its authors'
+        code, commit 6b1228c: spherical k-means in segments of 8,192 tokens, and its attention to clusters that are
+        retrieved and clusters that are estimated. RetrievalAttention's index is a graph that is built from queries of
+        the prompt, since queries are distributed otherwise than keys, and the host searches it; here there are clusters
+        of the keys alone, which the device compares with the query. Differences from RetroInfer:
+
+        - As many tokens are read in each step, and not as many clusters, so that no shape depends on data; the authors
+          read 1.8 % of the clusters. Of the last cluster, the earlier positions are read as far as they fit.
+        - Everything that is not read is estimated; the authors estimate 23 % of the clusters, and leave out the others.
+        - The center is the mean key's part along the direction of the cluster, which its keys were assigned by; the
+          authors take the mean key.
+        - There is one set of tokens per KV head: a token is as needed as the query head says that weights its cluster
+          most, after a softmax in which a cluster counts once for each token. Ties go to the earlier position.
+        - Generated tokens join clusters at once, and all tokens are clustered again every `rebuild` steps; the authors
+          always read them, and cluster them apart every 1,024.
+        - Mean values are those of the tokens that were held when clusters were found, numbers of tokens are current;
+          the authors hold sums.
+        - The first 4 and the newest 16 tokens are within `read` by default; the authors read 4 and 64 beside.
+        - Nothing is cached between steps on the device; the authors have a cache of blocks.
     """
 
     read: Amount = 256

@@ -63,15 +63,20 @@ class Reuse(Reader):
         >>> Reuse(layers="2_13").traits.source(15), Reuse(every=4).traits.source(15)
         (13, 14)
 
-    Source: TidalDecode (Yang et al., ICLR 2025, arXiv:2410.05076), Section 3, and its authors' code, commit d67a1bd;
-    OmniKV (Hao et al., ICLR 2025), Section 3, and its authors' code, commit 5c33cb5.
-    Differences: each KV head has a set of its own, which the same KV head of the layers behind reads. TidalDecode's
-    eager code has one per query head and its kernels one per layer; OmniKV has one for all heads of a layer, by the
-    largest logit. How tokens are ranked is the base's affair: `exact` normalizes the weights of each query head over
-    all slots first. Choosing layers are at regular distances by default. TidalDecode names two of 32 (`2_13`, `2_9` for
-    other models), OmniKV three that it finds offline (`2_8_18`). OmniKV reads everything in one more layer behind each
-    choosing one, to hide a copy from host memory, and all generated tokens; here they compete like those of the prompt.
-    Keys and values lie in host memory only with `host`, and are copied when they are needed.
+    Source:
+        TidalDecode (Yang et al., ICLR 2025, arXiv:2410.05076), Section 3, and its authors' code, commit d67a1bd; OmniKV
+        (Hao et al., ICLR 2025), Section 3, and its authors' code, commit 5c33cb5. Differences:
+
+        - Each KV head has a set of its own, which the same KV head of the layers behind reads. TidalDecode's eager code
+          has one per query head and its kernels one per layer; OmniKV has one for all heads of a layer, by the largest
+          logit of any query head.
+        - How tokens are ranked is the base's affair: `exact` normalizes the weights of each query head over all slots
+          first, and takes the largest of a group.
+        - Choosing layers are at regular distances by default. TidalDecode names two of 32 (`2_13`, `2_9` for other
+          models), OmniKV three that it finds offline (`2_8_18`).
+        - OmniKV reads everything in one more layer behind each choosing one, to hide a copy from host memory, and all
+          generated tokens; here they compete like those of the prompt.
+        - Keys and values lie in host memory only with `host`, and are copied when they are needed, which nothing hides.
     """
 
     base: Reader = field(default_factory=ExactTopK)

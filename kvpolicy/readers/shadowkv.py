@@ -74,20 +74,27 @@ class ShadowKV(TokenReader):
         >>> ShadowKV(rank=4).alloc(1, 2, 10, 16, torch.float32, "meta").coefficients.shape
         torch.Size([1, 2, 10, 32])
 
-    Source: ShadowKV (Sun et al., ICML 2025, arXiv:2410.21465), Algorithms 1 and 2, and its authors' code, commit
-    e51904c.
-    Differences: by default a decomposition for each KV head, so that heads may keep different tokens; as many
-    coefficients then leave out more. That of the authors is of the keys of all heads of a layer together, `joint`, with
-    rank 160. Of a model that is sharded over several ranks, it is that of the heads of a rank. It is found from the
-    second moments of the keys that are kept, whose eigenvectors are the singular vectors, and again after each later
-    prompt and every `rebuild` steps; that of the authors is computed once. No pages are kept as outliers: the authors
-    hold the 48 pages of each head whose keys are least like their landmark on the device, and always read them. Here
-    the first `sinks` and the newest `recent` tokens are read with their own keys. Generated tokens compete with those
-    of the prompt, and have coefficients in the same basis; the authors hold all of them on the device, and read them
-    all. Keys are held in host memory too, besides values: for later prompts, for the decompositions, and for files.
-    Nothing is cached between steps on the device; the authors copy only values that the step before did not read. One
-    set of pages per KV head, by the largest weight of a landmark after a softmax over landmarks, as the authors have
-    it. Ties go to the earlier position.
+    Source:
+        ShadowKV (Sun et al., ICML 2025, arXiv:2410.21465), Algorithms 1 and 2, and its authors' code, commit e51904c.
+        Differences:
+
+        - By default there is a decomposition for each KV head, so that heads may keep different tokens; as many
+          coefficients then leave out more. That of the authors is of the keys of all heads of a layer together,
+          `joint`, with rank 160. Of a model that is sharded over several ranks, it is that of the heads of a rank.
+        - It is found from the second moments of the keys that are kept, whose eigenvectors are the singular vectors,
+          and again after each later prompt and every `rebuild` steps; that of the authors is computed once.
+        - No pages are kept as outliers: the authors hold the 48 pages of each head whose keys are least like their
+          landmark on the device, and always read them. Here the first `sinks` and the newest `recent` tokens are read
+          with their own keys.
+        - Generated tokens compete with those of the prompt, and have coefficients in the same basis; the authors hold
+          all of them on the device, and read them all.
+        - Keys are held in host memory too, besides values: for later prompts, for the decompositions, for shifts and
+          for files. Steps copy those of the first and newest tokens, and of the page that is written.
+        - Nothing is cached between steps on the device; the authors copy only values that the step before did not read.
+        - Keys are rebuilt even where all tokens are read, so that a short row gives what it gives alone.
+        - Values and keys are in the model's dtype: there is no codec, and `reuse` does not take this reader.
+        - There is one set of pages per KV head, by the largest weight of a landmark after a softmax over landmarks, as
+          the authors have it. Ties go to the earlier position.
     """
 
     read: Amount = 256

@@ -56,17 +56,26 @@ class SparQ(TokenReader):
         >>> SparQ(read=0.05).count(1000), SparQ().channels_read(128), SparQ(channels=16).channels_read(128)
         (50, 32, 16)
 
-    Source: SparQ Attention (Ribar et al., ICML 2024, arXiv:2312.04985), Algorithm 1, and its authors' code, commit
-    ead9b6a.
-    Differences: there is no second copy of the keys. The authors hold one that stores each channel contiguously, which
-    half again as much memory pays for; here the channels are gathered from the keys, so that a processor which reads
-    memory in whole lines may move more than is counted. With a codec, the products are computed from whole codes. A
-    token is as needed as the query head says that weights it most, after a softmax over the tokens; the authors add up
-    the scores of the query heads of a KV head. The first kept token is always read, and `recent` is in `read`. The mean
-    of the values is that of all slots that the reader divides. It is exact but for the rounding of its sums in fp32,
-    also where tokens are evicted: a block is summed anew whenever one of its slots is overwritten. A slot that stands
-    for several merged tokens counts once in the mean. With a codec's full-precision buffer, which is always read, the
-    share of what is not read is that among the coded slots. Ties go to the earlier position.
+    Source:
+        SparQ Attention (Ribar et al., ICML 2024, arXiv:2312.04985), Algorithm 1, and its authors' code, commit ead9b6a.
+        Differences:
+
+        - There is no second copy of the keys. The authors hold one that stores each channel contiguously, which half
+          again as much memory pays for; here the channels are gathered from the keys, so that a processor which reads
+          memory in whole lines may move more than is counted.
+        - With a codec, the products are computed from whole codes, all of which are counted.
+        - A token is as needed as the query head says that weights it most, after a softmax over the tokens; the authors
+          add up the scores of the query heads of a KV head.
+        - The newest and the first kept token are always read, and `recent` is in `read`; the authors read a window of
+          the newest, and the newest one besides. Ties go to the earlier position.
+        - The mean of the values is that of all slots that the reader divides. It is exact but for the rounding of its
+          sums in fp32, also where tokens are evicted: a block is summed anew whenever one of its slots is overwritten.
+          The authors update one running mean of a cache that never evicts. A slot that stands for several merged tokens
+          counts once in the mean.
+        - The mean is one more slot of the same softmax, with the score that gives it its weight. Learned sinks take
+          part once, and attention weights that a selector adds up are those of the tokens that are read.
+        - With a codec's full-precision buffer, which is always read, the share of what is not read is that among the
+          coded slots.
     """
 
     read: Amount = 256
