@@ -49,12 +49,12 @@ def tokenwise() -> Figure:
     )
     keys = originals().keys[HEAD]
     heat(first, keys[SHOWN], "keys as they are", float(keys.abs().max()), bar="number of a key")
-    heat(second, normalized_keys()[SHOWN], "keys, normalised", 4, bar="deviations from mean")
+    heat(second, normalized_keys()[SHOWN], "keys, normalized", 4, bar="deviations from mean")
     for axes in (first, second):
         _label_positions(axes)
     for normalize, errors in tokenwise_errors().items():
         xs = [at + (0.2 if normalize else -0.2) for at in range(3)]
-        color, label = (BLUE, "normalised") if normalize else (GREY, "as they are")
+        color, label = (BLUE, "normalized") if normalize else (GREY, "as they are")
         bars = third.bar(xs, errors, width=0.36, color=color, label=label)
         third.bar_label(bars, fmt="%.3f", fontsize=7)
     third.set_xticks(range(3), ["4", "3", "2"])

@@ -69,7 +69,7 @@ def kvquant() -> Figure:
     second.plot(even, torch.zeros(len(even)), "|", color=INK, markersize=14, label="evenly spaced ones", clip_on=False)
     second.set_xlabel("number, in half widths of its channel's range")
     second.set_ylabel("share per half width")
-    second.set_title("normalised keys of the layer, and 8 levels")
+    second.set_title("normalized keys of the layer, and 8 levels")
     second.set_ylim(0, 1.6)
     second.legend(loc="upper right", **WHITE)
     return figure

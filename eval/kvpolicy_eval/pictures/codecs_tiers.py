@@ -147,7 +147,7 @@ def _legend() -> list[Patch]:
 
 
 def _strips(axes: Any, moments: list[Tensor], names: list[str]) -> None:
-    """Draw one strip of colours for each moment below an axis of positions.
+    """Draw one strip of colors for each moment below an axis of positions.
 
     Args:
         axes: Of matplotlib.

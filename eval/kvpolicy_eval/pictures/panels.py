@@ -32,7 +32,7 @@ def canvas(panels: int, codecs: list[str], height: float = 2.5, **layout: Any) -
 
 
 def heat(axes: Any, x: Tensor, title: str, limit: float, signed: bool = True, bar: str = "") -> None:
-    """Draw elements [positions, channels] as colours; NaN is white.
+    """Draw elements [positions, channels] as colors; NaN is white.
 
     Args:
         axes: Of matplotlib.
@@ -40,7 +40,7 @@ def heat(axes: Any, x: Tensor, title: str, limit: float, signed: bool = True, ba
         title: Title of the panel.
         limit: Largest absolute element.
         signed: Whether elements may be negative.
-        bar: Label of the colour bar; there is none without a label.
+        bar: Label of the color bar; there is none without a label.
     """
     image = axes.imshow(
         x.T.numpy(),

@@ -77,7 +77,7 @@ def picture(name: str) -> Figure:
     parts(axes[0], 0, 0)
     axes[0].set_title(f"{policy}:  the step after the prompt moves {moved} % of the bytes", pad=8)
     layers(axes[1], Kept(share, torch.zeros_like(share), [], "", share))
-    axes[1].set_xlabel(f"{AXIS}   (the deeper the colour, the more of the 4 KV heads read the token)")
+    axes[1].set_xlabel(f"{AXIS}   (the deeper the color, the more of the 4 KV heads read the token)")
     for edge in (scene().fact[0] - 0.5, scene().fact[1] + 0.5):
         axes[1].axvline(edge, color=VERMILION, linewidth=0.8)
     return drawing

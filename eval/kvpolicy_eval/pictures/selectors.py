@@ -21,7 +21,7 @@ from kvpolicy_eval.pictures.style import BLUE, GREY, INK, LIGHT, ORANGE, PALE, V
 DrawScore = Callable[[Any, Kept], None]
 """Draws the ranking of a selector into axes of matplotlib."""
 AXIS = "position in the prompt, tokens"
-DEPTH = "(the deeper the colour, the more of the 4 KV heads hold the token)"
+DEPTH = "(the deeper the color, the more of the 4 KV heads hold the token)"
 
 
 def figure(policy: str, *, score: DrawScore | None = None, sinks: int = 0, window: int = 0) -> Figure:
@@ -84,7 +84,7 @@ def parts(axes: Any, sinks: int, window: int) -> None:
 
 
 def layers(axes: Any, result: Kept) -> None:
-    """Draw layers by positions; the deeper the colour, the more KV heads keep the token."""
+    """Draw layers by positions; the deeper the color, the more KV heads keep the token."""
     count, length = result.share.shape
     axes.imshow(image(result), aspect="auto", interpolation="none", extent=(-0.5, length - 0.5, count - 0.5, -0.5))
     axes.set(ylabel="layer", yticks=range(count))
@@ -98,7 +98,7 @@ def image(result: Kept) -> Any:
 
 
 def draw_scores(axes: Any, result: Kept, *, selector: str, label: str) -> None:
-    """Draw the score of every position in the retrieval layer, in the colours of the map.
+    """Draw the score of every position in the retrieval layer, in the colors of the map.
 
     Args:
         axes: Of matplotlib.

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from kvpolicy.reporting.plots import _style
 
 BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE = _style.PALETTE[:6]
-"""The palette of Okabe and Ito, which is safe for colour-blind readers."""
+"""The palette of Okabe and Ito, which is safe for color-blind readers."""
 INK = _style.INK
 """Text."""
 GREY = "#767676"

@@ -1,4 +1,4 @@
-"""Style of the page's figures: that of `kvpolicy.plots`, as SVG that inherits the page's text colour."""
+"""Style of the page's figures: that of `kvpolicy.plots`, as SVG that inherits the page's text color."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from kvpolicy.reporting.plots._style import GREY
 
 INK = "#010203"
-"""Placeholder for the page's text colour, replaced by `currentColor` in the SVG."""
+"""Placeholder for the page's text color, replaced by `currentColor` in the SVG."""
 
 RC: Any = {
     "svg.fonttype": "none",
