@@ -114,12 +114,12 @@ def front_matter(pages: Path, name: str) -> dict[str, str]:
     found = re.match(r"---\n(.*?)^---\n", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     if found is None:
         raise ValueError(f"{page} must begin with front matter, see the other pages of methods.")
-    said = yaml.safe_load(found[1])
+    said = yaml.load(found[1], Loader=yaml.BaseLoader)  # strings only: `no` is not False
     if page.stem != name:
         if name not in said:
             raise ValueError(f"The front matter of {page} must have an entry for {name!r}.")
         said = said[name]
-    return {key: str(value) for key, value in said.items()}
+    return said
 
 
 def _address(name: str) -> str:
