@@ -33,11 +33,14 @@ class AdaKV(HeadAllocator):
 
     Source:
         AdaKV (arXiv:2407.11550), Algorithm 1, in the form in which the best tokens of each head are safe before the
-        others compete, so that the total is exact. Differences: `safeguard` is 0.2, which the authors use with
-        grouped-query attention (their default is 0.5); the authors' code mixes the two shares after the competition and
-        rounds each head by itself, which loses a few tokens; a head's budget is rounded to whole pages of 4 to 64
-        tokens; the ranking is the selector's own, whatever the selector, with its window, which every head keeps; each
-        chunk of a prompt divides the budget again.
+        others compete, so that the total is exact. Differences:
+
+        - `safeguard` is 0.2, which the authors use with grouped-query attention (their default is 0.5);
+        - the authors' code mixes the two shares after the competition and rounds each head by itself, which loses a few
+          tokens;
+        - a head's budget is rounded to whole pages of 4 to 64 tokens;
+        - the ranking is the selector's own, whatever the selector, with its window, which every head keeps;
+        - each chunk or turn divides the budget again, among the tokens that are left.
     """
 
     safeguard: float = 0.2

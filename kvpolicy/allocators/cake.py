@@ -58,13 +58,18 @@ class CAKE(ByAttention):
         >>> CAKE().budgets(preference.log(), torch.tensor([300]), 1, torch.tensor([1000]), 3).tolist()
         [[30, 90, 180]]
 
-    Source: CAKE (arXiv:2503.12491), and its authors' code. Differences from the code: attention is fp32 and not
-    rounded to bf16 before the variance; every row has its own budgets; what a layer cannot use goes to the other
-    layers in proportion, and none is lost; rounding preserves the total; budgets are divided once, after all
-    layers, which gives those of the authors' cascade (while the prompt runs, layers drop what no division can give
-    them); and short prompts are compressed too. The temperatures are 1,
-    those that were tuned for a model are on the page of the method. The score by which CAKE ranks tokens, mean plus
-    variance, is no part of the allocator.
+    Source:
+        CAKE (arXiv:2503.12491), and its authors' code. Differences from the code:
+
+        - the score by which CAKE ranks tokens, mean plus variance, is no part of the allocator;
+        - the temperatures are 1; those that the authors tuned for a model are on the page of the method;
+        - attention is fp32 and not rounded to the model's dtype before the variance;
+        - entropy is at least 1e-6 and variance at least 1e-12, so that layers without any are alike;
+        - budgets are divided once, after all layers, which gives those of the authors' cascade (while the prompt runs,
+          layers drop what no division can give them);
+        - prompts no longer than budget and window are compressed too;
+        - every row has its own budgets; what a layer cannot use goes to the other layers in proportion (there, once);
+          rounding preserves the total (there, it rounds down).
     """
 
     entropy: float = 1.0

@@ -43,11 +43,16 @@ class D2OLayers(ByAttention):
         >>> D2OLayers().budgets(metric, torch.tensor([300]), 1, torch.tensor([1000]), 3).tolist()
         [[152, 92, 56]]
 
-    Source: D2O (arXiv:2406.13035), as its authors' code computes it: there too, variances are scaled among the
-    heads of one layer. Differences from the code: every row has its own budgets, of its own tokens (there,
-    variances are means over the batch); the first two layers and the last are compressed like the others; a share
-    has no minimum of 1 % and no maximum but the length of the prompt; the total is preserved; and it is in effect
-    after the prompt, not after the first generated token. The merger `d2o` is the method's other part.
+    Source:
+        D2O (arXiv:2406.13035), as its authors' code computes it: there too, variances are scaled among the heads of one
+        layer. The merger `d2o` is the method's other part. Differences from the code:
+
+        - every row has its own budgets, of its own tokens (there, variances are means over the batch);
+        - the first two layers and the last are compressed like the others (there, they keep all tokens, beyond the
+          budget);
+        - a share has no minimum of 1 % and no maximum but the length of the prompt;
+        - what a layer cannot use goes to the other layers in proportion, and the total is exact;
+        - budgets are in effect after the prompt, not after the first generated token.
     """
 
     heads: HeadAllocator | None = None

@@ -46,16 +46,24 @@ class DuoAttention(HeadAllocator):
         'uniform/duo:file=heads.json:sparsity=0.75+streaming:sinks=64@0.4'
 
     Source:
-        DuoAttention (arXiv:2410.10819) and its authors' code. Differences: which tokens a head keeps is the selector's
-        choice within the head's room: with `streaming` and as many sinks as the file has, a streaming head keeps what
-        the paper says, with another selector it keeps the best tokens of that selector. The budget of a layer is
-        given, and never exceeded: retrieval heads keep the whole context only if it fits into what streaming heads
-        leave. Where a budget is too small, a streaming head gets no more than an equal share; where retrieval heads
-        cannot use more, or a layer has none, the rest is divided evenly among the streaming heads, as the size of a
-        layer does not depend on the file. Room is rounded up to whole pages of 4 to 64 tokens, and holds at least what
-        the selector always keeps. Prefill attention is never restricted (the authors restrict that of later chunks to
-        what streaming heads keep). With `decode=grow` streaming heads grow as well. Of equal scores the earlier layer
-        and the lower head retrieve (the authors add random noise of 1e-6). Weights are not reordered.
+        DuoAttention (arXiv:2410.10819) and its authors' code. Differences:
+
+        - which tokens a head keeps is the selector's choice within the head's room: with `streaming` and as many sinks
+          as the file has, a streaming head keeps what the paper says, with another selector it keeps the best tokens of
+          that selector;
+        - the budget of a layer is given, and never exceeded: retrieval heads keep the whole context only if it fits
+          into what streaming heads leave;
+        - where a budget is too small, a streaming head gets no more than an equal share; where retrieval heads cannot
+          use more, or a layer has none, the rest is divided evenly among the streaming heads, as the size of a layer
+          does not depend on the file;
+        - room is rounded up to whole pages of 4 to 64 tokens, and holds at least what the selector always keeps (there,
+          heads are reordered into two groups of different size);
+        - prefill attention is never restricted (the authors restrict that of later chunks to what streaming heads
+          keep);
+        - with `decode=evict`, full retrieval heads evict as well; with `decode=grow`, streaming heads grow as well;
+        - of equal scores the earlier layer and the lower head retrieve (the authors add random noise of 1e-6);
+        - the authors train scores on retrieval tasks; `kvpolicy calibrate heads` estimates them, as kvpress does, or by
+          the probe of RazorAttention.
     """
 
     file: str = "tiny"

@@ -35,11 +35,17 @@ class DynamicKV(ByAttention):
         >>> DynamicKV().budgets(sums, torch.tensor([4]), 1, torch.tensor([3]), 2).tolist()
         [[3, 1]]
 
-    Source: DynamicKV (arXiv:2412.14838), and its authors' code. Differences from the code: layers are compared
-    once, when all have run (there, after every fourth, and layers beyond the last multiple of four stay whole; a
-    first cut at ten times the budget does not change which are best); the total is preserved and no remainder goes
-    to the last layer; sums are means over the query heads of a KV head, and KV heads are not repeated; every layer
-    has at least the selector's minimum; every row has its own budgets.
+    Source:
+        DynamicKV (arXiv:2412.14838), and its authors' code. Differences from the code:
+
+        - layers are compared once, when all have run (there, after every fourth, and layers beyond the last multiple of
+          four stay whole);
+        - a first cut at ten times the budget, which does not change which are best, is left out;
+        - sums are means over the query heads of a KV head, and KV heads are not repeated;
+        - every layer has at least the selector's minimum (there, one may end with the window alone);
+        - a later prompt has the shares of the first;
+        - every row has its own budgets; what a layer cannot use goes to the other layers in proportion; the total is
+          exact, and no remainder goes to the last layer.
     """
 
     window: int = 8

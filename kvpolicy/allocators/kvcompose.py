@@ -29,11 +29,15 @@ class KVCompose(Allocator):
         'kvcompose+kvzip@0.2'
 
     Source:
-        KVCompose (arXiv:2509.05165), and kvpress (KVComposePress). Differences: it is an allocator, and scores are
-        those of the selector: with `kvzip`, the largest attention of a replay in any query head of a KV head (there,
-        the context is replayed in one piece, and scores are means over the query heads, to which the mean over all KV
-        heads is added); tokens that the selector always keeps come first in every layer; every layer has at least the
-        selector's minimum. Curves are drawn with each prompt, by equal budgets, before the selector chooses.
+        KVCompose (arXiv:2509.05165), and kvpress (KVComposePress). Differences:
+
+        - it is an allocator, and scores are those of the selector: with `kvzip`, the largest attention of a replay in
+          any query head of a KV head (there, the context is replayed in one piece, and scores are means over the query
+          heads, to which the mean over all KV heads is added);
+        - tokens that the selector always keeps come first in every layer;
+        - every layer has at least the selector's minimum;
+        - curves are drawn with a row's first prompt, by equal budgets, before the selector chooses; later prompts keep
+          its shares.
     """
 
     heads: HeadAllocator | None = None

@@ -40,11 +40,17 @@ class LAVa(ByAttention):
         >>> LAVa().budgets(entropy, torch.tensor([300]), 1, torch.tensor([1000]), 3).tolist()
         [[40, 100, 160]]
 
-    Source: LAVa (arXiv:2509.09754), and its authors' code: its division among layers. Differences from the code:
-    the total is fixed (there, a misspelt attribute leaves the safe part of a layer that of the average, so that
-    small layers overspend); every row has its own budgets; budgets are divided once, after all layers, which gives
-    those of the authors' division after each layer. With `lava/adakv+snapkv`, heads compete inside a layer as in
-    LAVa, by attention without the size of values.
+    Source:
+        LAVa (arXiv:2509.09754), and its authors' code: its division among layers. Differences from the code:
+
+        - inside a layer, heads are not divided by these scores; with `lava/adakv+snapkv`, they compete as in LAVa, by
+          attention without the size of values;
+        - the total is fixed (there, a misspelt attribute leaves the safe part of a layer that of the average, so that
+          small layers overspend);
+        - budgets are divided once, after all layers, which gives those of the authors' division after each layer (while
+          the prompt runs, layers drop what no division can give them);
+        - every row has its own budgets; what a layer cannot use goes to the other layers in proportion; the total is
+          exact.
     """
 
     window: int = 32

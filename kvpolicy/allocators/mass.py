@@ -38,9 +38,16 @@ class AttentionMass(ByAttention):
         >>> AttentionMass().budgets(tokens, torch.tensor([300]), 1, torch.tensor([1000]), 3).tolist()
         [[30, 90, 180]]
 
-    Source: ZipVL (arXiv:2410.08584), its number of important tokens; no code of its authors is public. Differences:
-    the number is no budget by itself but a share of one, so that the total is fixed; sums are not divided by how
-    many queries see a token; and attention is not restricted to the important tokens.
+    Source:
+        ZipVL (arXiv:2410.08584), its number of important tokens; no code of its authors is public. Differences:
+
+        - the number is no budget by itself but a share of one, so that the total is fixed (there, so many tokens of a
+          layer keep full precision and take part in attention);
+        - sums are of all queries, not of probes, and not divided by how many queries see a token;
+        - attention in the prompt is not restricted to the important tokens;
+        - a share counts as reached if no more than a millionth of it lacks;
+        - every row has its own budgets; what a layer cannot use goes to the other layers in proportion; the total is
+          exact.
     """
 
     share: float = 0.975

@@ -31,10 +31,15 @@ class Pyramid(Allocator):
         >>> Pyramid(beta=2).budgets(None, torch.tensor([40]), 1, torch.tensor([100]), 4).tolist()
         [[15, 12, 8, 5]]
 
-    Source: PyramidKV (arXiv:2406.02069), Section 3. Differences from the authors' code: the slope is a fraction, not
-    rounded down (which exceeds the budget by up to 16%); the observation window is part of the budget, not added to it;
-    what a layer cannot use goes to the other layers in proportion; and there is no fallback to uniform for short
-    prompts.
+    Source:
+        PyramidKV (arXiv:2406.02069), Section 3. Differences from the authors' code:
+
+        - the slope is a fraction, not rounded down (which exceeds the budget by up to 16%);
+        - the observation window is part of the budget, not added to it in every layer;
+        - what a layer cannot use goes to the other layers in proportion (there, both ends of the line move), and the
+          total is exact;
+        - there is no fallback to uniform budgets for prompts below about twice the budget;
+        - the selector is a part of its own; that of the paper is `snapkv`.
     """
 
     beta: float = 20.0

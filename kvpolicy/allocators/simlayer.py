@@ -35,11 +35,17 @@ class SimLayerKV(ByAttention):
         >>> SimLayerKV(recent=16).budgets(share, torch.tensor([300]), 1, torch.tensor([1000]), 3).tolist()
         [[140, 20, 140]]
 
-    Source: SimLayerKV (arXiv:2410.13846), and kvpress (SimLayerKVPress), which also judges a layer at the last
-    query of the prompt (the authors: at the first generated token). Differences: the total is fixed. A lazy layer
-    gets at most an even share; what it does not need is divided equally among the others, which do not keep the
-    whole prompt. Which tokens a lazy layer keeps is up to the selector, such as `streaming`; the default threshold
-    is that of Llama-3.
+    Source:
+        SimLayerKV (arXiv:2410.13846), its authors' code, and kvpress (SimLayerKVPress). Differences:
+
+        - the total is fixed: what lazy layers do not need is divided equally among the others, which do not keep the
+          whole prompt;
+        - a lazy layer gets at most an even share;
+        - a layer is judged at the last query of the prompt, as in kvpress (the authors: at the first generated token);
+        - which tokens a lazy layer keeps is up to the selector, such as `streaming`;
+        - the default threshold is that of Llama-3 for every model;
+        - every row has its own budgets; what a layer cannot use goes to the other layers in proportion; the total is
+          exact.
     """
 
     sinks: int = 4

@@ -42,11 +42,21 @@ class SqueezeAttention(Allocator):
         >>> SqueezeAttention().budgets(cosine, torch.tensor([500]), 1, torch.tensor([1000]), 5).tolist()
         [[190, 190, 40, 40, 40]]
 
-    Source: SqueezeAttention (arXiv:2404.04793), Algorithm 1. Differences from the paper and its code: `keep_share` is
-    the fraction that is kept, as in Algorithm 1 (the paper's discussion says the opposite). The k-means is exact and
-    has no seed. The cosine and its mean are fp32, over the tokens of the row without padding, and every row has its own
-    budgets. What a layer cannot use goes to the other layers in proportion. Rounding preserves the total. With fewer
-    than three layers, or fewer distinct cosines than groups, all layers get the same budget.
+    Source:
+        SqueezeAttention (arXiv:2404.04793), Algorithm 1. Differences from the paper and its code:
+
+        - `keep_share` is the fraction that is kept, as in Algorithm 1 (the paper's discussion says the opposite, and
+          the code has another parameter, of which the README has a setting close to 0.4);
+        - there are three groups, as in text and code (an abstract of the paper has two);
+        - the k-means is exact and has no seed (there, scikit-learn's without one, so that runs differ);
+        - the cosine and its mean are fp32, over the tokens of the row without padding (there, bf16, of the first row);
+        - every row has its own budgets; what a layer cannot use goes to the other layers in proportion; rounding
+          preserves the total;
+        - attention covers the whole prompt, as in the paper (the code for Mistral windows it by the budgets of the
+          previous prompt);
+        - the prompt is compressed at the end of its prefill, not at the first decode step;
+        - any selector works (the paper has H2O, a window and StreamingLLM, the code the last two);
+        - with fewer than three layers, or fewer distinct cosines than groups, all layers get the same budget.
     """
 
     ALIASES: ClassVar[dict[str, str]] = {"share": "keep_share"}

@@ -28,10 +28,15 @@ class GlobalThreshold(Allocator):
         'global/adakv:safeguard=0.0+kvzip@0.2'
 
     Source:
-        The budgets of KVzip (arXiv:2505.23416), with `adakv:safeguard=0.0` and `kvzip`, and of Layer-DefensiveKV, with
-        `adakv` and `defensive`. Differences: budgets of layers are whole tokens per head, those of heads whole pages;
-        every layer has at least the selector's minimum; tokens that the selector always keeps come first. Scores are
-        compared with each prompt, by equal budgets, before the selector chooses.
+        The budgets of KVzip (arXiv:2505.23416), with `adakv:safeguard=0.0` and `kvzip`, and of Layer-DefensiveKV
+        (arXiv:2510.13334), with `adakv` and `defensive`. Differences:
+
+        - budgets of layers are whole tokens per head, those of heads whole pages (there, every head is cut at the
+          threshold);
+        - every layer has at least the selector's minimum;
+        - tokens that the selector always keeps come first;
+        - scores are compared with a row's first prompt, by equal budgets, before the selector chooses; later prompts
+          keep its shares.
     """
 
     heads: HeadAllocator | None = None

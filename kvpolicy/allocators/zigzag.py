@@ -42,10 +42,15 @@ class ZigZagKV(ByAttention):
         >>> ZigZagKV().budgets(tokens, torch.tensor([300]), 1, torch.tensor([1000]), 3).tolist()
         [[44, 92, 164]]
 
-    Source: ZigZagKV (arXiv:2412.09036). No code of its authors is public; `mass` and `bound` are those of a port to
-    kvpress (pull request 238). Differences from the port: the number of tokens is a mean over query heads, of
-    attention that is not pooled; every row has its own budgets; what a layer cannot use goes to the other layers in
-    proportion; rounding preserves the total.
+    Source:
+        ZigZagKV (arXiv:2412.09036). No code of its authors is public; `mass` and `bound` are those of a port to kvpress
+        (pull request 238), and were not compared with the paper's. Differences from the port:
+
+        - the number of tokens is a mean over query heads, of attention that is not pooled (there, of the scores of the
+          inner press, which are those of KV heads);
+        - a share counts as reached if no more than a millionth of it lacks;
+        - every row has its own budgets (there, a batch is measured as a whole); what a layer cannot use goes to the
+          other layers in proportion (there, it is lost); rounding preserves the total.
     """
 
     mass: float = 0.9

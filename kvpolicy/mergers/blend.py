@@ -36,9 +36,14 @@ class Blend(Merger):
         'knorm+blend@0.25'
 
     Source:
-        MergingPress of kvpress. Differences: every evicted token above `least` is merged (the press can restrict
-        merges to a share of them, which is 1 by default); each chunk or turn merges what it evicts; tokens that are
-        coded are never targets. As in the press, keys are compared as attention sees them, and stay.
+        MergingPress of kvpress. Differences:
+
+        - every evicted token above `least` is merged (the press can restrict merges to a share of them, which is 1 by
+          default);
+        - each chunk or turn merges what it evicts (the press compresses one prompt);
+        - tokens that are coded are never targets.
+
+        As in the press, keys are compared as attention sees them, and stay, and tokens evicted in decoding are dropped.
     """
 
     least: float = 0.0

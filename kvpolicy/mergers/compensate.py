@@ -42,12 +42,17 @@ class Compensate(Merger):
         'snapkv+compensate@0.2'
 
     Source:
-        RazorAttention (arXiv:2407.15891), the compensation token. Differences: every head that evicts has one (the
-        paper's retrieval heads keep all tokens, and need none, as with the head allocator `duo`), over any selector;
-        the slot is one of the budget and not one more; the paper compensates once, after the prompt, and here tokens
-        that are evicted later are added; the slot has the position of its first token. With a codec, a compensation
-        slot that was encoded stays as it is, and the next eviction starts another one. As in the paper, rotated keys
-        are averaged.
+        RazorAttention (arXiv:2407.15891), the compensation token. Differences:
+
+        - every head that evicts has one (the paper's retrieval heads keep all tokens, and need none, as with the head
+          allocator `duo`), over any selector;
+        - the slot is one of the budget and not one more: the token that gives it joins the mean;
+        - the paper compensates once, after the prompt, and here tokens that are evicted later are added;
+        - the slot has the position and the rank of its first token, so that a selector that looks at attention sees the
+          large weight of the slot;
+        - with a codec, a compensation slot that was encoded stays as it is, and the next eviction starts another one.
+
+        As in the paper, rotated keys are averaged.
     """
 
     def __post_init__(self) -> None:

@@ -48,12 +48,17 @@ class D2O(Merger):
         'h2o+d2o@0.2'
 
     Source:
-        D2O (arXiv:2406.13035), Section 3.3, and its authors' code. Differences: only the merge; the paper's scores are
-        those of `h2o`, and its budgets by layer are not included; prompts are merged at their end and not in the first
-        decode step; the threshold and the decision are those of each KV head (the code averages the i-th similarity
-        over heads, although the i-th token differs by head, and decides for all heads at once); with grouped-query
-        attention KV heads are not repeated; batch rows are separate; tokens that are coded are never targets. As in
-        the code, rotated keys are averaged, weights are cosines and not normalized, and the first tokens may be
+        D2O (arXiv:2406.13035), Section 3.3, and its authors' code. Differences:
+
+        - only the merge; the paper's scores are those of `h2o`, and its budgets by layer those of `d2olayers`;
+        - prompts are merged at their end and not in the first decode step;
+        - the threshold and the decision are those of each KV head (the code averages the i-th similarity over heads,
+          although the i-th token differs by head, and decides for all heads at once);
+        - with grouped-query attention KV heads are not repeated;
+        - batch rows are separate;
+        - tokens that are coded are never targets.
+
+        As in the code, rotated keys are averaged, weights are cosines and not normalized, and the first tokens may be
         targets.
     """
 

@@ -28,12 +28,17 @@ class Elastic(Merger):
         'h2o+elastic@0.2'
 
     Source:
-        Elastic Cache (arXiv:2407.18121) and its authors' code, the merge. Differences: only the merge; the paper ranks
-        tokens by their attention in the prompt, as `h2o` does; each KV head merges what it evicts (the code merges
-        for all heads of a layer at once); tokens that are evicted in decoding are merged too (the code drops the token
-        at a fixed distance from the newest one); two errors of indices in the code, which keep other tokens than the
-        paper's, are not followed; of two nearest positions, the earlier is taken; tokens that are coded are never
-        targets. As in the code, rotated keys are averaged, and there are no counts.
+        Elastic Cache (arXiv:2407.18121) and its authors' code, the merge. Differences:
+
+        - only the merge; the paper ranks tokens by their attention in the prompt, as `h2o` does;
+        - each KV head merges what it evicts (the code merges for all heads of a layer at once);
+        - tokens that are evicted in decoding are merged too (the code drops the token at a fixed distance from the
+          newest one);
+        - two errors of indices in the code, which keep other tokens than the paper's, are not followed;
+        - of two nearest positions, the earlier is taken;
+        - tokens that are coded are never targets.
+
+        As in the code, rotated keys are averaged, and there are no counts.
     """
 
     def __post_init__(self) -> None:

@@ -41,13 +41,19 @@ class KeepKV(Merger):
 
     Source:
         KeepKV (arXiv:2504.09936) and its authors' code, the merge and its score bias; the defaults of `window` and
-        `least` are not verified. Differences: only the merge; which tokens are evicted is up to the selector; weights
-        are means of attention, of which every query has as much (the code takes exponentials of scores without a
-        maximum, which overflow); they are those of each KV head, means over its query heads; in decoding weights are
-        counts (the code has the attention of the newest steps for every slot, which nothing stores here); the merged
-        key is not lengthened (the paper does, which is right for one query only; its code does not); the logarithm is
-        added for every slot, also for the newest; tokens that are coded are never targets. As in the code, rotated
-        keys are averaged, and the attention of a token is averaged over the queries that see it.
+        `least` are not verified. Differences:
+
+        - only the merge; which tokens are evicted is up to the selector;
+        - weights are means of attention, of which every query has as much (the code takes exponentials of scores
+          without a maximum, which overflow), of each KV head, over its query heads;
+        - in decoding weights are counts (the code has the attention of the newest steps for every slot, which nothing
+          stores here);
+        - the merged key is not lengthened (the paper does, which is right for one query only; its code does not);
+        - the logarithm is added for every slot, also for the newest;
+        - tokens that are coded are never targets.
+
+        As in the code, rotated keys are averaged, and the attention of a token is averaged over the queries that see
+        it.
     """
 
     window: int = 32

@@ -37,15 +37,21 @@ class KVMerger(Merger):
         'h2o+kvmerger@0.2'
 
     Source:
-        KVMerger (arXiv:2407.08454), from a port by others, and not verified against the paper, as the default of
-        `least` is not; no code of its authors is known. Differences: the selector decides which tokens are kept, and
-        how many (the paper keeps one token of each run, heavy hitters and recent tokens, so that the threshold decides
-        how many); a run may have several kept tokens or none; kept tokens are part of runs (the paper's heavy hitters
-        and recent tokens are in none, and take nothing in); the pivot has the highest priority of the selector, which
-        is the accumulated attention for `h2o`; the width of the Gaussian is the mean distance of the evicted tokens
-        from the pivot, over the root of 2 (the paper's depends on the weights themselves, which depend on it); values
-        have no factor of the size of the run, on which sources disagree; ties go to the earlier position. As there,
-        rotated keys are averaged.
+        KVMerger (arXiv:2407.08454), from a port by others; no code of its authors is known. Not verified against the
+        paper: the default of `least`, the scan for runs, and the weights of values. Differences:
+
+        - the selector decides which tokens are kept, and how many (the paper keeps one token of each run, heavy hitters
+          and recent tokens, so that the threshold decides how many);
+        - a run may have several kept tokens or none;
+        - kept tokens are part of runs (the paper's heavy hitters and recent tokens are in none, and take nothing in);
+        - the pivot has the highest priority of the selector, which is the accumulated attention for `h2o`;
+        - the width of the Gaussian is the mean distance of the evicted tokens from the pivot, over the root of 2 (the
+          paper's depends on the weights themselves, which depend on it);
+        - values have no factor of the size of the run, on which sources disagree;
+        - ties go to the earlier position;
+        - tokens that are evicted in decoding are dropped, and tokens that are coded are never pivots.
+
+        As in the paper, rotated keys are averaged.
     """
 
     least: float = 0.75

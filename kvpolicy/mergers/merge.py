@@ -40,11 +40,17 @@ class CountedMerge(Merger):
 
     Source:
         The counted law of ZSMerge (arXiv:2503.10714) and KeepKV (arXiv:2504.09936), with the rule of the most similar
-        key. Differences: keys are not averaged, because a mean of keys that are rotated to different positions is
-        shorter than either (at a distance of three tokens, by 0.07 in the fastest channel); the count is a plain
-        number of tokens and not weighted by attention; the logarithm is added in full (ZSMerge scales it); there are
-        no slots for merged tokens alone; tokens below `least` are dropped, because merging all of them destroys
-        answers; tokens that are coded are never targets.
+        key. Differences:
+
+        - keys are not averaged, because a mean of keys that are rotated to different positions is shorter than either
+          (at a distance of three tokens, by 0.07 in the fastest channel);
+        - the count is a plain number of tokens, not weighted by attention (as in KeepKV, which is right for one query
+          only);
+        - the logarithm is added in full (ZSMerge scales it);
+        - there are no slots for merged tokens alone;
+        - tokens below `least` are dropped, because merging all of them destroys answers;
+        - the selector's statistics do not change at a merge;
+        - tokens that are coded are never targets.
     """
 
     by: Literal["keys", "position"] = "keys"

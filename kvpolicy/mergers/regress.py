@@ -50,11 +50,15 @@ class Regress(Merger):
         'snapkv+regress:ridge=0.1@0.2'
 
     Source:
-        The value fit of Attention Matching (AM) without its score bias, in the form that starts from the kept values
-        and changes them as little as possible. Differences: the queries are the prompt's own last ones by default, and
-        those of a replay by option, whose attention to the replay itself is left out; the replay has no instruction;
-        no keys are chosen and no bias is fitted; sinks and recent tokens keep their values, because later queries use
-        them in ways that the observed ones do not show.
+        The value fit of Attention Matching (arXiv:2602.16284); no reference code of this form is known. Differences:
+
+        - it starts from the kept values and changes them as little as possible (the paper solves from zero, which
+          removes all that the queries do not show);
+        - the queries are the prompt's own last ones by default, of each chunk or turn by itself, and those of a replay
+          by option, whose attention to the replay itself is left out; the replay has no instruction;
+        - no keys are chosen and no score bias is fitted;
+        - sinks and recent tokens keep their values, because later queries use them in ways that the observed ones do
+          not show.
     """
 
     window: int = 32

@@ -55,12 +55,17 @@ class ZSMerge(Merger):
         'snapkv+zsmerge:slots=8@0.2'
 
     Source:
-        ZSMerge (arXiv:2503.10714) and its authors' code, the residual slots. Differences: only the merge; which tokens
-        are evicted is up to the selector, which also ranks residual slots by its own statistics (the paper ranks by
-        decayed attention, and never evicts a residual slot); a residual slot is that of a kept token, whose position
-        it has (the paper's hold nothing else); `slots` and `alpha` have defaults of this project. With a codec, a
-        residual slot that was encoded stays as it is, and another one takes its place. As in the code, rotated keys
-        are averaged.
+        ZSMerge (arXiv:2503.10714) and its authors' code, the residual slots. Differences:
+
+        - only the merge; which tokens are evicted is up to the selector, which also ranks residual slots by its own
+          statistics (the paper keeps the tokens of largest decayed attention and the newest, and never evicts a
+          residual slot);
+        - a residual slot is that of a kept token, whose position it has (the paper's hold nothing else);
+        - of equal products, the earlier position is taken (the code can also compare distances);
+        - `slots` and `alpha` have defaults of this project (the paper gives residual slots a part of the budget);
+        - with a codec, a residual slot that was encoded stays as it is, and another one takes its place.
+
+        As in the code, rotated keys are averaged.
     """
 
     slots: int = 4
