@@ -115,7 +115,7 @@ def of_allocator(case: Case) -> list[str]:
         return [f"Here: {text}."]
     if metric == "curve":
         return [
-            "Here: the tokens of all layers are compared after each prompt, for each row, and budgets depend on the "
+            "Here: the tokens of all layers are compared after the first prompt of each row, and budgets depend on the "
             f"result. If all layers are alike: {text}."
         ]
     if metric == "attention":
