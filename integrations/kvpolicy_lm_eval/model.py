@@ -167,6 +167,7 @@ class KVPolicyLM(HFLM):
             f"{_NAMES.get(name, name)} {self.model.dtype} policy={self.policy}"
             f"{content_of(self.policy)}"
             f" holdback={self.holdback} rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
+            + (f" hold={self.hold}" if self.hold != "plain" else "")
             + (f" group_by_prefix={self.least_prefix}" if self.least_prefix else "")
             + (f" tp={self.sharding.tp} backend={self.sharding.backend}" if self.sharding.tp > 1 else "")
         )

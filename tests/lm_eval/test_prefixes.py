@@ -211,6 +211,11 @@ def test_answers_of_other_groups_are_not_reused(make: Any) -> None:
     assert len(names) == 3
 
 
+def test_answers_of_prompts_that_waited_in_codes_are_not_reused(make: Any) -> None:
+    names = {make("kvzip+tokenwise@0.4", hold=hold).fingerprint for hold in ("plain", "codes")}
+    assert len(names) == 2
+
+
 def test_several_processes_are_refused() -> None:
     """They would have other groups, and wait for each other."""
     check_processes(0, 2)
