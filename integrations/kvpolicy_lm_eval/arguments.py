@@ -20,7 +20,7 @@ Backend = Literal["deepspeed", "hf"]
 BACKENDS: tuple[Backend, ...] = ("deepspeed", "hf")
 """The libraries that can shard a model. The argument `backend` of HFLM has other values."""
 
-_OWN = ("policy", "budget", "holdback", "rolling_chunk", "tp", "backend", "group_by_prefix")
+_OWN = ("policy", "budget", "holdback", "rolling_chunk", "tp", "backend", "tile", "hold", "group_by_prefix")
 _SIMILARITY = 0.75
 
 # The arguments of HFLM that work with tensor parallelism. All others are about loading a whole model.

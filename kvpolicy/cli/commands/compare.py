@@ -42,8 +42,12 @@ def compare(
             autocompletion=complete_policy,
         ),
     ],
-    prompt: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of a prompt.")] = 0,
-    answer: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of what follows.")] = 0,
+    prompt: Annotated[
+        int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of a prompt; 0 for 1024.")
+    ] = 0,
+    answer: Annotated[
+        int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of what follows; 0 for 64.")
+    ] = 0,
     windows: Annotated[int, typer.Option(min=1, metavar="INT", help="The most texts to use, drawn at random.")] = 64,
     tile: Tile = "auto",
     dtype: Dtype = "auto",

@@ -42,8 +42,12 @@ def tune(
         typer.Option("--policy", metavar="POLICY", help="Parts to choose from; repeat it. By default a small grid."),
     ] = None,
     shares: Annotated[str, typer.Option(metavar="FLOATS", help="Fractions of the prompt to measure each at.")] = "",
-    prompt: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of a prompt.")] = 0,
-    answer: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of what follows.")] = 0,
+    prompt: Annotated[
+        int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of a prompt; 0 for 1024.")
+    ] = 0,
+    answer: Annotated[
+        int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of what follows; 0 for 64.")
+    ] = 0,
     windows: Annotated[int, typer.Option(min=1, metavar="INT", help="The most texts to use, drawn at random.")] = 64,
     held_out: Annotated[
         float, typer.Option(metavar="FLOAT", help="Share of the texts that is kept to compare with ordinary policies.")
