@@ -53,13 +53,10 @@ def measure(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
             limit=1 / SPEEDUP if limited else None,
             base_work=stock_step.times(STEPS),
             work=step.times(STEPS),
-            reason=f"{SPEEDUP}x as fast",
         )
         yield row
         if limited:
-            yield row._replace(
-                limit=1 / (BYTES_SHARE * bytes_ratio), reason=f"{BYTES_SHARE} of {bytes_ratio:.2f}x fewer bytes read"
-            )
+            yield row._replace(limit=1 / (BYTES_SHARE * bytes_ratio))
 
 
 def without_past(length: int = 16384, rounds: int = 7) -> Iterator[Row]:

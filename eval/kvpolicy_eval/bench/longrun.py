@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvpolicy
 from kvpolicy_eval.bench.timing import resident_memory
-from kvpolicy_eval.common.table import Grid, Option, Section, Table, UsageError, collect, threads
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, UsageError, collect, threads, without_equal
 
 BLOCK = 1000
 """Steps of a block, whose times are summarized."""
@@ -41,7 +41,7 @@ COLUMNS = [
     "last over first",
     "compiled",
     "process grew by",
-    "",
+    "verdict",
 ]
 
 Step = Callable[[Tensor, Any], Tensor]
@@ -184,12 +184,9 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
     rows = collect(
         run(policy, args.tokens, backend).line(BLOCK) for backend in args.backend for policy in args.policies
     )
-    note = (
-        f"The embedded model, prompt of 1,024 tokens, torch {torch.__version__}, CPU, {args.threads} thread(s). "
-        f"Times are medians; the ratio is of times over those of a young cache beside them. Passes at {LIMIT}x or "
-        "less, with constant bytes, compiled at most once."
-    )
-    yield Section("longrun", [Grid(COLUMNS, rows)], note)
+    grid, equal = without_equal(Grid(COLUMNS, rows))
+    note = f"{equal}Prompt: 1,024 tokens; medians; torch {torch.__version__}, CPU, {args.threads} thread(s)."
+    yield Section("longrun", [grid], note)
 
 
 TABLE = Table(

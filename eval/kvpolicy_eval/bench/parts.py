@@ -13,11 +13,22 @@ import torch
 
 import kvpolicy
 from kvpolicy_eval.bench.models import llama, tokens
-from kvpolicy_eval.bench.steps import DIM, HEADS, Layer
+from kvpolicy_eval.bench.steps import Layer
 from kvpolicy_eval.bench.timing import Ratio, Row, compare
-from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, parts, rounds, threads, torch_note
+from kvpolicy_eval.common.table import (
+    Grid,
+    Option,
+    Section,
+    Table,
+    collect,
+    parts,
+    rounds,
+    threads,
+    torch_note,
+    without_equal,
+)
 
-COLUMNS = ["policy", "over", "bytes", "time, median (quartiles)", "bar"]
+COLUMNS = ["policy", "over", "time, median (quartiles)", "bar"]
 LAYERS = 4
 PROMPT = 4096
 STEPS = 8
@@ -84,14 +95,14 @@ PROMPT_CASES = [
 """Prompts."""
 
 
-def measure_step(case: Case, slots: int, rounds: int, backend: str) -> tuple[Row, float]:
-    """Time compiled steps of a layer under a policy and its base; the second number is our bytes over the base's."""
+def measure_step(case: Case, slots: int, rounds: int, backend: str) -> Row:
+    """Time compiled steps of a layer under a policy and its base."""
     torch.compiler.reset()
     base, ours = (Layer(policy, slots, backend, case.prompt * slots) for policy in (case.base, case.ours))
     with torch.no_grad():
         ratio = compare(lambda: _steps(base), lambda: _steps(ours), rounds)
     per_step = ratio._replace(base=ratio.base / STEPS, ours=ratio.ours / STEPS)
-    return Row(f"{slots:,}", case.ours, per_step, case.limit), ours.store.nbytes / base.store.nbytes
+    return Row(f"{slots:,}", case.ours, per_step, case.limit)
 
 
 def _steps(layer: Layer) -> None:
@@ -100,35 +111,28 @@ def _steps(layer: Layer) -> None:
         layer.store.count_step()
 
 
-def measure_prompt(case: Case, length: int, rounds: int) -> tuple[Row, float]:
-    """Time a prompt under a policy and its base; the second number is as in `measure_step`, but of the caches."""
+def measure_prompt(case: Case, length: int, rounds: int) -> Row:
+    """Time a prompt under a policy and its base."""
     base = llama(LAYERS)
     ours = llama(LAYERS)
     ids = tokens(length)
     with torch.inference_mode(), kvpolicy.attach(ours, f"{case.ours}@0.2"):
         if not case.base:
             ratio = _prompts(base, ours, ids, rounds)
-            held = 2 * LAYERS * length * HEADS * DIM * 4
         else:
             with kvpolicy.attach(base, f"{case.base}@0.2"):
                 ratio = _prompts(base, ours, ids, rounds)
-                held = _held(base, ids)
-        share = _held(ours, ids) / held
-    return Row(f"{length:,}", case.ours, ratio, case.limit), share
+    return Row(f"{length:,}", case.ours, ratio, case.limit)
 
 
 def _prompts(base: Any, ours: Any, ids: torch.Tensor, rounds: int) -> Ratio:
     return compare(lambda: base(ids, logits_to_keep=1), lambda: ours(ids, logits_to_keep=1), rounds)
 
 
-def _held(model: Any, ids: torch.Tensor) -> int:
-    return model(ids, logits_to_keep=1).past_key_values.nbytes
-
-
-def line(row: Row, base: str, share: float) -> list[str]:
+def line(row: Row, base: str) -> list[str]:
     """One row of the table."""
     over = f"`{base}`" if base else "the stock model"
-    return [row.what, f"`{row.policy}`", over, f"{share:.3f}x", str(row.ratio), row.judged]
+    return [row.what, f"`{row.policy}`", over, str(row.ratio), row.judged]
 
 
 def lines(rounds: int, backend: str, quick: bool) -> dict[str, Callable[[], Iterator[list[str]]]]:
@@ -137,25 +141,13 @@ def lines(rounds: int, backend: str, quick: bool) -> dict[str, Callable[[], Iter
     def steps(cases: list[Case]) -> Iterator[list[str]]:
         for case in cases:
             for slots in (256,) if quick else case.sizes:
-                yield line(*_with(case, measure_step(case, slots, rounds, backend)))
+                yield line(measure_step(case, slots, rounds, backend), case.base)
 
     def prompts() -> Iterator[list[str]]:
         for case in PROMPT_CASES:
-            yield line(*_with(case, measure_prompt(case, 256 if quick else PROMPT, rounds)))
+            yield line(measure_prompt(case, 256 if quick else PROMPT, rounds), case.base)
 
     return {name: lambda cases=cases: steps(cases) for name, cases in STEP_CASES.items()} | {"prompts": prompts}
-
-
-def _with(case: Case, measured: tuple[Row, float]) -> tuple[Row, str, float]:
-    row, share = measured
-    return row, case.base, share
-
-
-def note(name: str, backend: str) -> str:
-    """How a part was measured."""
-    step = f"One layer of {HEADS} KV heads of {DIM} channels, fp32, {backend}"
-    prompt = f"A Llama of {LAYERS} layers, hidden size {HEADS * DIM}, fp32, eager, budget 0.2"
-    return f"{prompt if name == 'prompts' else step}, over the base; {torch_note()}."
 
 
 def measure(args: argparse.Namespace) -> Iterator[Section]:
@@ -163,7 +155,8 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
     measures = lines(2 if args.quick else args.rounds, args.backend, args.quick)
     for name in args.parts or measures:
         columns = ["tokens" if name == "prompts" else "slots", *COLUMNS]
-        yield Section(f"parts-{name}", [Grid(columns, collect(measures[name]()))], note(name, args.backend))
+        grid, equal = without_equal(Grid(columns, collect(measures[name]())))
+        yield Section(f"parts-{name}", [grid], f"{equal}{torch_note()}.")
 
 
 PARTS = [*STEP_CASES, "prompts"]

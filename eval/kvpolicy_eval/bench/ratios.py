@@ -10,7 +10,7 @@ from kvpolicy_eval.bench import crush, decode, prefill
 from kvpolicy_eval.bench.timing import Row
 from kvpolicy_eval.common.table import Grid, Section, Table, collect, parts, threads, torch_note
 
-COLUMNS = ["what", "policy", "time ratio, median (quartiles)", "bar", "seconds, stock or base", "seconds, ours"]
+COLUMNS = ["what", "policy", "time ratio, median (quartiles)", "bar", "seconds, stock or base"]
 PARTS = {
     "prefill": prefill.measure,
     "padded": prefill.measure_padded,
@@ -23,14 +23,14 @@ def show(row: Row, bars: str) -> list[str]:
     """One row of the table."""
     ratio = row.ratio
     times = f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
-    return [row.what, f"`{row.policy}`", times, bars, f"{ratio.base:.3f}", f"{ratio.ours:.3f}"]
+    return [row.what, f"`{row.policy}`", times, bars, f"{ratio.base:.3f}"]
 
 
 def lines(rows: Iterable[Row]) -> Iterator[list[str]]:
     """One row per measurement, with all of its limits, and whether it is within each."""
     for _, group in groupby(rows, key=lambda row: (row.what, row.policy)):
         same = list(group)
-        yield show(same[0], "; ".join(f"{row.bar}: {row.verdict}" for row in same if row.bar))
+        yield show(same[0], "; ".join(row.judged for row in same if row.bar))
 
 
 def measure(args: argparse.Namespace) -> Iterator[Section]:

@@ -72,5 +72,5 @@ def attach_and_plan(policy: str, rounds: int = 9) -> Quantity:
         others,
         "s",
         ATTACH_LIMIT,
-        f"{first * 1000:.0f} ms the first time, with what it imports",
+        f"first: {first * 1000:.0f} ms",
     )

@@ -32,7 +32,17 @@ from kvpolicy.spec.tables import format_bytes
 from kvpolicy_eval.bench import decode
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.bench.timing import Ratio, Row, compare
-from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds, threads, torch_note
+from kvpolicy_eval.common.table import (
+    Grid,
+    Option,
+    Section,
+    Table,
+    collect,
+    rounds,
+    threads,
+    torch_note,
+    without_equal,
+)
 
 HEADS = 8
 DIM = 64
@@ -56,7 +66,7 @@ LAYER_COLUMNS = [
     "compiled, ms",
     "compiled over eager",
     "time over bytes",
-    "",
+    "verdict",
 ]
 MODEL_COLUMNS = ["policy", "slots", "step, stock, ms", "step, ours, ms", "ratio, median (quartiles)", "bar"]
 
@@ -253,8 +263,8 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
     if args.only != "model":
         sizes = (256, 512) if args.quick else SLOTS
         rows = collect(layer_lines(args.policies or LAYER_POLICIES, sizes, repeats, args.backend))
-        note = f"One layer of {HEADS} KV heads of {DIM} channels, fp32, {args.backend}; {torch_note()}."
-        yield Section("steps-layer", [Grid(LAYER_COLUMNS, rows)], note)
+        grid, equal = without_equal(Grid(LAYER_COLUMNS, rows))
+        yield Section("steps-layer", [grid], f"{equal}{torch_note()}.")
     if args.only != "layer":
         sizes = (256,) if args.quick else KEPT
         steps = 2 if args.quick else STEPS

@@ -46,7 +46,6 @@ class Row(NamedTuple):
         limit: Largest ratio that passes; None if there is no limit.
         base_work: Least work of the stock cache or of the base.
         work: Our least work; None if only a part of a run was timed.
-        reason: Where the limit comes from.
     """
 
     what: str
@@ -55,7 +54,6 @@ class Row(NamedTuple):
     limit: float | None
     base_work: Work | None = None
     work: Work | None = None
-    reason: str = ""
 
     @property
     def bar(self) -> str:
@@ -69,9 +67,8 @@ class Row(NamedTuple):
 
     @property
     def judged(self) -> str:
-        """The limit, where it comes from, and whether the median is within it; empty without a limit."""
-        reason = f" ({self.reason})" if self.reason else ""
-        return f"{self.bar}{reason}: {self.verdict}" if self.bar else ""
+        """The limit, and whether the median is within it; empty without a limit."""
+        return f"{self.bar}: {self.verdict}" if self.bar else ""
 
     def floors(self, machine: Machine) -> list[str]:
         """Cells: the time of both sides over its floor."""

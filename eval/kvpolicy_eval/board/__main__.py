@@ -43,7 +43,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-times", action="store_true", help="do not time steps")
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     parser.add_argument("--pictures", type=Path, help="folder to write the pictures to")
-    parser.add_argument("--fill-full", type=Path, metavar="PAGE", help="page to write the full cache by task to")
+    parser.add_argument("--fill-full", type=Path, metavar="PAGE", help="page to write the answers of the full cache to")
     parser.add_argument(
         "--fill-places",
         type=Path,

@@ -57,20 +57,15 @@ def _best(board: Board, cells: Sequence[Cell]) -> list[str]:
 
 
 def full_cache(board: Board, lengths: Sequence[int]) -> str:
-    """Right answers of the full cache by task, length and place of the question: what the model itself can do."""
+    """Right answers of the full cache by length and place of the question: what the model itself can do."""
     full = Entry("full", "all tokens")
-    found = {(length, mode): board.known_cell(Cell(full, 1.0, mode, length)) for length in lengths for mode in MODES}
-    known = {place: result for place, result in found.items() if result is not None}
-    tasks = list(dict.fromkeys(task for result in known.values() for task in result["right"]))
-    rows = [
-        [
-            f"{length:,}",
-            mode,
-            *(f"{result['right'][task]}/{result['docs']}" if task in result["right"] else "" for task in tasks),
-        ]
-        for (length, mode), result in known.items()
-    ]
-    return table(["tokens", "question", *tasks], rows)
+
+    def cell(length: int, mode: Mode) -> str:
+        found = board.known_cell(Cell(full, 1.0, mode, length))
+        return f"{sum(found['right'].values())}/{found['docs'] * len(found['right'])}" if found else ""
+
+    rows = [[f"{length:,}", *(cell(length, mode) for mode in MODES)] for length in lengths]
+    return table(["tokens", *(f"question {mode}" for mode in MODES)], [row for row in rows if any(row[1:])])
 
 
 def row(board: Board, entry: Entry, share: float, length: int) -> list[str]:

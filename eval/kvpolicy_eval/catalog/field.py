@@ -39,7 +39,7 @@ KINDS = (
     "wrapper",
 )
 """Kinds of systems: what they decide, store, change or measure."""
-COLUMNS = ["name", "year", "paper", "kind", "status", "as, and what differs"]
+COLUMNS = ["name", "year", "kind", "status", "as, and what differs"]
 COMMON = ("uniform", "full")
 """Parts that complete a policy, and do not stand for the system that it gives."""
 
@@ -53,7 +53,7 @@ class Entry:
         kind: One of `KINDS`.
         status: One of `STATUSES`.
         arxiv: Identifier of its paper, which also tells the year.
-        source: Its paper, in Markdown, if that is not on arXiv.
+        source: Address of its paper, if that is not on arXiv.
         year: Year of such a paper.
         policy: Spec that gives it; exactly one of this and `feature`, if the status is one of `HERE`.
         feature: What gives it and is no policy, such as a function; for an adapter, by default the press alone.
@@ -106,10 +106,11 @@ class Entry:
         return f"20{self.arxiv[:2]}" if self.arxiv else str(self.year or "")
 
     def row(self) -> list[str]:
-        """Its row, with the columns `COLUMNS`."""
-        paper = _link(self.arxiv, f"https://arxiv.org/abs/{self.arxiv}", code=False) if self.arxiv else self.source
+        """Its row, with the columns `COLUMNS`; the name leads to the paper."""
+        paper = f"https://arxiv.org/abs/{self.arxiv}" if self.arxiv else self.source
+        name = f"[{self.name}]({paper})" if paper else self.name
         status = f"not here: {self.status}" if self.status in NOT_HERE else self.status
-        return [self.name, self.published, paper, self.kind, status, self._answer()]
+        return [name, self.published, self.kind, status, self._answer()]
 
     def _answer(self) -> str:
         """The part that gives it and how it differs, or why nothing does and what comes nearest."""
@@ -203,5 +204,5 @@ def _method_link(spec: str, page: str = "") -> str:
     return _link(spec, f"methods/{page}.md")
 
 
-def _link(text: str, target: str, code: bool = True) -> str:
-    return f"[`{text}`]({target})" if code else f"[{text}]({target})"
+def _link(text: str, target: str) -> str:
+    return f"[`{text}`]({target})"

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,24 @@ class Section(NamedTuple):
         One layer.
         """
         return "\n\n".join([*(table(*grid) for grid in self.grids), *filter(None, [self.note])])
+
+
+def without_equal(grid: Grid) -> tuple[Grid, str]:
+    """A table without the columns that are equal in all rows, and a sentence with these for its note.
+
+    A table of one row stays as it is.
+
+    >>> without_equal(Grid(["policy", "slots"], [["h2o", "8"], ["tova", "8"]]))
+    (Grid(columns=['policy'], rows=[['h2o'], ['tova']]), 'All rows: slots 8. ')
+    """
+    rows = list(grid.rows)
+    if len(rows) < 2:
+        return Grid(grid.columns, rows), ""
+    differ = [len(set(cells)) > 1 for cells in zip(*rows, strict=True)]
+    columns = zip(grid.columns, rows[0], differ, strict=True)
+    said = ", ".join(f"{name} {cell}" for name, cell, shown in columns if cell and not shown)
+    differing = Grid([*compress(grid.columns, differ)], [[*compress(row, differ)] for row in rows])
+    return differing, f"All rows: {said}. " if said else ""
 
 
 class UsageError(Exception):

@@ -177,4 +177,4 @@ def _made_with(records: list[Record]) -> str:
     versions = {name: str(version) for record in made for name, version in record["versions"].items()}
     names = ", ".join(f"{name} {version}" for name, version in versions.items())
     gpus = ", ".join(sorted({record["card"] for record in made}))
-    return f"{gpus}; {names}; {dates[0]} to {dates[-1]}. Random weights in bf16."
+    return f"{gpus}; {names}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Random weights in bf16."

@@ -107,17 +107,17 @@ def describe(name: str, options: Options) -> str:
     """How a part was measured."""
     if name == "speed":
         return (
-            f"A random Llama of {options.layers} layers, hidden size {options.hidden}, heads of 64 and a quarter as "
-            f"many KV heads, fp32, CPU, {options.threads} thread(s) on each side; budget 20%; medians of "
-            f"{options.rounds} rounds in turn, {options.steps} steps each. Cells: kvpolicy/kvpress. Of theirs: our "
-            "step over theirs. Peak: memory over that before the prompt. "
+            f"kvpolicy/kvpress, with a random Llama of {options.layers} layers, hidden size {options.hidden}, heads of "
+            f"64 and a quarter as many KV heads, fp32, CPU, {options.threads} thread(s) on each side; budget 20%; "
+            f"medians of {options.rounds} rounds in turn, {options.steps} steps each. Peak: over the memory before the "
+            "prompt. "
         )
     if name == "generate":
         return describe_generate(options)
     if name == "recall":
         return (
             f"Mean exact match of the embedded model in bf16 over five tasks, {options.n} prompts each of about 512 "
-            "tokens; held: bytes after the answer, over the full cache's, where the column does not say it. "
+            "tokens. Held: bytes over the full cache's, where the column does not say it. "
         )
     if name == "kept":
         return (

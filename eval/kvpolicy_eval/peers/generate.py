@@ -220,8 +220,8 @@ def describe(options: Options) -> str:
         f"{options.rounds} round(s), over a neighboring call with the stock cache of the same process. tiny-4k: "
         f"{len(TASKS)} prompts of about {LENGTH:,} tokens. random: a random Llama of {options.layers} layers, hidden "
         f"size {options.hidden}, heads of 64 and as many KV heads, {RANDOM_PROMPTS} prompts of {LENGTH:,} tokens. "
-        "Prefill: until the first token. Held: the most after any token. Same answers: prompts with the answer of the "
-        f"stock cache. Same tokens: those before the first difference, of {NEW}. "
+        "Prefill: until the first token. Held: the most bytes. Same answers, same tokens: as the stock cache's, the "
+        "latter until the first difference. "
     )
 
 

@@ -74,7 +74,7 @@ def traps(lines: list[Line]) -> str:
 
 def _trap(answer: Line | None) -> str:
     if answer is None:
-        return "has none"
+        return "not measured"
     if "error" in answer:
         return f"fails: {answer['error'].partition(':')[0]}"
     value = answer["value"]
@@ -95,7 +95,7 @@ def speed(lines: list[Line]) -> str:
         ratio = f"{steps[0] / steps[1]:.2f}" if len(steps) == 2 else ""
         prefill, step, peak, held = ("/".join(cells) for cells in zip(*both, strict=True))
         rows.append([line["method"], f"{line['length']:,}", prefill, step, ratio, peak, held])
-    return table(["method", "prompt", "prefill, s", "step, ms", "of theirs", "peak, MiB", "held, MiB"], rows)
+    return table(["method", "prompt", "prefill, s", "step, ms", "step over theirs", "peak, MiB", "held, MiB"], rows)
 
 
 def _times(result: Line | None) -> list[str]:

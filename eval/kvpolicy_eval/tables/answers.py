@@ -2,7 +2,8 @@
 
 Selectors, the same with budgets by head, mergers, and readers on the embedded model. The question is inside the prompt
 that is compressed, or is fed to the compressed cache, or is a second one: see `kvpolicy_eval.data.modes`. Selectors and
-mergers get the same fraction of the full cache's bytes, with everything counted; readers hold every token.
+mergers get the same fraction of the full cache's bytes, with everything counted; readers hold every token. The last
+token of what is asked is fed by itself to readers, and of few_shot's question inside, so that a step answers.
 """
 
 from __future__ import annotations
@@ -128,11 +129,8 @@ def note(bench: Bench, tasks: Sequence[str]) -> str:
     return (
         f"{files}"
         f"Fraction of correct answers to {bench.docs} prompts of about {LENGTH} tokens a task; all: the mean of "
-        f"{', '.join(tasks)}. inside: the question is part of the compressed prompt; after: it is fed to the "
-        "compressed cache; second: a second question is, after the first one was compressed with the prompt. Held: "
-        "the most bytes of the three, of the full cache's. Moved: the planned bytes that a step reads, of those that "
-        "the full cache's step reads. The last token of what is asked is fed by itself to readers, and of few_shot's "
-        f"question inside, so that a step answers. {str(bench.dtype).removeprefix('torch.')}."
+        f"{', '.join(tasks)}. Held: the most bytes of the three; moved: the planned bytes that a step reads; both over "
+        f"the full cache's. {str(bench.dtype).removeprefix('torch.')}."
     )
 
 

@@ -77,26 +77,24 @@ def line(bench: Bench, reader: str, shares: Sequence[float]) -> list[str]:
     return cells
 
 
-def divergences(text: HeldOutText, readers: Sequence[str]) -> Grid:
-    """The table of held-out text."""
-    columns = ["divergence, by the fraction read", *(f"{read:.0%}" for read in READS)]
-    return Grid(
-        columns,
-        [[f"`{reader}`", *(f"{text.divergence(f'{reader}:read={read}'):.4f}" for read in READS)] for reader in readers],
-    )
+def divergences(text: HeldOutText, reader: str) -> list[str]:
+    """The cells of held-out text."""
+    return [f"{text.divergence(f'{reader}:read={read}'):.4f}" for read in READS]
 
 
 def measure(args: argparse.Namespace) -> Iterator[Section]:
-    """The table of answers, and that of held-out text."""
+    """The table of answers and of held-out text."""
     bench = Bench(args.n, torch.float32, args.cache)
+    text = HeldOutText(*kvpolicy.tiny())
     columns = ["moved, of the full cache", *(f"{share:.0%}" for share in args.shares)]
-    answers = Grid(columns, [line(bench, reader, args.shares) for reader in args.only])
+    columns += [f"divergence, {read:.0%} read" for read in READS]
+    rows = [[*line(bench, reader, args.shares), *divergences(text, reader)] for reader in args.only]
     note = (
         f"Fraction of correct answers, mean of six tasks, {bench.docs} prompts of about {LENGTH} tokens each; in "
-        "brackets the tokens that each KV head reads. Divergence: of the predictions from those of the full cache, in "
-        f"nats, mean of {ROWS * (FOLLOWING - 1)} tokens of held-out text. {str(bench.dtype).removeprefix('torch.')}."
+        "brackets the tokens that each KV head reads. Divergence of the predictions from the full cache's in nats, "
+        f"mean of {ROWS * (FOLLOWING - 1)} tokens. {str(bench.dtype).removeprefix('torch.')}."
     )
-    yield Section("moved", [answers, divergences(HeldOutText(*kvpolicy.tiny()), args.only)], note)
+    yield Section("moved", [Grid(columns, rows)], note)
 
 
 TABLE = Table(

@@ -198,13 +198,10 @@ def test_points_need_every_mode_and_a_cost(board: Board) -> None:
     assert pictures.points(board, [SNAPKV], [0.1], 512, "time") == []
 
 
-def test_the_full_cache_by_task(board: Board) -> None:
+def test_the_full_cache_by_place_of_the_question(board: Board) -> None:
     board.cell(Cell(FULL, 0.1, "inside", 512))
     board.cell(Cell(FULL, 0.1, "second", 512))
-    assert full_cache(board, [512]).splitlines()[2:] == [
-        "| 512 | inside | 4/4 | 4/4 | 4/4 |",
-        "| 512 | second | 4/4 | 4/4 |  |",
-    ]
+    assert full_cache(board, [512]).splitlines()[2:] == ["| 512 | 12/12 |  | 8/8 |"]
 
 
 def test_the_frontier_equals_a_search_over_all_pairs() -> None:

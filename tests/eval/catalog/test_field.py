@@ -85,17 +85,18 @@ def test_a_link_leads_to_a_page() -> None:
 
 def test_rows_say_what_the_entries_say() -> None:
     rows = {entry.name: entry.row() for entry in ENTRIES}
-    assert rows["H2O"][1:] == [
+    assert rows["H2O"] == [
+        "[H2O](https://arxiv.org/abs/2306.14048)",
         "2023",
-        "[2306.14048](https://arxiv.org/abs/2306.14048)",
         "selector",
         "here",
         "[`h2o`](methods/h2o.md)",
     ]
-    assert rows["CapPress"][4:] == ["adapter", "[`KVPressScorer(CapPress())`](extend/kvpress.md)"]
-    assert rows["vAttention"][4] == "not here: driver"
-    assert rows["EMS"][5].endswith(". Nearest: [`h2o+merge`](methods/merge.md)")
-    assert rows["KVgradPress"][1] == "" and rows["CAMPress"][1] == "2024"
+    assert rows["CapPress"][3:] == ["adapter", "[`KVPressScorer(CapPress())`](extend/kvpress.md)"]
+    assert rows["vAttention"][3] == "not here: driver"
+    assert rows["EMS"][4].endswith(". Nearest: [`h2o+merge`](methods/merge.md)")
+    assert rows["KVgradPress"][:2] == ["[KVgradPress](https://openreview.net/forum?id=cg1wTCJjjk)", ""]
+    assert rows["CAMPress"][1] == "2024" and rows["RandomPress"][0] == "RandomPress"
     text = field.table_of([entry for entry in ENTRIES if entry.name in ("H2O", "EMS", "CapPress")])
     assert text.endswith("\n\n3 entries: 1 here, 1 adapter, 1 not here.")
 

@@ -200,7 +200,7 @@ RESULTS: dict[str, Any] = {
         ("recall", "| transformers | `quanto-4` | 0.50 (held 0.30) |  |  |  |"),
         ("recall", "| kvpress | `tova` |  |  |  | fails |"),
         ("traps", "| one | 16 of 16 | 256, should be 128 |"),
-        ("traps", "| two | refused | fails: ValueError |\n| three | has none | 0.579 |"),
+        ("traps", "| two | refused | fails: ValueError |\n| three | not measured | 0.579 |"),
         ("traps", "Here. Ours: kvpolicy 1, torch 3. Theirs: kvpress 2."),
         ("recall", "| kvpolicy | `tova` |  |  |  | 0.50 |"),
         ("recall", "| kvpolicy | `masked` |  |  |  | 0.50 (held 1.00) |"),
