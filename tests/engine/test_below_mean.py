@@ -11,6 +11,7 @@ from kvpolicy.engine.below_mean import below_mean_counts
 from kvpolicy.protocols import BELOW_MEAN
 from tests.conformance.bench import draw
 from tests.engine.parts import newest_queries
+from tests.sampling import product
 
 
 def counted(weights: Tensor, at: list[int], past: Tensor | None, valid: Tensor | None) -> list[list[float]]:
@@ -26,11 +27,10 @@ def counted(weights: Tensor, at: list[int], past: Tensor | None, valid: Tensor |
     return found
 
 
-@pytest.mark.parametrize("held", [0, 5])
-@pytest.mark.parametrize(
-    "mask", [None, [1] * 11, [0, 0, 0, *[1] * 8], [1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0], [0] * 10 + [1]]
-)
-@pytest.mark.parametrize("width", [1, 4, 40])
+MASKS = [None, [1] * 11, [0, 0, 0, *[1] * 8], [1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0], [0] * 10 + [1]]
+
+
+@product("held,mask,width", [0, 5], MASKS, [1, 4, 40])
 def test_counts(held: int, mask: list[int] | None, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over padding, empty slots and rows with fewer queries than the window has, in tiles of sixteen queries."""
     monkeypatch.setattr("kvpolicy.engine.attention.TILE_ELEMENTS", 1)

@@ -13,6 +13,7 @@ from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.block_attention import BlockAttention, block_attention
 from kvpolicy.engine.statistic import Coming, Tile
 from tests.engine.parts import candidates_of, generator
+from tests.sampling import product
 
 SEEN = torch.tensor([0, 5, 3, 0])
 VALID = torch.tensor([[1] * 13, [0] * 4 + [1] * 9, [0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 0], [0] * 13], dtype=torch.bool)
@@ -57,9 +58,7 @@ def reduced(statistic: BlockAttention, valid: Tensor) -> Tensor:
     return found["block_attn"]
 
 
-@pytest.mark.parametrize("first", [0, 2, 30])
-@pytest.mark.parametrize("size", [1, 3, 4, 13, 100])
-@pytest.mark.parametrize("pieces", [[13], [1] * 13, [5, 8], [12, 1], [2, 9, 2]])
+@product("pieces,size,first", [[13], [1] * 13, [12, 1], [2, 9, 2]], [1, 3, 4, 100], [0, 2, 30])
 def test_any_pieces_give_the_sums_of_the_loop(pieces: list[int], size: int, first: int) -> None:
     """As chunks of a held prompt, each in tiles."""
     for valid in (VALID, torch.ones_like(VALID)):

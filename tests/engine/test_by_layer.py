@@ -57,8 +57,7 @@ def layered(specs: list[str], budget: Any = 0.7) -> Policy:
     return Policy.by_layer(specs, budget=1.0 if specs[0] == "full" else budget)
 
 
-@pytest.mark.parametrize("rows", [*ROWS])
-@pytest.mark.parametrize("specs", MIXED)
+@product("specs,rows", MIXED, [*ROWS], sample=each_once(MIXED, [*ROWS]))
 def test_every_layer_is_that_of_its_own_policy(specs: list[str], rows: str) -> None:
     """Each layer's queries, keys and values through the slow reference of that layer's policy."""
     policy = layered(specs)
@@ -85,7 +84,7 @@ def _nbytes(spec: str, keep: int, layer_idx: int, length: int, end: int) -> int:
 
 
 BUDGETS = [0.4, 0.7, 20, "9000B"]
-SEARCHED = [*MIXED[:4], PAGED]
+SEARCHED = [MIXED[0], MIXED[1], MIXED[3], PAGED]
 
 
 @product("specs,budget", SEARCHED, BUDGETS, sample=each_once(SEARCHED, BUDGETS))
@@ -147,8 +146,10 @@ def test_a_budget_of_one_evicts_nothing() -> None:
     assert (got - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("budget", [0.5, 18])
-@pytest.mark.parametrize("specs", [*MIXED[:3], PAGED, READING])
+ALONE = [*MIXED[:3], PAGED, READING]
+
+
+@product("specs,budget", ALONE, [0.5, 18], sample=each_once(ALONE, [0.5, 18]))
 def test_a_row_of_a_batch_is_that_row_alone(specs: list[str], budget: Any) -> None:
     model = build("llama", layers=3)
     lengths = [40, 33]
@@ -167,7 +168,7 @@ def test_a_row_of_a_batch_is_that_row_alone(specs: list[str], budget: Any) -> No
                 assert kept_positions(mine)[0] == kept_positions(ours)[row]
 
 
-@pytest.mark.parametrize("specs", [*MIXED[:5], PAGED, READING])
+@pytest.mark.parametrize("specs", [MIXED[1], MIXED[3], PAGED, READING])
 def test_saved_and_loaded(specs: list[str], tmp_path: Path) -> None:
     model = build("llama", layers=3)
     with kvpolicy.attach(model, layered(specs)):
@@ -293,7 +294,7 @@ def test_refused_later(tmp_path: Path) -> None:
         kvpolicy.plan(model.config, small, prompt=40)
 
 
-@product("seed", range(60), sample=[(seed,) for seed in range(15)])
+@product("seed", range(60), sample=[(seed,) for seed in range(8)])
 def test_random_divisions(seed: int) -> None:
     """Any shares and lengths, with the bytes of plans: the budget is met, and no larger factor would meet it."""
     dice = torch.Generator().manual_seed(seed)

@@ -86,8 +86,10 @@ def are_combined(row: Sequence[Any]) -> bool:
     return not is_refused(row[1], row[2])
 
 
-SAMPLE = pairwise(*METHODS, allowed=are_combined, apart=[(1, 2), (1, 3)])
-"""A selector's bytes depend on neither the codec nor the budget."""
+SAMPLE = pairwise(
+    *METHODS[:3], ["0.5", "12", "14KiB"], [*ROWS], allowed=are_combined, apart=[(0, 1), (1, 2), (1, 3), (1, 4)]
+)
+"""A selector's bytes depend on no other part; codecs meet one budget of each kind."""
 
 
 @product("allocator,selector,codec,budget,rows", *METHODS, sample=SAMPLE, allowed=are_combined)
@@ -104,26 +106,29 @@ def test_growing(selector: str, codec: str) -> None:
     check("llama", words(ranking, codec, budget=budget), [PROMPT, 22])
 
 
-@pytest.mark.parametrize("family", [*FAMILIES])
+@product("family", [*FAMILIES], sample=[("gemma2",), ("qwen3",), ("gpt_neox",), ("opt",), ("falcon_single",)])
 def test_families(family: str) -> None:
     check(family, words("pyramid", "h2o", "kivi"), [PROMPT, 30])
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", ["0.25", "12", "14KiB"])
 def test_squeeze(budget: str, tmp_path: Path) -> None:
     """With a profile the plan is exact; without one a plan from a config alone only knows the sum of tokens."""
     check("llama", with_profile(f"squeeze+h2o@{budget}", tmp_path, [0.2, 0.9, 0.4]), [PROMPT, 30])
     check("llama", f"squeeze+h2o@{budget}", [PROMPT, 30], measured=False)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
+@product("selector", SELECTORS, sample=[("h2o",), ("expected",), ("kvcrush",)])
 def test_without_a_hint(selector: str) -> None:
     cache = run("llama", words(selector), [PROMPT, 30], hint=None)
     assert cache.plan is not None
     assert cache.nbytes == cache.plan.nbytes
 
 
-@product("allocator,selector,budget", ALLOCATORS, SELECTORS, ["11KiB", "16KiB", "20000B"])
+BOUNDED = (ALLOCATORS, SELECTORS, ["11KiB", "16KiB", "20000B"])
+
+
+@product("allocator,selector,budget", *BOUNDED, sample=each_once(*BOUNDED))
 def test_bytes_are_a_bound(allocator: str, selector: str, budget: str) -> None:
     """All parts counted, for the whole batch; and one more token per layer would not fit."""
     budget = with_head_state(budget, selector, 2)
@@ -140,7 +145,7 @@ def test_bytes_are_a_bound(allocator: str, selector: str, budget: str) -> None:
 GENERATED = ["h2o", "snapkv:decode=grow"]
 
 
-@product("selector,codec", GENERATED, CODECS, sample=each_once(GENERATED, CODECS))
+@product("selector,codec", GENERATED, CODECS, sample=each_once(GENERATED, ["kivi", "plain"]))
 def test_generate(selector: str, codec: str) -> None:
     """`handle.plan` of a generate call, in which the number of new tokens is known."""
     model = build("llama")
@@ -167,7 +172,7 @@ def test_bytes_are_really_freed() -> None:
     assert stored_bytes(cache) == 3 * (tokens * 2 * (2 * 8 * 4 + 4) + counters) + digest
 
 
-@pytest.mark.parametrize("policy", ["window@0.5", words("h2o", "kivi"), "h2o@16KiB"])
+@pytest.mark.parametrize("policy", [words("h2o", "kivi"), "h2o@16KiB"])
 def test_layers_of_two_sizes(policy: str) -> None:
     """Gemma-4's sliding layers, which are left alone, have other heads than its full ones."""
     check("gemma4", policy, [PROMPT])
@@ -195,7 +200,7 @@ def test_largest_batch() -> None:
             plan.largest_batch(wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes(dtype: torch.dtype) -> None:
     model = build("llama", dtype)
     ids, mask = make_batch([PROMPT], [PROMPT])

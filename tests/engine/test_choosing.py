@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpolicy.engine.reading import ReadShape, by_entry, choose, need_of
 from kvpolicy.kernels import largest as module
 from kvpolicy.protocols import SINGLE_RANK
+from tests.sampling import product
 
 LENGTH = 500
 KINDS = ["random", "ties", "equal", "broken"]
@@ -99,9 +100,7 @@ def read(shape: ReadShape, limit: Tensor, drawn: tuple[Tensor, Tensor, Tensor], 
     return places, slots
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("recent", [1, 9])
+@product("kind,shape,recent", KINDS, SHAPES, [1, 9])
 def test_the_most_needed_entries_are_read(shape: ReadShape, kind: str, recent: int) -> None:
     drawn = draw(shape, kind)
     for limit in (torch.full((3,), shape.chosen), torch.tensor([1, max(shape.chosen // 2, 1), 1])):

@@ -1,4 +1,4 @@
-"""Two conversations on one attached model do not mix."""
+"""Two conversations on one attached model do not mix, and neither draws from the random state of the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ LAYERS = 2
 """The first, and one behind it."""
 
 TURNS = [24, *[1] * 8, 5, 1, 1]
-PARTS = (["uniform", "squeeze"], [*SELECTORS, "h2o:decode=grow"], CODECS)
+RANKINGS = [*SELECTORS, "h2o:decode=grow", "kvcrush:pick=random:buckets=distance/h2o"]
+PARTS = (["uniform", "squeeze"], RANKINGS, CODECS)
 
 
 @product("allocator,selector,codec", *PARTS, sample=each_once(*PARTS))
@@ -29,7 +30,10 @@ def test_interleaved(allocator: str, selector: str, codec: str) -> None:
     one = make_batch([24, 11], TURNS, seed=1)
     two = make_batch([19], TURNS, seed=2)
     with kvpolicy.attach(model, policy):
+        world = torch.get_rng_state()
         apart = [talk(model, *batch, TURNS, PolicyCache(model)) for batch in (one, two)]
+        assert torch.equal(torch.get_rng_state(), world), "what is random has a seed of its own"
+        torch.rand(7)
         caches = [PolicyCache(model), PolicyCache(model)]
         start = 0
         together: list[list[torch.Tensor]] = [[], []]
@@ -97,18 +101,18 @@ def test_a_growing_cache_stays_within_its_budget_in_later_turns(spec: str) -> No
         assert cache.get_seq_length() == seen + 30 and max(store.contents.expected_len) >= int(store.tensors.budget)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "snapkv:window=4:decode=grow@2048",
-        "h2o:decode=grow+merge@60",
-        "h2o:decode=grow+kivi:group_size=4:residual_length=4@60",
-        "squeeze+snapkv:window=4:decode=grow@1MiB",
-        "uniform/even+h2o:decode=grow@60",
-        "h2o:decode=grow@12",
-    ],
-)
-@pytest.mark.parametrize("sizes", [[10] + [1] * 40, [10, 8] + [1] * 40, [20] + [1] * 6 + [5] + [1] * 40], ids=len)
+SPECS = [
+    "snapkv:window=4:decode=grow@2048",
+    "h2o:decode=grow+merge@60",
+    "h2o:decode=grow+kivi:group_size=4:residual_length=4@60",
+    "squeeze+snapkv:window=4:decode=grow@1MiB",
+    "uniform/even+h2o:decode=grow@60",
+    "h2o:decode=grow@12",
+]
+SIZES = [[10] + [1] * 40, [10, 8] + [1] * 40, [20] + [1] * 6 + [5] + [1] * 40]
+
+
+@product("spec,sizes", SPECS, SIZES, sample=each_once(SPECS, SIZES))
 def test_a_growing_cache_grows_behind_its_announcement(spec: str, sizes: list[int]) -> None:
     """Also where the budget exceeds all that was announced, so that slots run out before it does."""
     model = build("llama", layers=LAYERS)

@@ -9,12 +9,12 @@ from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.decayed_sum import decayed_sums
 from tests.conformance.bench import draw
 from tests.engine.parts import newest_queries
+from tests.sampling import product
+
+MASKS = [None, [0, 0, 0, *[1] * 8], [1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0], [0] * 10 + [1]]
 
 
-@pytest.mark.parametrize("held", [0, 5])
-@pytest.mark.parametrize("mask", [None, [0, 0, 0, *[1] * 8], [1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0], [0] * 10 + [1]])
-@pytest.mark.parametrize("width", [1, 4, 40])
-@pytest.mark.parametrize("factor", [0.01, 0.7])
+@product("held,mask,width,factor", [0, 5], MASKS, [1, 4, 40], [0.01, 0.7])
 def test_sums(held: int, mask: list[int] | None, width: int, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over padding, empty slots and rows with fewer queries than the window has, in tiles of sixteen queries."""
     monkeypatch.setattr("kvpolicy.engine.attention.TILE_ELEMENTS", 1)

@@ -17,7 +17,7 @@ from tests.engine.parts import Ranking, Worth, generator, shuffled
 from tests.sampling import each_once, product
 
 PROMPT = 30
-STEPS = [30, 120]
+STEPS = [18, 90]
 """Enough that every codec writes several blocks; and so many that all slots were overwritten many times."""
 GROWING = ["window:decode=grow", "h2o:decode=grow", "full"]
 SINKS = ["streaming:sinks=4", "kvcrush/streaming:sinks=4"]
@@ -40,7 +40,7 @@ def run(policy: str, rows: list[int], steps: int, layers: int = 2) -> tuple[Poli
 MANY = [(*row, STEPS[0]) for row in each_once(SELECTORS, CODECS)]
 
 
-@product("selector,codec,steps", SELECTORS, CODECS, STEPS, sample=[*MANY, ("h2o", "plain", 120), ("h2o", "kivi", 120)])
+@product("selector,codec,steps", SELECTORS, CODECS, STEPS, sample=[*MANY, ("h2o", "kivi", STEPS[1])])
 def test_nothing_is_allocated_again(selector: str, codec: str, steps: int) -> None:
     cache, places = run(words(selector, codec), [PROMPT, 21], steps)
     assert all(place == places[0] for place in places)
@@ -51,29 +51,29 @@ def test_nothing_is_allocated_again(selector: str, codec: str, steps: int) -> No
             assert all(len(head) == budget and head[-1] == length - 1 for head in row)
 
 
-@product("selector,codec", GROWING, CODECS, sample=each_once(GROWING, CODECS))
+@product("selector,codec", GROWING, CODECS, sample=each_once(GROWING, ["plain", "kivi", "mikv", "csr"]))
 def test_room_for_what_was_announced(selector: str, codec: str) -> None:
     """A growing cache, too, is allocated once where it knows how many tokens will come."""
     budget = "1.0" if selector == "full" else "0.5"
     ranking = "window" if selector == "full" and codec in RANKED else selector
-    cache, places = run(words(ranking, codec, budget=budget), [PROMPT, 21], steps=30)
+    cache, places = run(words(ranking, codec, budget=budget), [PROMPT, 21], steps=18)
     assert all(place == places[0] for place in places)
     held = (cache.policy_layers[0].positions >= 0).sum(-1)[:, 0].tolist()
-    assert held == ([60, 51] if selector == "full" else [45, 40])
+    assert held == ([48, 39] if selector == "full" else [33, 28])
 
 
 def test_room_for_what_was_not_announced() -> None:
     """Without a hint, room is added in large pieces, and nothing is lost."""
     model = build("llama", layers=2)
-    ids, mask = make_batch([PROMPT], [PROMPT] + [1] * 120)
+    ids, mask = make_batch([PROMPT], [PROMPT] + [1] * 60)
     with kvpolicy.attach(model, "full"):
         cache = PolicyCache(model)
-        for column in range(PROMPT - 1, PROMPT + 120):
+        for column in range(PROMPT - 1, PROMPT + 60):
             forward(model, ids, mask, 0 if column < PROMPT else column, column + 1, cache)
-    assert kept_positions(cache.policy_layers[0])[0][0] == list(range(PROMPT + 120))
+    assert kept_positions(cache.policy_layers[0])[0][0] == list(range(PROMPT + 60))
 
 
-SUNK = [*((*row, STEPS[0]) for row in each_once(SINKS, CODECS)), (SINKS[0], "kivi", STEPS[1])]
+SUNK = [(SINKS[0], "kivi", STEPS[1]), (SINKS[0], "tokenwise", STEPS[0]), (SINKS[1], "plain", STEPS[0])]
 
 
 @product("base,codec,steps", SINKS, CODECS, STEPS, sample=SUNK)
@@ -149,9 +149,8 @@ def slots(levels: int, seed: int) -> tuple[Worth, View]:
     return Worth(worth, positions.long()), View(positions, length, budget, 0)
 
 
-@pytest.mark.parametrize("levels", [1, 2, 40])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_token_of_lowest_priority_leaves_and_of_equals_the_latest(seed: int, levels: int) -> None:
+@pytest.mark.parametrize(("levels", "seed"), [(1, 0), (2, 1), (2, 2), (40, 3), (40, 4)])
+def test_the_token_of_lowest_priority_leaves_and_of_equals_the_latest(levels: int, seed: int) -> None:
     state, view = slots(levels, seed)
     victims = eviction_scores(Ranking(), state, view).argmax(-1)  # pyright: ignore[reportArgumentType]
     for b in range(ROWS):

@@ -34,16 +34,14 @@ def llama() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture(params=["cpu", "offload", "disk"])
+@pytest.fixture(params=["cpu", "disk"])
 def spread(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Any]:
-    """A model that is hooked by accelerate: dispatched, weights offloaded to CPU, or to disk."""
+    """A model that is hooked by accelerate: dispatched, or its weights on disk; `test_features.py` has those on CPU."""
     model = llama()
     if request.param == "cpu":
         places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
         places |= {f"model.layers.{index}": "cpu" for index in range(3)}
         model = accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
-    elif request.param == "offload":
-        model = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     else:
         model = accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
     yield model

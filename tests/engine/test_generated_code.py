@@ -123,7 +123,7 @@ def is_case(row: tuple[Any, ...]) -> bool:
     return selector == "h2o" or codec == "plain"
 
 
-SAMPLE = [("h2o", "plain", "append"), ("h2o+compensate", "plain", "append"), ("h2o", "tokenwise", "demote")]
+SAMPLE = [("h2o+compensate", "plain", "append"), ("h2o", "bfp", "demote")]
 
 
 @product("selector,codec,step", SELECTORS, CODECS, STEPS, sample=SAMPLE, allowed=is_case)

@@ -12,9 +12,10 @@ import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.spec.errors import KVPolicyWarning
 from kvpolicy.testing import check_cache
-from tests.conformance.models import build
+from tests.conformance.models import build, layers_for
 from tests.conformance.play import forward, make_batch
 from tests.robust.test_tiles import NOTED, Noting
+from tests.sampling import each_once, product
 
 TURNS = [26, 1, 1, 7, 1]
 SMALL = "snapkv:window=4:kernel=3@0.5"
@@ -58,9 +59,9 @@ def outcome(model: Any, policy: str, lengths: list[int], pieces: list[int], **ho
         "snapkv:window=4:kernel=3+labels:read=8:channels=2:dense=0:host=true@0.6",
     ],
 )
-@pytest.mark.parametrize("lengths", [[26], [26, 11]], ids=["one", "padded"])
-def test_what_one_piece_keeps(policy: str, lengths: list[int]) -> None:
-    model = build("llama")
+def test_what_one_piece_keeps(policy: str) -> None:
+    model = build("llama", layers=layers_for(policy))
+    lengths = [26, 11]
     positions, logits = outcome(model, policy, lengths, [26])
     for tile in (None, 5):
         found, last = outcome(model, policy, lengths, [12, 9, 5], chunks="hold", tile=tile)
@@ -158,8 +159,11 @@ def test_a_held_chunk_is_not_cropped_in_part() -> None:
         check_cache(cache)
 
 
-@pytest.mark.parametrize("policy", [SMALL, "squeeze+h2o@0.5", "squeeze+kvzip:chunk=9:sinks=2@0.3"])
-@pytest.mark.parametrize("pieces", [[7], [1, 6], [3, 4], [1] * 7], ids=str)
+HELD = [SMALL, "squeeze+h2o@0.5", "squeeze+kvzip:chunk=9:sinks=2@0.3"]
+PIECES = [[1, 6], [1] * 7, [7], [3, 4]]
+
+
+@product("policy,pieces", HELD, PIECES, sample=each_once(HELD, PIECES), ids=str)
 def test_a_later_prompt_is_held_even_if_it_begins_with_one_token(policy: str, pieces: list[int]) -> None:
     model = build("llama")
     ids, mask = make_batch([26, 11], TURNS)

@@ -25,6 +25,7 @@ from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk
 from tests.engine.parts import index_of
 from tests.readers.bench import DIM, HEADS, Layer, draw
+from tests.sampling import each_once, product
 
 ROOT = Path(__file__).parents[2]
 NUMBER = 4
@@ -38,14 +39,10 @@ READERS = [
     "shadowkv:read=6:page=2:rank=3:sinks=1:recent=2:rebuild=5",
 ]
 ELSEWHERE = [
-    "full+quest:read=6:page=2:dense=0:host=true",
-    "full+labels:read=6:channels=3:dense=0:host=true",
     "full+labels:read=900:dense=0:host=true",
     "h2o+labels:read=6:channels=3:dense=0:host=true@0.5",
     "h2o+retrieval:recent=1:read=6:cluster=3:rebuild=5:host=true@0.5",
-    "full+retrieval:recent=1:read=6:cluster=3:estimate=false:host=true",
     "full+shadowkv:read=6:page=2:rank=3:sinks=1:recent=2:rebuild=5:host=true",
-    "h2o+shadowkv:read=6:page=2:rank=3:sinks=1:recent=2:rebuild=3:host=true@0.5",
     "streaming+shadowkv:joint=true:read=6:page=2:rank=3:sinks=1:recent=2:rebuild=3:host=true@0.5",
     "snapkv+quest:read=6:page=2:dense=0:resort=3:host=true@0.5",
     "full+quest:read=6:page=2:dense=0",
@@ -65,8 +62,13 @@ def policies(base: str, reader: str) -> tuple[str, str]:
     return text, on_host(text)
 
 
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("base", BASES)
+PAIRS = [
+    *(("h2o", reader) for reader in READERS),
+    *zip(["full", "window", "snapkv", "h2o+regress"], READERS, strict=True),
+]
+
+
+@product("base,reader", BASES, READERS, sample=PAIRS)
 def test_outputs_and_bytes_are_those_of_the_device(base: str, reader: str) -> None:
     """Bit for bit: over padded rows, steps that evict or grow, another prompt, and slots that are sorted again."""
     pair = [Layer(text, [26, 17] if base == "full" else [13, 9], new=3) for text in policies(base, reader)]
@@ -137,8 +139,10 @@ def conversation(policy: str, rows: list[int] | None = None, layers: int = 4) ->
         return cache, talk(model, ids, mask, turns, cache)
 
 
-@pytest.mark.parametrize("policy", [*REUSE, *READERS, "labels:read=0.2:channels=3:dense=1"])
-@pytest.mark.parametrize("base", ["full", "snapkv", "window"])
+PLANNED = [*REUSE, *READERS, "labels:read=0.2:channels=3:dense=1"]
+
+
+@product("base,policy", BASES[:3], PLANNED, sample=each_once(BASES[:3], PLANNED))
 def test_both_places_hold_what_was_planned(base: str, policy: str) -> None:
     reader = policy.replace("/", ":host=true/") if "/" in policy else f"{policy}:host=true"
     text = f"{base}+{reader}" + ("" if base == "full" else "@0.5")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from tests.conformance.play import make_batch, talk
 from tests.conformance.policies import CODECS, GROUPING, RANKED, REBUILDING, spec_of, words
 from tests.engine.parts import index_of
 from tests.readers.bench import DIM, HEADS, Layer, draw
-from tests.sampling import product
+from tests.sampling import each_once, product
 
 READERS = [name for name in names("reader") if name not in ("all", "reuse")]
 """`reuse` takes two layers: tests/readers/test_reuse.py."""
 READ = [name for name in CODECS if name not in GROUPING]
 """Codecs of which a reader may leave slots unread."""
 INDEXED = [name for name in READERS if name != "exact"]
+TILES = [2, 8, 24]
 EVICTING = ["snapkv", "h2o", "snapkv+merge", "h2o+compensate", "h2o+d2o"]
 BASES = ["full", *EVICTING, "tokenwise:block_size=3:residual_length=2", "kivi:group_size=4:residual_length=3"]
 STEPS = 12
@@ -60,7 +62,17 @@ def live_entries(layer: Layer) -> list[Tensor]:
     ]
 
 
-@product("reader,base", INDEXED, BASES, allowed=takes)
+FEW = ["full", "h2o+compensate", "snapkv+merge", BASES[-2]]
+"""A cache that grows, one that evicts, keys that change in place, and blocks of codes."""
+
+
+@product(
+    "reader,base",
+    INDEXED,
+    BASES,
+    sample=[row for row in itertools.product(INDEXED, FEW) if takes(row)],
+    allowed=takes,
+)
 def test_the_index_after_many_steps_is_that_of_its_slots(reader: str, base: str) -> None:
     layer = Layer(policy(base, reader), [13, 9] if base in EVICTING else [26, 17], new=STEPS)
     q, k, v = draw(26, 1, batch=2)
@@ -74,8 +86,7 @@ def test_the_index_after_many_steps_is_that_of_its_slots(reader: str, base: str)
     assert all(torch.equal(one, other) for one, other in zip(kept, live_entries(layer), strict=True))
 
 
-@pytest.mark.parametrize("reader", INDEXED)
-@pytest.mark.parametrize("slots", [2, 8, 24])
+@product("slots,reader", TILES, INDEXED, sample=[*((8, reader) for reader in INDEXED), (2, "quest"), (24, "quest")])
 def test_an_index_is_the_same_in_tiles(slots: int, reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last tile has a single entry."""
     layer = Layer(policy("full", reader), [26], new=0)
@@ -253,8 +264,10 @@ def test_channels_outlast_a_layer_that_was_too_short_to_be_indexed() -> None:
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("fn", [lambda t: t[[1, 0, 1]], lambda t: t.repeat_interleave(2, 0)])
-def test_rows_are_reordered_with_their_index(reader: str, fn: Any) -> None:
+def test_rows_are_reordered_with_their_index(reader: str) -> None:
+    def fn(t: Tensor) -> Tensor:
+        return t[[1, 0, 1]]
+
     layer = Layer(policy("full", reader), [20, 15], new=STEPS)
     q, k, v = draw(20, 7, batch=2)
     valid = torch.arange(20) >= torch.tensor([[0], [5]])
@@ -280,20 +293,24 @@ def test_unread_slots_get_no_attention() -> None:
             assert changed <= (position in read), "only what was read has attention"
 
 
-@product("reader,codec", READERS, READ, allowed=takes)
+CODED = [codec for codec in READ if codec != "plain"]
+
+
+def text_of(reader: str, codec: str) -> str:
+    """A policy of a cache that grows."""
+    if codec not in RANKED:
+        return f"full+{spec_of(codec)}+{spec_of(reader)}"
+    return f"h2o:decode=grow+{spec_of(codec)}+{spec_of(reader).replace('page=2', 'page=1')}@0.8"
+
+
+@product("reader,codec", READERS, CODED, sample=[row for row in each_once(READERS, CODED) if takes(row)], allowed=takes)
 def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage is asked for no more slots than are read, in every step."""
-    own = spec_of(reader)
-    if codec in RANKED:
-        own = own.replace("page=2", "page=1")
-    if codec == "plain":
-        return
-    text = f"h2o:decode=grow+{spec_of(codec)}+{own}@0.8" if codec in RANKED else f"{spec_of(codec)}+{own}"
     asked: list[int] = []
     model = build("llama", layers=1)
     turns = [40] + [1] * 6
     ids, mask = make_batch([40], turns)
-    policy = kvpolicy.Policy.parse(text)
+    policy = kvpolicy.Policy.parse(text_of(reader, codec))
     scans = policy.reader.traits.scans_keys or channels_read(policy.reader, DIM) > 0
     attend = IndexReader.attend
     inside: list[bool] = []
@@ -326,27 +343,26 @@ def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pyt
     assert asked and max(asked) == shape.slots
 
 
-@product("reader,codec,rows", READERS, READ, ["one", "padded"], allowed=takes)
+DEALT = [row for row in each_once(READERS, READ, ["padded", "one"]) if row[0] not in REBUILDING]
+WITH_PLAIN = [*itertools.product(REBUILDING, ["plain"], ["one", "padded"])]
+
+
+@product("reader,codec,rows", READERS, READ, ["one", "padded"], sample=[*DEALT, *WITH_PLAIN], allowed=takes)
 def test_held_and_moved_are_planned(reader: str, codec: str, rows: str) -> None:
-    own = spec_of(reader)
-    grows = "full" if codec not in RANKED else "h2o:decode=grow"
-    if codec in RANKED:
-        own = own.replace("page=2", "page=1")
-    text = f"{grows}+{spec_of(codec)}+{own}" + ("@0.8" if codec in RANKED else "")
-    check_bytes(text, [40] if rows == "one" else [40, 21])
+    check_bytes(text_of(reader, codec), [40] if rows == "one" else [40, 21])
 
 
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("budget", ["0.5", "16", "24KiB"])
-@pytest.mark.parametrize("selector", ["snapkv", "h2o", "snapkv+merge", "h2o+compensate"])
+EVICTED = (READERS, ["0.5", "16", "24KiB"], ["snapkv", "h2o", "snapkv+merge", "h2o+compensate"])
+
+
+@product("reader,budget,selector", *EVICTED, sample=each_once(*EVICTED))
 def test_held_and_moved_are_planned_under_eviction(reader: str, budget: str, selector: str) -> None:
     cache = check_bytes(words(selector, spec_of(reader), budget=budget), [40, 33])
     if budget == "24KiB":
         assert cache.nbytes <= 24 * 1024
 
 
-@pytest.mark.parametrize("codec", ["tokenwise", "staircase"])
-@pytest.mark.parametrize("selector", ["snapkv", "h2o+compensate"])
+@pytest.mark.parametrize(("selector", "codec"), [("snapkv", "tokenwise"), ("h2o+compensate", "staircase")])
 def test_held_and_moved_are_planned_where_coded_slots_are_emptied(selector: str, codec: str) -> None:
     check_bytes(words(selector, codec, "sparq", budget="0.6"), [40, 21])
 

@@ -18,6 +18,7 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
 from tests.conformance.fakes import Fake
 from tests.engine.parts import Ranking, Uncoded, generator, slots_of
+from tests.sampling import each_once, product
 
 ROWS = 2
 HEADS = 2
@@ -156,9 +157,7 @@ CODECS = {
 VALID = [[True] * 9, [False] * 4 + [True] * 5]
 
 
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("budgets", [[3, 3], [6, 9], [99, 4]], ids=str)
-@pytest.mark.parametrize("valid", [None, VALID], ids=["whole", "padded"])
+@product("name,budgets,valid", [*CODECS], [[3, 3], [6, 9], [99, 4]], [None, VALID], ids=str)
 def test_a_conversation_is_that_of_a_list(name: str, budgets: list[int], valid: list[list[bool]] | None) -> None:
     pair = Pair(CODECS[name], budgets)
     pair.prompt(9, 0, valid)
@@ -171,8 +170,7 @@ def test_a_conversation_is_that_of_a_list(name: str, budgets: list[int], valid: 
     pair.step(80)
 
 
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("planned", [0, 3, 40])
+@product("name,planned", [*CODECS], [0, 3, 40], sample=each_once([*CODECS], [0, 3, 40]))
 def test_a_growing_layer_keeps_every_generated_token(name: str, planned: int) -> None:
     """Told of the tokens to come or not; what it was not told of is added in time."""
     pair = Pair(CODECS[name], [4, 6], grows=True, planned=planned)
@@ -182,7 +180,7 @@ def test_a_growing_layer_keeps_every_generated_token(name: str, planned: int) ->
     assert [len(row.tokens) for row in pair.rows] == [4 + 24, 6 + 24]
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", ["plain", "two stages"])
 def test_a_layer_that_was_told_too_little_gets_more_slots(name: str) -> None:
     pair = Pair(CODECS[name], [40, 12], planned=1)
     pair.prompt(5, 0)

@@ -16,14 +16,14 @@ from tests.engine.parts import Worth, generator
 LAYOUTS = [Layout(0), Layout(1), Layout(5), Layout(3, (4,)), Layout(6, (2,)), Layout(2, (0, 7)), Layout(2, (3, 1))]
 
 
-@pytest.mark.parametrize(("old", "wanted"), [*itertools.product(LAYOUTS, LAYOUTS)])
-def test_a_layout_is_the_larger_one_stage_by_stage(old: Layout, wanted: Layout) -> None:
-    grown = grown_layout(old, wanted)
-    assert grown.exact == max(old.exact, wanted.exact)
-    for stage in range(3):
-        sizes = [layout.coded[stage] if stage < len(layout.coded) else 0 for layout in (old, wanted, grown)]
-        assert sizes[2] == max(sizes[:2])
-    assert grown_layout(grown, old) == grown_layout(grown, wanted) == grown
+def test_a_layout_is_the_larger_one_stage_by_stage() -> None:
+    for old, wanted in itertools.product(LAYOUTS, LAYOUTS):
+        grown = grown_layout(old, wanted)
+        assert grown.exact == max(old.exact, wanted.exact)
+        for stage in range(3):
+            sizes = [layout.coded[stage] if stage < len(layout.coded) else 0 for layout in (old, wanted, grown)]
+            assert sizes[2] == max(sizes[:2])
+        assert grown_layout(grown, old) == grown_layout(grown, wanted) == grown
 
 
 @pytest.mark.parametrize("reserved", [0, 1, 3])
