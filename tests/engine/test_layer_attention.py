@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.recent_queries import RecentQueries
 from kvpolicy.engine.statistic import Coming, Tile
 from kvpolicy.protocols import SINGLE_RANK, AttentionNeeds, Needs
+from tests.sampling import product
 
 TRANSFORMS = {
     "plain": ScoreTransform(0.4),
@@ -45,9 +45,7 @@ def matrix(q: Tensor, k: Tensor, transform: ScoreTransform, row: int, head: int,
     return weights / (weights.sum(-1, keepdim=True) + sink)
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("padding", ["none", "left", "between", "all but one"])
-@pytest.mark.parametrize("width", [5, 9])
+@product("name,padding,width", [*TRANSFORMS], ["none", "left", "between", "all but one"], [5, 9])
 def test_as_whole_matrices(name: str, padding: str, width: int) -> None:
     transform = TRANSFORMS[name]
     valid = None if padding == "none" else torch.ones(3, 19, dtype=torch.bool)

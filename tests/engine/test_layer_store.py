@@ -18,6 +18,7 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
 from tests.conformance.fakes import Fake
 from tests.engine.parts import Ranking, Uncoded, generator, slots_of
+from tests.sampling import each_once, product
 
 ROWS = 2
 HEADS = 2
@@ -139,6 +140,18 @@ class Pair:
                     assert torch.equal(past.values[b, h, held[position]], value[h])
 
 
+def prompted(
+    store: LayerStore, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, keep: int = 12
+) -> LayerStore:
+    """A layer that takes in a prompt and keeps so many tokens of each row."""
+    if not store.is_initialized:
+        store.initialize(k, group=q.shape[1] // k.shape[1])
+    _, pending = store.attend_prompt(q, k, v, valid, SCALE)
+    tokens = torch.full((ROWS,), keep)
+    store.compress(pending, RowBudget(tokens, torch.zeros_like(tokens), tokens, tokens))
+    return store
+
+
 class Exact(Fake):
     """A codec whose stages give back what they are given."""
 
@@ -156,9 +169,7 @@ CODECS = {
 VALID = [[True] * 9, [False] * 4 + [True] * 5]
 
 
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("budgets", [[3, 3], [6, 9], [99, 4]], ids=str)
-@pytest.mark.parametrize("valid", [None, VALID], ids=["whole", "padded"])
+@product("name,budgets,valid", [*CODECS], [[3, 3], [6, 9], [99, 4]], [None, VALID])
 def test_a_conversation_is_that_of_a_list(name: str, budgets: list[int], valid: list[list[bool]] | None) -> None:
     pair = Pair(CODECS[name], budgets)
     pair.prompt(9, 0, valid)
@@ -171,8 +182,7 @@ def test_a_conversation_is_that_of_a_list(name: str, budgets: list[int], valid: 
     pair.step(80)
 
 
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("planned", [0, 3, 40])
+@product("name,planned", [*CODECS], [0, 3, 40], sample=each_once([*CODECS], [0, 3, 40]))
 def test_a_growing_layer_keeps_every_generated_token(name: str, planned: int) -> None:
     """Told of the tokens to come or not; what it was not told of is added in time."""
     pair = Pair(CODECS[name], [4, 6], grows=True, planned=planned)
@@ -233,11 +243,7 @@ def test_the_state_of_a_token_goes_where_the_token_goes(name: str) -> None:
     for seed, count in enumerate([9, 1, 1, 1, 4, 1, 1, 1, 1, 5]):
         q, k, v = draw(count, seed)
         if count > 1:
-            if not seed:
-                store.initialize(k, group=q.shape[1] // k.shape[1])
-            _, pending = store.attend_prompt(q, k, v, None, SCALE)
-            keep = torch.full((ROWS,), 8)
-            store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep, keep))
+            prompted(store, q, k, v, keep=8)
             observed = int(store.tensors.length[0])
         else:
             store.append(q, k, v, None, SCALE)
@@ -250,20 +256,8 @@ def test_the_state_of_a_token_goes_where_the_token_goes(name: str) -> None:
         assert torch.equal(worth, (-1.0 - store.tensors.positions * 5 % 7).where(old, 0.0))
 
 
-def test_counting_a_step_demotes_a_full_buffer() -> None:
-    codec = Exact(block=3, residual=2)
-    pair = Pair(codec, [12, 12])
-    pair.prompt(20, 0)
-    for seed in range(1, 10):
-        q, k, v = draw(1, seed)
-        pair.store.append(q, k, v, None, SCALE)
-        pair.store.count_step()
-        buffered = (pair.store.tensors.positions[..., : pair.store.layout.exact] >= 0).sum(-1)
-        assert int(buffered.max()) < 2 + 3
-
-
 def test_buffers_stay_below_their_thresholds() -> None:
-    """Between two steps, no head has a full block more than the codec wants."""
+    """Once a step is counted, no head has a full block more than the codec wants."""
     pair = Pair(Exact(block=3, residual=2), [12, 8])
     pair.prompt(20, 0)
     blocks = set[int]()
@@ -282,11 +276,7 @@ def test_the_largest_queries_are_those_of_all_prompts() -> None:
     largest = torch.zeros(ROWS, HEADS, DIM)
     for seed, sharp in enumerate([1.0, 5.0, 0.5]):
         q, k, v = draw(6, seed)
-        if not seed:
-            store.initialize(k, group=GROUP)
-        _, pending = store.attend_prompt(q * sharp, k, v, None, SCALE)
-        keep = torch.tensor([12, 12])
-        store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep, keep))
+        prompted(store, q * sharp, k, v)
         largest = torch.maximum(largest, (q * sharp).abs().amax(2).unflatten(1, (HEADS, GROUP)).amax(2))
         assert store.tensors.limits is not None and torch.equal(store.tensors.limits.query_absmax, largest)
 
@@ -296,12 +286,8 @@ def test_the_squares_of_queries_are_those_of_the_last_prompt_of_a_row() -> None:
     want = torch.zeros(ROWS, HEADS, DIM)
     for seed, rows in enumerate([[True, True], [True, False], [False, True]]):
         q, k, v = draw(6, seed)
-        if not seed:
-            store.initialize(k, group=GROUP)
         valid = torch.tensor(rows)[:, None].expand(ROWS, 6)
-        _, pending = store.attend_prompt(q, k, v, valid, SCALE)
-        keep = torch.tensor([12, 12])
-        store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep, keep))
+        prompted(store, q, k, v, valid)
         own = q[:, :, -3:].square().mean(2).unflatten(1, (HEADS, GROUP)).mean(2)
         want = torch.where(valid[:, :1, None], own, want)
         assert store.tensors.limits is not None
@@ -311,12 +297,7 @@ def test_the_squares_of_queries_are_those_of_the_last_prompt_of_a_row() -> None:
 def test_recoding_leaves_rows_that_are_not_due_as_they_are() -> None:
     """Every tensor of a row whose buffer is not full, while that of the other row is."""
     codec = Exact(block=3, residual=0, recode_all=True)
-    store = LayerStore(LayerSpec(0, H2O(), codec, "evict"))
-    q, k, v = draw(12, 0)
-    store.initialize(k, group=GROUP)
-    _, pending = store.attend_prompt(q, k, v, None, SCALE)
-    keep = torch.tensor([9, 9])
-    store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep, keep))
+    store = prompted(LayerStore(LayerSpec(0, H2O(), codec, "evict")), *draw(12, 0), keep=9)
     recoded = [0, 0]
     for seed in range(1, 14):
         q, k, v = draw(1, seed)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.page_attention import ExactPages, attend_pages
+from tests.sampling import product
 
 ROWS = 2
 HEADS = 3
@@ -67,9 +68,9 @@ def slow(
     return out, weights
 
 
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("transform", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 3.0, "sinks": True}], ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@product(
+    "group,transform,seed", [1, 2], [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 3.0, "sinks": True}], range(3)
+)
 def test_pages_are_attended_to_as_heads(group: int, transform: dict[str, Any], seed: int) -> None:
     if "sinks" in transform:
         transform = transform | {"sinks": SINKS[: HEADS * group]}
