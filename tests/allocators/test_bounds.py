@@ -103,7 +103,6 @@ def test_every_allocator_of_one_number_has_bounds() -> None:
 
 
 def test_bounds_of_a_row_do_not_depend_on_the_others() -> None:
-    """Each row has its own total, ceiling and metrics."""
     for spec in SPECS:
         allocator = allocator_of(spec)
         rng = random.Random(spec)

@@ -87,7 +87,6 @@ def test_a_cache_holds_what_was_planned(name: str, folder: str) -> None:
 
 @pytest.mark.parametrize("name", ["same", "energy"])
 def test_every_layer_is_that_of_the_slow_version(name: str, tmp_path: Path) -> None:
-    """Each layer, with its ranks, against the reference, on a conversation of two rows."""
     bases = spec_of("lowrank").rpartition("calibration=")[2]
     sizes = f"residual_length=2:block_size=3:calibration={bases}"
     policy = Policy.parse(f"h2o+lowrank:rank=3:value_rank=4:ranks={name}:{sizes}@0.6")

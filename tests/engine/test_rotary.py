@@ -146,7 +146,6 @@ def test_layers_without_an_embedding(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_conditions_that_transformers_knows() -> None:
-    """A family that rotates under a condition of its own is one that `Rope` knows."""
     pattern = re.compile(r"^class (\w+)|^ +if (self\..*):\n(?:.*\n)? +.*= apply_rotary_pos_emb\(", re.MULTILINE)
     found = dict[str, str]()
     name = ""

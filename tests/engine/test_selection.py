@@ -146,7 +146,6 @@ def test_finite_priorities_keep_their_order() -> None:
 @pytest.mark.parametrize("slots", [0, 4])
 @pytest.mark.parametrize("valid", [None, LEFT, RIGHT], ids=["whole", "left", "right"])
 def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots: int) -> None:
-    """Every statistic that the selector is shown is that of the candidate in the same place."""
     positions = held_slots(slots, 7)
     q = torch.randn(ROWS, HEADS * GROUP, NEW, DIM, generator=generator(5))
     pending = prompt(valid)

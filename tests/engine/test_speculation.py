@@ -73,7 +73,7 @@ def test_every_selector_drafts(selector: str, seed: int) -> None:
 DRAFTERS = ["full", "window@4", words("h2o", "kivi"), words("uniform/adakv", "h2o")]
 
 
-@product("policy,gamma", DRAFTERS, [1, 3, 20], sample=each_once(DRAFTERS, [20, 1, 3]))
+@product("policy,gamma", DRAFTERS, [1, 3, 20], sample=[*each_once(DRAFTERS, [3, 1, 20]), ("full", 1), ("full", 20)])
 def test_a_perfect_and_a_bad_drafter(policy: str, gamma: int) -> None:
     stats = check_same(build("llama"), policy, prompt(0, 48), 14, gamma)
     if policy == "full":

@@ -165,7 +165,6 @@ def test_a_budget_below_the_window_is_not_trimmed_for() -> None:
 
 
 def test_a_budget_beyond_the_bound_is_an_error() -> None:
-    """Tokens that were dropped cannot be kept."""
     prompt = Prompt("window@9", "normal", [TOKENS], 0)
     prompt.trim([20], 4)
     with pytest.raises(KVPolicyError, match="got a bound of 20 and then a budget of 21 tokens"):

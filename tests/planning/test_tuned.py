@@ -192,7 +192,6 @@ def test_length_is_that_of_the_texts_or_as_given(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_are_no_curves(change: dict[str, Any], tmp_path: Path) -> None:
-    """A sentence, and no traceback."""
     file = tmp_path / "plan.json"
     save_curves(file, draw_curves(0))
     file.write_text(json.dumps(json.loads(file.read_text()) | change))

@@ -63,7 +63,6 @@ def test_two_models_of_one_config(policy: str) -> None:
 
 @SOME
 def test_one_decoder_in_two_models(policy: str) -> None:
-    """Attached through one of them, it is attached."""
     model = own()
     other: Any = transformers.LlamaForCausalLM(model.config).eval()
     other.model = model.model

@@ -168,7 +168,6 @@ def test_two_threads_on_one_model(policy: str) -> None:
 
 @SOME
 def test_two_threads_on_one_cache(policy: str) -> None:
-    """The second forward finds the first one at work."""
     model = own()
     inside = list[str]()
     cache = PolicyCacheInUse(model, policy)

@@ -108,7 +108,6 @@ def test_a_batch_that_changes_between_turns(policy: str, rows: tuple[int, int]) 
 
 @SOME
 def test_arguments_by_place(policy: str) -> None:
-    """A cache and a mask are found however the decoder was called."""
     model = build("llama")
     ids, mask = make_batch([26, 17], [26, 1])
     with kvpolicy.attach(model, policy), torch.no_grad():
