@@ -29,6 +29,7 @@ from tests.conformance.play import make_batch, play
 from tests.reference import allocators
 from tests.reference.allocators._measuring import Prompt, prompt_of, reaching
 from tests.reference.versions import small, version
+from tests.sampling import each_once, pairwise, product
 
 NAMES = [name for name in names("allocator") if lookup(name)[1]().layer_metric == "attention"]
 TURNS = [47, 1, 1, 9, 1]
@@ -107,15 +108,15 @@ def test_equal_weights_reach_a_share_that_they_divide() -> None:
     assert int(number_reaching(torch.zeros(10), 0.9)) == reaching([0.0] * 10, 0.9) == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_keeps_the_rules(name: str) -> None:
-    check(part(name))
-    check(lookup(name)[1]())
+@product("name,is_small", NAMES, [True, False], sample=each_once(NAMES, [True, False]))
+def test_keeps_the_rules(name: str, is_small: bool) -> None:
+    check(part(name) if is_small else lookup(name)[1]())
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["random", "equal", "one token", "ties", "no values"])
+KINDS = ["random", "equal", "one token", "ties", "no values"]
+
+
+@product("name,shape,kind", NAMES, [*SHAPES], KINDS, sample=pairwise(NAMES, [*SHAPES], KINDS, apart=[(1, 2)]))
 def test_measures_as_the_slow_version(name: str, shape: str, kind: str) -> None:
     allocator = part(name)
     q, k, v = draw(kind, shape)
@@ -177,8 +178,10 @@ def prompts_of(tape: Any, b: int) -> list[Prompt]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("selector", ["window", "snapkv:window=9", "h2o+kivi:bits=4:group_size=4:residual_length=4"])
+SEEING = ["window", "snapkv:window=9", "h2o+kivi:bits=4:group_size=4:residual_length=4"]
+
+
+@product("name,selector", NAMES, SEEING, sample=each_once(NAMES, SEEING))
 def test_in_a_model(name: str, selector: str) -> None:
     """Rows are alone in their budgets, also under selectors that see no attention, or more of it."""
     policy = Policy.parse(f"{small('allocator', name)}+{selector}@0.5")
@@ -198,24 +201,35 @@ def test_in_a_model(name: str, selector: str) -> None:
     assert cache.plan is not None and cache.plan.measured and cache.plan.nbytes == cache.nbytes
 
 
+def budgets_in(model: Any, policy: str, pieces: int = 1, **how: Any) -> list[list[int]]:
+    """The budgets of layers after a prompt of 60 tokens in pieces."""
+    ids, _ = make_batch([60], [60], 0)
+    with torch.no_grad(), kvpolicy.attach(model, policy, **how):
+        cache = PolicyCache(model, prompt=60, new=0)
+        for piece in ids.chunk(pieces, 1):
+            model(piece, past_key_values=cache)
+        return [layer.budget.tolist() for layer in cache.policy_layers]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tiles_and_held_chunks_have_the_budgets_of_one_piece(name: str) -> None:
-    model = build("llama", layers=4)
-    ids, _ = make_batch([60], [60], 0)
+    model = build("llama", layers=3)
+    alone = small("allocator", name)
+    replayed = "kvzip:chunk=9:sinks=2+tokenwise:bits=8:group_size=4:residual_length=4:block_size=4"
+    whole = budgets_in(model, f"{alone}+window@0.3")
+    assert budgets_in(model, f"{alone}+window@0.3", tile=16) == whole
+    assert budgets_in(model, f"{alone}+window@0.3", 3, chunks="hold") == whole
+    assert budgets_in(model, f"{alone}+{replayed}@0.3") == whole
+    assert sum(map(sum, budgets_in(model, f"{alone}+window@0.3", 3))) == sum(map(sum, whole))
 
-    def budgets(pieces: int, selector: str = "window", **how: Any) -> list[list[int]]:
-        with torch.no_grad(), kvpolicy.attach(model, f"{small('allocator', name)}+{selector}@0.3", **how):
-            cache = PolicyCache(model, prompt=ids.shape[1], new=0)
-            for piece in ids.chunk(pieces, 1):
-                model(piece, past_key_values=cache)
-            return [layer.budget.tolist() for layer in cache.policy_layers]
 
-    whole = budgets(1)
-    assert budgets(1, tile=16) == whole
-    assert budgets(3, chunks="hold") == whole
-    assert budgets(1, "kvzip:chunk=9:sinks=2") == whole
-    assert budgets(1, "kvzip:chunk=9:sinks=2+tokenwise:bits=8:group_size=4:residual_length=4:block_size=4") == whole
-    assert budgets(3)[0] != [] and sum(sum(row) for row in budgets(3)) == sum(sum(row) for row in whole)
+def check_shares(tape: Any, cache: PolicyCache, most: float) -> None:
+    """Layers have the shares of the first prompt in the last one, and the bytes that were planned."""
+    first, last = ([own[turn].keep[0] for own in tape.values()] for turn in (0, 3))
+    assert len(set(first)) > 1 and sum(last) > sum(first)
+    for before, after in zip(first, last, strict=True):
+        assert abs(before / sum(first) - after / sum(last)) < most
+    assert cache.plan is not None and cache.plan.nbytes == cache.nbytes
 
 
 @pytest.mark.parametrize("name", ["cake", "mass", "dynamickv"])
@@ -231,11 +245,7 @@ def test_a_later_prompt_has_the_metric_of_the_first(name: str, monkeypatch: pyte
     tape, cache, _ = play(build("llama", layers=3), f"{small('allocator', name)}+window@0.4", [40], TURNS)
     assert len(count) == 3
     assert sums == [name == "mass"] * 3 + [False] * 3
-    first, last = ([own[turn].keep[0] for own in tape.values()] for turn in (0, 3))
-    assert sum(last) > sum(first)
-    for before, after in zip(first, last, strict=True):
-        assert abs(before / sum(first) - after / sum(last)) < 0.05
-    assert cache.plan is not None and cache.plan.nbytes == cache.nbytes
+    check_shares(tape, cache, 0.05)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -260,18 +270,26 @@ def test_selectors_choose_as_without_the_allocator() -> None:
 
 
 class Plain:
-    """An allocator that asks for attention and cannot measure it."""
+    """An allocator that asks for attention or curves, and cannot measure or draw them."""
 
-    layer_metric: LayerMetric = "attention"
+    def __init__(self, layer_metric: LayerMetric) -> None:
+        self.layer_metric: LayerMetric = layer_metric
 
     def budgets(self, metrics: Any, total: Any, floor: int, ceiling: Any, layers: int) -> Any:
         raise NotImplementedError
 
 
-def test_an_allocator_without_a_measure_is_refused() -> None:
-    assert not isinstance(Plain(), MeasuresAttention)
-    with pytest.raises(TypeError, match=r"must have attention and a method measure\(seen\)"):
-        Policy(allocator=Plain(), selector=H2O(), budget=0.5)
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ("attention", r"must have attention and a method measure\(seen\)"),
+        ("curve", r"must have a method curve\(worth, layer_idx\)"),
+    ],
+)
+def test_an_allocator_without_a_measure_is_refused(metric: Any, message: str) -> None:
+    assert not isinstance(Plain(metric), MeasuresAttention)
+    with pytest.raises(TypeError, match=message):
+        Policy(allocator=Plain(metric), selector=H2O(), budget=0.5)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_division_to_come_is_within_every_bound(spec: str) -> None:
     allocator = cast("Allocator", allocator_of(spec))
     assert isinstance(allocator, BoundsBudgets)
     tight = 0
-    for _ in range(300):
+    for _ in range(150):
         layers = rng.choice((1, 2, 3, 5, 9, 32))
         tokens = rng.choice((2, 40, 1000))
         floor = rng.choice((1, 1, min(5, tokens)))
@@ -84,16 +84,16 @@ def test_division_to_come_is_within_every_bound(spec: str) -> None:
         final = allocator.budgets(metrics, total, floor, ceiling, layers)
         guarantee = allocator.guarantee(total, floor, ceiling, layers)
         assert (final >= guarantee.least[:, None]).all()
-        bounds = allocator.bounds(metrics, total, floor, ceiling, layers, QUERIES)
-        for seen in range(1, layers + 1):
+        # The first layers, where least is known, some that are drawn, and all.
+        for seen in sorted({1, min(2, layers), rng.randint(1, layers), rng.randint(1, layers), layers}):
             bounds = allocator.bounds(metrics[:, :seen], total, floor, ceiling, layers, QUERIES)
             note = f"{layers} layers, {seen} seen, {total.tolist()} of {tokens}, floor {floor}: {metrics.tolist()}"
             assert (bounds.least <= final[:, :seen]).all(), note
             assert (final[:, :seen] <= bounds.most).all(), note
             assert (bounds.least >= guarantee.least[:, None]).all(), note
             assert bounds.most.sum() <= guarantee.together, note
-        tight += int((bounds.most < torch.maximum(ceiling, total)).any())
-    assert tight > 30, "the bounds say nothing"
+            tight += seen == layers and bool((bounds.most < torch.maximum(ceiling, total)).any())
+    assert tight > 15, "the bounds say nothing"
 
 
 def test_every_allocator_of_one_number_has_bounds() -> None:
@@ -103,7 +103,6 @@ def test_every_allocator_of_one_number_has_bounds() -> None:
 
 
 def test_bounds_of_a_row_do_not_depend_on_the_others() -> None:
-    """Each row has its own total, ceiling and metrics."""
     for spec in SPECS:
         allocator = allocator_of(spec)
         rng = random.Random(spec)

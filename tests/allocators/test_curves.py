@@ -14,10 +14,9 @@ from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.allocators.kvcompose import KVCompose
 from kvpolicy.allocators.threshold import GlobalThreshold
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.protocols import LayerMetric
 from kvpolicy.registry import name_of
-from kvpolicy.selectors.h2o import H2O
 from kvpolicy.testing import check
+from tests.allocators.test_attention import budgets_in, check_shares
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, play
 from tests.conformance.replay import Turn, reference_selector
@@ -112,18 +111,9 @@ def test_head_budgets_get_what_the_layer_has() -> None:
 
 def test_tiles_and_held_chunks_have_the_budgets_of_one_piece() -> None:
     model = build("llama", layers=3)
-    ids, _ = make_batch([60], [60], 0)
-
-    def budgets(pieces: int, **how: Any) -> list[list[int]]:
-        with torch.no_grad(), kvpolicy.attach(model, f"kvcompose+{KVZIP}@0.3", **how):
-            cache = PolicyCache(model, prompt=ids.shape[1], new=0)
-            for part in ids.chunk(pieces, 1):
-                model(part, past_key_values=cache)
-            return [layer.budget.tolist() for layer in cache.policy_layers]
-
-    whole = budgets(1)
-    assert budgets(1, tile=16) == whole
-    assert budgets(3, chunks="hold") == whole
+    whole = budgets_in(model, f"kvcompose+{KVZIP}@0.3")
+    assert budgets_in(model, f"kvcompose+{KVZIP}@0.3", tile=16) == whole
+    assert budgets_in(model, f"kvcompose+{KVZIP}@0.3", 3, chunks="hold") == whole
 
 
 def test_a_later_prompt_has_the_shares_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +123,7 @@ def test_a_later_prompt_has_the_shares_of_the_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(LayerStore, "worth", lambda *given: (measured.append(1), real(*given))[1])
     tape, cache, _ = play(build("llama", layers=3), f"global+{KVZIP}@0.4", [40], TURNS)
     assert len(measured) == 3
-    first, last = ([own[turn].keep[0] for own in tape.values()] for turn in (0, 3))
-    assert len(set(first)) > 1 and sum(last) > sum(first)
-    for before, after in zip(first, last, strict=True):
-        assert abs(before / sum(first) - after / sum(last)) < 0.02
-    assert cache.plan is not None and cache.plan.nbytes == cache.nbytes
+    check_shares(tape, cache, 0.02)
 
 
 @pytest.mark.parametrize("policy", ["kvcompose+snapkv:window=4@0.2", "global+h2o@30KB"])
@@ -156,17 +142,3 @@ def test_chunks_stay_within_the_budget(policy: str) -> None:
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(KVPolicyError, match=r"must rank tokens by attention .* across layers, got Sl.* try kvzip or"):
         Policy.parse("kvcompose+window@0.5")
-
-
-class Plain:
-    """An allocator that asks for curves and cannot draw them."""
-
-    layer_metric: LayerMetric = "curve"
-
-    def budgets(self, metrics: Any, total: Any, floor: int, ceiling: Any, layers: int) -> Any:
-        raise NotImplementedError
-
-
-def test_an_allocator_without_curves_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"must have a method curve\(worth, layer_idx\)"):
-        Policy(allocator=Plain(), selector=H2O(), budget=0.5)

@@ -78,6 +78,59 @@ def run(policy: str, turns: list[int] = TURNS, lengths: list[int] | None = None)
     return cache, seen
 
 
+def check_tiles_and_chunks(policy: Policy | str, how: dict[str, Any], layers: tuple[int, ...], model: Any) -> None:
+    """Codes of a prompt in tiles or held chunks are those of a whole prompt."""
+    ids, mask = make_batch([40], [40, 1, 1])
+    codes: list[list[Tensor]] = []
+    for given, turns in (({}, [40, 1, 1]), (how, [40, 1, 1] if "tile" in how else [15, 25, 1, 1])):
+        with kvpolicy.attach(model, policy, **given):
+            cache = PolicyCache(model, prompt=40, new=2)
+            talk(model, ids, mask, turns, cache)
+            check_cache(cache)
+            codes.append([*tensors([store.tensors.codes for store in stores_of(cache, *layers)])])
+    for one, two in zip(*codes, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=2e-2 if one.is_floating_point() else 0)
+
+
+def check_saved(policy: Policy | str, model: Any, path: Path, cut: int) -> PolicyCache:
+    """A cache that was saved goes on bit for bit; returns the one that was loaded."""
+    ids, mask = make_batch([26, 20], TURNS)
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, new=sum(TURNS[1:]))
+        talk(model, ids, mask, TURNS[:cut], cache)
+        cache.save(path)
+        loaded = PolicyCache.load(model, path)
+        check_cache(loaded)
+        assert loaded.nbytes == cache.nbytes
+        rest = TURNS[cut:]
+        assert torch.equal(talk_on(model, ids, mask, loaded, rest), talk_on(model, ids, mask, cache, rest))
+    return loaded
+
+
+def check_selected(policy: Policy | str, model: Any) -> None:
+    """Rows that are selected go on as they would have."""
+    ids, mask = make_batch([26, 15], TURNS)
+    order = torch.tensor([1, 0, 1])
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, new=sum(TURNS[1:]))
+        talk(model, ids, mask, TURNS[:4], cache)
+        other = cache.fork()
+        other.batch_select_indices(order)
+        wanted = talk_on(model, ids, mask, cache, TURNS[4:])
+        found = talk_on(model, ids[order], mask[order], other, TURNS[4:])
+        check_cache(other)
+    torch.testing.assert_close(found, wanted[order], rtol=0, atol=2e-3)
+
+
+def check_beams(policy: Policy | str, model: Any) -> None:
+    """Beams run, and leave a whole cache."""
+    ids, _ = make_batch([26], [26])
+    with kvpolicy.attach(model, policy) as handle:
+        found = model.generate(ids, max_new_tokens=12, num_beams=3, do_sample=False)
+        assert found.shape[1] > 26 and handle.cache is not None
+        check_cache(handle.cache)
+
+
 def stores_of(cache: PolicyCache, *layers: int) -> list[Any]:
     return [cache.policy_layers[layer].store for layer in layers]
 
@@ -186,18 +239,7 @@ def test_a_cache_begins_anew_after_a_reset() -> None:
 
 
 def test_rows_are_selected_in_both_layers() -> None:
-    model = model_of()
-    ids, mask = make_batch([26, 15], TURNS)
-    with kvpolicy.attach(model, EVICTING):
-        cache = PolicyCache(model, new=sum(TURNS[1:]))
-        talk(model, ids, mask, TURNS[:4], cache)
-        other = cache.fork()
-        other.batch_select_indices(torch.tensor([1, 0, 1]))
-        order = torch.tensor([1, 0, 1])
-        wanted = talk_on(model, ids, mask, cache, TURNS[4:])
-        found = talk_on(model, ids[order], mask[order], other, TURNS[4:])
-        check_cache(other)
-    torch.testing.assert_close(found, wanted[order], rtol=0, atol=2e-3)
+    check_selected(EVICTING, model_of())
 
 
 def test_blocks_are_undone_in_both_layers() -> None:
@@ -220,32 +262,13 @@ def test_blocks_are_undone_in_both_layers() -> None:
 
 
 def test_a_saved_cache_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    model = model_of()
-    ids, mask = make_batch([26, 20], TURNS)
-    path = tmp_path / "cache.safetensors"
-    with kvpolicy.attach(model, EVICTING):
-        cache = PolicyCache(model, new=sum(TURNS[1:]))
-        talk(model, ids, mask, TURNS[:7], cache)
-        cache.save(path)
-        loaded = PolicyCache.load(model, path)
-        check_cache(loaded)
-        assert loaded.nbytes == cache.nbytes and isinstance(loaded.policy, ModelPolicy)
-        assert torch.equal(talk_on(model, ids, mask, loaded, TURNS[7:]), talk_on(model, ids, mask, cache, TURNS[7:]))
+    loaded = check_saved(EVICTING, model_of(), tmp_path / "cache.safetensors", cut=7)
+    assert isinstance(loaded.policy, ModelPolicy)
 
 
 @pytest.mark.parametrize("how", [{"tile": 5}, {"chunks": "hold"}])
 def test_tiles_and_held_chunks_encode_what_a_whole_prompt_does(how: dict[str, Any]) -> None:
-    model = model_of()
-    ids, mask = make_batch([40], [40, 1, 1])
-    codes: list[list[Tensor]] = []
-    for given, turns in (({}, [40, 1, 1]), (how, [40, 1, 1] if "tile" in how else [15, 25, 1, 1])):
-        with kvpolicy.attach(model, EVICTING, **given):
-            cache = PolicyCache(model, prompt=40, new=2)
-            talk(model, ids, mask, turns, cache)
-            check_cache(cache)
-            codes.append([*tensors([store.tensors.codes for store in stores_of(cache, 1, 2)])])
-    for one, two in zip(*codes, strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=2e-2 if one.is_floating_point() else 0)
+    check_tiles_and_chunks(EVICTING, how, (1, 2), model_of())
 
 
 def test_a_block_of_the_first_layer_waits_and_is_counted() -> None:
@@ -272,12 +295,7 @@ def test_a_block_of_the_first_layer_waits_and_is_counted() -> None:
 
 
 def test_beams_and_generate_run() -> None:
-    model = model_of()
-    ids, _ = make_batch([26], [26])
-    with kvpolicy.attach(model, EVICTING) as handle:
-        found = model.generate(ids, max_new_tokens=12, num_beams=3, do_sample=False)
-        assert found.shape[1] > 26 and handle.cache is not None
-        check_cache(handle.cache)
+    check_beams(EVICTING, model_of())
 
 
 # the group alone

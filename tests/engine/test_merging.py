@@ -18,6 +18,7 @@ from tests.conformance.policies import words
 from tests.engine.parts import newest_queries, slots_of
 from tests.readers.bench import Layer
 from tests.readers.bench import draw as draw_tokens
+from tests.sampling import each_once
 
 SINKS = torch.tensor([0.3, -0.5, 1.0, 0.1])
 
@@ -38,9 +39,9 @@ def slow_attention(
     return out, weights
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("sinks", [None, SINKS])
-@pytest.mark.parametrize("want", [False, True])
+@pytest.mark.parametrize(
+    ("softcap", "sinks", "want"), [(None, None, False), (None, SINKS, True), (1.5, None, True), (1.5, SINKS, False)]
+)
 def test_counts_in_prompts_and_steps(softcap: float | None, sinks: Tensor | None, want: bool) -> None:
     transform = ScoreTransform(0.35, softcap, sinks)
     _, k, v = draw(9, 0, batch=2)
@@ -136,9 +137,14 @@ def test_every_token_is_counted_once(codec: str, decode: str) -> None:
         torch.testing.assert_close(counts, torch.full_like(counts, seen), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("merger", ["merge", "d2o", "compensate", "elastic", "zsmerge", "keepkv:least=-1"])
-@pytest.mark.parametrize("codec", ["plain", "tokenwise:block_size=3:residual_length=2"])
-def test_a_row_without_a_token_merges_nothing(codec: str, merger: str) -> None:
+ROWS_OF = [
+    ["merge", "d2o", "compensate", "elastic", "zsmerge", "keepkv:least=-1"],
+    ["plain", "plain", "tokenwise:block_size=3:residual_length=2", "tokenwise:block_size=3:residual_length=2"],
+]
+
+
+@pytest.mark.parametrize(("merger", "codec"), [*each_once(*ROWS_OF), ("merge", ROWS_OF[1][2])])
+def test_a_row_without_a_token_merges_nothing(merger: str, codec: str) -> None:
     """Neither its slots nor what the merger keeps of it change, while the other row evicts and merges."""
     layer = Layer(f"h2o+{codec}+{merger}@0.5", [13, 13])
     layer.prompt(*draw_tokens(26, 0, batch=2))

@@ -37,7 +37,7 @@ class Largest(TorchDispatchMode):
 def model() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         hidden_size=16,
         intermediate_size=16,
         num_attention_heads=HEADS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,10 @@ def test_prompts_and_steps_are_those_of_a_list(selector: str, heads: Any) -> Non
         run.step()
 
 
-@pytest.mark.parametrize("selector", ["window", "snapkv:window=6:kernel=3"])
-@pytest.mark.parametrize(("sinks", "recent"), [(2, 4), (0, 60)])
+@pytest.mark.parametrize(
+    ("selector", "sinks", "recent"),
+    [("window", 0, 60), ("snapkv:window=6:kernel=3", 2, 4), ("snapkv:window=6:kernel=3", 0, 60)],
+)
 def test_streaming_heads_keep_little(selector: str, sinks: int, recent: int, tmp_path: Path) -> None:
     """Also where streaming heads would take more than there is, and where retrieval heads cannot use what is left."""
     save_heads(tmp_path / "heads.json", HeadFile(((0.5, 0.1, 0.9), (0.2, 0.3, 0.5))))
@@ -58,17 +59,11 @@ def test_streaming_heads_keep_little(selector: str, sinks: int, recent: int, tmp
         run.step()
 
 
-def test_heads_differ() -> None:
+def test_heads_differ_in_the_memory_of_the_pages() -> None:
     run = Run("snapkv:window=6:kernel=3", AdaKV(), [64])
     run.prompt([200])
     held = run.store.geometry.tokens_by_head()[0]
-    assert held.sum() == 64 * HEADS
-    assert held.max() > held.min()
-
-
-def test_memory_is_that_of_the_pages() -> None:
-    run = Run("snapkv:window=6:kernel=3", AdaKV(), [64])
-    run.prompt([200])
+    assert held.sum() == 64 * HEADS and held.max() > held.min()
     assert run.store.tensors.keys.numel() == 64 * HEADS * DIM
     assert run.store.tensors.positions.shape == (1, 24, 8)
     assert run.store.tensors.paged().owner.shape == (1, 24)
@@ -95,9 +90,7 @@ def test_a_growing_cache(extra: int) -> None:
         run.step(valid=[True, False] if _ % 4 == 0 else None)
 
 
-@pytest.mark.parametrize(
-    ("selector", "heads"), [*itertools.product([*LOOKING], [AdaKV(), AdaKV(safeguard=0.0), Even()])], ids=str
-)
+@pytest.mark.parametrize(("selector", "heads"), [*zip(LOOKING, [AdaKV(safeguard=0.0), Even()], strict=True)], ids=str)
 def test_a_growing_cache_whose_prompts_are_ranked_by_keys(selector: str, heads: Any) -> None:
     """The next prompt ranks anew what is held, by the queries or keys so far, generated tokens included."""
     run = Run(selector, heads, [24, 16], grows=True)
@@ -119,18 +112,19 @@ def test_a_growing_cache_whose_heads_have_different_room() -> None:
         run.step()
 
 
-@pytest.mark.parametrize("budget", [4, 5, 7])
-def test_smallest_budgets(budget: int) -> None:
-    run = Run("h2o", AdaKV(), [budget, 31])
-    run.prompt([20, 40])
-    for _ in range(9):
-        run.step()
-
-
-def test_one_token() -> None:
-    run = Run("h2o", AdaKV(), [8])
-    run.prompt([1])
-    for _ in range(12):
+@pytest.mark.parametrize(
+    ("budgets", "lengths", "steps", "transform"),
+    [
+        *(([budget, 31], [20, 40], 9, {}) for budget in (4, 5, 7)),  # the smallest ones
+        ([8], [1], 12, {}),
+        ([24, 12], [60, 40], 6, {"softcap": 2.0}),
+        ([24, 12], [60, 40], 6, {"sinks": torch.linspace(-2, 3, HEADS * GROUP)}),
+    ],
+)
+def test_a_prompt_and_steps(budgets: list[int], lengths: list[int], steps: int, transform: dict[str, Any]) -> None:
+    run = Run("h2o", AdaKV(), budgets, **transform)
+    run.prompt(lengths)
+    for _ in range(steps):
         run.step()
 
 
@@ -141,16 +135,6 @@ def test_equal_scores_are_broken_by_position_and_head() -> None:
     for _ in range(10):
         q, k, v = run.draw(1)
         run.step((torch.zeros_like(q), k, v))
-
-
-@pytest.mark.parametrize(
-    "transform", [{"softcap": 2.0}, {"sinks": torch.linspace(-2, 3, HEADS * GROUP)}], ids=["cap", "sinks"]
-)
-def test_softcap_and_sinks(transform: dict[str, Any]) -> None:
-    run = Run("h2o", AdaKV(), [24, 12], **transform)
-    run.prompt([60, 40])
-    for _ in range(6):
-        run.step()
 
 
 def test_rows_of_a_batch_are_those_alone() -> None:

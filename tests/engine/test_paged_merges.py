@@ -11,23 +11,38 @@ from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.head_files import HeadFile, save_heads
 from tests.engine.paged import HEADS, Run
+from tests.sampling import each_once, product
 
 CODECS = ["plain", "tokenwise:group_size=2:residual_length=3:block_size=4"]
-PROMPTS = ["blend", "elastic", "kvmerger", "merge", "keepkv", "zsmerge", "d2o", "regress"]
+GROWING = ["blend", "elastic", "kvmerger", "merge", "keepkv", "zsmerge", "d2o", "regress", "compensate"]
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("selector", ["h2o", "window", "snapkv:window=6:kernel=3"])
-def test_compensate_in_prompts_and_steps(selector: str, codec: str) -> None:
-    """A prompt, steps that evict, a later prompt that divides the pages again, and steps behind it."""
-    run = Run(selector, AdaKV(safeguard=0.0), [70, 12], codec=codec, merger="compensate")
+SNAPKV = "snapkv:window=6:kernel=3"
+
+
+@pytest.mark.parametrize(
+    ("merger", "selector", "codec"),
+    [
+        ("compensate", "h2o", CODECS[0]),
+        ("compensate", "window", CODECS[1]),
+        ("compensate", SNAPKV, CODECS[1]),
+        *((merger, "h2o", CODECS[1]) for merger in ("merge", "keepkv", "zsmerge", "d2o")),
+    ],
+)
+def test_prompts_and_steps(merger: str, selector: str, codec: str) -> None:
+    """A prompt, steps that evict, a later prompt that divides the pages again, and steps behind it.
+
+    Mergers that compare keys merge into buffers, which a codec has for each head.
+    """
+    run = Run(selector, AdaKV(safeguard=0.0), [70, 12], codec=codec, merger=merger)
     run.prompt([120, 33])
     for _ in range(9):
         run.step()
     run.prompt([7, 40])
     for number in range(9):
         run.step(valid=[True, number % 3 != 1])
-    assert run.store.tensors.log_counts is not None and float(run.store.tensors.log_counts.max()) > 2
+    if merger == "compensate":
+        assert run.store.tensors.log_counts is not None and float(run.store.tensors.log_counts.max()) > 2
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -66,10 +81,9 @@ def test_softcaps_and_sinks() -> None:
         run.step()
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("merger", [*PROMPTS, "compensate"])
+@product("merger,codec", GROWING, CODECS, sample=each_once(GROWING, CODECS))
 def test_mergers_in_prompts_of_a_cache_that_grows(merger: str, codec: str) -> None:
-    run = Run("snapkv:window=6:kernel=3", AdaKV(), [40, 24], grows=True, codec=codec, merger=merger)
+    run = Run(SNAPKV, AdaKV(), [40, 24], grows=True, codec=codec, merger=merger)
     run.prompt([80, 33], extra=5)
     for _ in range(8):
         run.step()
@@ -77,21 +91,9 @@ def test_mergers_in_prompts_of_a_cache_that_grows(merger: str, codec: str) -> No
     run.step()
 
 
-@pytest.mark.parametrize("merger", ["merge", "keepkv", "zsmerge", "d2o"])
-def test_mergers_that_compare_keys_merge_into_buffers(merger: str) -> None:
-    """With a codec, a head has its buffer for itself."""
-    run = Run("h2o", AdaKV(safeguard=0.0), [70, 12], codec=CODECS[1], merger=merger)
-    run.prompt([120, 33])
-    for _ in range(9):
-        run.step()
-    run.prompt([7, 40])
-    for number in range(9):
-        run.step(valid=[True, number % 3 != 1])
-
-
 @pytest.mark.parametrize("merger", ["blend", "elastic", "kvmerger", "regress"])
 def test_mergers_of_prompts_where_steps_evict(merger: str) -> None:
-    run = Run("snapkv:window=6:kernel=3", AdaKV(), [40, 24], merger=merger)
+    run = Run(SNAPKV, AdaKV(), [40, 24], merger=merger)
     run.prompt([80, 33])
     for _ in range(8):
         run.step()

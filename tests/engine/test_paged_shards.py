@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from kvpolicy.engine.pages import row_pages
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.protocols import SINGLE_RANK, Ranks
 from tests.engine.parts import generator
+from tests.sampling import product
 
 HEADS = 4
 GROUP = 2
@@ -67,9 +67,9 @@ def same(every: list[Layer]) -> None:
         ] == want
 
 
-@pytest.mark.parametrize("shards", SHARDS, ids=lambda shards: f"{len(shards)} ranks")
-@pytest.mark.parametrize("policy", ["window", "window+tokenwise:group_size=2:residual_length=2:block_size=3"])
-@pytest.mark.parametrize("last", [6, 99])
+@product(
+    "last,policy,shards", [6, 99], ["window", "window+tokenwise:group_size=2:residual_length=2:block_size=3"], SHARDS
+)
 def test_a_shard_keeps_what_the_layer_keeps_of_its_heads(last: int, policy: str, shards: list[Ranks]) -> None:
     """Pages that cannot be divided evenly go to the first heads of the layer, also where they are added in steps."""
     every = layers(policy, shards)

@@ -10,6 +10,7 @@ from kvpolicy.engine import partial_attention
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.partial_attention import attend_causal, attend_occupied, attend_part, has_parts
 from tests.engine.parts import generator
+from tests.sampling import product
 
 HEADS = 2
 DIM = 8
@@ -20,9 +21,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator(seed))
 
 
-@pytest.mark.parametrize("size", [1.0, 100.0])
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("new", [1, 2, 33])
+@product("new,group,size", [1, 2, 33], [1, 3], [1.0, 100.0])
 def test_joined_parts_are_the_whole(new: int, group: int, size: float) -> None:
     """Keys before the queries in two parts, and those of the queries themselves; also where one part has all weight."""
     q = drawn(0, 2, HEADS, group, new, DIM) * size
@@ -59,9 +58,7 @@ def test_what_has_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_parts(t, t, t, TRANSFORM)
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("occupancy", [None, [True] * 6 + [False] * 3])
-@pytest.mark.parametrize("counted", [False, True])
+@product("softcap,occupancy,counted", [None, 1.5], [None, [True] * 6 + [False] * 3], [False, True])
 def test_attention_to_occupied_slots(softcap: float | None, occupancy: list[bool] | None, counted: bool) -> None:
     """With the normalizer, against fp64; by the fused function where nothing is masked, counted or capped."""
     q = drawn(0, 1, HEADS, 5, DIM)

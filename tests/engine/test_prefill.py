@@ -114,7 +114,6 @@ def test_a_window_does_not_keep_a_prompt_alive() -> None:
 
 
 def test_rows_are_selected_everywhere() -> None:
-    """Every tensor has the row in its numbers, and follows it."""
     rows = torch.arange(3.0)
 
     def of(*shape: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from kvpolicy.testing import check_cache
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.engine.test_held_chunks import CODES, outcome
+from tests.sampling import each_once, product
 
 CODECS = [TokenWise(bits=4, group_size=4), TokenWise(bits="fp8", group_size=4), BFP(mantissa=6), TurboQuant()]
 
@@ -88,19 +89,19 @@ def decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PolicyLayer, "keep", keep)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        f"kvzip:chunk=16+{CODES}@0.5",
-        "kvzip:chunk=16:plus=true+tokenwise:group_size=4@0.5",
-        f"uniform/adakv+kvzip:chunk=16+{CODES}@0.6",
-        f"squeeze+h2o+{CODES}@0.5",
-        "squeeze+kvzip:chunk=16+bfp:mantissa=4@0.5",
-        "kvzip:chunk=16+turboquant@0.5",
-    ],
-)
-@pytest.mark.parametrize("lengths", [[26], [26, 11]], ids=["one", "padded"])
-@pytest.mark.parametrize("tile", [None, 5])
+WAITING = [
+    f"kvzip:chunk=16+{CODES}@0.5",
+    "kvzip:chunk=16:plus=true+tokenwise:group_size=4@0.5",
+    f"uniform/adakv+kvzip:chunk=16+{CODES}@0.6",
+    f"squeeze+h2o+{CODES}@0.5",
+    "squeeze+kvzip:chunk=16+bfp:mantissa=4@0.5",
+    "kvzip:chunk=16+turboquant@0.5",
+]
+LENGTHS = [[26, 11], [26]]
+TILES = [None, None, 5, 5]
+
+
+@product("policy,lengths,tile", WAITING, LENGTHS, [None, 5], sample=each_once(WAITING, LENGTHS, TILES))
 def test_what_is_kept_of_decoded_codes(
     monkeypatch: pytest.MonkeyPatch, policy: str, lengths: list[int], tile: int | None
 ) -> None:

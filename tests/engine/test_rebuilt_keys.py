@@ -18,6 +18,7 @@ from tests.conformance.play import forward, make_batch
 from tests.engine.parts import index_of
 from tests.engine.test_rotary import scaled
 from tests.readers.bench import HEADS, Layer, draw
+from tests.sampling import each_once, product
 
 RANK = 3
 SPEC = f"full+shadowkv:read=8:page=2:rank={RANK}:sinks=1:recent=2"
@@ -48,9 +49,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RebuiltKeys, Chosen, Te
     return found
 
 
-@pytest.mark.parametrize("joint", ["false", "true"])
-@pytest.mark.parametrize("positions", ["own", "columns"])
-@pytest.mark.parametrize("family", FAMILIES)
+@product(
+    "family,positions,joint",
+    FAMILIES,
+    ["own", "columns"],
+    ["false", "true"],
+    sample=each_once(FAMILIES, ["own", "own", "columns", "columns"], ["false", "true"]),
+)
 def test_keys_are_projected_without_their_rotation(
     family: str, positions: str, joint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

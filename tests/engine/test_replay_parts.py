@@ -10,6 +10,7 @@ from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.replay import Chunk, Gain, attend_context, received
 from kvpolicy.engine.replay_parts import ChunkPlace, attend_and_score
 from tests.engine.parts import generator
+from tests.sampling import product
 
 ROWS = 2
 HEADS = 3
@@ -60,11 +61,10 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("scores", ["drawn", "equal", "large", "far apart"])
-@pytest.mark.parametrize("tile", [1, 1 << 18], ids=["small tiles", "one tile"])
-@pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
-def test_parts_are_the_whole(place: ChunkPlace, tile: int, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@product("name,tile,scores", [*PLACES], [1, 1 << 18], ["drawn", "equal", "large", "far apart"])
+def test_parts_are_the_whole(name: str, tile: int, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiles of queries, of one query head or of several, and where what is not scored has all of the weight."""
+    place = PLACES[name]
     monkeypatch.setattr("kvpolicy.engine.replay_parts.CACHED_ELEMENTS", tile)
     error = 1e-4 if scores in ("large", "far apart") else 1e-5  # scores of some hundreds
     for group, new, own in ((1, 37, 37), (2, 20, 37), (2, 1, 1), (4, 5, 37)):

@@ -13,15 +13,20 @@ from kvpolicy.kernels import compiled
 from tests.conformance.models import build
 
 
-def test_reason_for_an_even_division() -> None:
+def test_reason_for_an_even_division_and_another_remark() -> None:
     """Two layers make no three groups."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=48))
-    with torch.no_grad(), kvpolicy.attach(model.eval(), "squeeze+window@0.5") as handle:
-        model(torch.arange(20)[None], use_cache=True)
+    with torch.no_grad(), kvpolicy.attach(model.eval(), "squeeze+window+kivi@0.5") as handle:
+        model(torch.arange(40)[None], use_cache=True)
         report = handle.report()
     assert "row(s) 0: all layers have the same budget" in str(report)
-    assert [layer.budget for layer in report.layers] == [(10,), (10,)]
+    assert [layer.budget for layer in report.layers] == [(20,), (20,)]
+    assert handle.plan is not None
+    assert [part.split(",")[0] for part in handle.plan.note.split("; ")] == [
+        "row(s) 0: all layers have the same budget",
+        "no token is encoded",
+    ]
 
 
 def test_no_reason_where_layers_differ() -> None:
@@ -113,15 +118,3 @@ def test_a_text_behind_the_trained_positions_is_remarked_on(prompt: int | list[i
     assert note.startswith(told) if rows else not note
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert not kvpolicy.plan(config, "window@32", batch=2, prompt=prompt, new=new).note, "reaches further by itself"
-
-
-def test_both_remarks() -> None:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=48))
-    with torch.no_grad(), kvpolicy.attach(model.eval(), "squeeze+window+kivi@0.5") as handle:
-        model(torch.arange(40)[None], use_cache=True)
-    assert handle.plan is not None
-    assert [part.split(",")[0] for part in handle.plan.note.split("; ")] == [
-        "row(s) 0: all layers have the same budget",
-        "no token is encoded",
-    ]

@@ -76,43 +76,41 @@ def places(keys: Tensor) -> Tensor:
     return torch.arange(LENGTH - count, LENGTH).expand(batch, heads, -1)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED, "yarn", "linear"])
-def test_one_pass_over_keys_rotates_as_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where frequencies are constant and halves are rotated; elsewhere there are no frequencies."""
-    model = scaled(family) if family in ("yarn", "linear") else build(family)
-    found: list[bool] = []
-    for before, after, rope in keys_before_and_after(model, monkeypatch):
-        frequencies = rope.frequencies(after.shape[-1])
-        found.append(frequencies is not None)
-        if frequencies is not None:
-            rotated = rotate_halves(before, places(after), frequencies) * rope.scaling
-            assert torch.allclose(rotated, after, atol=2e-6)
-    expected = {"llama": True, "qwen3": True, "yarn": True, "linear": True, "opt": False, "gpt_neox": False}
-    assert all(each == expected.get(family, each) for each in found)
+def check_one_pass(before: Tensor, after: Tensor, rope: Rope) -> bool:
+    """One pass over keys rotates as the model, where frequencies are constant; whether there are such."""
+    frequencies = rope.frequencies(after.shape[-1])
+    if frequencies is not None:
+        rotated = rotate_halves(before, places(after), frequencies) * rope.scaling
+        assert torch.allclose(rotated, after, atol=2e-6)
+    return frequencies is not None
+
+
+def check_lengths(before: Tensor, after: Tensor, rope: Rope, family: str) -> None:
+    """Lengths in planes are the same at every position."""
+    wide = torch.nn.functional.pad(before, (0, after.shape[-1] - before.shape[-1]))
+    lengths = rope.pair_lengths(after)
+    assert torch.allclose(lengths, rope.pair_lengths(wide) * rope.scaling, atol=2e-6)
+    planes = rope._planes(after.shape[-1], after.device)
+    assert planes.numel() == planes.unique().numel() and (planes.numel() > 0) == rope.rotates
+    assert lengths.shape[-1] == rope._angles or family == "gemma4" or not rope.rotates  # of frequency 0
+    alone = [channel for channel in range(before.shape[-1]) if channel not in planes]
+    assert torch.allclose(before[..., alone], after[..., alone]), "what is in no plane is not rotated"
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED, "yarn", "linear"])
-def test_undone_keys_are_those_before(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_rotated_and_undone_as_the_model_rotates(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full and partial, by halves and by pairs, scaled and not; and none where there is none."""
     model = scaled(family) if family in ("yarn", "linear") else build(family)
+    found: list[bool] = []
     for before, after, rope in keys_before_and_after(model, monkeypatch):
         undone = rope.unrotate(after, places(after))
         assert torch.allclose(undone[..., : before.shape[-1]], before, atol=2e-6)
         assert torch.allclose(rope.rotate(undone, places(after)), after, atol=2e-6)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED, "yarn", "linear"])
-def test_lengths_in_planes_are_the_same_at_every_position(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = scaled(family) if family in ("yarn", "linear") else build(family)
-    for before, after, rope in keys_before_and_after(model, monkeypatch):
-        wide = torch.nn.functional.pad(before, (0, after.shape[-1] - before.shape[-1]))
-        lengths = rope.pair_lengths(after)
-        assert torch.allclose(lengths, rope.pair_lengths(wide) * rope.scaling, atol=2e-6)
-        planes = rope._planes(after.shape[-1], after.device)
-        assert planes.numel() == planes.unique().numel() and (planes.numel() > 0) == rope.rotates
-        assert lengths.shape[-1] == rope._angles or family == "gemma4" or not rope.rotates  # of frequency 0
-        alone = [channel for channel in range(before.shape[-1]) if channel not in planes]
-        assert torch.allclose(before[..., alone], after[..., alone]), "what is in no plane is not rotated"
+        check_lengths(before, after, rope, family)
+        found.append(check_one_pass(before, after, rope))
+        assert rope.scaling > 1.1 or family != "yarn", "else nothing would show that it is divided by"
+    expected = {"llama": True, "qwen3": True, "yarn": True, "linear": True, "opt": False, "gpt_neox": False}
+    assert all(each == expected.get(family, each) for each in found)
 
 
 @pytest.mark.parametrize("kind", ["exaone_moe", "cohere2_moe", "kolibri1", "beam"])
@@ -148,7 +146,6 @@ def test_layers_without_an_embedding(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_conditions_that_transformers_knows() -> None:
-    """A family that rotates under a condition of its own is one that `Rope` knows."""
     pattern = re.compile(r"^class (\w+)|^ +if (self\..*):\n(?:.*\n)? +.*= apply_rotary_pos_emb\(", re.MULTILINE)
     found = dict[str, str]()
     name = ""
@@ -162,11 +159,6 @@ def test_conditions_that_transformers_knows() -> None:
     # Of speech and of proteins:
     other |= {"MoshiAttention", "KyutaiSpeechToTextAttention", "EvollaSaProtSelfAttention", "EsmSelfAttention"}
     assert found.keys() <= _ROTATES.keys() | other, found
-
-
-def test_yarn_has_a_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the test above would not show that it is divided by."""
-    assert all(rope.scaling > 1.1 for _, _, rope in keys_before_and_after(scaled("yarn"), monkeypatch))
 
 
 def test_changing_frequencies_are_refused() -> None:

@@ -12,6 +12,7 @@ from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits, has_dictionary, is_pinned, pin_tokens, with_tokens
 from kvpolicy.engine.token_batch import BEYOND
 from tests.conformance.fakes import Fake
+from tests.sampling import product
 
 HEADS = 2
 DIM = 4
@@ -27,11 +28,10 @@ def test_a_codec_without_stages_has_none() -> None:
     assert alloc_limits(Plain(), 2, HEADS, DIM, "cpu") is None
 
 
-@pytest.mark.parametrize("key_space", ["rotated", "unrotated"])
-@pytest.mark.parametrize("query_absmax", [False, True])
-@pytest.mark.parametrize(("pins", "pin_heads"), [("none", 1), ("first", 1), ("massive", 1), ("newest", HEADS)])
-def test_what_a_codec_does_not_need_is_empty(pins: Any, pin_heads: int, query_absmax: bool, key_space: Any) -> None:
+@product("pins,query_absmax,key_space", ["none", "first", "massive", "newest"], [False, True], ["rotated", "unrotated"])
+def test_what_a_codec_does_not_need_is_empty(pins: Any, query_absmax: bool, key_space: Any) -> None:
     pinned = 0 if pins == "none" else 3
+    pin_heads = HEADS if pins == "newest" else 1
     codec = Fake(caps=(4,), pins=pins, pinned=pinned, query_absmax=query_absmax, key_space=key_space)
     limits = limits_of(codec, 2)
     assert limits.flush_threshold.tolist() == [[BEYOND]] * 2, "nothing is demoted before a budget is known"

@@ -18,6 +18,7 @@ from kvpolicy.engine.selection import Selection, finite_priority, rank_candidate
 from kvpolicy.protocols import SINGLE_RANK, Forward, Needs, Seen, View
 from tests.conformance.fakes import Roll, undo
 from tests.engine.parts import Ranking, Worth, gathered, generator, newest_queries, shuffled
+from tests.sampling import product
 
 ROWS = 3
 HEADS = 2
@@ -77,10 +78,13 @@ def worth_of(levels: int) -> Any:
     return score
 
 
-@pytest.mark.parametrize("levels", [1, 3, 31], ids=lambda levels: f"{levels} levels")
-@pytest.mark.parametrize("slots", [0, 1, 5])
-@pytest.mark.parametrize("valid", [None, LEFT, RIGHT, HOLES], ids=["whole", "left", "right", "holes"])
-@pytest.mark.parametrize("keep", [[1, 1, 1], [2, 3, 4], [99, 99, 99]], ids=str)
+@product(
+    "keep,valid,slots,levels",
+    [[2, 3, 4], [1, 1, 1], [99, 99, 99]],
+    [None, LEFT, RIGHT, HOLES],
+    [0, 1, 5],
+    [1, 3, 31],
+)
 def test_the_best_tokens_are_kept(keep: list[int], valid: list[list[int]] | None, slots: int, levels: int) -> None:
     positions = held_slots(slots, slots)
     pending = prompt(valid)
@@ -142,7 +146,6 @@ def test_finite_priorities_keep_their_order() -> None:
 @pytest.mark.parametrize("slots", [0, 4])
 @pytest.mark.parametrize("valid", [None, LEFT, RIGHT], ids=["whole", "left", "right"])
 def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots: int) -> None:
-    """Every statistic that the selector is shown is that of the candidate in the same place."""
     positions = held_slots(slots, 7)
     q = torch.randn(ROWS, HEADS * GROUP, NEW, DIM, generator=generator(5))
     pending = prompt(valid)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from kvpolicy.spec.errors import KVPolicyStateError
 from tests.conformance.access import addresses, kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
+from tests.sampling import each_once, product
 
 TEXT = 40
 ROWS = 3
@@ -50,6 +53,15 @@ def read_text(model: Any, ids: Tensor) -> PolicyCache:
     return cache
 
 
+@contextmanager
+def reading(lengths: list[int], policy: str = "snapkv:window=4@0.5", family: str = "llama") -> Generator[Any]:
+    """A model under a policy, a cache with the text of a conversation, and the conversation."""
+    model = build(family)
+    ids, mask = conversation(lengths)
+    with kvpolicy.attach(model, policy):
+        yield model, read_text(model, ids), ids, mask
+
+
 def go_on(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor, turns: list[int] = TURNS) -> list[Tensor]:
     """Logits of the turns behind the text."""
     start = turns[0]
@@ -77,15 +89,15 @@ def assert_alike(some: list[Tensor], others: list[Tensor], mask: Tensor, turns: 
         start += one.shape[1]
 
 
-@pytest.mark.parametrize("lengths", [[6, 6, 6], [6, 1, 4]], ids=["whole", "padded"])
-@pytest.mark.parametrize("policy", [*GROWING, HEADS])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+FAMILIES = ["gpt_oss", "llama", "gemma2"]
+KEEPING = [*GROWING, HEADS]
+LENGTHS = [[6, 1, 4], [6, 6, 6]]
+
+
+@product("family,policy,lengths", FAMILIES, KEEPING, LENGTHS, sample=each_once(FAMILIES, KEEPING, LENGTHS))
 def test_rows_answer_as_copies_do(family: str, policy: str, lengths: list[int]) -> None:
     """Where copies keep the same tokens: with softcap, learned sinks and sliding windows too."""
-    model = build(family)
-    ids, mask = conversation(lengths)
-    with kvpolicy.attach(model, policy):
-        text = read_text(model, ids)
+    with reading(lengths, policy, family) as (model, text, ids, mask):
         copies = text.fork([0] * ROWS)
         copies.hold_next()
         want = go_on(model, copies, ids, mask)
@@ -112,10 +124,8 @@ def test_codes_are_read_as_codes(policy: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_is_shared_and_counted_once() -> None:
-    model = build("llama")
-    ids, mask = conversation([6, 6, 6])
-    with kvpolicy.attach(model, "snapkv:window=4+kivi:bits=4:group_size=4:residual_length=4@0.5"):
-        text = read_text(model, ids)
+    policy = "snapkv:window=4+kivi:bits=4:group_size=4:residual_length=4@0.5"
+    with reading([6, 6, 6], policy) as (model, text, ids, mask):
         forks = [text.fork([0] * count, shared=True) for count in (1, ROWS)]
         for fork in forks:
             go_on(model, fork, ids[: fork.batch_size], mask[: fork.batch_size])
@@ -132,10 +142,7 @@ def test_memory_is_shared_and_counted_once() -> None:
 
 
 def test_a_plan_is_what_a_cache_holds_when_the_end_is_known() -> None:
-    model = build("gemma2")
-    ids, mask = conversation([6, 2, 6])
-    with kvpolicy.attach(model, "snapkv:window=4@0.5"):
-        text = read_text(model, ids)
+    with reading([6, 2, 6], family="gemma2") as (model, text, ids, mask):
         shared = text.fork([0] * ROWS, shared=True)
         shared.expect([TEXT + 6, TEXT + 2, TEXT + 6], new=5)
         before = go_on(model, shared, ids, mask, TURNS[:2])
@@ -148,9 +155,11 @@ def test_a_plan_is_what_a_cache_holds_when_the_end_is_known() -> None:
         assert len(before) == 1
 
 
-@pytest.mark.parametrize("policy", ["snapkv:window=4@0.5", "full+tokenwise", "uniform/adakv+snapkv:window=4@0.5"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("own", ["full", "window@4"])
+PREFIXES = ["snapkv:window=4@0.5", "full+tokenwise", "uniform/adakv+snapkv:window=4@0.5"]
+OWN = ["full", "window@4"]
+
+
+@product("family,policy,own", ["llama", "gemma2"], PREFIXES, OWN)
 def test_a_plan_of_a_config_is_what_a_cache_holds(family: str, policy: str, own: str) -> None:
     model = build(family)
     ids, mask = conversation([6, 6, 6])
@@ -179,10 +188,7 @@ def test_plans_that_rows_cannot_share() -> None:
 
 
 def test_what_rows_add_is_evicted_under_a_policy_of_its_own() -> None:
-    model = build("llama")
-    ids, mask = conversation([6, 6, 3])
-    with kvpolicy.attach(model, "snapkv:window=4@0.5"):
-        text = read_text(model, ids)
+    with reading([6, 6, 3]) as (model, text, ids, mask):
         kept = kept_positions(text.policy_layers[0])
         shared = text.fork([0] * ROWS, shared=True, own="window@4")
         go_on(model, shared, ids, mask)
@@ -235,10 +241,7 @@ def test_beams_share_the_text() -> None:
 
 
 def test_rows_are_selected_before_and_behind_the_question() -> None:
-    model = build("llama")
-    ids, mask = conversation([6, 6, 2])
-    with kvpolicy.attach(model, "snapkv:window=4@0.5"):
-        text = read_text(model, ids)
+    with reading([6, 6, 2]) as (model, text, ids, mask):
         want = go_on(model, text.fork([0] * ROWS, shared=True), ids, mask)
         some = text.fork(shared=True)
         some.batch_repeat_interleave(2)
@@ -255,10 +258,8 @@ def test_rows_are_selected_before_and_behind_the_question() -> None:
 
 
 def test_a_copy_of_rows_shares_the_same_text() -> None:
-    model = build("llama")
-    ids, mask = conversation([6, 6, 6])
-    with kvpolicy.attach(model, "snapkv:window=4@0.5"):
-        shared = read_text(model, ids).fork([0] * ROWS, shared=True)
+    with reading([6, 6, 6]) as (model, text, ids, mask):
+        shared = text.fork([0] * ROWS, shared=True)
         forward(model, ids, mask, TEXT, TEXT + 6, shared)
         other = shared.fork([2, 0])
         prefixes = [cache.policy_layers[0].prefix for cache in (shared, other)]
@@ -271,10 +272,8 @@ def test_a_copy_of_rows_shares_the_same_text() -> None:
 
 
 def test_a_reset_returns_to_the_end_of_the_text() -> None:
-    model = build("llama")
-    ids, mask = conversation([6, 6, 2])
-    with kvpolicy.attach(model, "snapkv:window=4@0.5"):
-        shared = read_text(model, ids).fork([0] * ROWS, shared=True)
+    with reading([6, 6, 2]) as (model, text, ids, mask):
+        shared = text.fork([0] * ROWS, shared=True)
         want = go_on(model, shared, ids, mask)
         shared.batch_select_indices(torch.tensor([0]))
         shared.reset()
@@ -283,10 +282,7 @@ def test_a_reset_returns_to_the_end_of_the_text() -> None:
 
 
 def test_the_text_may_be_forgotten_while_rows_share_it() -> None:
-    model = build("llama")
-    ids, mask = conversation([6, 6, 6])
-    with kvpolicy.attach(model, "snapkv:window=4@0.5"):
-        text = read_text(model, ids)
+    with reading([6, 6, 6]) as (model, text, ids, mask):
         shared, other = (text.fork([0] * ROWS, shared=True) for _ in range(2))
         want = go_on(model, other, ids, mask)
         text.reset()
@@ -296,10 +292,7 @@ def test_the_text_may_be_forgotten_while_rows_share_it() -> None:
 
 def test_windows_are_copied_for_each_row() -> None:
     """Those of the text are overwritten when it is reset."""
-    model = build("gemma2")
-    ids, mask = conversation([6])
-    with kvpolicy.attach(model, "snapkv:window=4@0.5"):
-        text = read_text(model, ids)
+    with reading([6], family="gemma2") as (model, text, ids, mask):
         shared, other = (text.fork(shared=True) for _ in range(2))
         assert shared.unmanaged_bytes() == text.unmanaged_bytes()
         many = text.fork([0] * 5, shared=True).unmanaged_bytes()
@@ -310,10 +303,7 @@ def test_windows_are_copied_for_each_row() -> None:
 
 
 def test_a_copy_of_the_text_goes_on() -> None:
-    model = build("llama")
-    ids, mask = conversation([6])
-    with kvpolicy.attach(model, "snapkv:window=4@0.5"):
-        text = read_text(model, ids)
+    with reading([6]) as (model, text, ids, mask):
         alone = read_text(model, ids)
         text.fork(shared=True)
         assert_equal(go_on(model, text.fork(), ids, mask), go_on(model, alone, ids, mask))
@@ -355,10 +345,8 @@ def test_questions_in_tiles_and_chunks() -> None:
 
 
 def test_steps_can_be_taken_back() -> None:
-    model = build("llama")
-    ids, mask = conversation([6, 6, 2])
-    with kvpolicy.attach(model, "snapkv:window=4@0.5"):
-        shared = read_text(model, ids).fork([0] * ROWS, shared=True)
+    with reading([6, 6, 2]) as (model, text, ids, mask):
+        shared = text.fork([0] * ROWS, shared=True)
         with pytest.raises(KVPolicyStateError, match="must hold a whole prompt before a mark"):
             shared.mark()
         forward(model, ids, mask, TEXT, TEXT + 6, shared)
@@ -370,12 +358,11 @@ def test_steps_can_be_taken_back() -> None:
         assert all(map(torch.equal, first[1:], again))
 
 
-@pytest.mark.parametrize("policy", ["snapkv:window=4@0.5", "full+tokenwise", "uniform/adakv+snapkv:window=4@0.5"])
-@pytest.mark.parametrize("own", ["full", "window@4"])
+@product("policy,own", PREFIXES, OWN, sample=each_once(PREFIXES, OWN))
 def test_a_step_compiles_once(policy: str, own: str) -> None:
     torch.compiler.reset()
-    model = build("llama", layers=2)
-    steps = 12
+    model = build("llama", layers=1)  # the time to compile grows with the layers
+    steps = 6
     turns = [TEXT, 6, *[1] * steps]
     ids, mask = conversation([6, 6, 3], turns)
     places = (mask.cumsum(-1) - 1).clamp_min(0)

@@ -21,6 +21,7 @@ from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import SELECTORS, words
 from tests.reference import allocators
 from tests.reference.allocators.squeeze import squeeze
+from tests.sampling import product
 
 LENGTHS = [40, 26, 13]
 BEHIND = {
@@ -77,9 +78,7 @@ def test_cosine_of_the_residual_stream(family: str) -> None:
     direct = Residuals(model, family)
     talk(model, ids, mask, [40], None)
     direct.close()
-    with kvpolicy.attach(model, "squeeze+window@0.5"):
-        cache = PolicyCache(model)
-        talk(model, ids, mask, [40], cache)
+    cache = talked(model, "squeeze+window@0.5", LENGTHS, [40])
     for place, layer in enumerate(cache.policy_layers):
         cosine = direct.cosines[layer.layer_idx]
         want = torch.stack([row[flags].mean() for row, flags in zip(cosine, mask.bool(), strict=True)])
@@ -120,13 +119,17 @@ def deep() -> Any:
     return model
 
 
+def talked(model: Any, policy: str, lengths: list[int], turns: list[int]) -> PolicyCache:
+    """A cache after a conversation."""
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        talk(model, *make_batch(lengths, turns), turns, cache)
+    return cache
+
+
 @pytest.mark.parametrize("budget", ["0.25", "0.5", "16"])
 def test_budgets_are_each_rows_own_and_conserve_the_sum(budget: str) -> None:
-    model = deep()
-    ids, mask = make_batch(LENGTHS, [40])
-    with kvpolicy.attach(model, f"squeeze+h2o@{budget}"):
-        cache = PolicyCache(model)
-        talk(model, ids, mask, [40], cache)
+    cache = talked(deep(), f"squeeze+h2o@{budget}", LENGTHS, [40])
     got = torch.stack([layer.budget for layer in cache.policy_layers], 1).tolist()
     for row, cosines, length in zip(got, cache.cosines().tolist(), LENGTHS, strict=True):
         share: Any = float(budget) if "." in budget else int(budget)
@@ -137,19 +140,15 @@ def test_budgets_are_each_rows_own_and_conserve_the_sum(budget: str) -> None:
 
 
 def test_each_layer_keeps_its_own_share() -> None:
-    model = deep()
-    with kvpolicy.attach(model, "squeeze:keep_share=0.2+window@0.5"):
-        cache = PolicyCache(model)
-        talk(model, *make_batch([40], [40]), [40], cache)
-    for layer in cache.policy_layers:
-        assert kept_positions(layer) == [[list(range(40 - int(layer.budget), 40))] * 2]
-        assert layer.positions.shape[-1] == int(layer.budget)
-    assert max(int(layer.budget) for layer in cache.policy_layers) > 2 * min(
-        int(layer.budget) for layer in cache.policy_layers
-    )
+    cache = talked(deep(), "squeeze:keep_share=0.2+window@0.5", [40], [40])
+    budgets = [int(layer.budget) for layer in cache.policy_layers]
+    for layer, budget in zip(cache.policy_layers, budgets, strict=True):
+        assert kept_positions(layer) == [[list(range(40 - budget, 40))] * 2]
+        assert layer.positions.shape[-1] == budget
+    assert max(budgets) > 2 * min(budgets)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
+@product("selector", SELECTORS, sample=[(name,) for name in ("window", "snapkv", "kvzip", "h2o")])
 def test_a_profile_gives_the_same_as_measuring(selector: str, tmp_path: Path) -> None:
     model = deep()
     path = tmp_path / "profile.json"
@@ -230,8 +229,20 @@ def test_beams_carry_their_measures() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_too_few_layers_share_evenly(family: str) -> None:
     """Groups need three layers; gemma2's sliding layers are not counted."""
-    model = build(family)
-    with kvpolicy.attach(model, "squeeze:groups=4+window@0.5"):
-        cache = PolicyCache(model)
-        talk(model, *make_batch([20], [20]), [20], cache)
+    cache = talked(build(family), "squeeze:groups=4+window@0.5", [20], [20])
     assert [int(layer.budget) for layer in cache.policy_layers] == [10] * 3
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_rows_that_begin_in_a_later_chunk_are_measured_then(family: str) -> None:
+    """One row has padding alone in the first chunk, so that measured and held cosines meet in the second."""
+    model = build(family)
+    turns = [12, 14, 1, 1]
+    ids, mask = make_batch([12, 12], turns)
+    mask[1, :12] = 0
+    with kvpolicy.attach(model, "squeeze+window@0.5"):
+        cache = PolicyCache(model, new=4)
+        talk(model, ids, mask, turns, cache)
+        assert cache.plan is not None and cache.plan.measured
+        managed = {layer.layer_idx for layer in cache.policy_layers}
+        assert 0 not in managed, "the first layer of these models is a sliding window"

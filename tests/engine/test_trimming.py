@@ -27,7 +27,7 @@ from tests.conformance.fakes import Roll
 from tests.conformance.models import build
 from tests.conformance.policies import CODECS, SELECTORS, spec_of, words
 from tests.engine.parts import generator
-from tests.sampling import product
+from tests.sampling import each_once, pairwise, product
 
 TOKENS = 40
 HEADS = 2
@@ -94,7 +94,15 @@ def budgets(rng: random.Random, rows: int, least: int) -> list[list[int]]:
     return steps
 
 
-@product("selector,codec,rows,draw", NESTED, CODECS, [*ROWS], DRAWS)
+# How a selector ranks and how a codec encodes do not interact in what is dropped before both.
+@product(
+    "selector,codec,rows,draw",
+    NESTED,
+    CODECS,
+    [*ROWS],
+    DRAWS,
+    sample=pairwise(NESTED, CODECS, [*ROWS], DRAWS, apart=[(0, 1), (0, 2)]),
+)
 def test_the_same_is_kept(selector: str, codec: str, rows: str, draw: str) -> None:
     spec = words(selector, codec, budget="9")
     policy = Policy.parse(spec)
@@ -128,14 +136,7 @@ def test_the_same_is_kept(selector: str, codec: str, rows: str, draw: str) -> No
 def test_every_simple_selector_says_whether_it_nests() -> None:
     """A list that a new selector is to be entered in, or in `NESTED` by its attribute."""
     others = {name for name in SELECTORS if name not in NESTED and "base" not in lookup(name)[1].__dataclass_fields__}
-    assert others <= {
-        "compactor",
-        "cur",
-        "defensive",
-        "dropkv",
-        "kvzip",
-        "rkv",
-    }
+    assert others <= {"compactor", "cur", "defensive", "dropkv", "kvzip", "rkv"}
 
 
 @pytest.mark.parametrize(
@@ -164,19 +165,14 @@ def test_a_budget_below_the_window_is_not_trimmed_for() -> None:
 
 
 def test_a_budget_beyond_the_bound_is_an_error() -> None:
-    """Tokens that were dropped cannot be kept."""
     prompt = Prompt("window@9", "normal", [TOKENS], 0)
     prompt.trim([20], 4)
     with pytest.raises(KVPolicyError, match="got a bound of 20 and then a budget of 21 tokens"):
         prompt.compressed([21])
 
 
-def test_a_row_that_begins_later_is_not_trimmed_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that has slots ranks them with the prompt."""
-    model = build("llama", layers=6)
-    ids = torch.randint(3, 40, (2, 60), generator=generator(1))
-    mask = torch.ones_like(ids)
-    mask[1, :30] = 0
+def watch_trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens every prompt has after each trimming from now on."""
     held: list[int] = []
     trim = LayerStore.trim
 
@@ -186,6 +182,16 @@ def test_a_row_that_begins_later_is_not_trimmed_for(monkeypatch: pytest.MonkeyPa
         return after
 
     monkeypatch.setattr(LayerStore, "trim", counted)
+    return held
+
+
+def test_a_row_that_begins_later_is_not_trimmed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that has slots ranks them with the prompt."""
+    model = build("llama", layers=6)
+    ids = torch.randint(3, 40, (2, 60), generator=generator(1))
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    held = watch_trims(monkeypatch)
     with attach(model, "d2olayers+window@0.3"), torch.no_grad():
         cache = PolicyCache(model)
         model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
@@ -204,27 +210,32 @@ def test_rows_of_a_trimmed_prompt_are_selected() -> None:
     assert alone.trimmed.view.positions.equal(prompt.pending.trimmed.view.positions[1:])  # pyright: ignore
 
 
-@pytest.mark.parametrize("tile", [None, 16])
-@pytest.mark.parametrize("rows", [[70], [70, 41]])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "squeeze+streaming@0.3",
-        "squeeze+snapkv:window=2:kernel=3@0.4",
-        "cake:window=4+h2o@0.3",
-        "zigzag:window=4+snapkv:window=2:kernel=3@0.4",
-        "lava:window=4+tova@0.2",
-        "mass+expected@0.3",
-        "d2olayers+keydiff@0.3",
-        "simlayer:recent=6+window+tokenwise:group_size=4:residual_length=2:block_size=2@0.3",
-    ],
+MEASURED = [
+    "squeeze+streaming@0.3",
+    "squeeze+snapkv:window=2:kernel=3@0.4",
+    "cake:window=4+h2o@0.3",
+    "zigzag:window=4+snapkv:window=2:kernel=3@0.4",
+    "lava:window=4+tova@0.2",
+    "mass+expected@0.3",
+    "d2olayers+keydiff@0.3",
+    "simlayer:recent=6+window+tokenwise:group_size=4:residual_length=2:block_size=2@0.3",
+]
+PROMPTS = [[70], [70, 41]]
+TILES = [None, 16]
+
+
+@product(
+    "spec,rows,tile",
+    MEASURED,
+    PROMPTS,
+    TILES,
+    sample=[*each_once(MEASURED, PROMPTS, TILES), (MEASURED[0], [70, 41], None), (MEASURED[1], [70], 16)],
 )
 def test_a_cache_is_the_same(spec: str, rows: list[int], tile: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without trimming; what waits is never more than the allocator guarantees, and two prompts."""
     model = build("llama", layers=6)
     ids = torch.randint(3, 40, (len(rows), max(rows)), generator=generator(1))
     mask = (torch.arange(max(rows)) >= max(rows) - torch.tensor(rows)[:, None]).long()
-    held: list[int] = []
 
     def run() -> dict[str, Tensor]:
         with attach(model, spec, tile=tile), torch.no_grad():
@@ -236,17 +247,10 @@ def test_a_cache_is_the_same(spec: str, rows: list[int], tile: int | None, monke
                     found |= {f"{layer.layer_idx}.{name}.{field}": t for field, t in fields(part)}
             return found
 
-    trim = LayerStore.trim
-
-    def counted(self: LayerStore, pending: PendingPrompt, *args: Any) -> PendingPrompt:
-        after = trim(self, pending, *args)
-        held.append(after.keys.shape[2])
-        return after
-
     with monkeypatch.context() as patch:
         patch.setattr(LayerStore, "trim", lambda self, pending, *args: pending)
         expected = run()
-    monkeypatch.setattr(LayerStore, "trim", counted)
+    held = watch_trims(monkeypatch)
     got = run()
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():

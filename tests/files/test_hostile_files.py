@@ -235,36 +235,66 @@ def test_paths_and_tokens_of_wrong_kinds(tmp_path: Path) -> None:
         assert cache_file.read(path).tensors["tokens"].dtype == torch.int64
 
 
-@pytest.mark.parametrize("change", [lambda t: t[:, :1], lambda t: t[:, :, :1], lambda t: t.half(), lambda t: t[0]])
-def test_tensors_of_sliding_windows(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+def test_tensors_of_sliding_windows(tmp_path: Path) -> None:
     model = build("gemma2")
     path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, "h2o@0.5"):
         header, tensors = stored(start(model, [26])[0], path)
         name = f"layers.{next(iter(header['windows']))}.values"
-        forge(path, json.dumps(header), tensors | {name: change(tensors[name]).contiguous()})
-        with pytest.raises(KVPolicyError, match=f"must have the tensor {name} as"):
-            PolicyCache.load(model, path)
+        held = tensors[name]
+        for changed in (held[:, :1], held[:, :, :1], held.half(), held[0]):
+            forge(path, json.dumps(header), tensors | {name: changed.contiguous()})
+            with pytest.raises(KVPolicyError, match=f"must have the tensor {name} as"):
+                PolicyCache.load(model, path)
 
 
-@pytest.mark.parametrize(
-    ("name", "number", "message"),
-    [
-        ("positions", None, "positions in layer 0 of tokens that its rows have not seen"),
-        ("positions", -2, "positions in layer 0 of tokens that its rows have not seen"),
-        ("owner", 3, "pages in layer 0 of heads that it does not have"),
-        ("owner", -1, "pages in layer 0 of heads that it does not have"),
-    ],
-)
-def test_slots_of_other_tokens_and_pages_of_other_heads(
-    name: str, number: int | None, message: str, tmp_path: Path
-) -> None:
+def test_slots_of_other_tokens_and_pages_of_other_heads(tmp_path: Path) -> None:
     model = build("llama", layers=2)
     path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, "uniform/adakv+h2o@0.7"):
         header, tensors = stored(start(model, [26])[0], path)
-        held = tensors[f"layers.0.{name}"]
-        held.view(-1)[0] = int(tensors["layers.0.length"]) if number is None else number
-        forge(path, json.dumps(header), tensors)
-        with pytest.raises(KVPolicyError, match=message):
-            PolicyCache.load(model, path)
+        unseen = int(tensors["layers.0.length"])
+        for name, number, message in (
+            ("positions", unseen, "positions in layer 0 of tokens that its rows have not seen"),
+            ("positions", -2, "positions in layer 0 of tokens that its rows have not seen"),
+            ("owner", 3, "pages in layer 0 of heads that it does not have"),
+            ("owner", -1, "pages in layer 0 of heads that it does not have"),
+        ):
+            held = tensors[f"layers.0.{name}"].clone()
+            held.view(-1)[0] = number
+            forge(path, json.dumps(header), tensors | {f"layers.0.{name}": held})
+            with pytest.raises(KVPolicyError, match=message):
+                PolicyCache.load(model, path)
+
+
+def as_floats(tokens: Tensor) -> Tensor:
+    return tokens.view(torch.float64)
+
+
+def with_other_rows(tokens: Tensor) -> Tensor:
+    return tokens.reshape(3, 4)
+
+
+@pytest.mark.parametrize("edit", [as_floats, with_other_rows, torch.flatten], ids=lambda edit: edit.__name__)
+def test_the_same_bytes_as_another_tensor(
+    edit: Callable[[Tensor], Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a file says of its tensors is covered by its hash."""
+    monkeypatch.setattr(cache_file, "check_header", lambda *given: None)  # this header has few fields
+    path = tmp_path / "cache.safetensors"
+    cache_file.write(path, cache_file.CacheFile({"rows": 4, "packed": {}}, {"tokens": torch.arange(12).reshape(4, 3)}))
+    header = cache_file._read_mapped(path).header
+    edited = {"tokens": edit(load_file(path)["tokens"])}
+    save_file(edited, path, metadata={"format": "pt", KEY: json.dumps(header)})
+    with pytest.raises(KVPolicyError, match="truncated or edited"):
+        cache_file.read(path)
+
+
+def test_parts_of_one_storage_are_written_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_file, "check_header", lambda *given: None)
+    whole = torch.arange(24.0).reshape(4, 6)
+    parts = {"rows": whole[1:3], "columns": whole[:, ::2], "first": whole[:1], "turned": whole.T, "whole": whole}
+    cache_file.write(tmp_path / "cache.safetensors", cache_file.CacheFile({}, parts))
+    found = cache_file._read_mapped(tmp_path / "cache.safetensors").tensors
+    assert found.keys() == parts.keys() and all(torch.equal(found[name], part) for name, part in parts.items())
+    assert (tmp_path / "cache.safetensors").stat().st_size < 4 * (12 + 12 + 6 + 24 + 24) + 1500

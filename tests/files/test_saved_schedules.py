@@ -34,7 +34,7 @@ PERIODS = [
 
 @pytest.mark.parametrize("policy", PERIODS)
 def test_work_inside_a_period(policy: str, tmp_path: Path) -> None:
-    model = build("llama", layers=2)
+    model = build("llama", layers=1)
     ids, mask = make_batch([PROMPT, 17], [PROMPT, *[1] * STEPS])
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model)

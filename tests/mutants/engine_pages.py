@@ -250,14 +250,14 @@ MUTATIONS = (
         file="kvpolicy/engine/index_reader.py",
         old="self.same_slots, self.is_current, self._layer.steps_unsorted = numbers",
         new="self.same_slots, self.is_current, _ = numbers",
-        tests=("tests/engine/test_snapshot_periods.py::test_every_later_step_gives_the_same_bits",),
+        tests=("tests/engine/test_snapshot.py::test_every_later_step_gives_the_same_bits",),
     ),
     Mutation(
         name="whether layers hold the same is not restored",
         file="kvpolicy/engine/index_reader.py",
         old="self.same_slots, self.is_current, self._layer.steps_unsorted = numbers",
         new="_, self.is_current, self._layer.steps_unsorted = numbers",
-        tests=("tests/engine/test_snapshot_periods.py::test_layers_that_share_a_choice_go_on_sharing_it",),
+        tests=("tests/engine/test_snapshot.py::test_layers_that_share_a_choice_go_on_sharing_it",),
     ),
     Mutation(
         name="slots are sorted a step late",

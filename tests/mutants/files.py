@@ -13,14 +13,14 @@ MUTATIONS = (
         file="kvpolicy/hf/cache_file.py",
         old='found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())',
         new="found.update(name.encode())",
-        tests=("tests/files/test_edited_files.py",),
+        tests=("tests/files/test_hostile_files.py",),
     ),
     Mutation(
         name="views are written to a cache file as they are",
         file="kvpolicy/hf/cache_file.py",
         old="return owned(tensor.detach().cpu().contiguous())",
         new="return tensor.detach().cpu().contiguous()",
-        tests=("tests/files/test_edited_files.py",),
+        tests=("tests/files/test_hostile_files.py",),
     ),
     Mutation(
         name="a loaded window has seen no token",

@@ -133,7 +133,7 @@ MUTATIONS = (
         new="else torch.where(unbegun.cpu()[:, None], new, new)",
         tests=(
             "tests/engine/test_announcements.py",
-            "tests/robust/test_hybrid_metrics.py",
+            "tests/engine/test_squeeze.py",
         ),
     ),
     Mutation(

@@ -8,6 +8,7 @@ import pytest
 
 from kvpolicy.planning.knapsack import UNITS, Option, choose
 from tests.reference.knapsack import least_loss
+from tests.sampling import product
 
 
 def cost(items: list[list[Option]], chosen: list[int]) -> int:
@@ -28,7 +29,7 @@ def draw(dice: Random, count: int, options: int) -> list[list[Option]]:
     return items
 
 
-@pytest.mark.parametrize("seed", range(60))
+@product("seed", range(60), sample=[(seed,) for seed in range(20)])
 def test_random_options(seed: int) -> None:
     dice = Random(seed)
     items = draw(dice, dice.randint(1, 12), dice.randint(1, 12))
@@ -45,7 +46,7 @@ def test_random_options(seed: int) -> None:
         assert loss(items, chosen) <= best + largest
 
 
-@pytest.mark.parametrize("seed", range(10))
+@product("seed", range(10), sample=[(seed,) for seed in range(3)])
 def test_within_one_percent_of_the_optimum_for_many_options(seed: int) -> None:
     """As in a tuning: many layers, and many sizes of each."""
     dice = Random(seed)

@@ -22,6 +22,7 @@ from kvpolicy.policy.tuned import TunedFile
 from kvpolicy.protocols import LayerShape
 from tests.conformance.models import build
 from tests.reference.knapsack import least_loss
+from tests.sampling import each_once, product
 
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
 FORMS = ("h2o", "window+tokenwise:bits=4:group_size=4:residual_length=4:block_size=4", "uniform/adakv+h2o")
@@ -54,7 +55,7 @@ def draw_curves(seed: int, layers: int = 3, model: Any = None, forms: tuple[str,
     return Curves(given, text, "output", tuple(range(layers)), layers, candidates, table, table)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@product("seed", range(8), sample=[(seed,) for seed in range(3)])
 def test_within_one_percent_of_the_optimum(seed: int) -> None:
     curves = draw_curves(seed)
     for share in (0.15, 0.3, 0.5):
@@ -69,10 +70,13 @@ def test_within_one_percent_of_the_optimum(seed: int) -> None:
         assert best - 1e-12 <= sum(choice.loss for choice in found) <= 1.01 * best
 
 
-@pytest.mark.parametrize("budget", ["0.15", "0.4", "1.0", "12", "9000B"])
-@pytest.mark.parametrize("length", [68, 40, 200])
+BUDGETS = ["0.15", "0.4", "1.0", "12", "9000B"]
+LENGTHS = [68, 40, 200]
+"""As long as the texts that it was tuned on, and others."""
+
+
+@product("budget,length", BUDGETS, LENGTHS, sample=[*each_once(BUDGETS, LENGTHS), ("9000B", 200)])
 def test_bytes_of_a_cache_are_within_the_budget(budget: str, length: int, tmp_path: Path) -> None:
-    """Of texts as long as those it was tuned on, and of others."""
     model = build("llama", layers=3)
     save_curves(tmp_path / "plan.json", draw_curves(1, model=identity(model)))
     spec = f"tuned:file={tmp_path}/plan.json@{budget}"
@@ -188,7 +192,6 @@ def test_length_is_that_of_the_texts_or_as_given(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_are_no_curves(change: dict[str, Any], tmp_path: Path) -> None:
-    """A sentence, and no traceback."""
     file = tmp_path / "plan.json"
     save_curves(file, draw_curves(0))
     file.write_text(json.dumps(json.loads(file.read_text()) | change))

@@ -26,19 +26,20 @@ POLICIES = {
     "mikv": words("h2o", "mikv"),
     "csr": words("streaming", "csr"),
 }
-EACH = pytest.mark.parametrize("policy", [*POLICIES.values()], ids=[*POLICIES])
+FEW = ("full", "squeeze", "csr")
+"""No budget, prompts that wait for their budgets, and codes: for what hardly depends on the policy."""
 _NAMES = {words: name for name, words in POLICIES.items()}
 
 
-def each(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Each policy with each value of other axes.
+def each(names: str = "", *axes: Sequence[Any], often: Sequence[str] = tuple(POLICIES)) -> pytest.MarkDecorator:
+    """Each policy with each value of other axes; on every commit a star, of the policies that are named in `often`.
 
-    On every commit, a star where there is one other axis, and a pairwise sample where there are more.
+    The second of these and the first value of each axis are its center.
     """
     whole = ([*POLICIES.values()], *axes)
-    center = (POLICIES["h2o"], axes[0][0])
-    sample = star(*whole, centers=[center, center]) if len(axes) == 1 else None
-    return product(["policy", *names.split(",")], *whole, sample=sample, ids=_name)
+    center = (POLICIES[often[1]], *(axis[0] for axis in axes))
+    sample = star([POLICIES[name] for name in often], *axes, centers=[center] * len(whole))
+    return product(["policy", *names.split(",")] if names else ["policy"], *whole, sample=sample, ids=_name)
 
 
 def _name(value: Any) -> str | None:
@@ -46,6 +47,8 @@ def _name(value: Any) -> str | None:
     return _NAMES.get(value) if isinstance(value, str) else None
 
 
+EACH = each()
+SOME = each(often=FEW)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
 NEW = sum(TURNS[1:])
 

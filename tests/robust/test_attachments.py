@@ -13,10 +13,10 @@ from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.engine.test_attach import trace
-from tests.robust.hostile import EACH, GREEDY, NEW, answer, converse, each, exact, own, prompt, refused, roomy
+from tests.robust.hostile import FEW, GREEDY, NEW, SOME, answer, converse, each, exact, own, prompt, refused, roomy
 
 
-@EACH
+@SOME
 def test_nested(policy: str) -> None:
     """Attach inside attach on another model, detached in the wrong order; the same model only once."""
     outer = own()
@@ -39,7 +39,7 @@ def test_nested(policy: str) -> None:
     assert [trace(outer), trace(inner)] == before
 
 
-@EACH
+@SOME
 def test_two_models_of_one_config(policy: str) -> None:
     config = transformers.LlamaConfig(
         num_hidden_layers=2,
@@ -61,9 +61,8 @@ def test_two_models_of_one_config(policy: str) -> None:
     assert all(torch.equal(answer(model), right) for model, right in zip(models, stock, strict=True))
 
 
-@EACH
+@SOME
 def test_one_decoder_in_two_models(policy: str) -> None:
-    """Attached through one of them, it is attached."""
     model = own()
     other: Any = transformers.LlamaForCausalLM(model.config).eval()
     other.model = model.model
@@ -73,7 +72,7 @@ def test_one_decoder_in_two_models(policy: str) -> None:
         pass
 
 
-@EACH
+@SOME
 def test_a_cache_with_a_model_that_has_no_policy(policy: str) -> None:
     """Its layers would attend to the newest tokens alone."""
     with kvpolicy.attach(build("llama"), policy), torch.no_grad():
@@ -90,7 +89,7 @@ def test_a_cache_with_a_model_that_has_no_policy(policy: str) -> None:
         build("llama")(prompt(1), past_key_values=cache)
 
 
-@EACH
+@SOME
 def test_changed_while_attached(policy: str) -> None:
     """What puts the policy out of action is noticed in the next forward."""
     model = own()
@@ -111,7 +110,7 @@ def test_changed_while_attached(policy: str) -> None:
         assert torch.equal(answer(model), want)
 
 
-@EACH
+@SOME
 def test_a_layer_that_attends_twice(policy: str) -> None:
     """In a prompt and in a step: its tokens would be taken in twice, and nobody would see it."""
     model = own()
@@ -126,7 +125,7 @@ def test_a_layer_that_attends_twice(policy: str) -> None:
                 call()
 
 
-@EACH
+@SOME
 def test_a_cache_is_used_again(policy: str) -> None:
     """Reset, with another batch; and unused in between."""
     model = build("llama")
@@ -139,8 +138,7 @@ def test_a_cache_is_used_again(policy: str) -> None:
         assert torch.equal(talk(model, *make_batch([20, 9, 3], [20, *TURNS[1:]]), [20, *TURNS[1:]], fresh), again)
 
 
-@EACH
-@pytest.mark.parametrize("kind", ["static", "offloaded", "quantized"])
+@each("kind", ["static", "offloaded", "quantized"], often=FEW)
 def test_other_caches(policy: str, kind: str) -> None:
     model = build("llama")
     with kvpolicy.attach(model, policy):
@@ -149,7 +147,7 @@ def test_other_caches(policy: str, kind: str) -> None:
         answer(model)
 
 
-@EACH
+@SOME
 def test_what_takes_tokens_back(policy: str) -> None:
     model = build("llama")
     with kvpolicy.attach(model, policy):
@@ -175,7 +173,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@each("kind", [*KINDS])
+@each("kind", [*KINDS], often=FEW)
 def test_kinds_of_generation(policy: str, kind: str) -> None:
     """The stock tokens at a full budget; at a small one, twice the same."""
     model = build("llama")
@@ -193,7 +191,7 @@ def test_kinds_of_generation(policy: str, kind: str) -> None:
         assert torch.equal(outs[0], stock)
 
 
-@EACH
+@SOME
 def test_embeddings_alone(policy: str) -> None:
     model = build("llama")
     ids, mask = make_batch([26, 17])

@@ -14,10 +14,10 @@ import kvpolicy
 from kvpolicy import PolicyCache
 from tests.conformance.play import make_batch
 from tests.engine.test_attach import trace
-from tests.robust.hostile import EACH, answer, own, prompt, refused
+from tests.robust.hostile import SOME, answer, own, prompt, refused
 
 
-@EACH
+@SOME
 def test_a_model_and_its_handle_are_not_copied(policy: str) -> None:
     """Their hooks would work for the original; the original works on."""
     model = own()
@@ -36,7 +36,7 @@ def test_a_model_and_its_handle_are_not_copied(policy: str) -> None:
         assert torch.equal(answer(twin), want)
 
 
-@EACH
+@SOME
 def test_a_cache_is_copied_but_not_pickled(policy: str) -> None:
     model = own()
     with kvpolicy.attach(model, policy), torch.no_grad():
@@ -53,7 +53,7 @@ def test_a_cache_is_copied_but_not_pickled(policy: str) -> None:
         assert cache.policy_layers[0].length.tolist() == [27] and other.policy_layers[0].length.tolist() == [29]
 
 
-@pytest.mark.parametrize("policy", ["h2o@0.5", "squeeze+snapkv@0.5"])
+@pytest.mark.parametrize("policy", ["squeeze+snapkv@0.5"])
 def test_saved_while_attached(policy: str, tmp_path: Path) -> None:
     """What is saved knows nothing of the policy."""
     model = own()

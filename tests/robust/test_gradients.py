@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import kvpolicy
 from kvpolicy import PolicyCache
 from tests.conformance.play import make_batch
-from tests.robust.hostile import EACH, answer, each, own, prompt, refused, roomy
+from tests.robust.hostile import FEW, SOME, answer, each, own, prompt, refused, roomy
 
 
 def gradient(model: Any, **how: Any) -> Tensor:
@@ -25,7 +25,7 @@ def gradient(model: Any, **how: Any) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*checkpoint")
-@each("how", ["train", "dropout", "checkpoints", "eager"])
+@each("how", ["train", "dropout", "checkpoints", "eager"], often=FEW)
 def test_a_training_step(policy: str, how: str) -> None:
     model = own()
     if how == "eager":
@@ -40,7 +40,7 @@ def test_a_training_step(policy: str, how: str) -> None:
         assert torch.allclose(gradient(model), stock, atol=1e-6, rtol=1e-4)
 
 
-@EACH
+@SOME
 def test_backward_through_a_prompt_with_a_cache(policy: str) -> None:
     """A prompt attends to itself alone, so its gradient is whole."""
     model = own()
@@ -52,7 +52,7 @@ def test_backward_through_a_prompt_with_a_cache(policy: str) -> None:
     assert not any(t.requires_grad for t in held)
 
 
-@each("turns", [[1], [1, 1, 1], [4], [4, 1]])
+@each("turns", [[1], [1, 1, 1], [4], [4, 1]], often=FEW)
 def test_backward_through_slots(policy: str, turns: list[int]) -> None:
     """They hold no graph, so a gradient would lack a part."""
     model = own()
@@ -69,7 +69,7 @@ def test_backward_through_slots(policy: str, turns: list[int]) -> None:
             total.backward()
 
 
-@EACH
+@SOME
 def test_training_mode(policy: str) -> None:
     """`generate` gives the same as in evaluation; attention that is dropped at random is refused."""
     model = own()
@@ -84,7 +84,7 @@ def test_training_mode(policy: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*checkpoint")
-@EACH
+@SOME
 def test_checkpoints_with_a_cache(policy: str) -> None:
     """Transformers takes the cache from the layers in training mode, and works on in evaluation."""
     model = own()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +17,7 @@ import kvpolicy
 from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, forward, make_batch
-from tests.robust.hostile import EACH, NEW, answer, converse, each, own, prompt, refused
+from tests.robust.hostile import FEW, NEW, SOME, answer, converse, each, own, prompt, refused
 from tests.sampling import each_once, product
 
 
@@ -38,7 +39,7 @@ class Impatient(StoppingCriteria, BaseStreamer):
         pass
 
 
-@each("how", ["criterion", "streamer"])
+@each("how", ["criterion", "streamer"], often=FEW)
 def test_between_steps(policy: str, how: str) -> None:
     """The model works on; so does the cache, which is whole between steps."""
     model = build("llama")
@@ -70,7 +71,7 @@ def broken(model: Any, cache: Any, ids: Tensor, where: str) -> None:
     hook.remove()
 
 
-@each("where,when", ["self_attn.q_proj", "mlp"], ["prompt", "step"])
+@each("where,when", ["self_attn.q_proj", "mlp"], ["prompt", "step"], often=FEW)
 def test_inside_a_layer(policy: str, where: str, when: str) -> None:
     """The model and other caches work on; the cache itself says that its layers do not agree."""
     model = own()
@@ -118,7 +119,7 @@ def test_a_later_forward_does_not_finish_what_was_broken_off(after: str, where: 
             model(prompt(5), past_key_values=cache)
 
 
-@EACH
+@SOME
 def test_the_models_own_cache_is_broken_off(policy: str) -> None:
     model = own()
     with kvpolicy.attach(model, policy) as handle:
@@ -144,7 +145,7 @@ def in_threads(*jobs: Any, times: int = 2) -> list[list[Tensor]]:
         return [job.result() for job in running]
 
 
-@EACH
+@SOME
 def test_two_threads_on_two_models(policy: str) -> None:
     models = [build("llama"), build("qwen2")]
     with kvpolicy.attach(models[0], policy), kvpolicy.attach(models[1], policy):
@@ -153,7 +154,7 @@ def test_two_threads_on_two_models(policy: str) -> None:
     assert all(torch.equal(one, right) for ones, right in zip(got, want, strict=True) for one in ones)
 
 
-@EACH
+@SOME
 def test_two_threads_on_one_model(policy: str) -> None:
     """Each with its own cache: right, since nothing of a forward is kept at the model."""
     model = build("llama")
@@ -165,9 +166,8 @@ def test_two_threads_on_one_model(policy: str) -> None:
         assert all(torch.equal(one, right) for ones in in_threads(*[lambda: answer(model)] * 2) for one in ones)
 
 
-@EACH
+@SOME
 def test_two_threads_on_one_cache(policy: str) -> None:
-    """The second forward finds the first one at work."""
     model = own()
     inside = list[str]()
     cache = PolicyCacheInUse(model, policy)
@@ -198,3 +198,31 @@ class PolicyCacheInUse:
     def step(self) -> Tensor:
         with torch.no_grad():
             return self.model(prompt(1), past_key_values=self.cache).logits
+
+
+def test_one_of_many_threads_attaches() -> None:
+    """One thread wins, the others are refused, and the model is afterwards as it was."""
+    model = build("llama")
+    stock = model.config._attn_implementation
+    start = threading.Barrier(8)
+    handles: list[kvpolicy.Handle] = []
+    errors: list[Exception] = []
+
+    def attach() -> None:
+        start.wait()
+        try:
+            handles.append(kvpolicy.attach(model, "window@0.5"))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=attach) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(handles) == 1 and len(errors) == 7
+    assert all(isinstance(error, kvpolicy.KVPolicyError) and "already" in str(error) for error in errors)
+    handles[0].detach()
+    assert model.config._attn_implementation == stock
+    config: Any = kvpolicy.attach(model, "window@0.5")
+    config.detach()

@@ -15,7 +15,7 @@ from kvpolicy.registry import lookup
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import CODECS, words
-from tests.robust.hostile import EACH, each, exact, prompt, refused, roomy
+from tests.robust.hostile import FEW, SOME, each, exact, prompt, refused, roomy
 
 SIZES = [26, 1, 1, 6, 1]
 
@@ -29,7 +29,7 @@ def masks() -> dict[str, Tensor]:
     return {"ones": every, "holes": holes, "right": right, "float": holes.float(), "bool": holes.bool()}
 
 
-@each("kind", ["holes", *(kind for kind in masks() if kind != "holes")])
+@each("kind", ["holes", *(kind for kind in masks() if kind != "holes")], often=FEW)
 def test_odd_masks(policy: str, kind: str) -> None:
     """Where nothing is dropped, the stock model's logits; else those of the row alone."""
     model = build("llama")
@@ -46,22 +46,22 @@ def test_odd_masks(policy: str, kind: str) -> None:
     assert (ours[:1] - alone)[seen[:1]].abs().max() < (5e-5 if exact(policy) else 0.1)
 
 
-@EACH
-@pytest.mark.parametrize(
-    ("mask", "match"),
-    [
-        ({"full_attention": None}, "2-D tensor, got dict"),
-        ([[1] * 26] * 2, "2-D tensor, got list"),
-        (torch.ones(26), "shape"),
-        (torch.ones(2, 26, 26), "shape"),
-        (torch.ones(1, 26), "shape"),
-        (torch.ones(3, 26), "shape"),
-        (torch.zeros(2, 26).index_fill(1, torch.arange(5), -1e9), "other numbers"),
-        (torch.ones(2, 1, 26, 26, dtype=torch.bool).tril(), "2-D"),
-        (torch.ones(2, 9, dtype=torch.int64), "columns"),
-    ],
-)
-def test_impossible_masks(policy: str, mask: Any, match: str) -> None:
+IMPOSSIBLE: dict[str, tuple[Any, str]] = {
+    "dict": ({"full_attention": None}, "2-D tensor, got dict"),
+    "list": ([[1] * 26] * 2, "2-D tensor, got list"),
+    "one dimension": (torch.ones(26), "shape"),
+    "three dimensions": (torch.ones(2, 26, 26), "shape"),
+    "too few rows": (torch.ones(1, 26), "shape"),
+    "too many rows": (torch.ones(3, 26), "shape"),
+    "added": (torch.zeros(2, 26).index_fill(1, torch.arange(5), -1e9), "other numbers"),
+    "causal": (torch.ones(2, 1, 26, 26, dtype=torch.bool).tril(), "2-D"),
+    "too few columns": (torch.ones(2, 9, dtype=torch.int64), "columns"),
+}
+
+
+@each("kind", [*IMPOSSIBLE], often=FEW)
+def test_impossible_masks(policy: str, kind: str) -> None:
+    mask, match = IMPOSSIBLE[kind]
     model = build("llama")
     with kvpolicy.attach(model, policy), torch.no_grad():
         with refused(match):
@@ -70,8 +70,7 @@ def test_impossible_masks(policy: str, mask: Any, match: str) -> None:
             model(prompt().expand(2, -1), attention_mask=mask, past_key_values=PolicyCache(model))
 
 
-@EACH
-@pytest.mark.parametrize("new", [1, 6])
+@each("new", [1, 6], often=FEW)
 def test_a_mask_that_hides_what_was_seen(policy: str, new: int) -> None:
     """The stock model would hide it; slots cannot."""
     model = build("llama")
@@ -86,9 +85,9 @@ def test_a_mask_that_hides_what_was_seen(policy: str, new: int) -> None:
         model(ids[:, 26:], attention_mask=mask, past_key_values=cache)
 
 
-@EACH
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
-def test_a_batch_that_changes_between_turns(policy: str, before: int, after: int) -> None:
+@each("rows", [(2, 1), (1, 2), (2, 3)], often=FEW)
+def test_a_batch_that_changes_between_turns(policy: str, rows: tuple[int, int]) -> None:
+    before, after = rows
     model = build("llama")
     ids = prompt()
     with kvpolicy.attach(model, policy), torch.no_grad():
@@ -107,9 +106,8 @@ def test_a_batch_that_changes_between_turns(policy: str, before: int, after: int
     assert torch.allclose(got, want, atol=1e-5)
 
 
-@EACH
+@SOME
 def test_arguments_by_place(policy: str) -> None:
-    """A cache and a mask are found however the decoder was called."""
     model = build("llama")
     ids, mask = make_batch([26, 17], [26, 1])
     with kvpolicy.attach(model, policy), torch.no_grad():

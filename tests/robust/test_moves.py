@@ -1,4 +1,4 @@
-"""Models on meta, moved between dtypes and devices, in inference mode and under autocast."""
+"""Models on meta, moved between dtypes and devices, of another dtype than their config, and under autocast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from kvpolicy import PolicyCache
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, forward, make_batch, talk
-from tests.robust.hostile import EACH, NEW, converse, own, prompt, refused
+from tests.robust.hostile import FEW, NEW, SOME, converse, each, own, prompt, refused
+from tests.sampling import each_once, product
 
 
 def on_meta() -> Any:
@@ -22,14 +23,14 @@ def on_meta() -> Any:
         return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-@EACH
+@SOME
 def test_meta(policy: str) -> None:
     model = on_meta()
     with kvpolicy.attach(model, policy), refused("meta device"), torch.no_grad():
         model(prompt().to("meta"), use_cache=True)
 
 
-@EACH
+@SOME
 def test_loaded_after_attaching(policy: str) -> None:
     """From meta to the CPU: the answers are the loaded weights'."""
     model = own()
@@ -44,7 +45,7 @@ def test_loaded_after_attaching(policy: str) -> None:
         assert torch.equal(converse(model, [26, 17])[0], want)
 
 
-@EACH
+@SOME
 def test_another_dtype_between_prompts(policy: str) -> None:
     model = own()
     other = own().to(torch.bfloat16)
@@ -59,8 +60,7 @@ def test_another_dtype_between_prompts(policy: str) -> None:
     assert cache.plan is not None and cache.nbytes == fresh.nbytes
 
 
-@EACH
-@pytest.mark.parametrize("new", [1, 3])
+@each("new", [1, 3], often=FEW)
 def test_another_dtype_in_a_conversation(policy: str, new: int) -> None:
     model = own()
     with kvpolicy.attach(model, policy), torch.no_grad():
@@ -71,7 +71,7 @@ def test_another_dtype_in_a_conversation(policy: str, new: int) -> None:
             model(prompt(new), past_key_values=cache)
 
 
-@EACH
+@SOME
 def test_to_meta_in_a_conversation(policy: str) -> None:
     """The same for devices, of which a CPU has no other."""
     model = own()
@@ -84,7 +84,7 @@ def test_to_meta_in_a_conversation(policy: str) -> None:
 
 
 @pytest.mark.gpu
-@EACH
+@SOME
 def test_another_device_between_prompts_and_in_a_conversation(policy: str) -> None:
     model = own()
     with kvpolicy.attach(model, policy), torch.no_grad():
@@ -99,7 +99,7 @@ def test_another_device_between_prompts_and_in_a_conversation(policy: str) -> No
     assert all(layer.positions.device.type == "cuda" for layer in fresh.policy_layers)
 
 
-@EACH
+@SOME
 def test_out_of_inference_mode(policy: str) -> None:
     """A prompt in inference mode, and the steps outside, with and without gradients."""
     model = build("llama")
@@ -119,7 +119,7 @@ def test_out_of_inference_mode(policy: str) -> None:
         model(prompt(1), past_key_values=fresh)
 
 
-@EACH
+@SOME
 def test_autocast(policy: str) -> None:
     """Keys and values in one dtype, bytes as planned, and near to what the model says without."""
     model = build("llama")
@@ -136,23 +136,22 @@ def test_autocast(policy: str) -> None:
             model(prompt(1), past_key_values=cache)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "full+quest:read=8:page=2:dense=0",
-        "full+labels:read=8:dense=0",
-        "full+labels:read=8:dense=0:host=true",
-        "full+sparq:read=8",
-        "full+centroids:read=8:page=2",
-        "full+retrieval:recent=1:read=8:cluster=4",
-        "full+shadowkv:read=8:page=2:rank=3:sinks=1:recent=2",
-        "uniform/even+h2o+turboquant:bits=4@0.5",
-        "uniform/adakv+snapkv:window=4+tokenwise:bits=4@0.5",
-        "squeeze+h2o+gear:group_size=4:residual_length=4@0.5",
-        "expected:sinks=2@0.5",
-    ],
-)
+DTYPES = [torch.bfloat16, torch.float16]
+OUTSIDE = [
+    "full+quest:read=8:page=2:dense=0",
+    "full+labels:read=8:dense=0:host=true",
+    "full+sparq:read=8",
+    "full+centroids:read=8:page=2",
+    "full+retrieval:recent=1:read=8:cluster=4",
+    "full+shadowkv:read=8:page=2:rank=3:sinks=1:recent=2",
+    "uniform/even+h2o+turboquant:bits=4@0.5",
+    "uniform/adakv+snapkv:window=4+tokenwise:bits=4@0.5",
+    "squeeze+h2o+gear:group_size=4:residual_length=4@0.5",
+    "expected:sinks=2@0.5",
+]
+
+
+@product("policy,dtype", OUTSIDE, DTYPES, sample=each_once(OUTSIDE, DTYPES))
 def test_a_policy_computes_outside_autocast(policy: str, dtype: torch.dtype) -> None:
     """As for a model in this dtype: its parts are written for the dtypes of their tensors."""
     model = build("llama")
@@ -162,3 +161,21 @@ def test_a_policy_computes_outside_autocast(policy: str, dtype: torch.dtype) -> 
             got, cache = converse(model, [26, 17])
         assert torch.isfinite(got).all() and cache.plan is not None and cache.nbytes == cache.plan.nbytes
         assert (got - plain)[0, :26].abs().max() < 0.2 * plain.abs().max()
+
+
+def test_a_plan_has_the_dtype_of_the_weights() -> None:
+    model = own()
+    whole = kvpolicy.plan(model, "full", prompt=64)
+    half = kvpolicy.plan(model.to(torch.bfloat16), "full", prompt=64)
+    model.config.dtype = torch.float32
+    again = kvpolicy.plan(model, "full", prompt=64)
+    assert again.full_nbytes == half.full_nbytes == whole.full_nbytes / 2
+    assert kvpolicy.plan(model, "full", prompt=64, dtype=torch.float32).full_nbytes == whole.full_nbytes
+    assert kvpolicy.plan(model.config, "full", prompt=64).full_nbytes == whole.full_nbytes
+
+
+def test_a_model_without_weights_is_planned_and_refuses_its_first_forward() -> None:
+    model = own().to("meta")
+    with kvpolicy.attach(model, "h2o@0.5"), pytest.raises(kvpolicy.KVPolicyError, match="must have its weights"):
+        model(torch.ones(1, 9, dtype=torch.int64))
+    assert kvpolicy.plan(model, "h2o@0.5", prompt=64).nbytes > 0

@@ -17,8 +17,8 @@ from tests.conformance.bench import Bench, draw
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import CODECS, words
-from tests.robust.hostile import EACH, converse, each
-from tests.sampling import product
+from tests.robust.hostile import SOME, converse, each
+from tests.sampling import each_once, product
 
 NAN = float("nan")
 INF = float("inf")
@@ -31,7 +31,7 @@ PLACES: dict[str, Any] = {
 }
 
 
-TURNS_OF_CODECS = [(codec, ("k_proj", "v_proj")[number % 2]) for number, codec in enumerate(CODECS)]
+PROJECTIONS = ["k_proj", "v_proj"]
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def test_a_prompt(policy: str, place: str, value: float) -> None:
     check(cache)
 
 
-@EACH
+@SOME
 def test_a_step(policy: str) -> None:
     model = build("llama")
     with kvpolicy.attach(model, policy):
@@ -87,7 +87,7 @@ def test_a_step(policy: str) -> None:
     check(cache)
 
 
-@product("codec,projection", CODECS, ["k_proj", "v_proj"], sample=TURNS_OF_CODECS)
+@product("codec,projection", CODECS, PROJECTIONS, sample=each_once(CODECS, PROJECTIONS))
 def test_a_codec_hides_nothing(codec: str, projection: str) -> None:
     """Where nothing is dropped, what is broken stays broken, as in a stock cache."""
     model = build("llama")
@@ -99,7 +99,7 @@ def test_a_codec_hides_nothing(codec: str, projection: str) -> None:
         assert torch.isfinite(logits[1, 9:]).all()
 
 
-@EACH
+@SOME
 def test_a_model_of_nothing_but_nan(policy: str) -> None:
     """It ends, and the cache is whole."""
     model = build("llama")

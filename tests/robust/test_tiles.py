@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,25 +31,28 @@ def prompt(rows: int = 1) -> Tensor:
     return make_batch([PROMPT] * rows, [PROMPT])[0]
 
 
+def whole_and_tiled(model: Any, policy: Policy | str, tile: int, run: Callable[[], Any]) -> list[Any]:
+    """What a run under a policy gives, with a prompt in one piece and in tiles."""
+    found: list[Any] = []
+    for each in (None, tile):
+        with kvpolicy.attach(model, policy, tile=each), torch.no_grad():
+            found.append(run())
+    return found
+
+
 def test_generate_with_padding_and_beams() -> None:
     model = build("llama")
     ids, mask = make_batch([PROMPT, 23], [PROMPT])
     how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "num_beams": 2}
-    found: list[Tensor] = []
-    for tile in (None, 16):
-        with kvpolicy.attach(model, "h2o@0.5", tile=tile):
-            found.append(model.generate(ids, **how))
-    assert torch.equal(*found)
+    assert torch.equal(*whole_and_tiled(model, "h2o@0.5", 16, lambda: model.generate(ids, **how)))
 
 
 def test_chunks_of_generate_are_read_in_tiles() -> None:
     """Each chunk is compressed as without tiles."""
     model = build("llama")
-    found: list[Tensor] = []
-    for tile in (None, 5):
-        with kvpolicy.attach(model, "snapkv:window=4:kernel=3@0.5", tile=tile):
-            found.append(model.generate(prompt(), max_new_tokens=6, do_sample=False, prefill_chunk_size=17))
-    assert torch.equal(*found)
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "prefill_chunk_size": 17}
+    policy = "snapkv:window=4:kernel=3@0.5"
+    assert torch.equal(*whole_and_tiled(model, policy, 5, lambda: model.generate(prompt(), **how)))
 
 
 def test_steps_compile_once_behind_tiles() -> None:
@@ -71,10 +75,7 @@ def test_hidden_states_and_hooks_see_a_layer_once() -> None:
     hooks = [
         layer.register_forward_hook(lambda *_, n=n: seen.update([n])) for n, layer in enumerate(model.model.layers)
     ]
-    states: list[tuple[Tensor, ...]] = []
-    for tile in (None, 9):
-        with kvpolicy.attach(model, "window@0.5", tile=tile), torch.no_grad():
-            states.append(model(prompt(), output_hidden_states=True).hidden_states)
+    states = whole_and_tiled(model, "window@0.5", 9, lambda: model(prompt(), output_hidden_states=True).hidden_states)
     for hook in hooks:
         hook.remove()
     assert set(seen.values()) == {2}
@@ -87,11 +88,9 @@ def test_hidden_states_and_hooks_see_a_layer_once() -> None:
 def test_layers_are_measured_over_all_tiles(family: str) -> None:
     model = build(family)
     ids, mask = make_batch([PROMPT, 23], [PROMPT])
-    found: list[Tensor] = []
-    for tile in (None, 13):
-        with kvpolicy.attach(model, "squeeze+window@0.5", tile=tile), torch.no_grad():
-            cache = model(ids, attention_mask=mask).past_key_values
-        found.append(cache.cosines())
+    found = whole_and_tiled(
+        model, "squeeze+window@0.5", 13, lambda: model(ids, attention_mask=mask).past_key_values.cosines()
+    )
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
@@ -199,11 +198,9 @@ class Noting(SlidingWindow):
 def test_a_scorer_is_given_the_arguments_for_the_whole_prompt() -> None:
     model = build("llama", layers=2)
     ids, mask = make_batch([PROMPT, 23], [PROMPT])
-    calls: list[Seen] = []
-    for tile in (None, 13):  # which leaves one token over
-        with kvpolicy.attach(model, Policy(selector=Noting(), budget=0.5), tile=tile), torch.no_grad():
-            model(ids, attention_mask=mask)
-        calls.append(NOTED[-1])
+    noting = Policy(selector=Noting(), budget=0.5)
+    # The last of the tiles has a single token.
+    calls = whole_and_tiled(model, noting, 13, lambda: (model(ids, attention_mask=mask), NOTED[-1])[1])
     whole, tiled = (call.forward for call in calls)
     assert whole is not None and tiled is not None
     assert whole.queries is not None and tiled.queries is not None
@@ -281,10 +278,7 @@ def test_a_norm_that_stays_in_fp32_gives_fp32() -> None:
     model = copy.deepcopy(build("llama", layers=2)).to(torch.bfloat16)
     model.model.norm.float()
     model.lm_head.float()
-    found: list[Tensor] = []
-    for tile in (None, 16):
-        with kvpolicy.attach(model, "window@0.5", tile=tile), torch.no_grad():
-            found.append(model(prompt()).logits)
+    found = whole_and_tiled(model, "window@0.5", 16, lambda: model(prompt()).logits)
     assert found[1].dtype == torch.float32
     torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0.05)
 
@@ -305,10 +299,7 @@ def test_a_wrapped_layer_is_given_its_arguments_as_before() -> None:
     layer: Any = model.get_submodule("model.layers.0")
     inner = layer.forward
     layer.forward = lambda x, *args, **kwargs: inner(x, *args, **kwargs) * 1.5
-    found: list[Tensor] = []
-    for tile in (None, 16):
-        with kvpolicy.attach(model, "h2o@0.5", tile=tile), torch.no_grad():
-            found.append(model(prompt()).logits)
+    found = whole_and_tiled(model, "h2o@0.5", 16, lambda: model(prompt()).logits)
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
 
 
@@ -353,10 +344,8 @@ def test_detaching_leaves_a_wrapper_that_was_put_around_a_layer_since() -> None:
 def test_recorded_router_logits_are_those_of_a_prompt(family: str) -> None:
     model = build(family)
     ids, mask = make_batch([PROMPT, PROMPT], [PROMPT])
-    found: list[tuple[Tensor, ...]] = []
-    for tile in (None, 13):
-        with kvpolicy.attach(model, "full", tile=tile), torch.no_grad():
-            found.append(model(ids, attention_mask=mask, output_router_logits=True).router_logits)
+    how: dict[str, Any] = {"attention_mask": mask, "output_router_logits": True}
+    found = whole_and_tiled(model, "full", 13, lambda: model(ids, **how).router_logits)
     assert len(found[0]) == len(found[1]) > 0
     for whole, tiled in zip(*found, strict=True):
         torch.testing.assert_close(tiled, whole, atol=1e-4, rtol=1e-4)
