@@ -60,7 +60,15 @@ def dealt(readers: Sequence[str], *axes: Sequence[Any], times: int, allowed: All
     return [row for row in rows if allowed(row)]
 
 
-CHOSEN = (READERS, [*BASES], ["float32", "bfloat16"])
+DTYPES = ["float32", "bfloat16"]
+CODED = ["tokenwise", "kivi", "staircase", "merged codes"]
+EXACT_BASES = [base for base in BASES if base not in CODED]
+CHOSEN = [
+    row
+    for bases in (EXACT_BASES, CODED)
+    for row in dealt(READERS, bases, ["float32", *DTYPES], times=3, allowed=is_compared)
+]
+"""Each reader with keys that are stored and with keys that are decoded."""
 
 
 def spec(base: str, reader: str) -> str:
@@ -105,7 +113,7 @@ def slow_choice(layer: Layer, q: Tensor, prompt: tuple[Tensor, Tensor], lengths:
     return found
 
 
-@product("reader,base,dtype", *CHOSEN, allowed=is_compared, sample=dealt(*CHOSEN, times=5, allowed=is_compared))
+@product("reader,base,dtype", READERS, [*BASES], DTYPES, allowed=is_compared, sample=CHOSEN)
 def test_chooses_what_the_slow_version_chooses(reader: str, base: str, dtype: str) -> None:
     n = 26
     budget = n // 2 if base in EVICTING else n
