@@ -56,10 +56,11 @@ FILE = write("triattention") / "centers.safetensors"
         "chunk:size=5/keydiff:every=4",
         "chunk:size=100/h2o",
         "chunk:size=3/caote/h2o",
+        "critical/h2o:decode=grow",
         "critical:split=0.3/h2o",
         "critical:split=0.0:epsilon=0.01/h2o",
         "critical:split=1.0/probe",
-        "defensive:window=6:kernel=3",
+        "defensive:window=1:mass=0.0:decode=grow",
         "defensive:window=3:kernel=1:mass=0.5",
         "dropkv:window=1",
         "dropkv:window=5:kernel=3",
@@ -83,7 +84,9 @@ def test_scores_that_are_given_once_are_those_of_the_slow_version(spec: str) -> 
     assert walks(spec) > 0.95
 
 
-@pytest.mark.parametrize("spec", ["rkv:window=3:kernel=3:every=5", "rkv:mix=0.0:every=1:similar=0.1"])
+@pytest.mark.parametrize(
+    "spec", ["rkv:window=3:kernel=3:every=5", "rkv:mix=0.0:every=1:similar=0.1", "rkv:decode=grow"]
+)
 def test_cosines_are_those_of_the_slow_version(spec: str) -> None:
     assert walks(spec) > 0.6
 
