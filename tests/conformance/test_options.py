@@ -13,8 +13,6 @@ from tests.conformance.policies import CODECS, SELECTORS, by_name, words
 from tests.sampling import each_once, pairwise, product
 
 BASES = [by_name(name) for name in SELECTORS if name != "kvcrush"]
-SOME = [(base,) for base in BASES if base.partition(":")[0] in ("critical", "h2o", "kvzip", "streaming", "tova")]
-"""A wrapper, and bases that hold attention, that replay a prompt, and that hold nothing or the newest row alone."""
 ANCHORS = ["random", "mean", "alternate", "zeros", "ones"]
 BUCKETS = ["rank", "distance"]
 PICKS = ["first", "random", "best"]
@@ -92,7 +90,7 @@ def test_the_smallest_budget_by_pages(base: str, page: int) -> None:
         bench.check()
 
 
-@product("base", BASES, sample=SOME)
+@pytest.mark.parametrize("base", BASES)
 def test_no_split_is_the_base(base: str) -> None:
     small = {"streaming": "streaming:sinks=2"}.get(base, base)
     crushed = converse(f"kvcrush:split=0.0/{small}@0.5")

@@ -63,11 +63,7 @@ def dealt(readers: Sequence[str], *axes: Sequence[Any], times: int, allowed: All
 DTYPES = ["float32", "bfloat16"]
 CODED = ["tokenwise", "kivi", "staircase", "merged codes"]
 EXACT_BASES = [base for base in BASES if base not in CODED]
-CHOSEN = [
-    row
-    for bases in (EXACT_BASES, CODED)
-    for row in dealt(READERS, bases, ["float32", *DTYPES], times=3, allowed=is_compared)
-]
+IN_TURN = [dealt(READERS, bases, ["float32", *DTYPES], times=3, allowed=is_compared) for bases in (EXACT_BASES, CODED)]
 """Each reader with keys that are stored and with keys that are decoded."""
 
 
@@ -113,7 +109,7 @@ def slow_choice(layer: Layer, q: Tensor, prompt: tuple[Tensor, Tensor], lengths:
     return found
 
 
-@product("reader,base,dtype", READERS, [*BASES], DTYPES, allowed=is_compared, sample=CHOSEN)
+@product("reader,base,dtype", READERS, [*BASES], DTYPES, allowed=is_compared, sample=[*IN_TURN[0], *IN_TURN[1]])
 def test_chooses_what_the_slow_version_chooses(reader: str, base: str, dtype: str) -> None:
     n = 26
     budget = n // 2 if base in EVICTING else n
