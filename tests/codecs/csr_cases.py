@@ -24,7 +24,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 def write_dictionaries(path: Path) -> Path:
     """Random dictionaries of several head dimensions; layers 1 and 2 share theirs."""
-    for dim in (16, 32, 80, 96, 128, 256):
+    for dim in (16, 32, 128):
         sides = {"keys.pre": dim, "keys.post": dim, **{f"values.sn{sn}": dim // sn for sn in (1, 2, 4)}}
         groups = {name: [[0], [1, 2]] for name in sides} | {"values.sn4": [[0, 1, 2, 3]]}
         tensors = {
@@ -76,19 +76,6 @@ def part(store: StageStore, b: slice, h: slice) -> StageStore:
 
 def same(one: StageStore, other: StageStore) -> bool:
     return all(map(torch.equal, one.codes, other.codes))
-
-
-def pursued(x: Tensor, atoms: Tensor, pairs: int) -> Tensor:
-    """What matching pursuit makes of a vector, coefficients in fp16."""
-    rest = x.double()
-    total = torch.zeros(len(x), dtype=torch.float64)
-    atoms = atoms.double()
-    for _ in range(pairs):
-        products = atoms @ rest
-        best = int(products.abs().argmax())
-        rest = rest - products[best] * atoms[best]
-        total += products[best].half().double() * atoms[best]
-    return total.float()
 
 
 class Quarter:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvpolicy.calibration.kvquant import fit_kvquant
+from kvpolicy.codecs._files import save
+from kvpolicy.codecs.mikv import MiKVStage
 from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import Codec, Stage, StageStore
 from kvpolicy.testing import stage_checks as stage_rules
@@ -22,7 +26,18 @@ G = 2
 def trial(stage: Stage, slots: int, dim: int) -> Trial:
     """The stage, with room for some slots of every head."""
     squares = stage.traits.query_squares if isinstance(stage, Codec) else 0
-    return Trial(stage, slots, H, dim, calibration=stage.load_calibration(0, "cpu"), query_squares=squares)
+    calibration = stage.load_calibration(0, "cpu")
+    looks = isinstance(stage, MiKVStage)
+    return Trial(stage, slots, H, dim, calibration=calibration, query_absmax=looks, query_squares=squares)
+
+
+def kvquant_files(folder: Path, dim: int, layers: int = 1, **meta: Any) -> str:
+    """A folder with a calibration of KVQuant on tokens like those of `draw`."""
+    keys, values = draw(64, dim, seed=0)
+    fitted = fit_kvquant(keys.transpose(0, 1).flatten(1, 2), values.transpose(0, 1).flatten(1, 2))
+    tensors = {f"{name}.{layer}": t.clone() for layer in range(layers) for name, t in fitted.items()}
+    save(folder, "kvquant", {"model": None, "head_dim": dim, **meta}, tensors)
+    return str(folder)
 
 
 def draw(count: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:

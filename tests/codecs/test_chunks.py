@@ -16,6 +16,7 @@ from kvpolicy.codecs.turboquant import TurboQuant
 from kvpolicy.protocols import Stage, StageStore
 from tests.codecs import stages
 from tests.conformance.twins import CASES, SLOTS, B, H, Twin, tokens
+from tests.sampling import each_once, product
 
 
 @pytest.mark.parametrize("group_size", [1, 24, 1500])
@@ -36,7 +37,7 @@ def smallest_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("smallest_chunks")
-@pytest.mark.parametrize("name", CASES)
+@product("name", [*CASES], sample=[(name,) for name in [*CASES][::2]])
 def test_attention_slot_by_slot_is_that_of_what_is_read(name: str) -> None:
     twin = Twin(CASES[name], 32)
     twin.write(tokens(32, "outliers", list(range(SLOTS)), [(0, 1, 3)], seed=1))
@@ -71,10 +72,10 @@ def test_small_shares_of_many_chunks_are_not_lost(name: str, dtype: torch.dtype)
     torch.testing.assert_close(twin.stage.mix(twin.store, weights).double(), want, rtol=rounding, atol=0)
 
 
-@pytest.mark.parametrize("at_once", [1, 7, 64])
-@pytest.mark.parametrize(
-    "codec", [TokenWise(bits=4), TokenWise(bits="fp8"), BFP(), BFP(exact_values=True), TurboQuant()], ids=str
-)
+CODECS = [TokenWise(bits=4), TokenWise(bits="fp8"), BFP(), BFP(exact_values=True), TurboQuant()]
+
+
+@product("codec,at_once", CODECS, [7, 1, 64], sample=each_once(CODECS, [7, 1, 64]), ids=str)
 def test_tokens_encoded_in_ranges_have_the_codes_of_all_at_once(
     monkeypatch: pytest.MonkeyPatch, codec: Any, at_once: int
 ) -> None:

@@ -14,42 +14,12 @@ from torch import Tensor
 from kvpolicy.codecs._files import save
 from kvpolicy.codecs.csr import CSR, CSRCodes
 from kvpolicy.protocols import Codec, ModelInfo
-from tests.codecs.csr_cases import B, C, G, H, Quarter, at, made, normal, pursued, tokens, write_all, write_dictionaries
+from tests.codecs.csr_cases import B, C, G, H, Quarter, at, made, normal, tokens, write_all, write_dictionaries
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dictionaries(tmp_path_factory.mktemp("csr"))
-
-
-@pytest.mark.parametrize(
-    ("dim", "fields"),
-    [
-        (16, {"nnz": 4, "value_chunks": 1}),
-        (16, {"nnz": 4, "value_chunks": 4}),
-        (16, {"nnz": 16, "value_chunks": 2}),
-        (32, {}),
-        (80, {"value_chunks": 4, "key_space": "rotated"}),
-        (96, {"index": "packed"}),
-        (128, {"window": 0}),
-        (256, {"nnz": 6, "value_chunks": 2, "window": 1}),
-    ],
-)
-def test_vectors_are_pursued(folder: Path, dim: int, fields: dict[str, Any]) -> None:
-    csr, store = made(folder, dim, **fields)
-    keys, values = tokens(C, dim)
-    write_all(csr, store, keys, values)
-    got_keys = csr.keys(store, slice(0, C))
-    got_values = csr.values(store, slice(0, C))
-    own = store.atoms or (torch.zeros(B, H, 0, dim),) * 2
-    for b, h, token in ((0, 0, 0), (0, H - 1, C - 1), (1, 0, 1), (1, H - 1, 0)):
-        atoms = torch.cat([store.calibration.keys, torch.nn.functional.normalize(own[0][b, h], dim=-1)])
-        parts = own[1][b, h].reshape(-1, dim // csr.value_chunks)
-        halves = torch.cat([store.calibration.values, torch.nn.functional.normalize(parts, dim=-1)])
-        torch.testing.assert_close(got_keys[b, h, token], pursued(keys[b, h, token], atoms, csr.nnz))
-        chunks = values[b, h, token].unflatten(0, (csr.value_chunks, -1))
-        want = torch.cat([pursued(chunk, halves, csr.nnz // csr.value_chunks) for chunk in chunks])
-        torch.testing.assert_close(got_values[b, h, token], want)
 
 
 def test_atoms_of_other_heads_serve_no_head(folder: Path) -> None:
@@ -205,27 +175,6 @@ def test_a_dictionary_that_is_missing(folder: Path, tmp_path: Path) -> None:
     save(tmp_path, "csr", {"model": None, "groups": groups}, tensors)
     with pytest.raises(ValueError, match="vectors of 8 elements, as the model has, got 16"):
         CSR(dictionary=str(tmp_path)).check(ModelInfo(1, 1, 16))
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"nnz": 0},
-        {"nnz": 7},
-        {"value_chunks": 3},
-        {"prompt_atoms": -1},
-        {"outlier_atoms": -1},
-        {"block_size": 0},
-        {"solver": "ista"},
-        {"coef": "fp4"},
-        {"index": "int8"},
-        {"key_space": "both"},
-        {"residual_length": -1},
-    ],
-)
-def test_it_refuses_parameters(parameters: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^CSR\.{next(iter(parameters))} must be .*, got .*; try .*\.$"):
-        CSR(**parameters)
 
 
 def test_layout_and_traits() -> None:

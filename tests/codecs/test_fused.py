@@ -26,6 +26,7 @@ from kvpolicy.kernels import compiled, words
 from kvpolicy.protocols import Codes, StageStore
 from kvpolicy_eval.common.synthetic import with_random_calibration
 from tests.codecs.compiling import call_directly, compile_all
+from tests.sampling import product
 
 CODECS = {
     "kivi:bits=2": 2,
@@ -92,9 +93,11 @@ def view(
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [16, 80])
-@pytest.mark.parametrize("codec", CODECS)
+FORMS = [(16, torch.float32), (80, torch.bfloat16)], [(80, torch.float32), (16, torch.bfloat16)]
+TAKEN = [(codec, *form) for number, codec in enumerate(CODECS) for form in FORMS[number % 2]]
+
+
+@product("codec,dim,dtype", [*CODECS], [16, 80], [torch.float32, torch.bfloat16], sample=TAKEN)
 def test_fused_reads_are_those_of_decoding(
     codec: str, dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,8 +158,13 @@ def test_single_bytes_are_decoded_without_wide_vectors(
     assert is_fused(torch.zeros(1, 2, 8, width * bits // 8, dtype=torch.uint8), bits, width) == fused
 
 
-@pytest.mark.skipif(bool(compiled._missing_compiler("cpu")), reason="codes are made in compiled code")
-@pytest.mark.parametrize("spec", ["kivi:bits=4", "tokenwise:bits=3"])
+COMPILER = pytest.mark.skipif(bool(compiled._missing_compiler("cpu")), reason="a compiler is needed")
+DEAR = pytest.param("tokenwise:bits=3", marks=pytest.mark.slow)
+"""Its code takes 20 s to compile; `test_encoding_in_compiled_code_makes_the_same_codes` has the same function."""
+
+
+@COMPILER
+@pytest.mark.parametrize("spec", ["kivi:bits=4", DEAR])
 def test_inductor_makes_the_same_codes(spec: str) -> None:
     codec: Any = Policy.parse(f"full+{spec}").codec
     keys = torch.randn(1, 2, compiled.MIN_SLOTS + 64, 32, generator=torch.Generator().manual_seed(0))
@@ -170,8 +178,8 @@ def test_inductor_makes_the_same_codes(spec: str) -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.skipif(bool(compiled._missing_compiler("cpu")), reason="codes are summed in compiled code")
-@pytest.mark.parametrize("codec", ["kivi:bits=4", "tokenwise:bits=4"])
+@COMPILER
+@product("codec", ["kivi:bits=4", "tokenwise:bits=4"], sample=[("tokenwise:bits=4",)])
 def test_compiled_reads_are_those_of_decoding(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_failures", [])
     coded = view(codec, 128, tmp_path, tokens=compiled.MIN_SLOTS + 200)
@@ -186,7 +194,11 @@ def test_compiled_reads_are_those_of_decoding(codec: str, tmp_path: Path, monkey
     assert not torch.equal(found[0], wanted[0]), "they are summed in another order"
 
 
-@pytest.mark.parametrize("codec", ["gear", "kivi:bits=4", "kvquant", "turboquant", "rotate", "lowrank:rank=8"])
+TRACED = [("kivi:bits=4",), ("kvquant",)]
+"""One whose sums are an operation of their own, and one that is traced."""
+
+
+@product("codec", ["gear", "kivi:bits=4", "kvquant", "turboquant", "rotate", "lowrank:rank=8"], sample=TRACED)
 def test_a_compiled_step_reads_as_an_eager_one(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced, or called as one operation that compiles its own code."""
     compile_all(monkeypatch)

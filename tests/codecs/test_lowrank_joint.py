@@ -149,7 +149,6 @@ def test_models_that_are_refused(folder: str, options: dict[str, Any], info: Mod
 @pytest.mark.parametrize(
     "options",
     [
-        {"ranks": "energy", "residual_length": 8, "block_size": 8},
         {"head_group": 2, "ranks": "fisher", "key_space": "unrotated", "residual_length": 8, "block_size": 8},
         {"head_group": 2, "base": TokenWise(bits=8, residual_length=8, block_size=8)},
     ],

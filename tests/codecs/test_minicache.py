@@ -18,6 +18,7 @@ from kvpolicy.protocols import GroupsLayers, GroupStage, ModelInfo, StageStore
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.testing.stage_checks import check_stages
 from tests.reference.codecs.minicache import Side, between
+from tests.sampling import each_once, product
 
 B = 2
 H = 2
@@ -98,8 +99,10 @@ def draw(count: int, *, heads: int = H, dim: int = D, seed: int = 0) -> Tensor:
     return torch.stack([one, 2 * one + share * noise])
 
 
-@pytest.mark.parametrize("t", [0.0, 0.3, 0.6, 1.0])
-@pytest.mark.parametrize("keep", [0.0, 0.05, 0.3, 1.0])
+SHARES = ([0.0, 0.3, 0.6, 1.0], [0.05, 1.0, 0.3, 0.0])
+
+
+@product("t,keep", *SHARES, sample=each_once(*SHARES))
 def test_both_layers_read_what_the_slow_version_reads(t: float, keep: float) -> None:
     pair = Pair(t=t, keep=keep)
     pair.write([0, 1, 2, 3, 4, 5], draw(6), [(1, 0, 0), (1, 0, 4), (1, 1, 5)])

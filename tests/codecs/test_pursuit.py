@@ -64,20 +64,23 @@ def test_it_takes_the_atom_of_the_largest_product(own: int, area: int, monkeypat
             torch.testing.assert_close(coef[b, h, i].double(), want, atol=1e-5, rtol=0)
 
 
-@sampling.product("count,area,solver", [1, 4, 5, 33, 120], [0, _pursuit._MAX_GRAM], ["mp", "refit", "omp"])
+ALONE = ([1, 4, 5, 33, 120], [0, _pursuit._MAX_GRAM], ["mp", "refit", "omp"], [(0, D), (M, D), (M, 128)])
+
+
+@sampling.product("count,area,solver,shape", *ALONE, sample=sampling.each_once(*ALONE))
 def test_a_head_alone_has_the_codes_that_it_has_beside_others(
-    count: int, area: int, solver: Solver, monkeypatch: pytest.MonkeyPatch
+    count: int, area: int, solver: Solver, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last bit, since one that is off can change the next atom; in several chunks."""
     monkeypatch.setattr(_pursuit, "_MAX_GRAM", area)
     monkeypatch.setattr(_pursuit, "_CPU_CHUNK", 2000)
-    for own, width in ((0, D), (M, D), (M, 128)):
-        dictionary = random_dictionary(own, width=width)
-        x = normal(B, H, count, width, seed=11)
-        index, coef = pursue(x, dictionary, 5, solver)
-        for b, h in ((slice(1), slice(1)), (slice(1, 2), slice(2, 3)), (slice(B), slice(1, 3))):
-            alone = pursue(x[b, h], Dictionary(dictionary.shared, dictionary.per_head[b, h]), 5, solver)
-            assert torch.equal(alone[0], index[b, h]) and torch.equal(alone[1], coef[b, h])
+    own, width = shape
+    dictionary = random_dictionary(own, width=width)
+    x = normal(B, H, count, width, seed=11)
+    index, coef = pursue(x, dictionary, 5, solver)
+    for b, h in ((slice(1), slice(1)), (slice(1, 2), slice(2, 3)), (slice(B), slice(1, 3))):
+        alone = pursue(x[b, h], Dictionary(dictionary.shared, dictionary.per_head[b, h]), 5, solver)
+        assert torch.equal(alone[0], index[b, h]) and torch.equal(alone[1], coef[b, h])
 
 
 def test_products_of_a_head_know_nothing_of_others_and_of_threads() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._common import put
 from kvpolicy.kernels.slot_writes import write_slots
+from tests.sampling import product
 
 BATCH = 2
 HEADS = 3
@@ -31,9 +32,7 @@ def expected(target: Tensor, data: Tensor, slots: Tensor, mask: Tensor) -> Tenso
     return want
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vector", [(), (4,), (2, 3), (0,)], ids=str)
-@pytest.mark.parametrize("written", ["all", "some", "none", "one head"])
+@product("dtype,vector,written", DTYPES, [(), (4,), (2, 3), (0,)], ["all", "some", "none", "one head"], ids=str)
 def test_put(dtype: torch.dtype, vector: tuple[int, ...], written: str) -> None:
     """Masked tokens are not written, and a head without any stays as it is."""
     generator = torch.Generator().manual_seed(0)

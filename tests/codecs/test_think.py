@@ -13,10 +13,9 @@ import kvpolicy
 from kvpolicy import BFP, CSR, KIVI, Plain, Policy, PolicyCache, RotateKV, ThinK, TokenWise, TurboQuant
 from kvpolicy.distortion import distortion
 from kvpolicy.engine.state import tensors
-from kvpolicy.protocols import Codec, ModelInfo, Stage, StageStore
+from kvpolicy.protocols import ModelInfo, StageStore
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from tests.codecs import stages
-from tests.codecs.stages import B, H, at, draw, empty, fill, flags
+from tests.codecs.stages import B, H, at, draw, empty, flags
 from tests.conformance.models import build
 from tests.reference.codecs.think import channels
 
@@ -33,13 +32,6 @@ def squares(codec: ThinK, keys: Tensor, query_square: Tensor, mask: Tensor | Non
     mask = torch.ones(rows, heads, count, dtype=torch.bool) if mask is None else mask
     codec.write(store, keys, keys, slots, mask, torch.zeros(rows, heads, count, dtype=torch.bool))
     return store
-
-
-def test_it_is_a_codec_and_a_stage() -> None:
-    codec = ThinK(residual_length=32, block_size=32)
-    assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
-    assert (codec.traits.block, codec.traits.group_size, codec.traits.residual) == (32, 1, 32)
-    assert [codec.layout(tokens) for tokens in (63, 64, 1000)] == [(63, ()), (64, (32,)), (64, (968,))]
 
 
 @pytest.mark.parametrize("base", BASES, ids=str)
@@ -86,76 +78,6 @@ def test_channels_are_those_of_the_slow_version(count: int, ratio: float) -> Non
                 own = [*keys[row, head][mask[row, head]]]
                 want, _ = channels(query_square[row, head].tolist(), own, codec.kept(D))
                 assert found[row, head, 0].tolist() == want
-
-
-def test_no_channel_is_lost_at_ratio_0() -> None:
-    """Only the rounding to fp16 is left; numbers of fp16 are exact."""
-    codec = ThinK(ratio=0.0)
-    store, keys, values = fill(codec, C, D)
-    assert torch.equal(codec.keys(store, slice(0, C)), keys.half().float())
-    assert torch.equal(codec.values(store, slice(0, C)), values.half().float())
-
-
-@pytest.mark.parametrize("base", [Plain(), *BASES], ids=str)
-def test_a_score_is_that_of_keys_whose_other_channels_are_0(base: Any) -> None:
-    """The indexed form is the form that sets channels to 0."""
-    codec = ThinK(base=base, ratio=0.5)
-    store, keys, _ = fill(codec, C, D)
-    decoded = codec.keys(store, slice(0, C))
-    kept = torch.zeros(B, H, D, dtype=torch.bool).scatter(-1, store.codes.channels[:, :, 0].long(), True)
-    assert int(kept.sum()) == B * H * 8 and not decoded.masked_select(~kept[:, :, None]).any()
-    queries = torch.randn(B, H, 2, D)
-    want = queries @ keys.masked_fill(~kept[:, :, None], 0).mT
-    torch.testing.assert_close(codec.score(store, queries, None), queries @ decoded.mT, atol=1e-3, rtol=1e-5)
-    if isinstance(base, Plain):
-        assert decoded.masked_select(kept[:, :, None]).all()
-        torch.testing.assert_close(codec.score(store, queries, None), want, atol=0.1, rtol=1e-3)
-
-
-@pytest.mark.parametrize("base", BASES, ids=str)
-def test_values_are_those_of_the_base_alone(base: Any) -> None:
-    codec = ThinK(base=base)
-    store, keys, values = fill(codec, C, D)
-    alone = StageStore(base.alloc(B, H, C, D, "cpu"))
-    base.write(alone, keys, values, at(range(C)), flags([True] * C), flags([False] * C))
-    weights = torch.rand(B, H, 2, C)
-    assert torch.equal(codec.values(store, slice(0, C)), base.values(alone, slice(0, C)))
-    assert torch.equal(codec.mix(store, weights), base.mix(alone, weights))
-
-
-@pytest.mark.parametrize("base", [Plain(), *BASES], ids=str)
-@pytest.mark.parametrize("dim", [8, 64, 80, 256])
-def test_it_is_a_good_stage(base: Any, dim: int) -> None:
-    codec = ThinK(base=base)
-    stages.check_rows(codec, C, dim)
-    stages.check_ways_to_read(codec, C, dim, codec.traits.group_size)
-
-
-@pytest.mark.parametrize("base", [Plain(), *BASES], ids=str)
-def test_slots_are_taken_again(base: Any) -> None:
-    codec = ThinK(base=base)
-    stages.check_inactive(codec, C, D)
-    stages.check_finite(codec, C, D)
-    stages.check_overwrite(codec, C, D, ("channels",))
-    stages.check_order(codec, C, D, ("channels",))
-
-
-def test_an_empty_head_chooses_again() -> None:
-    codec = ThinK()
-    store, keys, values = fill(codec, C, D)
-    before = store.codes.channels.clone()
-    flipped = keys * torch.logspace(4, -4, D)  # now the first channels are the largest
-    stays = flags([slot > 0 for slot in range(C)]).clone()
-    codec.write(store, flipped, values, at(range(C)), flags([slot == 0 for slot in range(C)]), stays)
-    assert torch.equal(store.codes.channels, before)
-    stays[0, 0] = False
-    codec.write(store, flipped, values, at(range(C)), flags([True] * C), stays)
-    changed = (store.codes.channels != before).any(-1)[..., 0]
-    assert changed[0, 0] and int(changed.sum()) == 1
-
-
-def test_longer_than_a_chunk() -> None:
-    stages.check_ways_to_read(ThinK(), 2100, 8)
 
 
 def test_how_many_channels_are_kept() -> None:
@@ -241,19 +163,6 @@ def test_a_model_holds_what_the_plan_says_and_a_file_keeps_it(spec: str, tmp_pat
         for step in range(8):
             one, other = (model(ids[:, step : step + 1], past_key_values=c).logits for c in (cache, again))
             assert torch.equal(one, other)
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("base", [Plain(), TokenWise(), KIVI(bits=4, group_size=4)], ids=str)
-def test_it_compiles_without_breaks(base: Any) -> None:
-    stages.check_compiled(ThinK(base=base), C, D, "aot_eager", torch.testing.assert_close)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-def test_it_compiles_to_kernels() -> None:
-    stages.check_compiled(ThinK(), C, D, "inductor", torch.testing.assert_close)
-    stages.check_compiled(ThinK(base=TokenWise()), C, D, "inductor", torch.testing.assert_close)
 
 
 def test_empty_writes_change_nothing() -> None:

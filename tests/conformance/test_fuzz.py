@@ -219,17 +219,17 @@ def converse(seed: int, *, idle: bool = False, merges: bool = False) -> None:
     bench.check()
 
 
-@product("seed", range(150), sample=[(seed,) for seed in range(40)])
+@product("seed", range(150), sample=[(seed,) for seed in range(25)])
 def test_some(seed: int) -> None:
     converse(seed)
 
 
-@product("seed", range(150), sample=[(seed,) for seed in range(40)])
+@product("seed", range(150), sample=[(seed,) for seed in range(25)])
 def test_merges(seed: int) -> None:
     converse(seed, idle=seed % 2 == 0, merges=True)
 
 
-@pytest.mark.parametrize("seed", [71, 102, 287, 308, 332, 349, 382, 409])
+@pytest.mark.parametrize("seed", [71, 102, 287, 308])
 def test_rows_that_get_nothing(seed: int) -> None:
     """A row that only gets padding stays as it is."""
     converse(seed, idle=True)

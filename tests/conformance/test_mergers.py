@@ -17,11 +17,10 @@ from tests.conformance.play import ROWS, forward, make_batch, play, talk
 from tests.conformance.policies import CODECS, MERGERS, SELECTORS, words
 from tests.conformance.replay import Twin, reference_codec, replay
 from tests.conformance.turning import turns
-from tests.sampling import product
+from tests.sampling import each_once, product
 
 ACTIVE = [name for name in MERGERS if lookup(name)[1]().traits.when != "never"]
 DECODING = [name for name in ACTIVE if lookup(name)[1]().traits.when == "always"]
-OTHERS = [name for name in SELECTORS if name not in ("h2o", "snapkv")]
 LAYERS = 2
 """Of the model that each method meets: the first, and one behind it."""
 
@@ -41,28 +40,12 @@ def compare(policy: str, family: str = "llama", rows: str = "padded", least: flo
     assert verdict.turns >= len(tape) * least, "most choices were within fp32's noise"
 
 
-@product(
-    "merger,selector",
-    ACTIVE,
-    SELECTORS,
-    sample=[
-        *((merger, base) for merger in ACTIVE for base in ("h2o", "snapkv")),
-        *(("merge", base) for base in OTHERS),
-    ],
-)
+@product("merger,selector", ACTIVE, SELECTORS, sample=each_once(ACTIVE, SELECTORS))
 def test_selectors(merger: str, selector: str) -> None:
     compare(words(selector, merger), rows="one" if selector == "snapkv" else "padded")
 
 
-@product(
-    "merger,codec",
-    ACTIVE,
-    CODED,
-    sample=[
-        *((merger, codec) for merger in ACTIVE for codec in ("tokenwise", "kivi")),
-        *(("merge", codec) for codec in CODED if codec not in ("tokenwise", "kivi")),
-    ],
-)
+@product("merger,codec", ACTIVE, CODED, sample=each_once(ACTIVE, CODED))
 def test_codecs(merger: str, codec: str) -> None:
     compare(words("h2o", merger, codec))
 
@@ -72,14 +55,17 @@ def test_softcaps_sinks_and_other_families(family: str) -> None:
     compare(words("h2o", "merge"), family)
 
 
-@pytest.mark.parametrize("queries", ["window", "replay"])
-@pytest.mark.parametrize(("selector", "budget"), [("knorm", 6), ("h2o", 0.5), ("streaming:sinks=1", 9)])
-def test_regression_on_rows_that_lose_nearly_all(selector: str, budget: float, queries: str) -> None:
+LOSING = ("knorm", 6), ("h2o", 0.5), ("streaming:sinks=1", 9)
+REGRESSIONS = (["gpt_oss", "llama"], [2, 5, 32], ["window", "replay"], LOSING)
+
+
+@product("family,window,queries,losing", *REGRESSIONS)
+def test_regression_on_rows_that_lose_nearly_all(
+    family: str, window: int, queries: str, losing: tuple[str, float]
+) -> None:
     """A learned sink of little weight has most of such a row, when the tokens that are kept have still less."""
-    for window in (2, 5, 32):
-        policy = f"{selector}+regress:queries={queries}:window={window}:sinks=1:recent=2@{budget}"
-        for family in ("gpt_oss", "llama"):
-            compare(policy, family)
+    selector, budget = losing
+    compare(f"{selector}+regress:queries={queries}:window={window}:sinks=1:recent=2@{budget}", family)
 
 
 @pytest.mark.parametrize("merger", ACTIVE)
@@ -88,9 +74,14 @@ def test_a_cache_that_grows_merges_its_prompts(merger: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["merge:by=position:least=-1", "merge:least=-1", "merge:least=0.3", "zsmerge:slots=3:alpha=0.7"]
+    ("policy", "codec"),
+    [
+        ("merge:by=position:least=-1", "kivi"),
+        ("merge:least=-1", "plain"),
+        ("merge:least=0.3", "kivi"),
+        ("zsmerge:slots=3:alpha=0.7", "plain"),
+    ],
 )
-@pytest.mark.parametrize("codec", ["plain", "kivi"])
 def test_options(policy: str, codec: str) -> None:
     compare(words("h2o", policy, codec))
 
@@ -131,8 +122,7 @@ def test_adversarial_input(merger: str, case: str) -> None:
     bench.check()
 
 
-@pytest.mark.parametrize("merger", ACTIVE)
-@pytest.mark.parametrize("codec", ["plain", "kivi", "csr"])
+@product("merger,codec", ACTIVE, ["kivi", "plain", "csr"], sample=each_once(ACTIVE, ["kivi", "plain", "csr"]))
 def test_a_padded_row_is_itself_alone(merger: str, codec: str) -> None:
     model = build("llama", layers=LAYERS)
     policy = Policy.parse(words("h2o", merger, codec))
@@ -184,8 +174,7 @@ def talk_on(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: PolicyCach
     return torch.cat([forward(model, ids, mask, at, at + 1, cache) for at in range(29, ids.shape[1])], 1)
 
 
-@pytest.mark.parametrize("merger", ACTIVE)
-@pytest.mark.parametrize("codec", ["plain", "kivi"])
+@product("merger,codec", ACTIVE, ["plain", "kivi"], sample=each_once(ACTIVE, ["plain", "kivi"]))
 def test_beam_search(merger: str, codec: str) -> None:
     model = build("llama", layers=LAYERS)
     ids, mask = make_batch([26, 20], [26])

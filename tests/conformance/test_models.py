@@ -1,9 +1,9 @@
 """Allocators x selectors x codecs x families x {one row, padded batch} x {fp32, bf16} against the reference.
 
 `-m full` runs every selector x codec x family, with an allocator, rows and a dtype that are drawn; all combinations
-would be 32,000, and grow with every method. By default, each family meets both kinds of rows, both dtypes, the
-allocator that looks at its residual stream, and a codec that undoes its rotary embedding. Every selector meets every
-codec in `test_layer`, which needs no model.
+would be 32,000, and grow with every method. By default, each family meets the allocator that looks at its residual
+stream and a codec that undoes its rotary embedding, and every third one bf16. `test_layer` has selectors and codecs
+without a model.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ def reads_projection(selector: str) -> bool:
 
 
 def sample() -> list[Row]:
-    """Each family in two rows: padded in fp32 with a codec of `ROTARY`, compared exactly, and one row alone in bf16.
+    """Each family in padded rows in fp32, compared exactly; every third one in one row of bf16; all else in turn.
 
-    One of the two has the allocator that looks at a family's residual stream. Selectors and codecs take turns, so that
-    each selector meets both kinds of rows and both dtypes.
+    What a family decides itself is in the first of these: its residual stream, which an allocator looks at, its rotary
+    embedding, which a codec of `ROTARY` undoes, and its masks.
     """
     looking, others = (
         [name for name in ALLOCATORS if lookup(name)[1]().layer_metric == wanted] for wanted in ("cosine", "")
     )
     rows: list[Row] = []
     for number, family in enumerate(AXES[FAMILY]):
-        allocators = [looking[number % len(looking)], others[number // 2 % len(others)]]
-        first, second = allocators if number % 2 else allocators[::-1]
         known = [name for name in SELECTORS if family not in UNREADABLE or not reads_projection(name)]
-        selectors = [known[(number + shift) % len(known)] for shift in (1, 6)]
-        if is_refused(selectors[1], CODECS[number % len(CODECS)]):
-            selectors[1] = "h2o"
-        rows.append((first, selectors[0], ROTARY[number % len(ROTARY)], family, "padded", "fp32"))
-        rows.append((second, selectors[1], CODECS[number % len(CODECS)], family, "one", "bf16"))
+        selector, another = (known[(number + shift) % len(known)] for shift in (1, 6))
+        allocator, codec = looking[number % len(looking)], ROTARY[number % len(ROTARY)]
+        rows.append((allocator, selector, codec, family, "padded", "fp32"))
+        if number % 3 == 0:
+            allocator, codec = others[number // 3 % len(others)], CODECS[number // 3 % len(CODECS)]
+            another = "h2o" if is_refused(another, codec) else another
+            rows.append((allocator, another, codec, family, "one", "bf16"))
     return rows
 
 

@@ -38,12 +38,12 @@ def graphs() -> int:
 def test_many_shapes_are_compiled_each_and_none_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "MOST_GRAPHS", 2)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for heads in range(1, 6):
-            for power in range(1, 5):
+        for heads in range(1, 4):
+            for power in range(1, 4):
                 t = torch.randn(1, heads, 7, 2)
                 by = torch.randn(1, heads, 7, 2)
                 assert torch.equal(call(scaled, t, by, power=power), scaled(t, by, power))
-    assert graphs() == len(compiled._compiled) == 20
+    assert graphs() == len(compiled._compiled) == 9
 
 
 def test_any_number_of_slots_needs_one_graph() -> None:

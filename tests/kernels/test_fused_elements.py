@@ -11,6 +11,7 @@ from kvpolicy.kernels.fused_elements import decode_levels, mix_levels, score_lev
 from kvpolicy.kernels.packing import pack
 from kvpolicy.kernels.rotation import rotate_halves
 from kvpolicy.kernels.words import as_words, in_order_of_channels, in_order_of_places
+from tests.sampling import product
 
 B = 2
 H = 3
@@ -31,9 +32,7 @@ def decode_by_number(
     return out
 
 
-@pytest.mark.parametrize("outliers", [0, 1, 3, D])
-@pytest.mark.parametrize("by", ["token", "channel"])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@product("bits,by,outliers", [1, 2, 3, 4], ["token", "channel"], [0, 1, 3, D])
 def test_levels(bits: int, by: str, outliers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "VECTOR", 1)
     generator = torch.Generator().manual_seed(bits)

@@ -38,7 +38,7 @@ MUTATIONS = (
         file="kvpolicy/codecs/_uniform.py",
         old="round_to_half(least.clamp(-FP16, FP16))",
         new="round_to_half(least.clamp(min=-FP16))",
-        tests=("tests/codecs/test_tokenwise.py", "tests/codecs/test_kivi.py"),
+        tests=("tests/codecs/test_every_stage.py::test_slots_are_taken_again",),
     ),
     Mutation(
         name="sums over tokens are made in fp32",
@@ -269,14 +269,14 @@ MUTATIONS = (
         file="kvpolicy/codecs/tokenwise.py",
         old="count = write_mask.sum(-1)[..., None, None].clamp(min=1)",
         new="count = write_mask.shape[-1]",
-        tests=("tests/codecs/test_tokenwise.py",),
+        tests=("tests/codecs/test_every_stage.py::test_rows_and_ways_to_read",),
     ),
     Mutation(
         name="the norm of a large key is infinite",
         file="kvpolicy/codecs/turboquant.py",
         old="norm.clamp(max=FP16).half()",
         new="norm.half()",
-        tests=("tests/codecs/test_turboquant.py",),
+        tests=("tests/codecs/test_every_stage.py::test_slots_are_taken_again",),
     ),
     Mutation(
         name="keys are divided by a balancer that was never fitted",
@@ -333,7 +333,7 @@ MUTATIONS = (
         file="kvpolicy/codecs/think.py",
         old="torch.where(is_empty_head(write_mask, occupied), chosen, channels)",
         new="torch.where(write_mask.any(-1)[..., None, None], chosen, channels)",
-        tests=("tests/codecs/test_think.py",),
+        tests=("tests/conformance/test_codes.py::test_later_writes_keep_what_was_fixed",),
     ),
     Mutation(
         name="a base stores keys whose codes do not fill whole bytes",

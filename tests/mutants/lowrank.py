@@ -17,7 +17,7 @@ MUTATIONS = (
         file="kvpolicy/codecs/_projection.py",
         old="components = orthonormal(directions)[..., : rank * basis.group]",
         new="components = orthonormal(directions)[..., -rank * basis.group :]",
-        tests=("tests/codecs/test_lowrank.py",),
+        tests=("tests/conformance/test_codes.py::test_all_dimensions",),
     ),
     Mutation(
         name="directions for scores are weighted by the moment of queries and not by its root",

@@ -80,7 +80,7 @@ MUTATIONS = (
         file="kvpolicy/selectors/expected.py",
         old="ranked=view.length.clone()",
         new="ranked=view.length",
-        tests=("tests/selectors/test_expected.py", "tests/engine/test_rank_schedule.py"),
+        tests=("tests/selectors/test_limits.py",),
     ),
     Mutation(
         name="only the first tile of keys is scored",
@@ -175,7 +175,7 @@ MUTATIONS = (
         file="kvpolicy/selectors/scissorhands.py",
         old="torch.minimum(view.budget // 2, view.budget - self.sinks).clamp(1, self.recent)",
         new="(view.budget // 2).clamp(1, self.recent)",
-        tests=("tests/selectors/test_scissorhands.py",),
+        tests=("tests/selectors/test_limits.py",),
     ),
     Mutation(
         name="the window may be one more than half the budget",

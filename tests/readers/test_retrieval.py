@@ -24,11 +24,10 @@ def index_held(layer: Layer) -> Any:
     return reads.index
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("tokens", [(1, 7), (40, 12), (0, 3)])
-def test_k_means_is_that_of_the_slow_version(seed: int, tokens: tuple[int, int]) -> None:
+def test_k_means_is_that_of_the_slow_version(tokens: tuple[int, int]) -> None:
     """Of each head alone, whatever stands behind its tokens."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(sum(tokens))
     keys = torch.randn(1, 2, 40, DIM, generator=generator)
     held = torch.tensor([tokens])
     keys = keys.masked_fill(torch.arange(40)[:, None] >= held[..., None, None], torch.nan)
@@ -102,10 +101,12 @@ def test_means_leave_out_what_does_not_count() -> None:
     assert means.flatten().tolist() == [8, 0, 2] and number.flatten().tolist() == [1, 0, 2]
 
 
-@pytest.mark.parametrize(("cluster", "long"), [("auto", 6), (2, 6), ("auto", 100)])
-@pytest.mark.parametrize("tokens", [1, 5, 6, 9, 16, 17, 40])
+@pytest.mark.parametrize(
+    ("cluster", "long", "tokens"),
+    [*(("auto", 6, tokens) for tokens in (1, 5, 6, 9, 16, 17, 40)), (2, 6, 5), (2, 6, 40), ("auto", 100, 17)],
+)
 def test_long_prompts_are_clustered_in_segments(
-    tokens: int, cluster: Any, long: int, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, long: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each segment as if it were alone; and the index has room for all clusters that any shorter row may need."""
     monkeypatch.setattr(_clusters, "SEGMENT", 8)

@@ -82,7 +82,7 @@ def allowed(layer: Layer) -> int:
 
 @pytest.mark.parametrize(
     ("policy", "sizes"),
-    [*((policy, (13, 13)) for policy in CASES), *((policy, sizes) for policy in CASES[3:7:3] for sizes in UNEQUAL)],
+    [*((policy, (13, 13)) for policy in CASES), *zip([*CASES[3:7:3], CASES[3]], UNEQUAL, strict=True)],
 )
 def test_reads_what_the_slow_version_reads(policy: str, sizes: tuple[int, int]) -> None:
     evicts = "@" in policy
@@ -212,15 +212,14 @@ def test_a_choosing_layer_that_reads_everything_gives_what_it_gives_without_a_re
 
 
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "short"),
     [
-        "h2o+reuse:dense=0:every=2/exact:read=12@0.5",
-        "pyramid+snapkv:window=4+reuse:dense=0:every=2/exact:read=6@0.5",
-        "snapkv:window=4+reuse:dense=0:every=2:full=false/quest:read=6:page=2:dense=0:resort=3@16",
-        "h2o+kivi:group_size=4:residual_length=4+reuse:every=2:dense=0/exact:read=8@0.5",
+        ("h2o+reuse:dense=0:every=2/exact:read=12@0.5", 4),
+        ("pyramid+snapkv:window=4+reuse:dense=0:every=2/exact:read=6@0.5", 13),
+        ("snapkv:window=4+reuse:dense=0:every=2:full=false/quest:read=6:page=2:dense=0:resort=3@16", 4),
+        ("h2o+kivi:group_size=4:residual_length=4+reuse:every=2:dense=0/exact:read=8@0.5", 13),
     ],
 )
-@pytest.mark.parametrize("short", [4, 13])
 def test_a_short_row_reads_what_it_reads_alone(policy: str, short: int) -> None:
     """Alone, it may have no more tokens than are read, so that none of its layers follows another one."""
     model = build("llama", layers=4)

@@ -21,12 +21,11 @@ def moments(keys: Tensor) -> Tensor:
     return keys.double().mT @ keys.double()
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 40])
 @pytest.mark.parametrize("rank", [1, 3, DIM])
-def test_the_basis_is_that_of_the_slow_version(seed: int, tokens: int, rank: int) -> None:
+def test_the_basis_is_that_of_the_slow_version(tokens: int, rank: int) -> None:
     """Up to signs, and to what no key has a part in: what is rebuilt is the same."""
-    keys = torch.randn(1, 2, tokens, DIM, generator=torch.Generator().manual_seed(seed))
+    keys = torch.randn(1, 2, tokens, DIM, generator=torch.Generator().manual_seed(tokens + rank))
     reader = ShadowKV(rank=rank, page=1)
     index: Any = reader.alloc(1, 2, tokens, DIM, torch.float32, "cpu")
     reader.fit_basis(index, moments(keys), EVERY)
@@ -83,8 +82,10 @@ def test_landmarks_and_coefficients_leave_out_empty_slots() -> None:
     assert reader.rebuild_keys(index, torch.tensor([[[1, 3]]])).tolist() == [[[[3.0, 0.0], [0.0, 0.0]]]]
 
 
-@pytest.mark.parametrize(("recent", "sinks", "read"), [(1, 0, 8), (3, 2, 8), (7, 5, 12), (2, 1, 4), (30, 30, 8)])
-@pytest.mark.parametrize("base", ["full", "h2o"])
+@pytest.mark.parametrize(
+    ("recent", "sinks", "read", "base"),
+    [(1, 0, 8, "full"), (3, 2, 8, "h2o"), (7, 5, 12, "full"), (2, 1, 4, "h2o"), (30, 30, 8, "full")],
+)
 def test_the_newest_and_the_first_tokens_have_their_own_keys(recent: int, sinks: int, read: int, base: str) -> None:
     """As many as are read, and no other; also where the last page is shorter, so that a slot is named twice."""
     at = "@0.5" if base == "h2o" else ""

@@ -29,9 +29,7 @@ def test_fp16_and_fp8() -> None:
 # ---- Tokenwise: what was measured of keys with offsets and of white noise
 
 
-@pytest.mark.parametrize(
-    ("bits", "group", "error"), [(2, 128, 0.250), (3, 128, 0.0458), (4, 128, 0.0100), (2, 32, 0.154)]
-)
+@pytest.mark.parametrize(("bits", "group", "error"), [(3, 128, 0.0458), (2, 32, 0.154)])
 def test_error_of_normalised_keys(bits: int, group: int, error: float) -> None:
     keys = channels(200)
     read, _ = reads(tokenwise.Head({"bits": bits, "group_size": group}, D), keys, keys)

@@ -5,36 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvpolicy import KVPolicyError, Policy
-from kvpolicy.selectors.chunk import ChunkKV, ChunkState
-from kvpolicy.selectors.h2o import H2O
-from kvpolicy.selectors.window import SlidingWindow
-from kvpolicy.testing import check
+from kvpolicy.selectors.chunk import ChunkState
 from tests.conformance.bench import Bench, draw, padding
-from tests.selectors.walks import walks
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "chunk:size=4/snapkv:window=6:kernel=3",
-        "chunk:size=3/h2o",
-        "chunk:size=5/keydiff:every=4",
-        "chunk:size=1/window",
-        "chunk:size=100/h2o",
-        "chunk:size=2/h2o:decode=grow",
-        "chunk/lagkv:lag=3",
-        "chunk:size=4/kvzip:chunk=9:sinks=2",
-        "kvcrush/chunk:size=3/h2o",
-        "chunk:size=3/caote/h2o",
-    ],
-)
-def test_as_the_slow_version(spec: str) -> None:
-    assert walks(spec) > 0.8
-
-
-@pytest.mark.parametrize("selector", [ChunkKV(), ChunkKV(base=H2O(), size=7), ChunkKV(base=SlidingWindow())], ids=str)
-def test_keeps_the_rules(selector: ChunkKV) -> None:
-    check(selector)
 
 
 def test_heads_keep_the_same_tokens_and_whole_chunks() -> None:

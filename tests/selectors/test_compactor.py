@@ -14,7 +14,7 @@ from kvpolicy.protocols import Seen, View
 from kvpolicy.selectors._leverage import key_leverage, leverage, projection
 from kvpolicy.selectors.compactor import Compactor
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.testing import check, check_cache
+from kvpolicy.testing import check_cache
 from tests.conformance.bench import DIM, Bench, draw, padding
 from tests.conformance.fakes import Roll, apply, undo
 from tests.conformance.models import build
@@ -226,11 +226,6 @@ def test_another_cache_needs_the_rotary_embedding() -> None:
     model = build("llama")
     with kvpolicy.attach(model, "h2o@9"), pytest.raises(KVPolicyError, match=r"undo the same rotations.*same selector"):
         PolicyCache(model, "compactor@9")
-
-
-@pytest.mark.parametrize("selector", [Compactor(), Compactor(sinks=2, block=7, sketch=3, blend=0.5, decode="grow")])
-def test_keeps_the_rules(selector: Compactor) -> None:
-    check(selector)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from kvpolicy.engine.rotary import KeyRotation, Rope
 from kvpolicy.protocols import HeadShape, Seen, View
 from kvpolicy.selectors.expected import Expectation, ExpectedAttention
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.testing import check
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
@@ -184,18 +183,6 @@ def test_another_cache_needs_the_rotary_embedding() -> None:
     model = build("llama")
     with kvpolicy.attach(model, "h2o@9"), pytest.raises(KVPolicyError, match="same selector"):
         PolicyCache(model, "expected@9")
-
-
-@pytest.mark.parametrize(
-    "selector",
-    [
-        ExpectedAttention(),
-        ExpectedAttention(epsilon=0.01, every=3, decode="grow"),
-        ExpectedAttention(decode="grow", moments="prompt"),
-    ],
-)
-def test_keeps_the_rules(selector: ExpectedAttention) -> None:
-    check(selector)
 
 
 @pytest.mark.parametrize("wrong", [{"sinks": -1}, {"horizon": 0}, {"every": 0}, {"epsilon": -0.5}, {"moments": "none"}])

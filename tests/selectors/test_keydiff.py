@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvpolicy.protocols import HeadShape, Seen, View
 from kvpolicy.selectors.keydiff import Differences, KeyDiff
-from kvpolicy.testing import check
 from tests.conformance.bench import Bench, draw, padding
 
 VECTOR = [[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.0, 0.9]]
@@ -86,20 +85,6 @@ def test_the_anchor_is_that_of_the_kept_tokens(every: int) -> None:
     bench.check()
 
 
-@pytest.mark.parametrize("policy", ["keydiff:every=5", "keydiff:every=5+kivi:bits=4:group_size=4:residual_length=4"])
-def test_steps_of_some_rows(policy: str) -> None:
-    """A row that gets no token in a step is ranked again by its own count of tokens, as alone."""
-    bench = Bench(policy, [12, 10])
-    bench.forward(*draw(20, 0, batch=2), padding(20, 20, 13))
-    for number in range(24):
-        valid = torch.tensor([[True], [number % 3 != 0]])
-        bench.forward(*draw(1, number + 1, batch=2), None if number % 2 else valid)
-    bench.forward(*draw(7, 99, batch=2), padding(7, 0, 5))
-    for number in range(9):
-        bench.forward(*draw(1, number + 50, batch=2))
-    assert bench.check().turns == 2 * 35 - 4 - 1
-
-
 def test_rows_take_their_anchor_with_them() -> None:
     """As in a beam search, which selects and repeats rows."""
     bench = Bench("keydiff:every=50", [12, 9])
@@ -114,8 +99,3 @@ def test_rows_take_their_anchor_with_them() -> None:
     bench.layer.append(*draw(1, 5, batch=3), None, bench.turns[0].kernel)
     bench.layer.count_step()
     assert bench.layer.contents.schedule.ranked_len == [13, 13, 20]
-
-
-@pytest.mark.parametrize("selector", [KeyDiff(), KeyDiff(every=1), KeyDiff(every=7, decode="grow")])
-def test_keeps_the_rules(selector: KeyDiff) -> None:
-    check(selector)

@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from kvpolicy import KVPolicyError, Policy
-from kvpolicy.engine import attention
 from kvpolicy.kernels.draws import exponentials, mixed
 from kvpolicy.selectors.keyformer import Keyformer, perturbed
-from kvpolicy.testing import check
-from tests.conformance.bench import Bench, draw, padding
-from tests.selectors.walks import walks
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "keyformer:steps=5",
-        "keyformer:tau_init=0.5:tau_end=0.5:seed=3",
-        "keyformer:recent=0.0:tau_end=8.0:steps=1",
-        "keyformer:decode=grow",
-        "kvcrush/keyformer",
-    ],
-)
-def test_as_the_slow_version(spec: str) -> None:
-    assert walks(spec) > 0.8
-
-
-@pytest.mark.parametrize("selector", [Keyformer(), Keyformer(recent=1.0, tau_end=9.0, steps=1)], ids=str)
-def test_keeps_the_rules(selector: Keyformer) -> None:
-    check(selector)
-
-
-def scores(spec: str, *sizes: int) -> Any:
-    bench = Bench(spec, [60, 60])
-    for number, size in enumerate(sizes):
-        bench.forward(*draw(size, number, batch=2), padding(size, size, 9) if number == 0 else None)
-    order = bench.layer.tensors.positions.argsort(-1)
-    state: Any = bench.layer.tensors.state
-    return state.score.gather(-1, order)
+from tests.selectors.walks import scores
 
 
 def test_the_mass_of_every_query_stays() -> None:
@@ -49,26 +16,6 @@ def test_the_mass_of_every_query_stays() -> None:
     torch.testing.assert_close(found.sum(-1), scores("h2o", 30, 1, 1, 7).sum(-1))
     assert not torch.allclose(found, scores("h2o", 30, 1, 1, 7), atol=0.1)
     assert not torch.allclose(found, scores("keyformer:seed=1", 30, 1, 1, 7), atol=0.1)
-
-
-@pytest.mark.parametrize("tile", [1, 1 << 20])
-def test_chunks_are_as_one_prompt(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "TILE_ELEMENTS", tile)
-    q, k, v = draw(40, 0, batch=2)
-    mask = padding(40, 40, 22)
-    found: list[Any] = []
-    for cuts in ([40], [25, 15], [25, 1, 14]):
-        bench = Bench("keyformer:tau_init=2.0", [60, 60])
-        start = 0
-        for size in cuts:
-            at = slice(start, start + size)
-            bench.forward(q[:, :, at], k[:, :, at], v[:, :, at], mask[:, at])
-            start += size
-        state: Any = bench.layer.tensors.state
-        positions = bench.layer.tensors.positions
-        found.append(state.score.gather(-1, positions.argsort(-1))[..., -20:])
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
 
 
 def test_draws_have_their_distribution() -> None:

@@ -17,7 +17,6 @@ from kvpolicy.calibration.qfilters import sample_queries
 from kvpolicy.engine.state import map_state
 from kvpolicy.protocols import ChecksModel, HeadShape, ModelInfo, Ranks, Seen, View
 from kvpolicy.selectors.filter_files import FilterFile, load_filters, save_filters
-from kvpolicy.testing import check
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.calibration import filters
 
@@ -112,21 +111,6 @@ def test_a_state_shares_no_memory_with_the_file(write: Write) -> None:
     assert bool(load_filters(selector.file).filters[0].any())
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("codec", ["", "+kivi:bits=4:group_size=4:residual_length=4"])
-def test_prompts_and_steps(heads: int, codec: str, write: Write) -> None:
-    """Padded rows, some of which get no token in a step, against the slow version."""
-    bench = Bench(f"qfilters:file={write(filters(heads))}{codec}", [12, 10], layer_idx=4)
-    bench.forward(*draw(20, 0, batch=2), padding(20, 20, 13))
-    for number in range(24):
-        valid = torch.tensor([[True], [number % 3 != 0]])
-        bench.forward(*draw(1, number + 1, batch=2), None if number % 2 else valid)
-    bench.forward(*draw(7, 99, batch=2), padding(7, 0, 5))
-    for number in range(9):
-        bench.forward(*draw(1, number + 50, batch=2))
-    assert bench.check().turns == 2 * 35 - 4 - 1
-
-
 def test_equal_keys_keep_the_earliest_and_the_newest(write: Write) -> None:
     bench = Bench(f"qfilters:file={write(filters())}", [4])
     for size in (9, 1, 1):
@@ -155,10 +139,3 @@ def test_it_asks_for_a_file_of_the_model() -> None:
             selector.check(info._replace(heads=2))
     with pytest.raises(kvpolicy.KVPolicyError, match="must be a file or 'tiny', got an empty string"):
         QFilters(file="")
-
-
-@pytest.mark.parametrize("decode", ["evict", "grow"])
-def test_keeps_the_rules(decode: Any, write: Write) -> None:
-    generator = torch.Generator().manual_seed(0)
-    content = FilterFile({layer: torch.randn(2, 16, generator=generator) for layer in range(3)})
-    check(QFilters(file=write(content), decode=decode))

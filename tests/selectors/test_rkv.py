@@ -10,29 +10,7 @@ import torch
 from kvpolicy import KVPolicyError, Policy
 from kvpolicy.selectors import _redundancy
 from kvpolicy.selectors._redundancy import mean_cosines
-from kvpolicy.selectors.rkv import RKV
-from kvpolicy.testing import check
 from tests.conformance.bench import Bench, draw, padding
-from tests.selectors.walks import walks
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "rkv:window=3:kernel=3:every=5",
-        "rkv:mix=1.0:window=2:kernel=1",
-        "rkv:mix=0.0:every=1:similar=0.1",
-        "rkv:decode=grow",
-        "kvcrush/rkv:window=3",
-    ],
-)
-def test_as_the_slow_version(spec: str) -> None:
-    assert walks(spec) > 0.6
-
-
-@pytest.mark.parametrize("selector", [RKV(), RKV(window=1, kernel=1, every=1, mix=1.0)], ids=str)
-def test_keeps_the_rules(selector: RKV) -> None:
-    check(selector)
 
 
 def test_the_latest_of_repeated_tokens_is_kept() -> None:

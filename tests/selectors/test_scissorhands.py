@@ -11,7 +11,6 @@ from kvpolicy.engine.selection import highest
 from kvpolicy.protocols import View
 from kvpolicy.protocols.selector import Scores
 from kvpolicy.selectors.scissorhands import Scissorhands
-from kvpolicy.testing import check
 from tests.conformance.bench import Bench, draw, padding
 
 
@@ -70,8 +69,3 @@ def test_padding_of_a_later_prompt_takes_nothing_from_counts() -> None:
         scores = zip(layer.tensors.positions[row, 0].tolist(), layer.tensors.state.score[row, 0].tolist(), strict=True)
         found.append({position: score for position, score in scores if position >= 0})
     assert found[0] == pytest.approx(found[1])
-
-
-@pytest.mark.parametrize("selector", [Scissorhands(), Scissorhands(window=5, recent=2, sinks=3, decode="grow")])
-def test_keeps_the_rules(selector: Scissorhands) -> None:
-    check(selector)

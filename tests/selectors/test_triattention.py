@@ -13,30 +13,10 @@ from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.protocols import Seen, View
 from kvpolicy.selectors.center_files import CenterFile, Centers, save_centers
 from kvpolicy.selectors.triattention import TriAttention
-from kvpolicy.testing import check
 from tests.conformance.calibration import write
 from tests.conformance.fakes import Roll
-from tests.selectors.walks import walks
 
 FILE = write("triattention") / "centers.safetensors"
-
-
-@pytest.mark.parametrize(
-    "options", ["every=5", "every=1:of_group=mean", "reach=20:normalize=true", "decode=grow", "reach=1:every=7"]
-)
-def test_as_the_slow_version(options: str) -> None:
-    assert walks(f"triattention:file={FILE}:{options}") > 0.8
-
-
-def test_as_the_slow_version_in_a_wrapper() -> None:
-    assert walks(f"kvcrush/triattention:file={FILE}:every=5") > 0.8
-
-
-@pytest.mark.parametrize("every", [1, 128])
-def test_keeps_the_rules(every: int, tmp_path: Path) -> None:
-    mean = torch.randn(4, 1, 16, generator=torch.Generator().manual_seed(2))
-    save_centers(tmp_path / "c.safetensors", CenterFile({n: Centers(mean[n], torch.ones(1, 1)) for n in range(4)}))
-    check(TriAttention(file=str(tmp_path / "c.safetensors"), every=every))
 
 
 def seen_of(keys: torch.Tensor, rotation: KeyRotation) -> Seen:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.replay import Verdict
@@ -36,3 +39,20 @@ def walks(spec: str) -> float:
     verdicts = [walk(spec, seed, budgets) for seed, budgets in enumerate([(14, 9), (5, 22), (2, 3)])]
     verdicts += [walk(spec, 3, (10, 9), "keys"), walk(spec, 4, (10, 9), "values")]
     return sum(verdict.turns for verdict in verdicts) / (44 * len(verdicts))
+
+
+def scores(spec: str, *sizes: int, whole: int = 0) -> Tensor:
+    """The scores of two padded rows in the order of positions, after forwards of these sizes, or pieces of a whole."""
+    bench = Bench(spec, [60, 60])
+    q, k, v = draw(whole, 0, batch=2)
+    mask = padding(whole, whole, 22)
+    start = 0
+    for number, size in enumerate(sizes):
+        part = slice(start, start + size)
+        start += size
+        if whole:
+            bench.forward(q[:, :, part], k[:, :, part], v[:, :, part], mask[:, part])
+        else:
+            bench.forward(*draw(size, number, batch=2), padding(size, size, 9) if number == 0 else None)
+    state: Any = bench.layer.tensors.state
+    return state.score.gather(-1, bench.layer.tensors.positions.argsort(-1))
