@@ -22,7 +22,7 @@ from kvpolicy_lm_eval.model import KVPolicyLM
 from tests.sampling import each_once, product
 
 HFLM: Any = huggingface.HFLM  # its type is lost in the decorator that registers it
-HARSH = "streaming@0.1"
+HARSH = "streaming@0.12"
 POLICIES = ["h2o@0.3", "snapkv@0.2", "squeeze+kvcrush@0.2", "kivi:bits=4:group_size=16:residual_length=32", "window@24"]
 
 
