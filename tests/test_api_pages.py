@@ -78,18 +78,18 @@ def test_nothing_is_listed_twice() -> None:
     assert len(listed()) == len(set(listed()))
 
 
-@pytest.mark.parametrize("path", listed())
-def test_listed_names_are_there_and_documented(path: str) -> None:
-    thing = found(path)
-    if not (inspect.isclass(thing) or inspect.isfunction(thing)):
-        return  # an alias of a type, whose own string stands below it
-    text = inspect.getdoc(thing) or ""
-    assert text and len(text.splitlines()[0]) <= 120
-    assert ">>>" not in text or "Examples:" in text, f"{path}: without 'Examples:' a page shows code as a quotation"
-    taken = arguments(thing)
-    said = set(re.findall(r"^ {4}\*{0,2}(\w+)(?: \(.*\))?:", text, re.MULTILINE))
-    assert not taken or not (taken - said) or len(taken) == 1, f"{path} does not say what {taken - said} is"
-    assert "Raises:" in text or not raises(thing), f"{path} does not say what it raises"
+def test_listed_names_are_there_and_documented() -> None:
+    for path in listed():
+        thing = found(path)
+        if not (inspect.isclass(thing) or inspect.isfunction(thing)):
+            continue  # an alias of a type, whose own string stands below it
+        text = inspect.getdoc(thing) or ""
+        assert text and len(text.splitlines()[0]) <= 120, path
+        assert ">>>" not in text or "Examples:" in text, f"{path}: without 'Examples:' a page shows code as a quotation"
+        taken = arguments(thing)
+        said = set(re.findall(r"^ {4}\*{0,2}(\w+)(?: \(.*\))?:", text, re.MULTILINE))
+        assert not taken or not (taken - said) or len(taken) == 1, f"{path} does not say what {taken - said} is"
+        assert "Raises:" in text or not raises(thing), f"{path} does not say what it raises"
 
 
 def arguments(thing: Any) -> set[str]:

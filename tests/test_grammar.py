@@ -25,6 +25,7 @@ from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.spec import grammar
 from kvpolicy.spec.errors import KVPolicyError
+from tests.sampling import each_once, product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +120,10 @@ def test_left_wraps_right() -> None:
     assert grammar.show({"codec": Wrap(base=Plain(), file="a/b")}, 0.5) == "wrap:file=a/b/plain@0.5"
 
 
-@pytest.mark.parametrize("path", ["a/lowrank", "/lowrank", "lowrank", "a/kivi", "kivi/b", "a/tokenwise:x", "a/b"])
-@pytest.mark.parametrize("base", ["", "/tokenwise:bits=2"])
+PATHS = ["a/lowrank", "/lowrank", "lowrank", "a/kivi", "kivi/b", "a/tokenwise:x", "a/b"]
+
+
+@product("path,base", PATHS, ["", "/tokenwise:bits=2"], sample=each_once(PATHS, ["", "/tokenwise:bits=2"]))
 def test_a_path_of_a_codec_that_wraps_may_hold_the_name_of_a_codec(path: str, base: str) -> None:
     codec = Policy.parse(f"window+lowrank{base}@0.5").codec
     policy = Policy.parse("window@0.5")
@@ -187,8 +190,9 @@ def test_former_names_are_for_specs_alone(name: str) -> None:
             cls(**{former: value})
 
 
-@pytest.mark.parametrize("split", ["0.0", "0.3", "0.5", "0.99", "0.999999"])
-@pytest.mark.parametrize("base", ["h2o", "streaming:sinks=6"])
+@pytest.mark.parametrize(
+    ("split", "base"), each_once(["0.0", "0.3", "0.5", "0.99", "0.999999"], ["h2o", "streaming:sinks=6"])
+)
 def test_the_least_budget_of_a_split(split: str, base: str) -> None:
     """It leaves the base its own, and one token less does not."""
     selector: Any = Policy.parse(f"kvcrush:split={split}/{base}@0.5").selector
@@ -283,7 +287,7 @@ words = st.sampled_from(
 
 
 @given(st.text() | st.lists(words).map("".join) | st.lists(words | st.text(max_size=2)).map("".join))
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_text_is_a_policy_or_a_value_error(text: str) -> None:
     try:
         policy = Policy.parse(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -53,33 +53,20 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 @functools.cache
-def _imports(path: Path) -> list[str]:
-    """Every module that a file imports, wherever it does."""
-    found: list[str] = []
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.Import):
-            found += (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found += (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
-    return found
-
-
-def _dotted(node: ast.expr) -> str:
-    """`a.b` for a name in a module; to unparse every call takes seconds."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return f"{node.value.id}.{node.attr}"
-    return ""
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(_text(path))
 
 
 def _importing(paths: list[Path], *modules: str) -> list[str]:
-    """Which files import one of the modules, or what is in it."""
-    starts = tuple(f"{module}." for module in modules)
-    return [f"{_name(path)}: {name}" for path in paths for name in _imports(path) if f"{name}.".startswith(starts)]
+    """Which files import one of the modules, or what is in it, by their lines: to parse all files takes seconds."""
+    line = re.compile(rf"^\s*(?:import|from) (?:.*, )?(?:{'|'.join(modules)})\b.*", re.MULTILINE)
+    return [f"{_name(path)}: {found[0].strip()}" for path in paths for found in line.finditer(_text(path))]
 
 
 def _public(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.ClassDef]:
@@ -98,22 +85,24 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def _imported(tree: ast.Module, modules: Collection[str]) -> set[str]:
+    """Which of the modules a file imports: lazy and type-only imports count."""
+    targets: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno}: relative imports are not used"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            targets.update(name if name in modules else str(node.module) for name in names)
+    return targets & {*modules}
+
+
+@functools.cache
 def _import_graph() -> dict[str, set[str]]:
-    """What each module of `kvpolicy` imports from `kvpolicy`: lazy and type-only imports count."""
+    """What each module of `kvpolicy` imports from `kvpolicy`."""
     paths = {_module(path): path for path in _sources(PACKAGES["kvpolicy"])}
-    graph: dict[str, set[str]] = {}
-    for module, path in paths.items():
-        targets = graph.setdefault(module, set())
-        for node in ast.walk(_tree(path)):
-            if isinstance(node, ast.Import):
-                targets.update(alias.name for alias in node.names if alias.name in paths)
-            elif isinstance(node, ast.ImportFrom):
-                assert not node.level, f"{_name(path)}:{node.lineno}: relative imports are not used"
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-                targets.update(name if name in paths else str(node.module) for name in names)
-        targets.intersection_update(paths)
-        targets.discard(module)
-    return graph
+    return {module: _imported(_tree(path), paths) - {module} for module, path in paths.items()}
 
 
 def _room(module: str) -> str:
@@ -143,13 +132,15 @@ def test_modules_import_each_other_in_no_circle() -> None:
         pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
 
 
-def test_a_wrong_import_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph sees imports inside functions and under TYPE_CHECKING."""
-    source = "if TYPE_CHECKING:\n    from kvpolicy.hf import attach\ndef f():\n    import kvpolicy.cli.app\n"
-    lowest = PACKAGES["kvpolicy"] / "spec" / "errors.py"
-    tree = _tree
-    monkeypatch.setitem(globals(), "_tree", lambda path: ast.parse(source) if path == lowest else tree(path))
-    assert _import_graph()["kvpolicy.spec.errors"] == {"kvpolicy.hf.attach", "kvpolicy.cli.app"}
+def test_a_wrong_import_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph sees imports inside functions and under TYPE_CHECKING, and so does what reads lines."""
+    source = "if TYPE_CHECKING:\n    from kvpolicy.hf import attach\ndef f():\n    import kvpolicy.cli.app, torch\n"
+    modules = {"kvpolicy.hf", "kvpolicy.hf.attach", "kvpolicy.cli.app", "kvpolicy.spec"}
+    assert _imported(ast.parse(source), modules) == {"kvpolicy.hf.attach", "kvpolicy.cli.app"}
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text(source)
+    found = [_importing([tmp_path / "a.py"], name) for name in ("kvpolicy.hf", "torch", "kvpolicy.h", "attach")]
+    assert found == [["a.py: from kvpolicy.hf import attach"], ["a.py: import kvpolicy.cli.app, torch"], [], []]
 
 
 def test_few_modules_are_flat() -> None:
@@ -158,28 +149,23 @@ def test_few_modules_are_flat() -> None:
 
 def test_every_room_has_a_readme() -> None:
     rooms = [path.parent for path in PACKAGES["kvpolicy"].glob("*/__init__.py")]
-    texts = {room.name: (room / "README.md").read_text(encoding="utf-8") for room in rooms}
+    texts = {room.name: _text(room / "README.md") for room in rooms}
     assert len(texts) > 10
     short = [name for name, text in texts.items() if "import" not in text or not 5 <= text.count("\n") <= 20]
     assert not short, "a README says in about ten lines what is here, what it may import, and where to begin"
 
 
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in PACKAGES["kvpolicy"].glob("*/README.md")))
-def test_a_readme_begins_with_a_verb_and_names_every_module(name: str) -> None:
+def test_a_readme_begins_with_a_verb_and_names_every_module() -> None:
     """But methods, which the registry names, and the commands of the command line, each in a file of its name."""
-    room = PACKAGES["kvpolicy"] / name
-    text = (room / "README.md").read_text(encoding="utf-8")
-    first = text.split("\n\n")[1].split()[0]
-    assert first.isalpha() and first[0].isupper() and first not in {"A", "An", "The", "How", "What", "Which"}
     methods = {path.rpartition(":")[0] for table in registry.BUILT_IN.values() for path in table.values()}
-    modules = [path for path in _sources(room) if not path.stem.startswith("__") and path.parent.name != "commands"]
-    unnamed = [_name(path) for path in modules if _module(path) not in methods and path.name not in _words(text)]
-    assert not unnamed, f"name them in {_name(room / 'README.md')}"
-
-
-def _words(text: str) -> set[str]:
-    """The names of files in a text."""
-    return set(re.findall(r"(\w+\.py)\b", text))
+    for page in sorted(PACKAGES["kvpolicy"].glob("*/README.md")):
+        first = _text(page).split("\n\n")[1].split()[0]
+        verb = first.isalpha() and first[0].isupper() and first not in {"A", "An", "The", "How", "What", "Which"}
+        assert verb, f"{_name(page)} begins with {first}"
+        modules = [path for path in _sources(page.parent) if path.stem[:2] != "__" and path.parent.name != "commands"]
+        named = set(re.findall(r"(\w+\.py)\b", _text(page)))
+        unnamed = [_name(path) for path in modules if _module(path) not in methods and path.name not in named]
+        assert not unnamed, f"name them in {_name(page)}"
 
 
 def test_every_module_of_the_engine_has_tests_of_its_own() -> None:
@@ -187,21 +173,22 @@ def test_every_module_of_the_engine_has_tests_of_its_own() -> None:
     modules = [path.stem for path in (PACKAGES["kvpolicy"] / "engine").glob("*.py") if path.stem != "__init__"]
     assert len(modules) > 10
     tests = {name: ROOT / "tests" / "engine" / f"test_{name}.py" for name in modules}
+    line = r"^(import|from) kvpolicy\.engine(\.| import (.*, )?){}\b"
     missing = [
         _name(path)
         for name, path in tests.items()
-        if not path.exists() or f"kvpolicy.engine.{name}" not in set(_imports(path))
+        if not path.exists() or not re.search(line.format(name), _text(path), re.MULTILINE)
     ]
     assert not missing
 
 
 def test_files_stay_small() -> None:
-    assert not [_name(path) for path in EVERYTHING if path.read_text(encoding="utf-8").count("\n") > 500]
+    assert not [_name(path) for path in EVERYTHING if _text(path).count("\n") > 500]
 
 
 def test_no_file_is_formatted_by_hand() -> None:
     mark = "fmt: " + "skip"
-    assert not [_name(path) for path in _sources(PACKAGES["kvpolicy"]) if mark in path.read_text(encoding="utf-8")]
+    assert not [_name(path) for path in _sources(PACKAGES["kvpolicy"]) if mark in _text(path)]
 
 
 def test_no_second_copy_is_imported() -> None:
@@ -223,9 +210,9 @@ def test_strategies_and_the_engine_do_not_import_transformers() -> None:
 
 def test_nothing_is_unpickled() -> None:
     assert not _importing(EVERYTHING, "pickle", "cloudpickle", "dill", "joblib", "shelve")
-    mentioning = [path for path in EVERYTHING if "load" in path.read_text(encoding="utf-8")]
+    mentioning = [path for path in EVERYTHING if re.search(r"torch\s*\.\s*load\b", _text(path))]
     calls = [(path, node) for path in mentioning for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)]
-    loads = [(path, node) for path, node in calls if _dotted(node.func) == "torch.load"]
+    loads = [(path, node) for path, node in calls if ast.unparse(node.func) == "torch.load"]
     safe = ("weights_only", "True")
     assert not [
         _name(path) for path, node in loads if safe not in [(w.arg, ast.unparse(w.value)) for w in node.keywords]
@@ -254,14 +241,14 @@ def test_no_public_name_is_a_module() -> None:
     assert not public & modules
 
 
-@pytest.mark.parametrize("name", [name for table in registry.BUILT_IN.values() for name in table])
-def test_every_method_has_a_page(name: str) -> None:
+def test_every_method_has_a_page() -> None:
     """Parts that change nothing share one page, with a section for each."""
     folder = ROOT / "docs" / "methods"
-    shared = f"\n## {name}\n" in (folder / "defaults.md").read_text(encoding="utf-8")
-    page = "defaults.md" if shared else f"{name}.md"
-    assert (folder / page).exists(), f"write {page}: idea, formula, differences from the paper, cost and limits"
-    command = "run python -m kvpolicy_eval.catalog"
-    assert f"methods/{page}" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), command
-    link = f"({page}#{name})" if shared else f"({page})"
-    assert link in (folder / "index.md").read_text(encoding="utf-8"), command
+    defaults, index, site = (_text(path) for path in (folder / "defaults.md", folder / "index.md", ROOT / "mkdocs.yml"))
+    for name in [name for table in registry.BUILT_IN.values() for name in table]:
+        shared = f"\n## {name}\n" in defaults
+        page = "defaults.md" if shared else f"{name}.md"
+        assert (folder / page).exists(), f"write {page}: idea, formula, differences from the paper, cost and limits"
+        command = f"run python -m kvpolicy_eval.catalog, which lists {page}"
+        assert f"methods/{page}" in site, command
+        assert (f"({page}#{name})" if shared else f"({page})") in index, command

@@ -23,15 +23,13 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     registry._table.cache_clear()
 
 
-@pytest.mark.parametrize("name", registry.names())
-def test_every_built_in_name_leads_to_a_class_and_back(name: str) -> None:
-    kind, cls = registry.lookup(name)
-    assert name in registry.names(kind)
-    assert registry.name_of(cls) == name
-    assert cls.__dataclass_params__.frozen
-    assert not hasattr(cls(), "__dict__"), "strategies are slotted"
-    with pytest.raises(TypeError):
-        cls(None)  # keyword-only
+def test_every_built_in_name_leads_to_a_class_and_back() -> None:
+    for name in registry.names():
+        kind, cls = registry.lookup(name)
+        assert name in registry.names(kind)
+        assert registry.name_of(cls) == name
+        assert cls.__dataclass_params__.frozen, name
+        assert not hasattr(cls(), "__dict__"), f"strategies are slotted, {name} is not"
 
 
 def test_kinds_are_the_parts_of_a_policy() -> None:

@@ -26,7 +26,7 @@ def pairs_of(rows: Sequence[Row]) -> set[tuple[Any, ...]]:
     return {(i, repr(row[i]), j, repr(row[j])) for row in rows for i, j in itertools.combinations(range(len(row)), 2)}
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(8))
 def test_every_pair_of_any_two_axes_is_in_the_sample(seed: int) -> None:
     dice = Random(seed)
     axes = [range(100 * axis, 100 * axis + dice.randint(1, 9)) for axis in range(dice.randint(2, 7))]
@@ -38,7 +38,7 @@ def test_every_pair_of_any_two_axes_is_in_the_sample(seed: int) -> None:
     assert len(rows) <= 1.5 * first * second + 10
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_rows_that_are_not_allowed_are_left_out_and_no_pair_that_is(seed: int) -> None:
     dice = Random(seed)
     axes = [range(dice.randint(2, 6)) for _ in range(4)]
@@ -48,7 +48,7 @@ def test_rows_that_are_not_allowed_are_left_out_and_no_pair_that_is(seed: int) -
     assert pairs_of(rows) == pairs_of([row for row in itertools.product(*axes) if row not in wrong])
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_axes_that_are_apart_need_not_meet_and_all_others_do(seed: int) -> None:
     axes = [range(100 * axis, 100 * axis + size) for axis, size in enumerate([3, 11, 12, 2])]
     rows = pairwise(*axes, seed=seed, apart=[(1, 2)])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -41,21 +39,17 @@ BILLIONS = {
 """Published numbers of parameters, in 10^9."""
 
 
-def test_every_config_has_its_published_size() -> None:
-    for name in SHIPPED:
-        nbytes = kvpolicy.weights_per_rank(shipped_config(name), dtype=torch.int8).nbytes
-        assert nbytes == pytest.approx(BILLIONS[name] * 1e9, rel=0.02 if name.startswith("tiny") else 0.002), name
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_plan_without_transformers_is_the_same(name: str) -> None:
     """Shapes, windows, dtype, trained length, and weights of every rank under both backends, or the same refusal."""
     config: Any = config_of(name)
     check_class(config)
     lean = shipped_config(name)
+    nbytes = kvpolicy.weights_per_rank(lean, dtype=torch.int8).nbytes
+    assert nbytes == pytest.approx(BILLIONS[name] * 1e9, rel=0.02 if name.startswith("tiny") else 0.002)
     assert describe(lean) == describe(config)
     assert trained_positions(lean) == trained_positions(config)
-    for tp, backend in ((1, "hf"), (2, "hf"), (4, "deepspeed")):
+    for tp, backend in ((2, "hf"), (4, "deepspeed")):
         assert weights(lean, tp, backend) == weights(config, tp, backend)
     arguments: dict[str, Any] = {"batch": 2, "prompt": [300, 200], "new": 20, "backend": "hf", "chunk": 64}
     assert kvpolicy.plan(lean, "snapkv+kivi@0.5", **arguments) == kvpolicy.plan(config, "snapkv+kivi@0.5", **arguments)
@@ -78,21 +72,6 @@ def test_a_missing_field_is_no_field() -> None:
     assert getattr(config, "sliding_window", None) is None
     with pytest.raises(AttributeError, match=r"'llama-3\.1-8b' has no field 'nonsense'"):
         _ = config.nonsense
-
-
-def test_what_plans_do_not_import() -> None:
-    lines = [
-        f"import sys; sys.path[:0] = {[path for path in sys.path if path]}",
-        "from kvpolicy.cli.app import main",
-        "assert main(['list']) == 0",
-        "print(*{'torch', 'numpy'} & set(sys.modules), file=sys.stderr)",
-        "for name, ranks in (('llama-3.1-8b', '2'), ('gemma-3-12b', '1'), ('tiny', '1')):",
-        "    assert main(['plan', name, 'squeeze+kvcrush+rotate@20%', '--tp', ranks]) == 0",
-        "assert main(['explain', 'snapkv', 'gpt-oss-20b']) == 0",
-        "print(*{'transformers', 'torch._dynamo', 'huggingface_hub'} & set(sys.modules), file=sys.stderr)",
-    ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
-    assert done.stderr.split() == []
 
 
 class Unavailable(http.server.BaseHTTPRequestHandler):

@@ -134,15 +134,15 @@ def test_signs() -> None:
     assert (cells("e\u0301"), cells("中x")) == (1, 3)
 
 
-@pytest.mark.parametrize("shade", [*SHADES, *LIGHT, *DARK])
-def test_text_can_be_read_on_every_shade(shade: str) -> None:
+def test_text_can_be_read_on_every_shade() -> None:
     def light(colour: str) -> float:
         parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    dark, bright = sorted((light(shade), light(ink(shade))))
-    assert (bright + 0.05) / (dark + 0.05) >= 4.5  # WCAG's AA
+    for shade in [*SHADES, *LIGHT, *DARK]:
+        dark, bright = sorted((light(shade), light(ink(shade))))
+        assert (bright + 0.05) / (dark + 0.05) >= 4.5, shade  # WCAG's AA
 
 
 def test_levels_rise() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ SAYS = re.compile(r"\b(must|try|needs|use|run|write|supported)\b")
 """How a message says what to do, or what was expected."""
 
 
+@functools.cache
 def quoted() -> list[str]:
     page = (DOCS / "guide" / "troubleshooting.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| (`.+?`) \|", page, re.MULTILINE)

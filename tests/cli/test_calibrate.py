@@ -230,61 +230,43 @@ def test_heads_by_the_razor_probe(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--probe must be reach or razor, got 'echo'; try reach." in capsys.readouterr().err
 
 
-def test_qfilters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = words(tmp_path, "qfilters", "--length", "100", "--windows", "2", "--tokens", "150")
+TOKENS = ["--tokens", "150"]
+MLP = ["--kind", "mlp", "--units", "4", "--epochs", "1"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "read", "more"),
+    [
+        ("qfilters", "qfilters", load_filters, TOKENS),
+        ("triattention", "triattention", load_centers, []),
+        ("gate", "kvzap", load_gates, TOKENS),
+        ("gate", "kvzap", load_gates, TOKENS + MLP),
+    ],
+    ids=["qfilters", "triattention", "gate", "gate mlp"],
+)
+def test_files_of_selectors(
+    kind: str, method: str, read: Any, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = words(tmp_path, kind, "--length", "100", "--windows", "2", *more)
     out = line[line.index("--out") + 1]
     assert main(line) == 0
-    assert capsys.readouterr().out == f"Wrote {out}. Use it with qfilters:file={out}@0.2\n"
-    found = load_filters(out)
+    *layers, last = capsys.readouterr().out.splitlines()
+    assert last == f"Wrote {out}. Use it with {method}:file={out}@0.2"
+    found = read(out)
     assert found.model is not None and found.model["name"] == "tiny"
-    assert found.made is not None and (found.made["windows"], found.made["tokens"]) == (2, 150)
+    assert found.made is not None and (found.made["windows"], found.made["tokens"]) == (2, 150 if more else 200)
+    if kind == "gate":
+        assert found.gates[0].weight.shape == ((4, 4) if "mlp" in more else (4, 128))
+        assert (
+            len(layers) == 8 and layers[0].startswith("layer 0: ") and layers[0].endswith(" of the variance explained")
+        )
     assert main(line) == 0, "the same again"
     assert main([*line, "--seed", "1"]) == 2
     error = capsys.readouterr().err
     assert "must not hold anything but a calibration of the same model" in error and error.count("\n") == 1
     assert main([*line, "--seed", "1", "--force"]) == 0
-    assert main(["plan", "tiny", f"qfilters:file={out}@0.2"]) == 0
-    assert main(["plan", "llama-3.1-8b", f"qfilters:file={out}@0.2"]) == 2
-    error = capsys.readouterr().err
-    assert "made for another model (llama 'tiny', with 8 layers instead of 32)" in error and error.count("\n") == 1
-
-
-def test_triattention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = words(tmp_path, "triattention", "--length", "100", "--windows", "2")
-    out = line[line.index("--out") + 1]
-    assert main(line) == 0
-    assert capsys.readouterr().out == f"Wrote {out}. Use it with triattention:file={out}@0.2\n"
-    found = load_centers(out)
-    assert found.model is not None and found.model["name"] == "tiny"
-    assert found.made is not None and (found.made["windows"], found.made["tokens"]) == (2, 200)
-    assert main(line) == 0, "the same again"
-    assert main([*line, "--seed", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "must not hold anything but a calibration of the same model" in error and error.count("\n") == 1
-    assert main(["plan", "tiny", f"triattention:file={out}@0.2"]) == 0
-
-
-@pytest.mark.parametrize("more", [[], ["--kind", "mlp", "--units", "4", "--epochs", "1"]])
-def test_gate(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = words(tmp_path, "gate", "--length", "100", "--windows", "2", "--tokens", "150", *more)
-    out = line[line.index("--out") + 1]
-    assert main(line) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert (
-        len(printed) == 9 and printed[0].startswith("layer 0: ") and printed[0].endswith(" of the variance explained")
-    )
-    assert printed[-1] == f"Wrote {out}. Use it with kvzap:file={out}@0.2"
-    found = load_gates(out)
-    assert found.model is not None and found.model["name"] == "tiny"
-    assert found.made is not None and (found.made["windows"], found.made["tokens"]) == (2, 150)
-    assert found.gates[0].weight.shape == ((4, 4) if more else (4, 128))
-    assert main(line) == 0, "the same again"
-    assert main([*line, "--seed", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "must not hold anything but a calibration of the same model" in error and error.count("\n") == 1
-    assert main([*line, "--seed", "1", "--force"]) == 0
-    assert main(["plan", "tiny", f"kvzap:file={out}@0.2"]) == 0
-    assert main(["plan", "llama-3.1-8b", f"kvzap:file={out}@0.2"]) == 2
+    assert main(["plan", "tiny", f"{method}:file={out}@0.2"]) == 0
+    assert main(["plan", "llama-3.1-8b", f"{method}:file={out}@0.2"]) == 2
     error = capsys.readouterr().err
     assert "made for another model (llama 'tiny', with 8 layers instead of 32)" in error and error.count("\n") == 1
 

@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 
 from kvpolicy import registry
 from kvpolicy.selectors.window import SlidingWindow
-from tests.conformance.policies import GROUPING
+from tests.conformance.policies import ALLOCATORS, CODECS, COMPARING, GROUPING, MERGERS, RANKED, SELECTORS
+from tests.sampling import each_once
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]
@@ -69,19 +70,30 @@ def test_effects(line: str, message: str, run: Run) -> None:
     assert message in output(run, line)
 
 
-@pytest.mark.parametrize("name", registry.names())
-def test_every_part_is_explained_with_the_bytes_of_the_plan(name: str, facts: Facts) -> None:
-    kind = registry.lookup(name)[0]
-    policy = name if kind == "selector" else f"{'streaming' if name in GROUPING else 'h2o'}+{name}@0.5"
-    if kind == "head_allocator":
-        kind = "allocator"
-        policy = f"uniform/{name}+h2o@0.5"
+ROWS = [
+    *each_once(ALLOCATORS, SELECTORS),
+    *(("h2o", *row) for row in each_once(MERGERS, [name for name in CODECS if name not in GROUPING + RANKED])),
+    *(("h2o", name) for name in RANKED),
+    *(("snapkv", name) for name in [*COMPARING, *registry.names("reader")]),
+    *(("streaming", name) for name in GROUPING),
+    *((f"uniform/{name}", "h2o") for name in registry.names("head_allocator")),
+    ("full",),
+]
+"""Each part in a policy."""
+
+
+@pytest.mark.parametrize("policy", ["+".join(row) for row in ROWS])
+def test_every_part_is_explained_with_the_bytes_of_the_plan(policy: str, facts: Facts) -> None:
     explained = facts(f"explain {policy} tiny --batch 3")
     planned = facts(f"plan tiny {policy} --batch 3")
     assert explained["cache"] == planned["cache"] and explained["layers"] == planned["layers"]
-    part = next(part for part in explained["parts"] if part["kind"] == kind)
-    assert part["strategies"][-1 if policy.startswith("uniform/") else 0]["name"] == name
-    assert all(re.search(r"[0-9a-z]", sentence) for sentence in part["here"])
+    told = {strategy["name"] for part in explained["parts"] for strategy in part["strategies"]}
+    assert {*re.split("[+/]", policy)} <= told
+    assert all(re.search(r"[0-9a-z]", sentence) for part in explained["parts"] for sentence in part["here"])
+
+
+def test_no_part_is_left_out() -> None:
+    assert {name for row in ROWS for name in re.split("[+/]", "+".join(row))} == {*registry.names()}
 
 
 def test_a_bare_command_does_not_warn_of_its_own_defaults(run: Run) -> None:

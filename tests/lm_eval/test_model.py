@@ -22,7 +22,7 @@ from kvpolicy_lm_eval.model import KVPolicyLM
 from tests.sampling import each_once, product
 
 HFLM: Any = huggingface.HFLM  # its type is lost in the decorator that registers it
-HARSH = "streaming@0.1"
+HARSH = "streaming@0.12"
 POLICIES = ["h2o@0.3", "snapkv@0.2", "squeeze+kvcrush@0.2", "kivi:bits=4:group_size=16:residual_length=32", "window@24"]
 
 
@@ -37,7 +37,7 @@ def instances(kind: Any, arguments: list[tuple[Any, ...]], task: str = "task") -
 def choices() -> list[Instance]:
     """Contexts and answers of different lengths; three answers share a context."""
     pairs = []
-    for seed, records in enumerate((30, 12, 21)):
+    for seed, records in enumerate((16, 6, 11)):
         prompt, answer = prompts.recall(Random(seed), records)
         pairs += [(prompt, choice) for choice in (answer, "7", "12")]
     return instances("loglikelihood", [*pairs, ("", "tiger=1234"), ("a", "=1")])
@@ -45,13 +45,13 @@ def choices() -> list[Instance]:
 
 @pytest.fixture(scope="module")
 def texts() -> list[Instance]:
-    return instances("loglikelihood_rolling", [(prompts.passkey(Random(i), 150 * i)[0],) for i in (3, 1, 2)])
+    return instances("loglikelihood_rolling", [(prompts.passkey(Random(i), 90 * i)[0],) for i in (3, 1, 2)])
 
 
 @pytest.fixture(scope="module")
 def questions() -> list[Instance]:
     until = {"until": ["\n"], "max_gen_toks": 6}
-    return instances("generate_until", [(prompts.recall(Random(n), n)[0], until) for n in (30, 12, 21, 25)])
+    return instances("generate_until", [(prompts.recall(Random(n), n)[0], until) for n in (16, 6, 11, 13)])
 
 
 def answers(lm: Any, requests: list[Instance]) -> list[Any]:
@@ -106,10 +106,11 @@ def test_one_token_answers_need_the_holdback(make, choices):
     assert not torch.allclose(numbers(answers(make(HARSH, holdback=1), single)), plain, atol=0.05)
 
 
-@pytest.mark.parametrize("holdback", [0, 1, 4])
-def test_holdback_has_no_effect_if_nothing_is_evicted(make, choices, holdback: int):
-    found = answers(make("window@1.0", holdback=holdback, batch_size=3), choices)
-    assert torch.allclose(numbers(found), numbers(answers(make("full"), choices)), atol=2e-3)
+def test_holdback_has_no_effect_if_nothing_is_evicted(make, choices):
+    plain = numbers(answers(make("full"), choices))
+    for holdback in (0, 4):
+        found = answers(make("window@1.0", holdback=holdback, batch_size=3), choices)
+        assert torch.allclose(numbers(found), plain, atol=2e-3)
 
 
 def test_answers_share_the_prefill_of_their_context(make, choices):

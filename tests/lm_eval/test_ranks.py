@@ -19,6 +19,7 @@ import kvpolicy_lm_eval
 from kvpolicy_lm_eval import ranks
 from kvpolicy_lm_eval.arguments import Sharding, read_sharding
 from kvpolicy_lm_eval.model import KVPolicyLM
+from tests.sampling import each_once, product
 
 TWO = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
 COMMANDS = (
@@ -146,19 +147,19 @@ def test_of_several_nodes_one_process_writes(part, monkeypatch: pytest.MonkeyPat
     assert os.environ["LOCAL_RANK"] == after
 
 
-@pytest.mark.parametrize(
-    ("last", "code", "output"),
-    [
-        ("print('done')", 0, "done"),
-        ("sys.exit()", 0, ""),
-        ("sys.exit(3)", 3, ""),
-        ("sys.exit('no')", 1, "no"),
-        ("raise ValueError('why')", 1, "ValueError: why"),
-        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
-    ],
-)
-@pytest.mark.parametrize("command_line", [True, False])
-def test_exit_code_is_kept(last: str, code: int, output: str, command_line: bool):
+ENDS = [
+    ("print('done')", 0, "done"),
+    ("sys.exit()", 0, ""),
+    ("sys.exit(3)", 3, ""),
+    ("sys.exit('no')", 1, "no"),
+    ("raise ValueError('why')", 1, "ValueError: why"),
+    ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+]
+
+
+@product("end,command_line", ENDS, [True, False], sample=[*each_once(ENDS, [True, False]), (ENDS[0], False)])
+def test_exit_code_is_kept(end: tuple[str, int, str], command_line: bool):
+    last, code, output = end
     lines = [
         "import sys, atexit",
         f"sys.path.insert(0, {str(Path(kvpolicy_lm_eval.__file__).parent.parent)!r})",

@@ -18,28 +18,13 @@ from lm_eval.tasks import TaskManager
 
 from kvpolicy_lm_eval import startup
 from tests.parallel.launchers import LIMIT, words
+from tests.sampling import product
 
 simple_evaluate: Any = evaluator.simple_evaluate  # its type is lost in its decorator
 POLICY = "squeeze+kvcrush@0.5"
 TASKS = ["kvpolicy_fewshot", "kvpolicy_hot", "kvpolicy_text"]
 SIZES: dict[str, Any] = {"chars": 300, "asks": 6, "fresh": 6, "shots": 4}
 Samples = dict[tuple[str, int], Any]
-
-
-OURS_ALONE = """
-from kvpolicy_lm_eval import startup
-
-def register(tasks):
-    startup.register_tasks(tasks)
-    from pathlib import Path
-    from lm_eval.tasks.manager import TaskIndex
-    build, others = TaskIndex.build, Path(tasks.__file__).parent
-    TaskIndex.build = staticmethod(lambda paths: build([path for path in paths if path != others]))
-
-startup._HOOKS["lm_eval.tasks"] = register
-startup.install()
-"""
-"""A start-up file that leaves lm-eval's own tasks out: each rank would read thousands of files, for seconds."""
 
 
 @pytest.fixture
@@ -66,12 +51,9 @@ def alone(make) -> tuple[Samples, dict[str, Any]]:
     return {(name, one["doc_id"]): one for name, some in found["samples"].items() for one in some}, found
 
 
-def ask(launch: Callable[..., Any], launcher: str, folder: Path, arguments: str, *more: str) -> str:
-    """Run lm-eval on two ranks; return its output."""
-    module = ["--module", "lm_eval"] if launcher == "deepspeed" else ["-m", "lm_eval"]
-    done = launch(
-        launcher,
-        *module,
+def command(folder: Path, arguments: str, *more: str) -> list[str]:
+    """The arguments of lm-eval."""
+    return [
         "--model",
         "kvpolicy",
         "--model_args",
@@ -88,9 +70,7 @@ def ask(launch: Callable[..., Any], launcher: str, folder: Path, arguments: str,
         "--output_path",
         str(folder),
         *more,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout + done.stderr
+    ]
 
 
 def samples(folder: Path) -> Samples:
@@ -136,33 +116,13 @@ def check_against(alone: tuple[Samples, dict[str, Any]], folder: Path, backend: 
         assert 2 * cost["kv_bytes"] == pytest.approx(other["kv_bytes"], rel=0.02)  # positions are on every rank
 
 
-def test_deepspeed(launch, alone, tmp_path: Path):
-    """As launcher and as backend; with a request cache, which each rank has its own copy of."""
-    from sqlitedict import SqliteDict
-
+@product("launcher,backend", ["torchrun", "deepspeed"], ["deepspeed", "hf"], sample=[])
+def test_commands_of_the_docs(launch, alone, tmp_path: Path, launcher: str, backend: str):
+    """On every commit, the test below starts ranks once, and evaluates in them."""
     pytest.importorskip("deepspeed")
-    (tmp_path / "sitecustomize.py").write_text(OURS_ALONE)
-    output = ask(launch, "deepspeed", tmp_path / "out", "tp=2", "--use_cache", str(tmp_path / "answers"))
-    check_against(alone, tmp_path / "out", "deepspeed")
-    assert output.count("|kvpolicy_hot") == 1  # one table is printed
-    assert output.count("Running loglikelihood requests\n") == 1  # one logs, and one has progress bars
-    for bar in ("Tokenizing inputs", "Scoring under squeeze+kvcrush@0.5"):
-        assert output.count(f"{bar}:   0%|") == 1  # each is opened once; its end may be drawn twice
-    first, second = (dict(SqliteDict(str(tmp_path / f"answers_rank{rank}.db"))) for rank in (0, 1))
-    assert len(first) > 4 and first.keys() == second.keys()
-
-
-@pytest.mark.full
-def test_hf(launch, alone, tmp_path: Path):
-    ask(launch, "torchrun", tmp_path / "out", "tp=2,backend=hf")
-    check_against(alone, tmp_path / "out", "hf")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "deepspeed"), ("deepspeed", "hf")])
-def test_other_launcher(launch, alone, tmp_path: Path, launcher: str, backend: str):
-    pytest.importorskip("deepspeed")
-    ask(launch, launcher, tmp_path / "out", f"tp=2,backend={backend}")
+    module = ["--module", "lm_eval"] if launcher == "deepspeed" else ["-m", "lm_eval"]
+    done = launch(launcher, *module, *command(tmp_path / "out", f"tp=2,backend={backend}"))
+    assert done.returncode == 0, done.stderr[-4000:]
     check_against(alone, tmp_path / "out", backend)
 
 
@@ -172,10 +132,18 @@ def script(folder: Path, body: str) -> str:
     head = """
         import os, sys
         import lm_eval._cli  # as the command line does
+        from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.instance import Instance
+        from lm_eval.tasks.manager import TaskIndex
+        from pathlib import Path
         from kvpolicy_lm_eval.model import KVPolicyLM
 
         rank = int(os.environ["RANK"])
+        build, others = TaskIndex.build, Path(lm_eval.tasks.__file__).parent
+        # Without lm-eval's own tasks: each rank would read thousands of files, for seconds.
+        TaskIndex.build = staticmethod(lambda paths: build([path for path in paths if path != others]))
+        if sys.argv[1:]:
+            cli_evaluate()
         lm = KVPolicyLM(policy="snapkv@0.5", tp=2, backend="hf", max_length=256)
 
         def ask(prompt="tiger=12 lion=7 tiger=", **options):
@@ -219,9 +187,26 @@ FAILING = """
 REFUSED = "All ranks must have the same generate_until requests, got different ones"
 
 
-def test_ranks_draw_alike_and_refuse_other_requests_and_end_together(launch, tmp_path: Path):
-    """All ranks sample with the seed of the first one; a request that differs or fails ends every rank, no deadlock."""
-    done = launch("torchrun", script(tmp_path, SEEDED + FAILING))
+def test_two_ranks(launch, alone, tmp_path: Path):
+    """One start of ranks, which takes long, answers several questions.
+
+    lm-eval finds what one process finds, with a request cache, which each rank has its own copy of. All ranks sample
+    with the seed of the first one; a request that differs or fails ends every rank, and there is no deadlock.
+    """
+    from sqlitedict import SqliteDict
+
+    pytest.importorskip("deepspeed")
+    words = command(tmp_path / "out", "tp=2", "--use_cache", str(tmp_path / "answers"))
+    done = launch("torchrun", script(tmp_path, SEEDED + FAILING), *words)
+    output = done.stdout + done.stderr
+    check_against(alone, tmp_path / "out", "deepspeed")
+    assert output.count("|kvpolicy_hot") == 1  # one table is printed
+    assert output.count("Running loglikelihood requests\n") == 1  # one logs, and one has progress bars
+    for bar in ("Tokenizing inputs", "Scoring under squeeze+kvcrush@0.5"):
+        assert output.count(f"{bar}:   0%|") == 1  # each is opened once; its end may be drawn twice
+    first, second = (dict(SqliteDict(str(tmp_path / f"answers_rank{rank}.db"))) for rank in (0, 1))
+    assert len(first) > 4 and first.keys() == second.keys()
+
     assert done.returncode != 0 and "answered" not in done.stdout
     assert all(re.search(f"{REFUSED}.*{re.escape(mark)}$", done.stderr, re.MULTILINE) for mark in "+-"), done.stderr
     assert "MemoryError: the second rank has no room" in done.stderr

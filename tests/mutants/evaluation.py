@@ -61,13 +61,13 @@ MUTATIONS = (
         file="kvpolicy/hf/cache_header.py",
         old='framework="np"',
         new='framework="pt"',
-        tests=("tests/cli/test_app.py::test_a_header_is_read_without_pytorch",),
+        tests=("tests/cli/test_app.py::test_help_lists_and_headers_do_not_import_pytorch",),
     ),
     Mutation(
         name="a plan imports the symbolic shapes of PyTorch",
         file="kvpolicy/engine/layer_tensors.py",
         old="    budget = torch.zeros(batch, dtype=torch.int64, device=device)\n",
         new="    budget = torch.zeros_like(length)\n",
-        tests=("tests/cli/test_app.py::test_plans_import_no_more_than_pytorch",),
+        tests=("tests/test_lean_import.py",),
     ),
 )

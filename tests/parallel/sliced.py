@@ -34,8 +34,8 @@ from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random, center
 from tests.conformance.policies import words
 
 PROMPT = 26
-STEPS = 4
-NEXT = 11
+STEPS = 3
+NEXT = 13
 
 
 class Heads(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.conformance.policies import ALLOCATORS, CODECS, MERGERS, SELECTORS, every_pair, star_of_three, words
 from tests.parallel.ranks import run_ranks
 from tests.parallel.sliced import Heads, compare
-from tests.sampling import each_once
+from tests.sampling import each_once, product
 
 CRUSHED = [
     "anchor=random",
@@ -103,22 +104,31 @@ def _check(heads: Heads, world: int, policies: list[str], folder: Path) -> None:
 
 
 def test_every_method_on_two_ranks(tmp_path: Path) -> None:
+    """Selectors of `POOLED` need no second policy: there are not more policies here than codecs."""
+    pooled = set(re.findall(r"\w+", " ".join(POOLED)))
+    selectors = sorted(SELECTORS, key=lambda name: name in pooled)[: len(CODECS)]
+    assert pooled | {*selectors} >= {*SELECTORS}
     by_head = "snapkv+kvquant:bits=3:sinks=2:block_size=3:calibration=FOLDER/kvquant@0.6"
     by_profile = "squeeze:profile=FOLDER/profile.json+tova@0.5"
-    rows = each_once(ALLOCATORS, SELECTORS, CODECS)
+    rows = each_once(ALLOCATORS, selectors, CODECS)
     _check(Heads(4, 2), 2, [*(words(*row) for row in rows), by_head, by_profile], tmp_path)
 
 
 READ = "h2o+compensate+quest:read=6:page=2:dense=0:resort=3@0.8"
 
 
-@pytest.mark.parametrize("heads", [Heads(4, 2), Heads(4, 1, replicas=2)])
-def test_mergers_on_two_ranks(heads: Heads, tmp_path: Path) -> None:
+MERGED = [
+    *(words("snapkv", name) for name in MERGERS if name != "drop"),
+    words("snapkv", "regress:queries=replay:window=5:sinks=1:recent=3"),
+    words("h2o", "merge", "kivi"),
+    READ,
+]
+
+
+@product("heads,number", [Heads(4, 2), Heads(4, 1, replicas=2)], [0, 1], sample=[(Heads(4, 2), 0), (TWO[2], 1)])
+def test_mergers_on_two_ranks(heads: Heads, number: int, tmp_path: Path) -> None:
     """Ranks that hold the same KV head have different queries of it, and must still merge alike."""
-    names = [name for name in MERGERS if name != "drop"]
-    replayed = words("snapkv", "regress:queries=replay:window=5:sinks=1:recent=3")
-    more = [replayed, words("h2o", "merge", "kivi"), READ]
-    _check(heads, 2, [*(words("snapkv", name) for name in names), *more], tmp_path)
+    _check(heads, 2, MERGED[number::2], tmp_path)
 
 
 @pytest.mark.full

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from kvpolicy import PolicyCache
 from kvpolicy.parallel.runtime import share
 from tests.parallel.ranks import run_ranks
 from tests.parallel.sliced import Heads, divided, model_of
+from tests.sampling import product
 
 TEXT = 26
 QUESTION = 5
@@ -48,7 +48,10 @@ def _compare(rank: int, world: int, heads: Heads) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("heads", [Heads(4, 2), Heads(6, 3), Heads(4, 1, replicas=2), Heads(2, 1)], ids=str)
+HEADS = [Heads(4, 2), Heads(6, 3), Heads(4, 1, replicas=2), Heads(2, 1)]
+
+
+@product("heads", HEADS, sample=[(HEADS[1],), (HEADS[2],)], ids=str)
 def test_two_ranks_answer_as_one(heads: Heads) -> None:
     """Even heads, three over two, one that both hold, and one that one of them holds."""
     for rank in run_ranks(_compare, 2, heads):

@@ -46,10 +46,10 @@ CHAT = {"messages": [{"role": "user", "content": "?"}]}
         ({"suffix": "x" * 99}, '"xxxxx'),
     ],
 )
-@pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_wrong_fields(kind: str, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(KVPolicyError, match=re.escape(message)):
-        parse_chat({**CHAT, **fields}, "tiny") if kind == "chat" else parse_completion({**TEXT, **fields}, "tiny")
+def test_wrong_fields(fields: dict[str, Any], message: str) -> None:
+    for parse, body in ((parse_chat, CHAT), (parse_completion, TEXT)):
+        with pytest.raises(KVPolicyError, match=re.escape(message)):
+            parse({**body, **fields}, "tiny")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from kvpolicy.tuning.windows import Window
 from kvpolicy_eval.data.modes import place
 from kvpolicy_eval.data.tasks import tasks
 from tests.reference.evidence import newest
+from tests.sampling import each_once
 
 
 def llama(seed: int = 0, **given: Any) -> Any:
@@ -57,8 +58,7 @@ def solved() -> tuple[Any, list[Window]]:
     return model, windows
 
 
-@pytest.mark.parametrize("question", [0, 1, 4])
-@pytest.mark.parametrize("answer", [1, 3])
+@pytest.mark.parametrize(("question", "answer"), each_once([0, 1, 4], [3, 1]))
 def test_score_is_that_of_a_dense_forward_with_a_mask(question: int, answer: int) -> None:
     model = llama()
     windows = [drawn(seed, 9 + 3 * seed, question, answer) for seed in range(4)]

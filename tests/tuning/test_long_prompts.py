@@ -24,15 +24,14 @@ from tests.engine.live import Alive
 from tests.tuning.test_measure import llama, window
 
 MODEL = llama(num_hidden_layers=3)
-WINDOWS = [window(40, 6, seed) for seed in range(3)]
+WINDOWS = [window(40, 6, seed) for seed in range(2)]
 SPECS = ["snapkv:window=4@0.3", "uniform/adakv+h2o+tokenwise@0.5", "kvzip:chunk=16@0.4", "keydiff+merge@0.4", "rotate"]
 
 
 @pytest.mark.parametrize("measure", [output_errors, layer_kls, joint_kls])
 def test_measures_in_tiles(measure: Any) -> None:
     whole = measure(MODEL, WINDOWS, SPECS)
-    for tile in (7, 39):
-        torch.testing.assert_close(measure(MODEL, WINDOWS, SPECS, tile=tile), whole, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(measure(MODEL, WINDOWS, SPECS, tile=7), whole, rtol=1e-3, atol=1e-7)
 
 
 def test_sensitivities_in_tiles() -> None:
@@ -63,7 +62,7 @@ def test_prompts_of_all_layers_are_stored_on_the_host() -> None:
 
 
 def test_seconds_of_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three windows, and two that are held out, of which a score takes a second."""
+    """Of windows, and of two that are held out, of which a score takes a second."""
 
     def one_second(*args: Any, **kwargs: Any) -> Score:
         none = torch.zeros(1)
@@ -72,9 +71,10 @@ def test_seconds_of_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert estimate_rivals(MODEL, WINDOWS, 2, ["streaming:sinks=64"]) == 0, "it cannot run"
     monkeypatch.setattr(rivals, "score", one_second)
     monkeypatch.setattr(rivals, "reference_logits", lambda *args: [])
-    assert estimate_rivals(MODEL, WINDOWS, 2, ["window"]) == pytest.approx(3 + 2 * 2, abs=0.1)
-    assert estimate_rivals(MODEL, WINDOWS, 2, ["window", "kvzip"] * 20) == pytest.approx(40 * 3 + 2 * 2, abs=0.1)
-    many = WINDOWS * 4  # a quarter of them first, then the best policies on all
+    three = [window(40, 6, seed) for seed in range(3)]
+    assert estimate_rivals(MODEL, three, 2, ["window"]) == pytest.approx(3 + 2 * 2, abs=0.1)
+    assert estimate_rivals(MODEL, three, 2, ["window", "kvzip"] * 20) == pytest.approx(40 * 3 + 2 * 2, abs=0.1)
+    many = three * 4  # a quarter of them first, then the best policies on all
     assert estimate_rivals(MODEL, many, 2, ["window"] * 40) == pytest.approx(40 * 4 + 8 * 12 + 2 * 2, abs=0.1)
 
 

@@ -122,7 +122,7 @@ def test_scorers_of_other_libraries() -> None:
 
 def test_calibrated_codecs() -> None:
     model, _ = kvpolicy.tiny()
-    agree(model, [window(40, 3, vocabulary=700)], ["kvquant:bits=3", "snapkv:window=4+csr@0.9"])
+    agree(model, [window(24, 2, vocabulary=700)], ["kvquant:bits=3", "snapkv:window=4+csr@0.9"])
 
 
 @pytest.mark.parametrize(("prompt", "answer"), [(1, 1), (1, 3), (20, 1)])
@@ -148,7 +148,7 @@ def test_candidates_are_measured_by_themselves() -> None:
     """What is seen of a prompt is shared by candidates, none of which may change it."""
     model = llama()
     text = [window(40, 3)]
-    specs = [spec for spec in SELECTORS + CODED if "@0.1" not in spec]
+    specs = [spec for spec in SELECTORS[1::2] + CODED[::2] if "@0.1" not in spec]
     together = output_errors(model, text, specs + specs[::-1])
     alone = torch.cat([output_errors(model, text, [spec]) for spec in specs], -1)
     assert torch.equal(together.nan_to_num(9), torch.cat([alone, alone.flip(-1)], -1).nan_to_num(9))

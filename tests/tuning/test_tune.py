@@ -21,14 +21,17 @@ from kvpolicy.tuning.proof import as_share, prove
 from kvpolicy.tuning.steps import Steps
 from kvpolicy.tuning.tune import estimate, interaction, tune
 from kvpolicy.tuning.windows import Window
+from tests.tuning.test_measure import llama
 
-MODEL, _ = kvpolicy.tiny()
+MODEL = llama(num_hidden_layers=4, head_dim=32)
+TOKEN = 4 * 2 * 2 * 32 * 4
+"""Bytes of a token in all layers."""
 SPECS = ["window@0.2", "window@0.6", "h2o+tokenwise:bits=4@0.5", "streaming:sinks=8@0.1"]
 """The budget of the last is too small for a short prompt."""
 
 
 def window(seed: int, prompt: int = 40, answer: int = 4, question: int = 2) -> Window:
-    ids = torch.randint(3, 200, (prompt + answer + question,), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(3, 40, (prompt + answer + question,), generator=torch.Generator().manual_seed(seed))
     first, second, third = ids.split([prompt, answer, question])
     return Window(first, second, third)
 
@@ -44,20 +47,22 @@ def close(got: Any, want: Tensor) -> None:
 @pytest.mark.parametrize("measure", ["joint", "kl", "output"])
 def test_curves_are_means_over_windows(measure: Any, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
+    # A model that was trained answers worse for a candidate in all layers than for the sum of single ones.
+    model = kvpolicy.tiny()[0] if measure == "joint" else MODEL
     curves = tune(
-        MODEL, WINDOWS, tmp_path / "a.json", candidates=SPECS, measure=measure, progress=lambda *n: seen.append(n)
+        model, WINDOWS, tmp_path / "a.json", candidates=SPECS, measure=measure, progress=lambda *n: seen.append(n)
     )
     assert load_tuned(str(tmp_path / "a.json")) == curves and not (tmp_path / "a.json.unfinished").exists()
     assert seen == [(1, 3), (2, 3), (3, 3)]
     if measure == "output":
-        noise = torch.cat([sensitivities(MODEL, [one], seed=n) for n, one in enumerate(WINDOWS)])
-        rows = output_errors(MODEL, WINDOWS, SPECS) * noise[..., None]
+        noise = torch.cat([sensitivities(model, [one], seed=n) for n, one in enumerate(WINDOWS)])
+        rows = output_errors(model, WINDOWS, SPECS) * noise[..., None]
     else:
-        rows = layer_kls(MODEL, WINDOWS, SPECS)
+        rows = layer_kls(model, WINDOWS, SPECS)
     factor = torch.ones(len(SPECS), dtype=torch.float64)
     together = rows.new_zeros(len(SPECS))
     if measure == "joint":
-        together = joint_kls(MODEL, WINDOWS, SPECS).mean(0)
+        together = joint_kls(model, WINDOWS, SPECS).mean(0)
         factor = ((together + 1e-5) / (rows.mean(0).sum(0) + 1e-5)).clamp_min(1)
     close(curves.distortion, rows.mean(0) * factor)
     close(curves.spread, rows.std(0) / 3**0.5 * factor)
@@ -113,11 +118,8 @@ def test_the_file_serves_any_budget(tmp_path: Path) -> None:
             assert isinstance(handle.policy, LayeredPolicy)
             cache = kvpolicy.PolicyCache(MODEL, new=6)
             MODEL(WINDOWS[0].prompt[None], past_key_values=cache)
-        full = 8 * 2 * 4 * 32 * 4
-        limit = {"0.2": 0.2 * full * 46, "0.5": 0.5 * full * 46, "20": full * 20, "30KB": 30_000}.get(
-            budget, 2 * full * 46
-        )
-        assert cache.nbytes <= limit
+        limit = {"0.2": 0.2 * TOKEN * 46, "0.5": 0.5 * TOKEN * 46, "20": TOKEN * 20, "30KB": 30_000}
+        assert cache.nbytes <= limit.get(budget, 2 * TOKEN * 46)
 
 
 def test_the_proof_is_noted(tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_the_proof_is_noted(tmp_path: Path) -> None:
     others = [window(seed) for seed in range(10, 14)]
     found = prove(MODEL, file, 0.3, WINDOWS, others, specs=["window", "streaming", "squeeze+h2o"])
     assert found["rivals"] == 3 and found["windows"] == 4 and found["rival"] in ("window", "streaming", "squeeze+h2o")
-    assert found["tuned"]["nbytes"] <= 0.3 * 8 * 2 * 4 * 32 * 4 * 46
+    assert found["tuned"]["nbytes"] <= 0.3 * TOKEN * 46
     noted = load_tuned(str(file))
     assert isinstance(noted, Curves) and noted.evidence is not None
     assert json.loads(json.dumps(noted.evidence)) == {"0.3": json.loads(json.dumps(found))}
@@ -138,7 +140,7 @@ def test_the_proof_is_noted(tmp_path: Path) -> None:
 def test_budgets_as_shares() -> None:
     assert as_share(MODEL, WINDOWS, 0.3) == 0.3
     assert as_share(MODEL, WINDOWS, 23) == 0.5 and as_share(MODEL, WINDOWS, 99) == 1.0
-    assert as_share(MODEL, WINDOWS, f"{8 * 2 * 4 * 32 * 4 * 23}B") == 0.5
+    assert as_share(MODEL, WINDOWS, f"{TOKEN * 23}B") == 0.5
 
 
 def test_grids() -> None:

@@ -18,6 +18,7 @@ from kvpolicy_vllm import compressor as compressing
 from kvpolicy_vllm.compressor import Compressor, EngineLayer
 from kvpolicy_vllm.ledger import LastToken, Part, Saving, Work
 from kvpolicy_vllm.recipe import Recipe
+from tests.sampling import each_once, product
 from tests.vllm.compressed import POLICIES, recipe_of
 from tests.vllm.models import Saved
 
@@ -149,8 +150,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("kind", TRANSFORMS)
-@pytest.mark.parametrize("policy", POLICIES)
+@product("policy,kind", POLICIES, [*TRANSFORMS], sample=each_once(POLICIES, [*TRANSFORMS]))
 def test_parts_are_one_piece(saved: Saved, policy: str, kind: str) -> None:
     recipe = recipe_of(policy)
     transform = TRANSFORMS[kind]
@@ -178,8 +178,7 @@ def test_several_prompts_of_a_step(saved: Saved, policy: str) -> None:
     check(saved, rank, recipe, transform, two)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("again", [0, 16, 32])
+@product("policy,again", POLICIES, [0, 16, 32], sample=each_once(POLICIES, [0, 16, 32]))
 def test_parts_that_are_computed_again(saved: Saved, policy: str, again: int) -> None:
     """A prompt that is preempted begins anew, or behind blocks that are still in the prefix cache."""
     recipe = recipe_of(policy)

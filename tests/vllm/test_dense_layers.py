@@ -16,6 +16,7 @@ from kvpolicy.hf.cache_file import CacheFile, read
 from kvpolicy.hf.dense_cache import check_dense, dense_layers, moved, skeleton
 from tests.conformance.models import build
 from tests.conformance.policies import CODECS, words
+from tests.sampling import each_once, product
 from tests.vllm.models import FAMILIES, Saved, held, make_model, make_text, save
 
 POLICIES = [
@@ -48,8 +49,11 @@ def test_layers_hold_what_those_of_a_cache_do(policy: str, tmp_path: Path) -> No
         assert torch.equal(other.keys, moved(keys, 45 - keys.shape[1], rotations[one.layer_idx]))
 
 
-@pytest.mark.parametrize("family", ["llama", "stablelm"])
-@pytest.mark.parametrize("parts", [*([codec] for codec in CODECS), ["d2o"], ["regress"], ["regress", "kivi"]])
+PARTS = [*([codec] for codec in CODECS), ["d2o"], ["regress"], ["regress", "kivi"]]
+ROTARY = ["llama", "stablelm"]
+
+
+@product("family,parts", ROTARY, PARTS, sample=each_once(ROTARY, PARTS))
 def test_attention_to_moved_keys_is_that_of_the_cache(family: str, parts: list[str], tmp_path: Path) -> None:
     """Whatever holds the tokens: the first step behind the text sees the same, at the position of an engine."""
     model = build(family)

@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 from kvpolicy.hf.dense_cache import moved, skeleton
+from tests.sampling import each_once, product
 from tests.vllm.models import LLAMA3, ROPE, SIZES
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
@@ -38,8 +39,7 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kept", [TOKENS, 350, TOTAL - 1, TOTAL])
+@product("kind,kept", [*KINDS], [TOKENS, 350, TOTAL], sample=each_once([*KINDS], [TOKENS, 350, TOTAL]))
 def test_scores_are_those_of_the_whole_text(kind: str, kept: int) -> None:
     """Of queries at engine positions, behind as many slots as are kept; some keys then stand in front of zero."""
     rope, dim = rope_of(kind)

@@ -24,17 +24,17 @@ def test_every_list_is_current(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert main(["--check"]) == 0, "run python -m kvpolicy_eval.catalog: " + capsys.readouterr().out
 
 
-@pytest.mark.parametrize("place", places(ROOT), ids=lambda place: f"{place.path} {place.name}")
-def test_a_changed_list_is_noticed_and_written_again(place: Place, tmp_path: Path) -> None:
-    file = tmp_path / place.path
-    file.parent.mkdir(parents=True, exist_ok=True)
-    right = (ROOT / place.path).read_text(encoding="utf-8")
-    assert place.text in right
-    file.write_text(right.replace(place.text, place.text[: len(place.text) // 2] + "\n"), encoding="utf-8")
-    assert not place.is_current(tmp_path)
-    place.write(tmp_path)
-    assert place.is_current(tmp_path)
-    assert file.read_text(encoding="utf-8") == right
+def test_a_changed_list_is_noticed_and_written_again(tmp_path: Path) -> None:
+    for place in places(ROOT):
+        file = tmp_path / place.path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        right = (ROOT / place.path).read_text(encoding="utf-8")
+        assert place.text in right, place.name
+        file.write_text(right.replace(place.text, place.text[: len(place.text) // 2] + "\n"), encoding="utf-8")
+        assert not place.is_current(tmp_path), place.name
+        place.write(tmp_path)
+        assert place.is_current(tmp_path), place.name
+        assert file.read_text(encoding="utf-8") == right
 
 
 @pytest.mark.parametrize("path", ["page.md", "module.py"])

@@ -26,9 +26,8 @@ GENERATORS: dict[str, Callable[[Random], prompts.Prompt]] = {
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", GENERATORS)
-@pytest.mark.parametrize("seed", range(3))
-def test_prompts_have_their_length(length: int, name: str, seed: int) -> None:
-    prompt, _ = tasks(length)[name](Random(seed))
+def test_prompts_have_their_length(length: int, name: str) -> None:
+    prompt, _ = tasks(length)[name](Random(length))
     tokens = len(kvpolicy.tiny()[1](prompt)["input_ids"])
     assert 0.65 * length < tokens < 1.25 * length
     text = prompt.splitlines()
@@ -54,15 +53,15 @@ def test_prompt_ends_with_an_open_question(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["recall", "multi_query", "passkey", "needles"])
-@pytest.mark.parametrize("seed", range(5))
-def test_answer_stands_once(name: str, seed: int) -> None:
-    prompt, answer = GENERATORS[name](Random(seed))
-    key = prompts.split(prompt)[1][1:-1]
-    assert len(re.findall(rf"\b{key} ?= ?{answer}\n", prompt)) == 1
-    assert len(re.findall(rf"= ?{answer}\b", prompt)) == 1
+def test_answer_stands_once(name: str) -> None:
+    for seed in range(5):
+        prompt, answer = GENERATORS[name](Random(seed))
+        key = prompts.split(prompt)[1][1:-1]
+        assert len(re.findall(rf"\b{key} ?= ?{answer}\n", prompt)) == 1
+        assert len(re.findall(rf"= ?{answer}\b", prompt)) == 1
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_hot_key_was_answered_only_before_the_fresh_records(seed: int) -> None:
     prompt, answer = prompts.hot_keys(Random(seed), 10, 3, 24, 25)
     key = prompts.split(prompt)[1][1:-1]
@@ -72,7 +71,7 @@ def test_hot_key_was_answered_only_before_the_fresh_records(seed: int) -> None:
     assert not any(answer in line for line in lines[-26:])
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_few_shot_examples_are_far_and_new(seed: int) -> None:
     prompt, answer = prompts.few_shot(Random(seed), 4, 3, 800)
     word = prompts.split(prompt)[1][1:-1]

@@ -118,14 +118,13 @@ def test_drawn_again_it_is_the_same_to_the_byte(name: str, tmp_path: Path) -> No
     assert b"<dc:date>" not in first
 
 
-@pytest.mark.parametrize("path", sorted((DOCS / "pictures").glob("*.svg")), ids=lambda path: path.stem)
-def test_a_picture_has_a_dark_form(path: Path) -> None:
+def test_a_picture_has_a_dark_form() -> None:
     """Rules for colors that the picture has: text and background are not those of a white page."""
-    content = path.read_text(encoding="utf-8")
-    _, _, rules = content.partition("@media (prefers-color-scheme: dark) {")
-    assert rules, "draw it again"
-    assert f'[style*="fill: {INK}"]{{fill: {DARK[INK]} !important}}' in rules
-    assert f'style="fill: {INK}' in content or f"fill: {INK}" in content
+    for path in sorted((DOCS / "pictures").glob("*.svg")):
+        content = path.read_text(encoding="utf-8")
+        _, _, rules = content.partition("@media (prefers-color-scheme: dark) {")
+        assert f'[style*="fill: {INK}"]{{fill: {DARK[INK]} !important}}' in rules, f"draw {path.name} again"
+        assert f"fill: {INK}" in content, path.name
 
 
 def test_the_idea_is_drawn_from_one_run() -> None:
@@ -154,13 +153,12 @@ def test_a_picture_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixtu
 
 @pytest.mark.skipif(not DOCS.is_dir(), reason="the docs are not installed")
 class TestPages:
-    @pytest.mark.parametrize("name", methods())
-    def test_each_method_has_a_picture_that_its_page_shows(self, name: str) -> None:
-        assert name in pictures()
-        size = (DOCS / "pictures" / f"{name}.svg").stat().st_size
-        assert 1_000 < size < 100_000
-        page = (DOCS / "methods" / f"{page_of(name)}.md").read_text(encoding="utf-8")
-        assert re.search(rf"!\[[^\]]{{20,}}\]\(\.\./pictures/{name}\.svg\)", page)
+    def test_each_method_has_a_picture_that_its_page_shows(self) -> None:
+        assert {*methods()} <= {*pictures()}
+        for name in methods():
+            assert 1_000 < (DOCS / "pictures" / f"{name}.svg").stat().st_size < 100_000, name
+            page = (DOCS / "methods" / f"{page_of(name)}.md").read_text(encoding="utf-8")
+            assert re.search(rf"!\[[^\]]{{20,}}\]\(\.\./pictures/{name}\.svg\)", page), name
 
     @pytest.mark.parametrize("name", ["snapkv", "tova", "window", "kvcrush", "probe"])
     def test_the_picture_that_is_there_is_of_this_engine(self, name: str) -> None:
@@ -168,22 +166,21 @@ class TestPages:
         texts = unescape((DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8"))
         assert headline(policy, kept(policy)) in texts
 
-    @pytest.mark.parametrize("name", paged())
-    def test_pages_have_one_order(self, name: str) -> None:
-        page = (DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8")
-        found = re.findall(r"^## (.+)$", page, re.MULTILINE)
-        assert found in (HEADINGS, [*HEADINGS[:1], OPTIONS, *HEADINGS[1:]])
-        beginning = page.partition("\n## ")[0]
-        assert re.search(rf"\n# {name}\n\n\*\*", beginning) and f"/{name}.svg)" in beginning
-        place = page.index(f"<!-- table:{'measured' if name in measured() else 'places'} -->")
-        assert page.index("| policy |", place) < page.index("<!-- /table -->", place)
+    def test_pages_have_one_order(self) -> None:
+        for name in paged():
+            page = (DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8")
+            found = re.findall(r"^## (.+)$", page, re.MULTILINE)
+            assert found in (HEADINGS, [*HEADINGS[:1], OPTIONS, *HEADINGS[1:]]), name
+            beginning = page.partition("\n## ")[0]
+            assert re.search(rf"\n# {name}\n\n\*\*", beginning) and f"/{name}.svg)" in beginning, name
+            place = page.index(f"<!-- table:{'measured' if name in measured() else 'places'} -->")
+            assert page.index("| policy |", place) < page.index("<!-- /table -->", place), name
 
-    @pytest.mark.parametrize("name", [name for name in SELECTORS if name not in WRAPPERS])
-    def test_the_index_says_what_statistics_take(self, name: str) -> None:
-        state = kvpolicy.Policy.parse(name).selector.alloc(1, 1, 1, "cpu")
+    def test_the_index_says_what_statistics_take(self) -> None:
         index = (DOCS / "methods" / "index.md").read_text(encoding="utf-8")
-        row = re.search(rf"^\| \[`{name}`\].*$", index, re.MULTILINE)
-        # What a selector holds per head follows; it does not grow with the slots.
-        assert row and re.search(
-            rf"\| {sum(part.nbytes for part in slot_tensors(state))} bytes(, and [^|]+)? \|", row[0]
-        )
+        for name in [name for name in SELECTORS if name not in WRAPPERS]:
+            state = kvpolicy.Policy.parse(name).selector.alloc(1, 1, 1, "cpu")
+            row = re.search(rf"^\| \[`{name}`\].*$", index, re.MULTILINE)
+            nbytes = sum(part.nbytes for part in slot_tensors(state))
+            # What a selector holds per head follows; it does not grow with the slots.
+            assert row and re.search(rf"\| {nbytes} bytes(, and [^|]+)? \|", row[0]), name

@@ -11,10 +11,12 @@ pytest.importorskip("transformers")
 import kvpolicy
 from kvpolicy_eval.tables import moved
 from kvpolicy_eval.tables.__main__ import main
+from tests.sampling import each_once, product
+
+READERS = ["exact", "quest:dense=0", "loki", "sparq", "centroids:page=16"]
 
 
-@pytest.mark.parametrize("reader", ["exact", "quest:dense=0", "loki", "sparq", "centroids:page=16"])
-@pytest.mark.parametrize("share", [0.6, 0.25])
+@product("reader,share", READERS, [0.6, 0.25], sample=each_once(READERS, [0.6, 0.25]))
 def test_one_more_page_would_not_fit(reader: str, share: float) -> None:
     def part(tokens: int) -> float:
         full = kvpolicy.plan("tiny", "full", prompt=moved.LENGTH).moved

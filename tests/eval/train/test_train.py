@@ -18,6 +18,7 @@ from kvpolicy_eval.train.net import Net, Shape, windowed_attention
 from kvpolicy_eval.train.phases import FOCUS, LONG_PHASES, PHASES, learning_rate, scaled
 from kvpolicy_eval.train.tokenizer import SIZE, build_tokenizer, token_id
 from kvpolicy_eval.train.tokens import ANSWER, TEXT, Sampler, Vocabulary, encode_text
+from tests.sampling import each_once, product
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,10 @@ def test_tokenizer_makes_one_token_of_each_part(tokenizer: PreTrainedTokenizerFa
     assert tokenizer.decode(tokenizer.encode(source, add_special_tokens=False)) == source
 
 
-@pytest.mark.parametrize("length", [65, 129, 257, 1025, 4737])
-@pytest.mark.parametrize("task", FOCUS)
+LENGTHS = [65, 129, 257, 1025, 4737]
+
+
+@product("task,length", [*FOCUS], LENGTHS, sample=each_once([*FOCUS], LENGTHS[2:]))
 def test_sequences_are_the_tokens_of_their_text(
     tokenizer: PreTrainedTokenizerFast, text: np.ndarray, task: str, length: int
 ) -> None:
