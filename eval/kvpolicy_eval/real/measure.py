@@ -63,11 +63,15 @@ class RealModel:
         self._text: HeldOutText | None = None
 
     def answers(self, policy: str, task: str, place: str, *, measure: bool) -> Result:
-        """Right answers of a task, measured now unless they are known; empty if they are not to be measured."""
+        """Right answers of a task, measured now unless they are known.
+
+        If they are neither known nor to be measured, those of fewer prompts, the most that are known; or empty.
+        """
         key = f"{policy} {task} {place} n={self.docs} {self.title}"
         if key not in self.known and measure:
             keep_result(self.results, self.known, key, self._attempt(lambda: self._answers(policy, task, place)))
-        return self.known.get(key, {})
+        smaller = (f"{policy} {task} {place} n={docs} {self.title}" for docs in range(self.docs, 0, -1))
+        return next((self.known[each] for each in smaller if each in self.known), {})
 
     def prose(self, policy: str, *, measure: bool) -> Result:
         """Bits per byte of prose, and errors of keys and values; as `answers`."""

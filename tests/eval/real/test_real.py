@@ -70,6 +70,8 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
     assert second.answers("streaming@0.5", "list", "after", measure=True) == found
     assert second.prose("tokenwise:bits=4", measure=True) == prose_found
     assert second.answers("streaming@0.5", "list", "inside", measure=False) == {}
+    assert real(tmp_path, 9).answers("streaming@0.5", "list", "after", measure=False) == found  # of fewer prompts
+    assert real(tmp_path, 1).answers("streaming@0.5", "list", "after", measure=False) == {}
 
 
 def test_bits_are_those_of_a_plain_forward(tmp_path: Path) -> None:
