@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 from fastapi import Request
@@ -18,6 +20,15 @@ ENVELOPE = 2**16
 
 BYTES_PER_POSITION = 32
 """Bytes of a body for each position of the model: five characters, each escaped as in `\\u043a`, and a rest."""
+
+DISCARDED = 2**24
+"""Announced bytes of a body that is too large, up to which it is read and discarded before the answer.
+
+A server that closes a connection with unread bytes resets it, and a client that still sends may lose the answer.
+"""
+
+DISCARD_SECONDS = 2.0
+"""Seconds after which the answer comes although the client has not sent the rest."""
 
 DEFAULT_POSITIONS = 2**20
 """Positions of a model without a limit in its config, for the size of bodies alone."""
@@ -67,14 +78,27 @@ async def read_json(request: Request, limit: int) -> Any:
 
 async def _read(request: Request, limit: int) -> bytearray:
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > limit:
-        raise _too_large(limit, f"{int(announced[:20]):,}")
+    if announced.isdecimal() and (length := int(announced[:20])) > limit:
+        if length <= DISCARDED:
+            await _discard(request)
+        raise _too_large(limit, f"{length:,}")
     data = bytearray()
     async for part in request.stream():
         if len(data) + len(part) > limit:
             raise _too_large(limit, "more")
         data += part
     return data
+
+
+async def _discard(request: Request) -> None:
+    """Read the body of a request and keep nothing of it."""
+
+    async def read() -> None:
+        async for _ in request.stream():
+            pass
+
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(read(), DISCARD_SECONDS)
 
 
 def _too_large(limit: int, got: str) -> RequestError:

@@ -80,6 +80,16 @@ def test_the_official_client_is_told_of_the_limit(port: int) -> None:
         assert caught.value.status_code == 413
 
 
+@pytest.mark.parametrize("sent", [0, 2**22])
+def test_a_body_that_is_too_large_is_answered_whether_or_not_it_is_sent(sent: int, port: int) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(head + f"Content-Length: {2**22}\r\n\r\n".encode() + b"x" * sent)
+        response = http.client.HTTPResponse(connection, method="POST")
+        response.begin()
+        assert response.status == 413 and b"at most 131,072 bytes" in response.read()
+
+
 @pytest.mark.parametrize("prompt", [1, 2040, 2047])
 def test_an_answer_may_reach_the_last_position(prompt: int, tiny: tuple[Any, Any]) -> None:
     model, tokenizer = tiny
