@@ -32,6 +32,9 @@ CODECS = [
 ]
 
 
+BOTH: dict[str, Any] = {"softcap": 2.0, "sinks": torch.linspace(-2, 3, HEADS * 2)}
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_prompts_and_steps_are_those_of_a_list(codec: str) -> None:
     run = Run("h2o", AdaKV(safeguard=0.0), [24, 12], codec=codec, dim=8)
@@ -43,8 +46,10 @@ def test_prompts_and_steps_are_those_of_a_list(codec: str) -> None:
         run.step()
 
 
-@pytest.mark.parametrize("codec", ["tokenwise:group_size=4:residual_length=3:block_size=4", *CODECS])
-@pytest.mark.parametrize("transform", [{}, {"softcap": 2.0, "sinks": torch.linspace(-2, 3, HEADS * 2)}])
+@pytest.mark.parametrize(
+    ("codec", "transform"),
+    [("tokenwise:group_size=4:residual_length=3:block_size=4", {}), *((c, BOTH) for c in CODECS)],
+)
 def test_pages_that_are_not_decoded_are_those_of_a_list(
     codec: str, transform: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,9 +125,8 @@ def test_an_automatic_buffer_grows_with_its_row() -> None:
         assert torch.equal(store.geometry.tokens_by_head(), held + count)
 
 
-@pytest.mark.parametrize("transform", [{"softcap": 2.0, "sinks": torch.linspace(-2, 3, HEADS * 2)}])
-def test_softcap_and_sinks(transform: dict[str, Any]) -> None:
-    run = Run("h2o", AdaKV(), [24], codec=TOKENWISE, **transform)
+def test_softcap_and_sinks() -> None:
+    run = Run("h2o", AdaKV(), [24], codec=TOKENWISE, **BOTH)
     run.prompt([40])
     for _ in range(5):
         run.step()

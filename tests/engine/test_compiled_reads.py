@@ -32,7 +32,7 @@ def converse(model: Any, policy: str) -> tuple[torch.Tensor, list[Any]]:
 
 @pytest.mark.parametrize("policy", [*POLICIES, *OVER, *PAGES])
 def test_compiled_functions_change_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama", layers=2)
+    model = build("llama", layers=1)
     wanted, kept = converse(model, policy)
     called = call_directly(monkeypatch)
     found, also_kept = converse(model, policy)

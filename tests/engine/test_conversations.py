@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -192,20 +191,3 @@ def test_beams_of_a_cache_that_was_told_its_rows() -> None:
         beams: dict[str, Any] = {"num_beams": 2, "do_sample": False, "max_new_tokens": 3}
         told = model.generate(ids, attention_mask=mask, past_key_values=cache, **beams)
         assert torch.equal(told, model.generate(ids, attention_mask=mask, **beams))
-
-
-@pytest.mark.parametrize("policy", ["squeeze+h2o@0.5", "h2o+kivi:group_size=4:residual_length=4@0.5"])
-def test_a_copied_cache_goes_its_own_way(policy: str) -> None:
-    """One prefix, several answers."""
-    model = build("llama", layers=LAYERS)
-    ids, mask = make_batch([24], TURNS)
-    with kvpolicy.attach(model, policy):
-        whole = talk(model, ids, mask, TURNS, PolicyCache(model))
-        cache = PolicyCache(model)
-        forward(model, ids, mask, 0, 24, cache)
-        other = copy.deepcopy(cache)
-        for column in range(24, 30):
-            forward(model, ids.flip(0) * 0 + 5, mask, column, column + 1, cache)
-        for column in range(24, 32):
-            got = forward(model, ids, mask, column, column + 1, other)
-            assert torch.equal(got[:, 0], whole[:, column])

@@ -56,9 +56,8 @@ def slow_free_slots(occupied: list[bool], capacity: int, group_size: int) -> lis
     return sorted(free, key=lambda slot: (crowd[slot], slot))
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(6))
-def test_tokens_go_to_the_emptiest_group(seed: int, group_size: int) -> None:
+@pytest.mark.parametrize(("group_size", "seed"), [(1, 0), (1, 1), (2, 2), (2, 3), (4, 4), (4, 5)])
+def test_tokens_go_to_the_emptiest_group(group_size: int, seed: int) -> None:
     dice = Random(seed)
     slots = group_size * dice.randint(1, 4)
     capacity = [dice.randint(0, slots) for _ in range(ROWS)]

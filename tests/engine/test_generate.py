@@ -252,15 +252,3 @@ def test_an_assistant_that_evicts_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=r"a policy of the assistant model .*, got h2o@0\.5"):
             generate(model, ids, mask, **GREEDY, assistant_model=assistant)
         assert generate(assistant, ids, mask, **GREEDY).shape == (1, 24 + NEW)
-
-
-def test_cropping_says_so() -> None:
-    model = build("llama", layers=LAYERS)
-    ids, mask = make_batch([24], [24])
-    with kvpolicy.attach(model, "h2o@0.5") as handle:
-        generate(model, ids, mask, **GREEDY)
-        assert handle.cache is not None
-        with pytest.raises(ValueError, match="must not be cropped under the selector H2O"):
-            handle.cache.crop(-3)
-        with pytest.raises(ValueError, match="tokens_to_remove must be 0"):
-            handle.cache.crop(20)
