@@ -63,6 +63,17 @@ Device = Annotated[
 ]
 """The default, an empty string, is an accelerator if one is available, or the CPU."""
 
+PromptTokens = Annotated[
+    int, typer.Option("--prompt", min=0, metavar="TOKENS", help="Of plain text: length of a prompt; 0 for 1024.")
+]
+AnswerTokens = Annotated[
+    int, typer.Option("--answer", min=0, metavar="TOKENS", help="Of plain text: length of what follows; 0 for 64.")
+]
+Windows = Annotated[
+    int, typer.Option("--windows", min=1, metavar="INT", help="The most texts to use, drawn at random.")
+]
+"""How plain text is cut into prompts with answers. The defaults are 0, 0 and 64."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 """Whether to print JSON with `formatting.as_json`. The default of the parameter is False."""
 

@@ -68,11 +68,8 @@ def compared(name: str, listed: Sequence[Entry]) -> list[Entry]:
     kind = registry.described(registry.lookup(name)[0])
     usual = selector_for(name, SELECTOR) if kind == "codec" else SELECTOR
     others = BASELINES if kind == "selector" else [usual]
-    own = [
-        entry
-        for entry in listed
-        if (entry.kind == kind and name in re.split("[+/:]", entry.spec)) or entry.spec == name == "full"
-    ]
+    kinds = (kind, "all tokens")  # the entry of the selector `full`
+    own = [entry for entry in listed if entry.kind in kinds and name in re.split("[+/:]", entry.spec)]
     return [entry for entry in listed if entry.spec in others and entry not in own] + own
 
 

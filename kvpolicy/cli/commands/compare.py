@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.arguments import Device, Dtype, Json, Tile, tile_of
+from kvpolicy.cli.arguments import AnswerTokens, Device, Dtype, Json, PromptTokens, Tile, Windows, tile_of
 from kvpolicy.cli.completion import complete_model, complete_policy
 from kvpolicy.cli.formatting import as_json, counted, paragraph, size, table
 from kvpolicy.spec.errors import KVPolicyError
@@ -42,13 +42,9 @@ def compare(
             autocompletion=complete_policy,
         ),
     ],
-    prompt: Annotated[
-        int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of a prompt; 0 for 1024.")
-    ] = 0,
-    answer: Annotated[
-        int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of what follows; 0 for 64.")
-    ] = 0,
-    windows: Annotated[int, typer.Option(min=1, metavar="INT", help="The most texts to use, drawn at random.")] = 64,
+    prompt: PromptTokens = 0,
+    answer: AnswerTokens = 0,
+    windows: Windows = 64,
     tile: Tile = "auto",
     dtype: Dtype = "auto",
     device: Device = "",

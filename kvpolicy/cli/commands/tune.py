@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.arguments import Device, Json, Tile, parse_fractions, tile_of
+from kvpolicy.cli.arguments import AnswerTokens, Device, Json, PromptTokens, Tile, Windows, parse_fractions, tile_of
 from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.formatting import as_json, counted, duration, paragraph, table
 from kvpolicy.cli.formatting import size as format_size
@@ -42,13 +42,9 @@ def tune(
         typer.Option("--policy", metavar="POLICY", help="Parts to choose from; repeat it. By default a small grid."),
     ] = None,
     shares: Annotated[str, typer.Option(metavar="FLOATS", help="Fractions of the prompt to measure each at.")] = "",
-    prompt: Annotated[
-        int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of a prompt; 0 for 1024.")
-    ] = 0,
-    answer: Annotated[
-        int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of what follows; 0 for 64.")
-    ] = 0,
-    windows: Annotated[int, typer.Option(min=1, metavar="INT", help="The most texts to use, drawn at random.")] = 64,
+    prompt: PromptTokens = 0,
+    answer: AnswerTokens = 0,
+    windows: Windows = 64,
     held_out: Annotated[
         float, typer.Option(metavar="FLOAT", help="Share of the texts that is kept to compare with ordinary policies.")
     ] = 0.25,
