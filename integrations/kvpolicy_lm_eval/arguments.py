@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from lm_eval.models import huggingface
@@ -20,7 +20,6 @@ Backend = Literal["deepspeed", "hf"]
 BACKENDS: tuple[Backend, ...] = ("deepspeed", "hf")
 """The libraries that can shard a model. The argument `backend` of HFLM has other values."""
 
-_OWN = ("policy", "budget", "holdback", "rolling_chunk", "tp", "backend", "tile", "hold", "group_by_prefix")
 _SIMILARITY = 0.75
 
 # The arguments of HFLM that work with tensor parallelism. All others are about loading a whole model.
@@ -57,18 +56,25 @@ class Sharding(NamedTuple):
     backend: Backend | None = None
 
 
-def check_spelling(others: Mapping[str, Any], pretrained: Any) -> None:
+def named_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a method's arguments, without `self` and those that it takes under any name."""
+    _, *parameters = inspect.signature(function).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD)
+
+
+def check_spelling(others: Mapping[str, Any], own: Sequence[str], pretrained: Any) -> None:
     """Reject an unknown argument whose name is similar to one of kvpolicy's own arguments.
 
     Args:
         others: The arguments that are not kvpolicy's.
+        own: The names of kvpolicy's arguments.
         pretrained: The model or its name. Its config accepts arguments too.
 
     Raises:
         KVPolicyError: If there is such an argument. Otherwise only the constructor of the model would reject it.
     """
     for name in others:
-        similar = difflib.get_close_matches(name.lower().replace("-", "_"), _OWN, 1, _SIMILARITY)
+        similar = difflib.get_close_matches(name.lower().replace("-", "_"), own, 1, _SIMILARITY)
         if similar and not _is_known(name, pretrained):
             raise KVPolicyError(
                 f"The arguments must be arguments of the model kvpolicy, got {name!r}; try {similar[0]!r}."

@@ -24,7 +24,15 @@ from kvpolicy.hf.tile_size import TileSize, check_tile
 from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyWarning
 from kvpolicy_lm_eval import ranks
-from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, content_of, read_policy, read_sharding
+from kvpolicy_lm_eval.arguments import (
+    BACKENDS,
+    at_least,
+    check_spelling,
+    content_of,
+    named_arguments,
+    read_policy,
+    read_sharding,
+)
 from kvpolicy_lm_eval.prefixes import (
     Group,
     SharedText,
@@ -94,7 +102,8 @@ class KVPolicyLM(HFLM):
     ) -> None:
         """Parse the policy, load the model as `hf` does, and check that the policy can be used with it."""
         pretrained = pretrained or EMBEDDED[0]
-        check_spelling(kwargs, _EMBEDDED.get(pretrained, pretrained) if isinstance(pretrained, str) else pretrained)
+        resolved = _EMBEDDED.get(pretrained, pretrained) if isinstance(pretrained, str) else pretrained
+        check_spelling(kwargs, named_arguments(KVPolicyLM.__init__), resolved)
         self.policy = read_policy(policy, budget)
         self.holdback = at_least("holdback", holdback, 0)
         self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)

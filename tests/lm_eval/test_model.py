@@ -228,7 +228,8 @@ def test_invalid_numbers_are_rejected(make, name: str, value: float):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "meant"), [("budgt", "budget"), ("plicy", "policy"), ("Rolling-Chunk", "rolling_chunk"), ("tps", "tp")]
+    ("wrong", "meant"),
+    [("budgt", "budget"), ("plicy", "policy"), ("Rolling-Chunk", "rolling_chunk"), ("group_prefix", "group_by_prefix")],
 )
 def test_a_misspelled_argument_is_rejected(wrong: str, meant: str):
     message = f"^The arguments must be arguments of the model kvpolicy, got '{wrong}'; try '{meant}'\\.$"
@@ -239,11 +240,11 @@ def test_a_misspelled_argument_is_rejected(wrong: str, meant: str):
 
 def test_arguments_of_others_are_accepted(make, tiny):
     make("h2o", max_length=64, attn_implementation="eager", device_map="cpu", token=None)
-    check_spelling({"tp_plan": "auto", "revision": "main", "budge": 1}, SimpleNamespace(config=Odd()))
-    with pytest.raises(ValueError, match="must be arguments of the model kvpolicy, got 'budge'"):
-        check_spelling({"budge": 1}, tiny[0])
-    with pytest.raises(ValueError, match="must be arguments of the model kvpolicy, got 'budge'"):
-        check_spelling({"budge": 1}, "/no/such/folder")
+    given = {"tp_plan": "auto", "revision": "main", "budge": 1}
+    check_spelling(given, ["budget", "tp"], SimpleNamespace(config=Odd()))
+    for other in (tiny[0], "/no/such/folder"):
+        with pytest.raises(ValueError, match="must be arguments of the model kvpolicy, got 'budge'; try 'budget'"):
+            check_spelling(given, ["budget", "tp"], other)
 
 
 class Odd(LlamaConfig):

@@ -119,7 +119,7 @@ MUTATIONS = (
         file="kvpolicy/selectors/kvcrush.py",
         old="count = torch.where(total > view.budget[:, None], count, 0)",
         new="count = torch.where(total >= 0, count, 0)",
-        tests=("tests/conformance/test_options.py", "tests/conformance/test_layer.py"),
+        tests=("tests/selectors/test_crush_parts.py",),
     ),
     Mutation(
         name="all layers have the anchor of the first",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpolicy import KeyDiff, KVCrush
+from kvpolicy import H2O, KeyDiff, KVCrush
 from kvpolicy.protocols import Seen, View
 from kvpolicy.selectors._crush import anchor_bits, distances, representatives, signatures, top_mask
 from kvpolicy.selectors._pages import Pages, best_pages, min_page_tokens
@@ -101,6 +101,17 @@ def test_layers_have_anchors_of_their_own() -> None:
         bench = Bench("kvcrush:split=0.5/h2o@8", [8], layer_idx=layer)
         bench.forward(*draw(40, 2))
         bench.check()
+
+
+def test_a_head_that_evicts_nothing_has_no_representatives() -> None:
+    """Its row evicts, since another head holds more than the budget."""
+    positions = torch.arange(9, dtype=torch.int32).repeat(1, 2, 1)
+    positions[0, 1, :5] = -1
+    view = View(positions, torch.tensor([9]), torch.tensor([4]), 0)
+    crush = KVCrush(base=H2O(), split=0.5)
+    state: Any = crush.alloc(1, 2, 9, "cpu")
+    state = crush.observe(state, Seen(torch.rand(1, 2, 9), None), view)
+    assert state.mark.sum(-1).tolist() == [[2, 0]]
 
 
 def test_the_base_ranks_again_by_its_own_part_of_the_budget() -> None:

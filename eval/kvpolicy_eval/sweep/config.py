@@ -34,7 +34,7 @@ _KEYS = {
     "seed",
     "tasks",
 }
-_MODEL_KEYS = {
+MODEL_KEYS = {
     "add_bos_token",
     "backend",
     "device",
@@ -255,7 +255,7 @@ def _models(content: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
     models: dict[str, dict[str, Any]] = {}
     for entry in _list(content, "models", name) or [EMBEDDED]:
         arguments = dict(entry) if isinstance(entry, Mapping) else {"pretrained": entry}
-        _check_keys(arguments, _MODEL_KEYS, f"A model of {name}")
+        _check_keys(arguments, MODEL_KEYS, f"A model of {name}")
         if arguments.get("pretrained") in (None, EMBEDDED):
             arguments = {key: value for key, value in arguments.items() if key != "pretrained"}
         label = str(arguments.pop("name", None) or _last_part(str(arguments.get("pretrained", EMBEDDED))))

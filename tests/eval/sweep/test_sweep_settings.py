@@ -14,10 +14,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("lm_eval.models.huggingface")
     from kvpolicy_eval.sweep import evaluate
+    from kvpolicy_lm_eval.model import KVPolicyLM
 
 from kvpolicy_eval.sweep import config
 from kvpolicy_eval.sweep.cells import Store
 from kvpolicy_eval.sweep.settings import check_settings, write_settings
+from kvpolicy_lm_eval.arguments import named_arguments
 from tests.eval.sweep.helpers import SMALL, file, quietly, sweep
 
 MADE = """
@@ -154,6 +156,11 @@ def test_notes_that_no_sweep_wrote_are_refused_in_a_sentence(text: str, tmp_path
 
 
 # what is read and refused, in addition to test_sweep.py
+
+
+def test_a_model_takes_the_arguments_of_kvpolicy() -> None:
+    columns = {"policy", "budget"}  # a cell's, not a model's
+    assert set(named_arguments(KVPolicyLM.__init__)) - columns <= config.MODEL_KEYS
 
 
 @pytest.mark.parametrize("pretrained", [".", "sub/..", "./"])
