@@ -78,7 +78,7 @@ def attention_forward(
     for name in REFUSED:
         if kwargs.get(name) is not None:
             raise KVPolicyError(
-                f"Attention must be called without {name!r} under a policy, which cannot honour it yet, got it from "
+                f"Attention must be called without {name!r} under a policy, which cannot honor it yet, got it from "
                 f"{type(module).__name__}; try another model, or detach."
             )
     if attention_mask is not None and attention_mask.dim() != 2:

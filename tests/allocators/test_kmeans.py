@@ -66,8 +66,8 @@ def test_equal_values_stay_together() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_scikit_learn_finds_no_better(seed: int) -> None:
     cluster = pytest.importorskip("sklearn.cluster")
-    centre = torch.tensor([0.55] * 3 + [0.8] * 6 + [0.97] * 15)
-    values = centre + 0.02 * torch.randn(24, generator=torch.Generator().manual_seed(seed))
+    center = torch.tensor([0.55] * 3 + [0.8] * 6 + [0.97] * 15)
+    values = center + 0.02 * torch.randn(24, generator=torch.Generator().manual_seed(seed))
     got = top_group(values, 3)
     found = cluster.KMeans(3, n_init=20, random_state=0).fit(values.double().numpy()[:, None])
     assert got.tolist() == (found.labels_ == found.cluster_centers_.argmax()).tolist()

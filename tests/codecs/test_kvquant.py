@@ -109,11 +109,11 @@ def test_levels_of_values_leave_out_outliers() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_levels_are_where_numbers_are(bits: int) -> None:
-    centres = torch.linspace(-1, 1, 2**bits) ** 3
-    keys = centres[torch.arange(2000) % 2**bits][None, :, None] + torch.randn(1, 2000, 2) * 1e-3
+    centers = torch.linspace(-1, 1, 2**bits) ** 3
+    keys = centers[torch.arange(2000) % 2**bits][None, :, None] + torch.randn(1, 2000, 2) * 1e-3
     fitted = fit_kvquant(keys, keys, bits=(bits,))
     read_ = fitted[f"keys.levels.b{bits}"] * fitted["keys.range"].mean() + fitted["keys.offset"].mean()
-    torch.testing.assert_close(read_, centres, atol=5e-3, rtol=0)
+    torch.testing.assert_close(read_, centers, atol=5e-3, rtol=0)
     assert torch.equal(fitted[f"keys.levels.b{bits}"], fit_kvquant(keys, keys)[f"keys.levels.b{bits}"])
 
 

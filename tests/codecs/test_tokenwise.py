@@ -23,7 +23,7 @@ def made(bits: Any = 4, **fields: Any) -> TokenWise:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_normaliser_of_many_tokens_in_half_precision(dtype: torch.dtype) -> None:
+def test_the_normalizer_of_many_tokens_in_half_precision(dtype: torch.dtype) -> None:
     """Their sum is far above what the dtype can count, and above the range of fp16."""
     count = 5000
     store = empty(made(), count, 4)

@@ -51,7 +51,7 @@ ANNOUNCED = [None, 1, 5]
 
 @product("policy,rows,new", POLICIES, ROWS, ANNOUNCED, sample=each_once(POLICIES, ROWS[::-1], [None, *ANNOUNCED]))
 def test_rows_go_on_as_alone(policy: str, rows: list[int], new: int | None) -> None:
-    """A row whose neighbour has reached its budget was never given room, and then lost its oldest tokens."""
+    """A row whose neighbor has reached its budget was never given room, and then lost its oldest tokens."""
     both, logits = run(policy, rows, None, new=new)
     for row in range(len(rows)):
         alone, expected = run(policy, rows, row, new=new)

@@ -50,7 +50,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(rank, world, *args)` on every rank; arguments and results are pickled, so keep them plain.
 
-    `torch.distributed` is initialised with gloo before it.
+    `torch.distributed` is initialized with gloo before it.
     """
     where = (str(Path(sys.modules[function.__module__].__file__ or "").resolve()), function.__qualname__)
     kept = world == KEPT and not fresh

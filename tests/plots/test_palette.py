@@ -1,4 +1,4 @@
-"""Colours stay apart for eyes that lack a kind of cones, and maps of colours read the same in grey."""
+"""Colors stay apart for eyes that lack a kind of cones, and maps of colors read the same in grey."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1
 
 
 def lab(color: Any, eye: Any) -> Any:
-    """CIELAB of a colour as an eye sees it."""
+    """CIELAB of a color as an eye sees it."""
     rgb = np.array(to_rgb(color))
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     seen = np.clip(np.asarray(eye) @ linear, 0, 1)
@@ -32,7 +32,7 @@ def lab(color: Any, eye: Any) -> Any:
 
 @pytest.mark.parametrize("eye", EYES)
 @pytest.mark.parametrize("colors", [PALETTE, tuple(KINDS.values())], ids=["palette", "kinds"])
-def test_colours_stay_apart(colors: tuple[str, ...], eye: str) -> None:
+def test_colors_stay_apart(colors: tuple[str, ...], eye: str) -> None:
     apart = {
         pair: float(np.linalg.norm(lab(pair[0], EYES[eye]) - lab(pair[1], EYES[eye])))
         for pair in itertools.combinations(colors, 2)
@@ -41,7 +41,7 @@ def test_colours_stay_apart(colors: tuple[str, ...], eye: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["#ffffff", "#14171b"])
-def test_colours_are_seen_on_white_and_on_dark(page: str) -> None:
+def test_colors_are_seen_on_white_and_on_dark(page: str) -> None:
     for color in [*PALETTE, GREY]:
         assert abs(lab(color, np.eye(3))[0] - lab(page, np.eye(3))[0]) > 25, color
 

@@ -37,12 +37,12 @@ def run(tiny: tuple[Any, Any], policy: str) -> tuple[Any, list[str]]:
 
 
 def shades(figure: Figure) -> list[tuple[str, float]]:
-    """Colour and width in letters of each field, in the order of the text."""
+    """Color and width in letters of each field, in the order of the text."""
     (fields,) = (found for found in figure.axes[0].collections if isinstance(found, PatchCollection))
     paths: Any = fields.get_paths()
     wide = [path.vertices[:, 0].max() - path.vertices[:, 0].min() for path in paths]
-    colours: Any = fields.get_facecolor()
-    return list(zip(map(to_hex, colours), [round(size / WIDE) for size in wide], strict=True))
+    colors: Any = fields.get_facecolor()
+    return list(zip(map(to_hex, colors), [round(size / WIDE) for size in wide], strict=True))
 
 
 @pytest.mark.parametrize("layer", [None, 3])
@@ -58,7 +58,7 @@ def test_shades_are_the_shares_kept(layer: int | None, tiny: tuple[Any, Any]) ->
             wide = 2 if token == "中" else len(token)
             wanted.append((LIGHT[level(sum(held) / len(held)) - 1], wide))
     assert shades(figure) == wanted
-    assert len({colour for colour, _ in wanted}) > 1
+    assert len({color for color, _ in wanted}) > 1
     assert ("all layers" if layer is None else "layer 3") in figure.axes[0].get_title()
 
 

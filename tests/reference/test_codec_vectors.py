@@ -30,7 +30,7 @@ def test_fp16_and_fp8() -> None:
 
 
 @pytest.mark.parametrize(("bits", "group", "error"), [(3, 128, 0.0458), (2, 32, 0.154)])
-def test_error_of_normalised_keys(bits: int, group: int, error: float) -> None:
+def test_error_of_normalized_keys(bits: int, group: int, error: float) -> None:
     keys = channels(200)
     read, _ = reads(tokenwise.Head({"bits": bits, "group_size": group}, D), keys, keys)
     assert nmse(read, keys) == pytest.approx(error, rel=0.05)
@@ -43,7 +43,7 @@ def test_error_of_values_in_groups_of_32(bits: int, error: float) -> None:
     assert share(read, values) == pytest.approx(error, rel=0.05)
 
 
-def test_without_a_normaliser_offsets_cost_all() -> None:
+def test_without_a_normalizer_offsets_cost_all() -> None:
     keys = channels(50)
     with_it, _ = reads(tokenwise.Head({"bits": 2}, D), keys, keys)
     without, _ = reads(tokenwise.Head({"bits": 2, "normalize": False}, D), keys, keys)

@@ -166,9 +166,9 @@ def test_squeeze_ties_take_the_largest_top_group() -> None:
 def test_kmeans_against_sklearn(seed: int, groups: int) -> None:
     cluster = pytest.importorskip("sklearn.cluster")
     generator = torch.Generator().manual_seed(seed)
-    centres = torch.arange(groups) * 0.2 + 0.2
+    centers = torch.arange(groups) * 0.2 + 0.2
     sizes = torch.randint(2, 7, (groups,), generator=generator).tolist()
-    values = torch.cat([c + 0.02 * torch.randn(n, generator=generator) for c, n in zip(centres, sizes, strict=True)])
+    values = torch.cat([c + 0.02 * torch.randn(n, generator=generator) for c, n in zip(centers, sizes, strict=True)])
     values = values[torch.randperm(len(values), generator=generator)]
     fit = cluster.KMeans(n_clusters=groups, n_init=20, random_state=0).fit(values[:, None].double().numpy())
     highest = fit.cluster_centers_[:, 0].argmax()

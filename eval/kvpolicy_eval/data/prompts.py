@@ -4,7 +4,7 @@ All prompts share one question form: `?key=` asks for the value of `key`,
 `?word:` for the label of a word's category. A prompt ends right after the `=`
 or `:`, so the answer is what comes next, up to a newline. In the tokenizer of
 the embedded model a record with four digits costs 7 tokens, a question with its
-answer 8, a labelled word 4, and two characters of source text about one token.
+answer 8, a labeled word 4, and two characters of source text about one token.
 Records hidden in source text are written `#key = value`, plain records
 `key=value`: the two formats let the embedded model learn a separate retrieval
 layer for each kind of task.

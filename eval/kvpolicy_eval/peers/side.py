@@ -177,7 +177,7 @@ class Side:
         raise NotImplementedError
 
     def trap(self, name: str, **arguments: Any) -> Answer:
-        """One question about behaviour, see `kvpolicy_eval.peers.traps`.
+        """One question about behavior, see `kvpolicy_eval.peers.traps`.
 
         Args:
             name: Name of the question.

@@ -12,7 +12,7 @@ Line = dict[str, Any]
 
 REASONS = {
     "SnapKV": "our window shrinks to half the budget, theirs stays at 64 tokens",
-    "SnapKV, window 16": "our pooling sees the window beside its last two neighbours, theirs sees zeros: "
+    "SnapKV, window 16": "our pooling sees the window beside its last two neighbors, theirs sees zeros: "
     "{edge:.0%} of differences",
     "Knorm": "equal tokens have equal norms, we keep the earlier and they any: {ties:.0%} of differences",
     "H2O and ObservedAttention": "half of our budget is the newest tokens; they divide sums by the number of queries",
@@ -65,7 +65,7 @@ def _accuracy(line: Line | None) -> str:
 
 
 def traps(lines: list[Line]) -> str:
-    """Behaviour."""
+    """Behavior."""
     return table(
         ["question", "kvpolicy", "kvpress"],
         [[line["trap"], _trap(line.get("ours")), _trap(line.get("theirs"))] for line in lines],

@@ -1,4 +1,4 @@
-"""Behaviour that a comparison of scores does not show: padding, chunks, two conversations, compiled models, bytes."""
+"""Behavior that a comparison of scores does not show: padding, chunks, two conversations, compiled models, bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpolicy_eval.peers.process import Failed
 
 
 class Trap(NamedTuple):
-    """One question about behaviour.
+    """One question about behavior.
 
     Attributes:
         question: Text of the question.

@@ -28,7 +28,7 @@ def pyramid() -> Figure:
     """Tokens of each layer at two slopes."""
     figure = blank(2.4)
     left, right = figure.subplots(1, 2, sharey=True)
-    bars(right, "pyramid:beta=2", labelled=False)
+    bars(right, "pyramid:beta=2", labeled=False)
     bars(left, "pyramid")  # the steeper one is drawn last, so that the shared axis has its limits
     return figure
 
@@ -54,14 +54,14 @@ def squeeze() -> Figure:
     return figure
 
 
-def bars(axes: Any, allocator: str, colors: list[str] | None = None, *, labelled: bool = True) -> None:
+def bars(axes: Any, allocator: str, colors: list[str] | None = None, *, labeled: bool = True) -> None:
     """Tokens of each layer, and their mean as a line.
 
     Args:
         axes: Of matplotlib.
         allocator: Spec of the allocator.
         colors: Color of each layer; blue by default.
-        labelled: Whether the y axis has a label.
+        labeled: Whether the y axis has a label.
     """
     budgets = kept(f"{allocator}+{SELECTOR}@{BUDGET}").budgets
     axes.bar(range(len(budgets)), budgets, color=colors or BLUE, width=0.7)
@@ -70,7 +70,7 @@ def bars(axes: Any, allocator: str, colors: list[str] | None = None, *, labelled
     axes.axhline(sum(budgets) / len(budgets), color=GREY, linestyle="--", linewidth=1)
     axes.set(xlabel="layer", xticks=range(len(budgets)), ylim=(0, max(budgets) * 1.2))
     axes.set_title(f"{allocator}: {sum(budgets)} tokens; dashed: even share")
-    if labelled:
+    if labeled:
         axes.set_ylabel(f"tokens, of {scene().length}")
 
 

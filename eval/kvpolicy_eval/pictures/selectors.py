@@ -93,7 +93,7 @@ def layers(axes: Any, result: Kept) -> None:
 
 
 def image(result: Kept) -> Any:
-    """Colours [L, P, 3]: blue by the share of heads that keep a token, orange if it is a representative."""
+    """Colors [L, P, 3]: blue by the share of heads that keep a token, orange if it is a representative."""
     return (_mix(result.share, result.mark) * 255).round().astype(np.uint8)
 
 
@@ -120,7 +120,7 @@ def _lower_limit(score: Any) -> float:
 
 
 def _mix(share: Tensor, mark: Tensor, empty: str = PALE) -> Any:
-    """Colours for shares of heads, with `empty` for the heads that do not keep a token."""
+    """Colors for shares of heads, with `empty` for the heads that do not keep a token."""
     base = (share - mark)[..., None]
     representative = mark[..., None]
     blue, orange, background = (torch.tensor(to_rgb(color)) for color in (BLUE, ORANGE, empty))

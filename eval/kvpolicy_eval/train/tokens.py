@@ -160,7 +160,7 @@ class Sampler:
         return row
 
     def few_shot(self, length: int) -> Row:
-        """Labelled words at the start, and questions about other words of the same categories far after them.
+        """Labeled words at the start, and questions about other words of the same categories far after them.
 
         Each block of questions asks about a category once, and blocks are
         separated by filler, so that an answer must be retrieved from far back.

@@ -85,7 +85,7 @@ def test_kvcrush_is_drawn_with_the_distances_that_decided() -> None:
     assert kept("kvcrush@0.25").mark[LAYER].tolist() == drawn.tolist()
 
 
-def test_a_colour_says_how_many_heads_hold_a_token() -> None:
+def test_a_color_says_how_many_heads_hold_a_token() -> None:
     found = kept("kvcrush@0.25")
     each = zip(found.share[LAYER].tolist(), found.mark[LAYER].tolist(), image(found)[LAYER] / 255, strict=True)
     both = {(share, mark): to_hex(color) for share, mark, color in each}

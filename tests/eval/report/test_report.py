@@ -119,7 +119,7 @@ def test_the_page_is_whole_and_loads_nothing(html: str) -> None:
     assert len(html) < 1_000_000
 
 
-def test_the_page_takes_the_readers_colours(html: str) -> None:
+def test_the_page_takes_the_readers_colors(html: str) -> None:
     assert "prefers-color-scheme: dark" in html and "currentColor" in html
     assert "#010203" not in html and "fill: #000000" not in html.lower()
 

@@ -1,4 +1,4 @@
-"""Few bits per number, token by token, after keys were normalised channel by channel."""
+"""Few bits per number, token by token, after keys were normalized channel by channel."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def fp8(xs: list[np.float32], width: int) -> tuple[list[float], list[np.float32]
 
 
 class Head:
-    """One KV head: what its keys are normalised by."""
+    """One KV head: what its keys are normalized by."""
 
     def __init__(self, config: Config, head_dim: int) -> None:
-        """Start with a normaliser that does nothing."""
+        """Start with a normalizer that does nothing."""
         self.config = complete(DEFAULTS, config)
         self.width = largest_divisor(head_dim, self.config["group_size"])
         self.mean = [np.float32(0)] * head_dim

@@ -33,7 +33,7 @@ def share_below(x: float) -> float:
 def lloyd_max(bits: int) -> list[float]:
     """The levels of least mean squared error for N(0, 1), ascending.
 
-    A level is the mean of what is nearest to it, and what is nearest to it ends half way to its neighbours.
+    A level is the mean of what is nearest to it, and what is nearest to it ends half way to its neighbors.
     """
     count = 2**bits
     levels = [4 * (j + 0.5) / count - 2 for j in range(count)]

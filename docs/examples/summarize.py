@@ -1,6 +1,6 @@
 """Summarize a batch of documents of different lengths, with left padding.
 
-    python docs/examples/summarise.py --model meta-llama/Llama-3.1-8B-Instruct --files reports/*.txt --budget 0.2
+    python docs/examples/summarize.py --model meta-llama/Llama-3.1-8B-Instruct --files reports/*.txt --budget 0.2
 
 Rows of a batch are independent: padding is not kept, a budget of 0.2 is 0.2 of the length of each row, and every row
 gives the same result as on its own. `snapkv` is suited to a long prompt with a short answer: it keeps the tokens that
