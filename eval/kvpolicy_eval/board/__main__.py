@@ -15,6 +15,7 @@ import torch
 
 from kvpolicy_eval.board import choices, places
 from kvpolicy_eval.board.cells import DOCS, SHARES, Board, cells
+from kvpolicy_eval.board.order import order
 from kvpolicy_eval.board.page import full_cache, peer_refusals, refusals, tables, top
 from kvpolicy_eval.board.peers import PEERS
 from kvpolicy_eval.board.pictures import picture
@@ -26,7 +27,7 @@ from kvpolicy_eval.peers.env import find
 from kvpolicy_eval.peers.process import Process
 from kvpolicy_eval.pictures.style import svg
 
-TABLES = ("board-top", "board-refused", "board-peers-refused")
+TABLES = ("board-top", "board-order", "board-refused", "board-peers-refused")
 """Places of the page of the board."""
 
 
@@ -81,6 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     shares = sorted(args.shares, reverse=True)
     print(tables(board, shown, shares, args.lengths), flush=True)
     publish(top(board, shown, shares), "board-top", args.fill)
+    publish(order(board, listed, shares), "board-order", args.fill)
     if args.fill:
         write_rows(args.results.with_suffix(".csv"), board, shown, shares)
     publish(refusals(board, listed, shares, args.lengths), "board-refused", args.fill)

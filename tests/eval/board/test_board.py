@@ -17,6 +17,7 @@ from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.board import cells, pictures
 from kvpolicy_eval.board.__main__ import main
 from kvpolicy_eval.board.cells import DOCS, SHARES, Board, Cell, accuracy
+from kvpolicy_eval.board.order import LEAST, order
 from kvpolicy_eval.board.page import full_cache, peer_refusals, refusals, row, tables, top
 from kvpolicy_eval.board.peers import PEERS
 from kvpolicy_eval.board.policies import Entry, entries
@@ -150,8 +151,8 @@ def test_methods_of_other_libraries_that_are_refused_alike_are_one_row(board: Bo
 @pytest.mark.skipif(not ASSETS.is_dir(), reason="the docs are not installed")
 def test_the_page_and_the_file_have_what_the_results_give(tmp_path: Path) -> None:
     """Of the results that were known when they were written: others may be added to the results later."""
-    text = (ASSETS.parent / "board.md").read_text(encoding="utf-8")
-    text = text.partition("<!-- table:board-top -->\n")[2].partition("\n<!-- /table -->")[0]
+    page = (ASSETS.parent / "board.md").read_text(encoding="utf-8")
+    text = page.partition("<!-- table:board-top -->\n")[2].partition("\n<!-- /table -->")[0]
     count = int(re.findall(r"<!-- (\d+) results -->", text)[0])
     lines = (ASSETS / "board.jsonl").read_text(encoding="utf-8").splitlines()
     assert 0 < count <= len(lines)
@@ -160,6 +161,7 @@ def test_the_page_and_the_file_have_what_the_results_give(tmp_path: Path) -> Non
     listed = [*entries("tiny-4k"), *PEERS]
     shares = sorted(SHARES, reverse=True)
     assert text == top(board, listed, shares)
+    assert order(board, entries("tiny-4k"), shares) in page
     write_rows(tmp_path / "board.csv", board, listed, shares)
     assert (tmp_path / "board.csv").read_text(encoding="utf-8") == (ASSETS / "board.csv").read_text(encoding="utf-8")
 
@@ -198,6 +200,17 @@ def test_points_need_every_mode_and_a_cost(board: Board) -> None:
     assert pictures.points(board, [SNAPKV], [0.1], 512, "time") == []
 
 
+def test_the_order_of_policies_is_compared_between_lengths(tmp_path: Path) -> None:
+    board = Board(tmp_path / "results.jsonl", {1024: 40, 512: 40}, "tiny")
+    listed = [Entry(f"p{number}", "selector") for number in range(LEAST)]
+    for number, entry in enumerate(listed):
+        for length, right in ((512, number), (1024, LEAST - number)):
+            for mode in ("inside", "after")[: 1 + (number > 0)]:  # `after`, one policy is missing
+                cell = Cell(entry, 0.1, mode, length)
+                board.known[cell.key(40, "tiny")] = {"right": {"recall": right}, "docs": 40}
+    assert order(board, listed, [0.2, 0.1]).splitlines()[2:] == [f"| 512 and 1,024 | 10% | -1.00 ({LEAST}) |  |  |  |"]
+
+
 def test_the_full_cache_by_place_of_the_question(board: Board) -> None:
     board.cell(Cell(FULL, 0.1, "inside", 512))
     board.cell(Cell(FULL, 0.1, "second", 512))
@@ -218,7 +231,7 @@ def test_the_frontier_equals_a_search_over_all_pairs() -> None:
 
 def test_the_command_fills_a_page(board: Board, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    places = ("board-top", "board-refused", "board-peers-refused")
+    places = ("board-top", "board-order", "board-refused", "board-peers-refused")
     page.write_text("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in places))
     arguments = ["--results", str(board.results), "--lengths", "512", "--shares", "0.1", "--n", "4", "--model", "tiny"]
     arguments += ["--only", "full", "snapkv", "--fill", str(page), "--pictures", str(tmp_path), "--no-times"]
