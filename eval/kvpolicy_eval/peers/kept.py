@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from kvpolicy_eval.peers.pair import Line, Options, Pair, attention_for, embedded_model, questions
 
 METHODS = [
-    ("SnapKV", "snapkv:window=64:decode=grow", "snapkv"),
-    ("SnapKV, window 16", "snapkv:window=16:decode=grow", "snapkv:window_size=16"),
+    ("SnapKV", "snapkv:window=64:kernel=5:decode=grow", "snapkv"),
+    ("SnapKV, window 16", "snapkv:window=16:kernel=5:decode=grow", "snapkv:window_size=16"),
     ("TOVA", "tova", "tova"),
     ("StreamingLLM", "streaming:sinks=4", "streaming"),
     ("Knorm", "knorm", "knorm"),

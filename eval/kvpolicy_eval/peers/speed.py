@@ -12,12 +12,12 @@ from kvpolicy_eval.peers.random_llama import save_random_llama
 
 METHODS = [
     ("full cache", "full", "full"),
-    ("SnapKV", "snapkv:window=64:decode=grow", "snapkv"),
+    ("SnapKV", "snapkv:window=64:kernel=5:decode=grow", "snapkv"),
     ("StreamingLLM", "streaming:decode=grow", "streaming"),
     ("Knorm", "knorm", "knorm"),
     ("H2O and ObservedAttention", "h2o:decode=grow", "observed"),
-    ("SnapKV by heads (AdaKV)", "uniform/adakv+snapkv:window=64:decode=grow", "ada/snapkv"),
-    ("SnapKV and 4 bits", "snapkv:window=64+kivi:bits=4", "snapkv+quanto-4"),
+    ("SnapKV by heads (AdaKV)", "uniform/adakv+snapkv:window=64:kernel=5:decode=grow", "ada/snapkv"),
+    ("SnapKV and 4 bits", "snapkv:window=64:kernel=5+kivi:bits=4", "snapkv+quanto-4"),
 ]
 """Name of the method, our spec, their press; empty if a side has no such method."""
 SHARE = 0.2

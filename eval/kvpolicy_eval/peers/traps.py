@@ -27,14 +27,14 @@ class Trap(NamedTuple):
     options: dict[str, Any]
 
 
-_SNAPKV = ("snapkv:window=8:decode=grow", "snapkv:window_size=8")
-_ADAKV = ("uniform/adakv+snapkv:window=8:decode=grow", "ada/snapkv:window_size=8")
+_SNAPKV = ("snapkv:window=8:kernel=5:decode=grow", "snapkv:window_size=8")
+_ADAKV = ("uniform/adakv+snapkv:window=8:kernel=5:decode=grow", "ada/snapkv:window_size=8")
 _PADDING = {"pad": 192, "new": 16}
 TRAPS = [
     Trap(
         "padded row answers as alone, SnapKV: tokens",
         "padding",
-        "snapkv:window=16:decode=grow",
+        "snapkv:window=16:kernel=5:decode=grow",
         "snapkv:window_size=16",
         _PADDING,
     ),
