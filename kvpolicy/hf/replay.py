@@ -27,6 +27,7 @@ from kvpolicy.engine.replayed_queries import ReplayedQueries, no_queries
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
+from kvpolicy.hf.rotary_lookup import steady_angles
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.protocols import Forward, Replay
 from kvpolicy.spec.errors import KVPolicyError
@@ -52,7 +53,7 @@ def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, pl
     context = transcript.valid.to(first.store.tensors.length.device) & (first.store.tensors.length == 0)[:, None]
     cache = ReplayCache(layers, context, plan)
     tokens = _joined(transcript.ids, decoder)
-    with torch.no_grad():
+    with torch.no_grad(), steady_angles(decoder):
         for chunk in chunks(context, plan):
             text, valid = _text(tokens, chunk, plan, decoder)
             cache.begin(chunk, valid)
