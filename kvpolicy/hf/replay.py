@@ -186,6 +186,11 @@ def _joined(parts: tuple[Tensor, ...], decoder: Any) -> Tensor:
 
 
 def _embedded(decoder: Any, ids: Tensor) -> Tensor:
+    if not hasattr(decoder, "get_input_embeddings"):
+        raise KVPolicyError(
+            "The module with the layers must embed tokens by itself for a prompt to be replayed, got "
+            f"{type(decoder).__name__}, which is given embeddings; try a selector without a replay, such as snapkv."
+        )
     with torch.no_grad():
         return decoder.get_input_embeddings()(ids)
 
