@@ -42,11 +42,35 @@ def trained_positions(config: Any) -> int | None:
     return limit if isinstance(limit, int) and _kinds(text) <= {"default", "linear", "llama3"} else None
 
 
+def changing_kind(config: Any, first: int, last: int) -> str:
+    """The kind of rotary embedding with other angles for `last` tokens than for `first`; empty if there is none.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        >>> config = LlamaConfig(max_position_embeddings=64, rope_parameters=rope)
+        >>> changing_kind(config, 32, 64), changing_kind(config, 32, 65)
+        ('', 'dynamic')
+    """
+    text = config.get_text_config()
+    for part in _parts(text):
+        kind: str = part.get("rope_type", "default")
+        if kind == "dynamic" and last > max(first, text.max_position_embeddings):
+            return kind
+        if kind == "longrope" and first <= part["original_max_position_embeddings"] < last:
+            return kind
+    return ""
+
+
 def _kinds(config: Any) -> set[str]:
     """The kinds of rotary embedding of a text model."""
+    return {part.get("rope_type", "default") for part in _parts(config)}
+
+
+def _parts(config: Any) -> list[dict[str, Any]]:
+    """The parameters of the rotary embeddings of a text model: one for all layers, or one for each type of layer."""
     given: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    parts = [part for part in given.values() if isinstance(part, dict)] or [given]  # one for each type of layer
-    return {part.get("rope_type", "default") for part in parts}
+    return [part for part in given.values() if isinstance(part, dict)] or [given]
 
 
 def _slides_or_all(attention: Any) -> bool:
