@@ -51,7 +51,7 @@ from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.residual_hooks import measure
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
-from kvpolicy.hf.tiles import around, check_layers, last_norms, norm_in_tiles, shares_keys, take_tiles
+from kvpolicy.hf.tiles import around, check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
 from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
@@ -193,7 +193,7 @@ class Handle:
                 self._undo += measure(site, lambda: self._running)
             if self.policy.at(site.layer_idx).codec.traits.pins == "massive":
                 self._look(site)
-        if self._attachment.tile == AUTO and shares_keys(sites.layers):
+        if self._attachment.tile == AUTO and tile_obstacle(sites.layers):
             self._attachment.tile = None
         if self._attachment.tile is not None:
             check_layers(sites.layers)

@@ -27,6 +27,7 @@ from kvpolicy.engine.replayed_queries import ReplayedQueries, no_queries
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
+from kvpolicy.hf.rotary_lookup import steady_angles
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.protocols import Forward, Replay
 from kvpolicy.spec.errors import KVPolicyError
@@ -52,7 +53,7 @@ def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, pl
     context = transcript.valid.to(first.store.tensors.length.device) & (first.store.tensors.length == 0)[:, None]
     cache = ReplayCache(layers, context, plan)
     tokens = _joined(transcript.ids, decoder)
-    with torch.no_grad():
+    with torch.no_grad(), steady_angles(decoder):
         for chunk in chunks(context, plan):
             text, valid = _text(tokens, chunk, plan, decoder)
             cache.begin(chunk, valid)
@@ -185,6 +186,11 @@ def _joined(parts: tuple[Tensor, ...], decoder: Any) -> Tensor:
 
 
 def _embedded(decoder: Any, ids: Tensor) -> Tensor:
+    if not hasattr(decoder, "get_input_embeddings"):
+        raise KVPolicyError(
+            "The module with the layers must embed tokens by itself for a prompt to be replayed, got "
+            f"{type(decoder).__name__}, which is given embeddings; try a selector without a replay, such as snapkv."
+        )
     with torch.no_grad():
         return decoder.get_input_embeddings()(ids)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -15,6 +17,9 @@ from kvpolicy.spec.errors import KVPolicyError
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding with frequencies that depend on the length: a stored key cannot be unrotated."""
+
+_STEADY = threading.Lock()
+"""Held while rotary embeddings keep their angles, which threads that run one model share."""
 
 _INSTEAD = {
     "codec": "a codec that stores rotated keys, such as tokenwise.",
@@ -33,11 +38,39 @@ def trained_positions(config: Any) -> int | None:
         4096
     """
     text = config.get_text_config()
-    given: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    parts = [part for part in given.values() if isinstance(part, dict)] or [given]  # one for each type of layer
-    kinds: set[str] = {part.get("rope_type", "default") for part in parts}
     limit: Any = getattr(text, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and kinds <= {"default", "linear", "llama3"} else None
+    return limit if isinstance(limit, int) and _kinds(text) <= {"default", "linear", "llama3"} else None
+
+
+def changing_kind(config: Any, first: int, last: int) -> str:
+    """The kind of rotary embedding with other angles for `last` tokens than for `first`; empty if there is none.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        >>> config = LlamaConfig(max_position_embeddings=64, rope_parameters=rope)
+        >>> changing_kind(config, 32, 64), changing_kind(config, 32, 65)
+        ('', 'dynamic')
+    """
+    text = config.get_text_config()
+    for part in _parts(text):
+        kind: str = part.get("rope_type", "default")
+        if kind == "dynamic" and last > max(first, text.max_position_embeddings):
+            return kind
+        if kind == "longrope" and first <= part["original_max_position_embeddings"] < last:
+            return kind
+    return ""
+
+
+def _kinds(config: Any) -> set[str]:
+    """The kinds of rotary embedding of a text model."""
+    return {part.get("rope_type", "default") for part in _parts(config)}
+
+
+def _parts(config: Any) -> list[dict[str, Any]]:
+    """The parameters of the rotary embeddings of a text model: one for all layers, or one for each type of layer."""
+    given: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return [part for part in given.values() if isinstance(part, dict)] or [given]
 
 
 def _slides_or_all(attention: Any) -> bool:
@@ -79,8 +112,41 @@ def ropes_of(decoder: nn.Module, sites: Iterable[Site], part: str = "codec") -> 
         KVPolicyError: If one of them cannot be undone.
     """
     # Once for all layers: it is often the last of a large model's modules.
-    tables = next((m for m in decoder.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+    tables = next(_embeddings(decoder), None)
     return {site.layer_idx: _rope(tables, site, part) for site in sites}
+
+
+@contextmanager
+def steady_angles(decoder: nn.Module) -> Generator[None]:
+    """Let rotary embeddings keep the angles of the last forward, whatever length the next ones have.
+
+    A replay reaches behind the prompt. Embeddings that adapt to that length would rotate its queries, and with
+    `dynamic` those of all later steps, otherwise than the keys of the prompt.
+    """
+    adapting: list[Any] = [tables for tables in _embeddings(decoder) if _adapts(tables)]
+    if not adapting:
+        yield
+        return
+    with _STEADY:
+        kinds = [tables.rope_type for tables in adapting]
+        try:
+            for tables, kind in zip(adapting, kinds, strict=True):
+                tables.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+            yield
+        finally:
+            for tables, kind in zip(adapting, kinds, strict=True):
+                tables.rope_type = kind
+
+
+def _adapts(tables: Any) -> bool:
+    """Whether the angles of a rotary embedding depend on the length."""
+    # By its config, since another thread may hold its angles at the moment.
+    return hasattr(tables, "rope_type") and not _kinds(tables.config).isdisjoint(_LENGTH_DEPENDENT)
+
+
+def _embeddings(decoder: nn.Module) -> Iterator[nn.Module]:
+    """The rotary embeddings of a model."""
+    return (module for module in decoder.modules() if type(module).__name__.endswith("RotaryEmbedding"))
 
 
 def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:

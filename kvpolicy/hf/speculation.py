@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.attachment import attachments
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.policy import Policy
 from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
@@ -137,6 +138,7 @@ def speculate(
     _check_ids(input_ids, size)
     max_new_tokens = check_size("max_new_tokens", max_new_tokens, 1)
     gamma = check_size("gamma", gamma, 1)
+    _check_angles(model, input_ids.shape[1], max_new_tokens)
     _check_sampling(temperature, seed)
     ends = _ends(eos_token_id, size)
     with contextlib.ExitStack() as stack:
@@ -286,6 +288,18 @@ def _check_ids(input_ids: Any, size: int) -> None:
         raise KVPolicyError(
             f"input_ids must be between 0 and {size - 1}, the last token of the model, got {int(outside[0])}; try the "
             "model's own tokenizer."
+        )
+
+
+def _check_angles(model: Any, prompt: int, new: int) -> None:
+    """Refuse a text in which the angles of a rotary embedding change: tokens that are verified together have one."""
+    config = getattr(model, "config", None)
+    # The last token is generated, and never fed.
+    kind = "" if config is None else changing_kind(config, prompt, prompt + new - 1)
+    if kind:
+        raise KVPolicyError(
+            "The angles of the rotary embedding must not change while drafts are verified, got one of type "
+            f"{kind} with {prompt} tokens and {new} new ones; try fewer new tokens, or generate without drafts."
         )
 
 

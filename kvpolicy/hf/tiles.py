@@ -60,25 +60,27 @@ class Tile(NamedTuple):
         return None if t is None else t[:, self.start : self.stop]
 
 
-def shares_keys(sites: list[Site]) -> str:
-    """The argument through which layers pass keys to later ones; empty if they do not."""
-    names = (name for site in sites for name in inspect.signature(type(site.block).forward).parameters)
-    return next((name for name in names if name in SHARED), "")
+def tile_obstacle(sites: list[Site]) -> str:
+    """Why layers cannot take tiles, as a clause behind their class; empty if they can."""
+    for site in sites:
+        kind = type(site.block)
+        names = inspect.signature(kind.forward).parameters
+        shared = next((name for name in names if name in SHARED), "")
+        if shared:
+            return f"{kind.__name__}, since layers pass keys to others ({shared})"
+        if "hidden_states" not in names:
+            return f"{kind.__name__}, which has no argument hidden_states"
+    return ""
 
 
 def check_layers(sites: list[Site]) -> None:
-    """Refuse models with layers that pass keys to each other.
+    """Refuse models with layers that pass keys to each other, or name their input otherwise.
 
     Raises:
         KVPolicyError: Naming the layer.
     """
-    for site in sites:
-        shared = shares_keys([site])
-        if shared:
-            raise KVPolicyError(
-                f"tile must be None for {type(site.block).__name__}, since layers pass keys to others ({shared}), "
-                "got a size; try prompts in one piece."
-            )
+    if obstacle := tile_obstacle(sites):
+        raise KVPolicyError(f"tile must be None for {obstacle}, got a size; try prompts in one piece.")
 
 
 def take_tiles(site: Site) -> Callable[[], None]:

@@ -22,6 +22,7 @@ def finish(answer: dict[str, Any], job: Job) -> dict[str, Any]:
         if holder.get(name):
             stop = StopFilter(job.call.stop)
             holder[name] = stop.feed(holder[name]) + stop.flush()
+            _note_stop(choice, stop)
     answer["usage"] = _usage(answer["usage"], job)
     return answer
 
@@ -63,6 +64,7 @@ def _rewritten(chunk: dict[str, Any], stop: StopFilter, job: Job) -> list[dict[s
         rest = stop.flush()
         if rest:
             out.append({**chunk, "choices": [_with_text(choice, rest)]})
+        _note_stop(choice, stop)
         out.append(chunk)
         if usage is not None and job.call.include_usage and job.usage is not None:
             out.append({**chunk, "choices": [], "usage": _usage(usage, job)})
@@ -71,6 +73,12 @@ def _rewritten(chunk: dict[str, Any], stop: StopFilter, job: Job) -> list[dict[s
         holder[name] = stop.feed(text)
         return [chunk] if holder[name] else []
     return [chunk]
+
+
+def _note_stop(choice: dict[str, Any], stop: StopFilter) -> None:
+    """Let a text that ended before a stop string say so: transformers sees only that the last token was reached."""
+    if stop.has_ended and choice["finish_reason"] == "length":
+        choice["finish_reason"] = "stop"
 
 
 def _with_text(choice: dict[str, Any], text: str) -> dict[str, Any]:

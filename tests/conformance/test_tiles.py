@@ -10,11 +10,13 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from transformers import CTRLConfig, CTRLLMHeadModel
+
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.registry import names
 from kvpolicy.testing import check_cache
-from tests.conformance.models import FAMILIES, UNNAMED, build
+from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
 from tests.conformance.play import ROWS, TURNS, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, CODECS, MERGERS, SELECTORS, words
 from tests.sampling import each_once, product
@@ -112,6 +114,17 @@ def test_a_tile_that_is_not_shorter_than_the_prompt_is_one_piece() -> None:
     whole = converse(model, "h2o@0.5", [26], None)
     found = converse(model, "h2o@0.5", [26], 26)
     assert torch.equal(found.logits, whole.logits)
+
+
+def test_layers_that_name_their_input_otherwise_are_refused() -> None:
+    """As those of CTRL; `auto` takes their prompts in one piece."""
+    config = CTRLConfig(vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2, dff=32, n_positions=64)
+    model = CTRLLMHeadModel(config).eval()
+    with pytest.raises(KVPolicyError, match="tile must be None for EncoderLayer, which has no argument hidden_states"):
+        kvpolicy.attach(model, "window@0.5", tile=5)
+    with kvpolicy.attach(model, "window@0.5", tile="auto") as handle, torch.no_grad():
+        model(torch.arange(9)[None])
+    assert handle.cache is not None and handle.cache.tile_size is None
 
 
 def test_layers_that_pass_keys_on_are_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import BertConfig, BertLMHeadModel, DynamicCache
 
 import kvpolicy
 from kvpolicy import KVPolicyError, KVPolicyTypeError, Policy, PolicyCache
@@ -434,6 +434,15 @@ def test_refused() -> None:
     rotary = build("llama")
     with torch.no_grad(), kvpolicy.attach(rotary, "kvzip@0.5"), pytest.raises(KVPolicyError, match="M-RoPE"):
         rotary(ids[:, :9], position_ids=torch.arange(9).expand(3, 1, -1))
+
+
+def test_layers_without_the_embedding_are_not_replayed() -> None:
+    """The layers of a BERT that is a decoder are given embeddings, to which positions are added already."""
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = BertLMHeadModel(BertConfig(vocab_size=VOCABULARY, is_decoder=True, **sizes)).eval()
+    refused = pytest.raises(KVPolicyError, match=r"must embed tokens by itself .*, got BertEncoder")
+    with kvpolicy.attach(model, f"{SMALL}@0.5"), torch.no_grad(), refused:
+        model(torch.arange(3, 15)[None])
 
 
 def test_ids_in_a_spec() -> None:

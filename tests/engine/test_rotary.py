@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from pathlib import Path
@@ -13,11 +14,13 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
+import kvpolicy
 from kvpolicy.engine.rotary import Rope, SlotRotary, rope_offset
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import _ROTATES, rope_of
 from kvpolicy.kernels.rotation import rotate_halves
 from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
+from tests.conformance.play import make_batch
 
 LENGTH = 17
 
@@ -202,3 +205,28 @@ def test_offsets_of_rows_with_padding() -> None:
     ):
         with pytest.raises(ValueError, match="positions must go on by one"):
             rope_offset(torch.tensor(wrong), second, 2, seen, 3, known)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("policy", ["kvzip:chunk=9:sinks=2@512", "snapkv+regress:queries=replay@512"])
+def test_angles_that_depend_on_the_length_stay_those_of_the_prompt(kind: str, policy: str) -> None:
+    """A replay reaches behind the prompt, and its length is neither that of its queries nor of later steps."""
+    model: Any = copy.deepcopy(build("llama", layers=2))
+    pairs = model.config.head_dim // 2
+    scaled = {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs, "original_max_position_embeddings": 24}
+    more = scaled if kind == "longrope" else {}
+    model.config.max_position_embeddings = 24
+    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    ids = make_batch([20], [20], seed=3)[0]
+    settings: Any = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
+    seen: list[Tensor] = []
+    model.model.rotary_emb.register_forward_hook(lambda module, args, output: seen.append(module.inv_freq.clone()))
+    stock = copy.deepcopy(model).generate(ids, **settings)
+    seen.clear()
+    with kvpolicy.attach(model, policy):
+        assert torch.equal(model.generate(ids, **settings), stock)
+    replayed = len(seen) - 8  # one forward of the prompt, and seven steps
+    assert replayed > 0
+    assert all(torch.equal(each, seen[0]) for each in seen[: 1 + replayed])
+    assert model.model.rotary_emb.rope_type == kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -131,6 +132,25 @@ def test_mistakes_are_refused(message: str) -> None:
         given: dict[str, Any] = {"input_ids": prompt(0, 48), "max_new_tokens": 2, "gamma": 4, **change}
         with pytest.raises(KVPolicyError, match=message):
             kvpolicy.speculate(build("llama"), "h2o@0.5", **given)
+
+
+@pytest.mark.parametrize(("kind", "lengths", "changing"), [("dynamic", [8], [20, 40]), ("longrope", [8, 40], [20])])
+def test_angles_must_not_change_within_a_text(kind: str, lengths: list[int], changing: list[int]) -> None:
+    """Tokens that are verified together have the angles of the longest text, single steps those of their own."""
+    model: Any = copy.deepcopy(build("llama", layers=2))
+    pairs = model.config.head_dim // 2
+    scaled = {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs, "original_max_position_embeddings": 26}
+    model.config.max_position_embeddings = 26
+    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    model.config.rope_parameters |= scaled if kind == "longrope" else {}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    for length in lengths:
+        check_same(model, "snapkv@4", prompt(3, 48, length))
+    for length in changing:
+        refused = pytest.raises(KVPolicyError, match=f"must not change .*, got one of type {kind} with {length} tokens")
+        with refused:
+            kvpolicy.speculate(model, "snapkv@4", prompt(3, 48, length), max_new_tokens=NEW)
+        kvpolicy.speculate(model, "snapkv@4", prompt(3, 48, length), max_new_tokens=1)
 
 
 def test_samples_have_the_distribution_of_the_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:

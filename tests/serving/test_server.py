@@ -106,6 +106,15 @@ def test_a_stop_string_is_not_part_of_the_answer(stream: bool, client: Any, want
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_that_ends_with_the_last_token_is_the_reason(stream: bool, client: Any, wanted: Any) -> None:
+    """Else a client would take the answer for one that was cut off."""
+    answer = complete(client, stream=stream, stop=wanted[0][2:4], max_tokens=4)
+    chunks = [*answer] if stream else [answer]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == wanted[0][:2]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
 def test_two_clients_at_once_get_what_each_gets_alone(client: Any) -> None:
     """Sampled answers too, since the seed is set when a request has its turn."""
 
