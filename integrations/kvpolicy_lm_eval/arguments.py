@@ -44,6 +44,24 @@ _WITH_TP = {
 }
 
 
+# Arguments of HFLM that change no answer, or that a fingerprint has in another form.
+_WITHOUT_EFFECT = {
+    "batch_size",
+    "device",
+    "device_map",
+    "dtype",
+    "logits_cache",
+    "max_batch_size",
+    "max_cpu_memory",
+    "max_length",
+    "max_memory_per_gpu",
+    "offload_folder",
+    "parallelize",
+    "token",
+    "trust_remote_code",
+}
+
+
 class Sharding(NamedTuple):
     """How a model is sharded.
 
@@ -92,6 +110,17 @@ def _is_known(name: str, pretrained: Any) -> bool:
         return hasattr(as_config(pretrained), name)
     except (TypeError, ValueError):  # loading the model will report the problem
         return False
+
+
+def describe_others(others: Mapping[str, Any]) -> str:
+    """HFLM's arguments that answers depend on, such as `peft` and `add_bos_token`, for a fingerprint.
+
+    >>> describe_others({"revision": "v2", "batch_size": 8, "add_bos_token": True})
+    ' add_bos_token=True revision=v2'
+    """
+    named = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT}
+    # An object, such as a tokenizer, has another address in every process.
+    return "".join(f" {name}={named[name]}" for name in sorted(named) if isinstance(named[name], str | int | float))
 
 
 def read_policy(policy: str | Policy | None, budget: float | str | None) -> Policy:

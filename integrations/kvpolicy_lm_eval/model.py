@@ -29,6 +29,7 @@ from kvpolicy_lm_eval.arguments import (
     at_least,
     check_spelling,
     content_of,
+    describe_others,
     named_arguments,
     read_policy,
     read_sharding,
@@ -104,6 +105,7 @@ class KVPolicyLM(HFLM):
         pretrained = pretrained or EMBEDDED[0]
         resolved = _EMBEDDED.get(pretrained, pretrained) if isinstance(pretrained, str) else pretrained
         check_spelling(kwargs, named_arguments(KVPolicyLM.__init__), resolved)
+        self._others = describe_others(kwargs)
         self.policy = read_policy(policy, budget)
         self.holdback = at_least("holdback", holdback, 0)
         self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)
@@ -179,6 +181,7 @@ class KVPolicyLM(HFLM):
             + (f" hold={self.hold}" if self.hold != "plain" else "")
             + (f" group_by_prefix={self.least_prefix}" if self.least_prefix else "")
             + (f" tp={self.sharding.tp} backend={self.sharding.backend}" if self.sharding.tp > 1 else "")
+            + self._others
         )
 
     def set_cache_hook(self, cache_hook: Any) -> None:

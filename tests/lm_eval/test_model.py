@@ -263,6 +263,14 @@ def test_request_cache_of_another_policy_is_rejected(make, tmp_path: Path):
             CachingLM(other, path)
 
 
+def test_request_cache_of_other_arguments_is_rejected(make) -> None:
+    """Those of HFLM that answers depend on; the number of rows in a batch is none."""
+    plain = make("h2o@0.5").fingerprint
+    assert make("h2o@0.5", batch_size=2, device="cpu").fingerprint == plain
+    assert make("h2o@0.5", add_bos_token=True).fingerprint == f"{plain} add_bos_token=True"
+    assert make("h2o@0.5", softmax_dtype="float32").fingerprint == f"{plain} softmax_dtype=float32"
+
+
 def test_request_cache_of_another_model_is_rejected(make, tiny, tmp_path: Path):
     path = str(tmp_path / "answers.db")
     request = instances("loglikelihood", [("tiger=1\n?tiger=", "1")])
