@@ -125,7 +125,7 @@ def test_long_generations_are_of_the_walks(board: Board) -> None:
 def test_pages_are_checked_before_anything_is_written(tmp_path: Path, board: Board) -> None:
     answer(board, LISTED[1], "inside", 5)
     page = tmp_path / "board.md"
-    page.write_text("<!-- table:board-top -->\n<!-- /table -->\n")
+    page.write_text("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("board-top", "board-order")))
     (tmp_path / "docs").mkdir()
     whole = tmp_path / "docs" / "a.md"
     half = tmp_path / "docs" / "b.md"
