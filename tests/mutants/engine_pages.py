@@ -208,6 +208,7 @@ MUTATIONS = (
         old="there = (at >= 0) if valid is None else (at >= 0) & valid[:, :, None]",
         new="there = at >= 0",
         tests=PAGED_MERGES,
+        equivalent="A step writes nothing in such a row, and no merger without buffers keeps a state of its own.",
     ),
     Mutation(
         name="counts of slots are lost in a later prompt",
