@@ -137,7 +137,7 @@ def check_length(model: Any, tokens: int, new: int) -> None:
     if isinstance(limit, int) and 0 < limit < tokens + new:
         raise KVPolicyError(
             f"The prompt and the new tokens must fit into {limit:,} positions, got {tokens:,} and {new:,}; try a "
-            "shorter prompt or a smaller --new."
+            f"shorter prompt{' or a smaller --new' if new else ''}."
         )
 
 

@@ -55,7 +55,9 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
     assert "Usage: kvpolicy" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", ["--what", "plant", "list a b", "bench --length 1", "tiny x", "explain --json=no"])
+@pytest.mark.parametrize(
+    "line", ["--what", "plant", "list a b", "bench --length 1", "tiny x", "cache", "calibrate", "explain --json=no"]
+)
 def test_usage_errors_are_one_line(line: str, run: Run) -> None:
     assert run(line, 2).endswith("--help.\n")
 

@@ -63,3 +63,8 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert "try creating it with kvpolicy cache make" in capsys.readouterr().err
     assert main(["cache", "make", TEXT, "--out", str(tmp_path / "no" / "folder.safetensors")]) == 2
     assert "folder of a cache file must exist" in capsys.readouterr().err
+
+
+def test_a_text_that_is_too_long(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "make", TEXT * 40]) == 2
+    assert capsys.readouterr().err.endswith("; try a shorter prompt.\n")  # there is no --new

@@ -13,7 +13,7 @@ from kvpolicy.cli.formatting import as_json, paragraph, size, terms
 from kvpolicy.cli.model_names import TINY
 from kvpolicy.cli.prompts import check_length, encode, read_prompt
 
-app = typer.Typer(help="Save the cache of a text to a file, and describe and verify such files.", no_args_is_help=True)
+app = typer.Typer(help="Save the cache of a text to a file, and describe and verify such files.", rich_markup_mode=None)
 
 OUT = "cache.safetensors"
 """The default path of a new file."""
