@@ -43,12 +43,12 @@ def make(
 ) -> None:
     """Read a text with a model, and save its cache.
 
-    The file has the token ids of the text as well. With --chat, the text is the first message of a chat. A policy that
-    looks at the end of the text, such as snapkv, keeps what a question there needs; the default keeps what any question
-    may need.
+    The file has the token ids of the text as well, of which the newline at its end is a part. With --chat, the text is
+    the first message of a chat. A policy that looks at the end of the text, such as snapkv, keeps what a question there
+    needs; the default keeps what any question may need.
     """
     tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
-    text, _ = read_prompt(prompt, file, model)
+    text, _ = read_prompt(prompt, file, model, whole=True)
     from kvpolicy.cli.cache_files import make_file
     from kvpolicy.cli.model_loading import load
     from kvpolicy.policy import Policy
