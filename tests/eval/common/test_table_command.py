@@ -86,6 +86,7 @@ def test_without_a_page_those_of_the_documentation_are_filled(
         (["requantize", "--fill"], "--fill must name a page"),
         (["requantize", "--fill", "no.md"], "No such file"),
         (["long_prompt", "--fill"], "No such file"),
+        (["memory", "--policies", "h20"], "did you mean 'h2o'?"),
     ],
 )
 def test_wrong_usage_is_said_in_a_sentence(
