@@ -110,6 +110,16 @@ def test_error_messages(error: Exception, message: str, run: Run, monkeypatch: p
         main(["tiny"])
 
 
+def test_warnings_are_one_line() -> None:
+    script = (
+        "import warnings; from kvpolicy.cli import app; from kvpolicy import KVPolicyWarning\n"
+        "app._run = lambda _: warnings.warn('the text is long', KVPolicyWarning) or 0\n"
+        "app.main(['tiny'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == "kvpolicy: the text is long\n"
+
+
 @pytest.mark.parametrize(
     "error",
     [
