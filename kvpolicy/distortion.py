@@ -149,6 +149,7 @@ def coded_store(
 def _empty_store(
     codec: Codec, layer_idx: int, selector: Selector | None = None, rope: Rope | None = None
 ) -> LayerStore:
+    Policy(codec=codec)  # raises an error if it is no codec
     needs_ranking = codec.traits.demote_by == "priority"
     selector = selector or (SlidingWindow() if needs_ranking else KeepAll())
     policy = Policy(codec=codec, selector=selector, budget=1.0)

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +120,24 @@ def test_the_name_of_a_bundled_model_is_no_dtype() -> None:
         kvpolicy.tiny(wrong)
     with pytest.raises(KVPolicyTypeError, match=r"got 'bf16'; try torch\.bfloat16"):
         kvpolicy.tiny(dtype="bf16")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "auto", 16, "nn"])
+def test_a_plan_takes_a_dtype(dtype: Any) -> None:
+    with pytest.raises(KVPolicyTypeError, match=rf"dtype must be a torch\.dtype, got {dtype!r}; try torch\.bfloat16"):
+        kvpolicy.plan("tiny", "h2o", prompt=9, dtype=dtype)
+
+
+def test_a_class_is_no_policy() -> None:
+    wrong: Any = SnapKV
+    with pytest.raises(KVPolicyTypeError, match="got the class SnapKV; try "):
+        Policy.of(wrong)
+
+
+def test_a_profile_is_not_written_to_a_folder(tmp_path: Path) -> None:
+    model, tokenizer = kvpolicy.tiny()
+    ids = tokenizer("tiger=4821\n" * 9, return_tensors="pt").input_ids
+    with pytest.raises(kvpolicy.KVPolicyError, match="The file to write must be a file, got the folder"):
+        kvpolicy.profile(model, [ids], tmp_path)
+    kvpolicy.profile(model, [ids], tmp_path / "new" / "profile.json")
+    assert (tmp_path / "new" / "profile.json").is_file()

@@ -70,6 +70,12 @@ def test_bad_budget_is_told(text: str) -> None:
         parse_budget(text)
 
 
+@pytest.mark.parametrize("text", ["2k", "2K", "1.5 M"])
+def test_thousands_of_tokens_have_no_unit(text: str) -> None:
+    with pytest.raises(ValueError, match=r"try 512MiB, or 2048 for tokens\.$"):
+        parse_budget(text)
+
+
 def test_bytes() -> None:
     assert bytes_of("100KiB") == 102400
     assert bytes_of("1.5GiB") == 3 * 2**29

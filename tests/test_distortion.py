@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from kvpolicy import KIVI
+from kvpolicy import KIVI, KVPolicyTypeError
 from kvpolicy.distortion import distortion
 
 
@@ -37,3 +39,9 @@ def test_tokens_in_full_precision_do_not_count() -> None:
     other = distortion(codec, changed, values)
     assert other.coded == whole.coded
     assert (other.keys, other.values) == pytest.approx((whole.keys, whole.values), rel=1e-5)
+
+
+def test_a_spec_is_no_codec() -> None:
+    wrong: Any = "kivi:bits=4"
+    with pytest.raises(KVPolicyTypeError, match=r"The codec must implement .*, got 'kivi:bits=4'; read a spec with"):
+        distortion(wrong, *drawn(64))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
+import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from lm_eval.models import huggingface
 
 from kvpolicy import Policy
@@ -19,6 +22,8 @@ from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 Backend = Literal["deepspeed", "hf"]
 BACKENDS: tuple[Backend, ...] = ("deepspeed", "hf")
 """The libraries that can shard a model. The argument `backend` of HFLM has other values."""
+
+_HF_BACKENDS = ("default", "causal", "seq2seq")
 
 _SIMILARITY = 0.75
 
@@ -110,6 +115,43 @@ def _is_known(name: str, pretrained: Any) -> bool:
         return hasattr(as_config(pretrained), name)
     except (TypeError, ValueError):  # loading the model will report the problem
         return False
+
+
+def check_values(others: Mapping[str, Any], backend: str) -> None:
+    """Reject values of HFLM's arguments for which it has no message of its own.
+
+    Args:
+        others: The arguments that are not kvpolicy's.
+        backend: The library that shards the model, or a value of HFLM's own argument `backend`.
+
+    Raises:
+        KVPolicyError: If there is such a value.
+    """
+    if backend not in (*BACKENDS, *_HF_BACKENDS):
+        raise KVPolicyError(f"backend must be {' or '.join(BACKENDS)} with tp, got {backend!r}; try leaving it out.")
+    dtype = others.get("dtype")
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise KVPolicyError(f"dtype must be auto or a dtype of PyTorch, got {dtype!r}; try bfloat16.")
+
+
+def loading_error(error: Exception, pretrained: Any, others: Mapping[str, Any]) -> KVPolicyError | None:
+    """The sentence for a model that cannot be loaded as the arguments say; None if the error is of another kind.
+
+    Args:
+        error: The error of loading the model.
+        pretrained: The model or its name.
+        others: The arguments that are not kvpolicy's.
+    """
+    if isinstance(error, OSError):
+        reason = textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
+        return KVPolicyError(f"The model {pretrained!r} cannot be loaded: {reason}")
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if found is None or found[1] not in others:
+        return None
+    advice = "options of a method belong to the policy, as in policy=snapkv:window=32"
+    if found[1] == "compression_ratio":
+        advice = "try budget=0.2, the fraction that is kept"
+    return KVPolicyError(f"The arguments must be those of the models kvpolicy and hf, got {found[1]!r}; {advice}.")
 
 
 def describe_others(others: Mapping[str, Any]) -> str:

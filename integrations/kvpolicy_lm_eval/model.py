@@ -28,8 +28,10 @@ from kvpolicy_lm_eval.arguments import (
     BACKENDS,
     at_least,
     check_spelling,
+    check_values,
     content_of,
     describe_others,
+    loading_error,
     named_arguments,
     read_policy,
     read_sharding,
@@ -105,6 +107,7 @@ class KVPolicyLM(HFLM):
         pretrained = pretrained or EMBEDDED[0]
         resolved = _EMBEDDED.get(pretrained, pretrained) if isinstance(pretrained, str) else pretrained
         check_spelling(kwargs, named_arguments(KVPolicyLM.__init__), resolved)
+        check_values(kwargs, backend)
         self._others = describe_others(kwargs)
         self.policy = read_policy(policy, budget)
         self.holdback = at_least("holdback", holdback, 0)
@@ -127,7 +130,13 @@ class KVPolicyLM(HFLM):
         else:
             kwargs["backend"] = "default" if backend in BACKENDS else backend
             ranks.refuse_shard(pretrained)
-            super().__init__(pretrained=pretrained, **kwargs)
+            try:
+                super().__init__(pretrained=pretrained, **kwargs)
+            except (OSError, TypeError) as error:
+                wrong = loading_error(error, pretrained, kwargs)
+                if wrong is None:
+                    raise
+                raise wrong from error
         if self.backend != "causal":
             raise KVPolicyError("The model must be decoder-only, got an encoder-decoder; try a causal language model.")
         accelerator = getattr(self, "accelerator", None)

@@ -27,6 +27,7 @@ def save_profile(path: str | os.PathLike[str], model_name: str, cosine: Iterable
     """
     values = [float(value) for value in cosine]
     content = stamp(FORMAT) | {"model": model_name, "layers": len(values), "cosine": values}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.formats import reason_of
 
 
 def read_texts(paths: Iterable[str | Path]) -> list[str]:
@@ -26,7 +27,7 @@ def read_texts(paths: Iterable[str | Path]) -> list[str]:
                 texts.append(file.read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError) as error:
                 raise KVPolicyError(
-                    f"The text {file} must be a readable UTF-8 file, got {error}; try another file."
+                    f"The text {file} must be a readable UTF-8 file, got {reason_of(error)}; try another file."
                 ) from error
     if not any(text.strip() for text in texts):
         raise KVPolicyError(

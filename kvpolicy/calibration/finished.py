@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -27,6 +28,26 @@ def refuse_other(out: str | Path, what: str) -> NoReturn:
         f"The file {str(out)!r} must not hold anything but a {what} of the same model, text and options, got something "
         "else; try another file, or --force (from Python, force=True) to replace it."
     )
+
+
+def check_is_file(out: str | os.PathLike[str]) -> None:
+    """Refuse a folder in the place of a file that is to be written, before anything is measured.
+
+    Raises:
+        KVPolicyError: If it is a folder.
+    """
+    if Path(out).is_dir():
+        raise KVPolicyError(f"The file to write must be a file, got the folder {os.fspath(out)!r}; try a name in it.")
+
+
+def check_is_folder(out: str | Path) -> None:
+    """Refuse a file in the place of a folder that is to be written, before anything is measured.
+
+    Raises:
+        KVPolicyError: If it is a file.
+    """
+    if Path(out).exists() and not Path(out).is_dir():
+        raise KVPolicyError(f"The folder to write must be a folder, got the file {str(out)!r}; try another name.")
 
 
 def check_free_file(

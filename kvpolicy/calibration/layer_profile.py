@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.allocators.profile import save_profile
+from kvpolicy.calibration.finished import check_is_file
 from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
@@ -27,7 +28,7 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
         The mean cosine of each layer.
 
     Raises:
-        KVPolicyError: If there is no prompt, or if a policy is attached.
+        KVPolicyError: If there is no prompt, a policy is attached, or the path is a folder.
         KVPolicyTypeError: If a prompt is not a tensor of token ids [B, P].
 
     Examples:
@@ -43,6 +44,7 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
     from kvpolicy.hf.attach import attach
     from kvpolicy.hf.cache import PolicyCache
 
+    check_is_file(path)
     rows: list[Tensor] = []
     # Squeeze requests the measurement, and with a budget of 1.0 nothing is evicted.
     with torch.no_grad(), attach(model, "squeeze+window@1.0"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +24,7 @@ from kvpolicy.cli.commands.serve import serve
 from kvpolicy.cli.commands.tiny import tiny
 from kvpolicy.cli.commands.tune import tune
 from kvpolicy.cli.errors import sentence
+from kvpolicy.spec.errors import KVPolicyWarning
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "list": list_,
@@ -82,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # PyTorch warns about missing NumPy, which only the optional extras install.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     try:
-        code = _run(arguments or ["--help"])
+        with _warnings_on_one_line():
+            code = _run(arguments or ["--help"])
         if sys.stdout is not None:  # it is None if the shell closed it
             sys.stdout.flush()
     except BrokenPipeError:
@@ -100,6 +103,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_error(message)
     # Without arguments the help is printed and the code is 2, unless a shell asks for completions.
     return code if arguments or os.environ.get("_KVPOLICY_COMPLETE") else 2
+
+
+@contextmanager
+def _warnings_on_one_line() -> Generator[None, None, None]:
+    """Print warnings of kvpolicy as its errors, without the line of code that raised them."""
+    usual = warnings.formatwarning
+
+    def one_line(message: Any, category: type[Warning], *place: Any, **line: Any) -> str:
+        return (
+            f"kvpolicy: {message}\n"
+            if issubclass(category, KVPolicyWarning)
+            else usual(message, category, *place, **line)
+        )
+
+    warnings.formatwarning = one_line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _run(arguments: list[str]) -> int:

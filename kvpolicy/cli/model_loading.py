@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -106,7 +107,11 @@ def _check_name(name: str) -> None:
     try:
         config_of(name)
     except ValueError as error:
-        raise KVPolicyError(f"The model {name!r} cannot be loaded: {_shorten(error.__cause__ or error)}") from error
+        reason = _shorten(error.__cause__ or error)
+        similar = difflib.get_close_matches(name, EMBEDDED, 1, 0.75)
+        if similar:
+            reason = f"{reason.rstrip('.')}; did you mean {similar[0]!r}?"
+        raise KVPolicyError(f"The model {name!r} cannot be loaded: {reason}") from error
 
 
 def _load_pretrained(name: str, dtype: Any, text: bool) -> tuple[Any, Any]:

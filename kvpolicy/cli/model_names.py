@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 
 from kvpolicy.spec.embedded_names import EMBEDDED
+from kvpolicy.spec.errors import KVPolicyError
 
 TINY = "tiny"
 """The name of the embedded model that is the default."""
@@ -18,3 +20,21 @@ def shipped() -> list[str]:
     """
     configs = files("kvpolicy") / "assets" / "configs"
     return sorted([*(path.name.removesuffix(".json") for path in configs.iterdir()), *EMBEDDED])
+
+
+def check_order(command: str, model: str) -> None:
+    """Raise KVPolicyError if a policy was given in the place of the model.
+
+    Args:
+        command: The name of the command.
+        model: The argument MODEL.
+    """
+    from kvpolicy.policy import Policy
+
+    if model in shipped() or Path(model).exists():
+        return
+    try:
+        Policy.parse(model)
+    except ValueError:
+        return
+    raise KVPolicyError(f"MODEL must be a model, got the policy {model!r}; try kvpolicy {command} MODEL {model}.")

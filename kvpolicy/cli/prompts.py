@@ -25,15 +25,16 @@ def sample() -> str:
     return text.removesuffix("\n")
 
 
-def read_prompt(prompt: str | None, file: str | None, model: str) -> tuple[str, bool]:
+def read_prompt(prompt: str | None, file: str | None, model: str, *, whole: bool = False) -> tuple[str, bool]:
     """Read the prompt from the argument, a file or standard input.
 
-    One newline at the end of a file or of standard input is removed.
+    One newline at the end of a file or of standard input is removed, unless `whole` is true.
 
     Args:
         prompt: The argument; `-` for standard input.
         file: The path of the file; `-` for standard input.
         model: The name of the model. The embedded model has a default prompt.
+        whole: Whether to keep the text as it is, since more text will follow it.
 
     Returns:
         The prompt, and whether it is the default prompt.
@@ -45,13 +46,13 @@ def read_prompt(prompt: str | None, file: str | None, model: str) -> tuple[str, 
         raise KVPolicyError("The prompt must be given once, got both an argument and --file; try one of them.")
     source = prompt if file is None else file
     if source == "-":
-        text = _standard_input()
+        text = _standard_input(whole)
     elif file is not None:
-        text = _decode(_read_file(file), file)
+        text = _decode(_read_file(file), file, whole)
     elif prompt is not None:
         text = _check_argument(prompt)
     else:
-        text = "" if sys.stdin is None or sys.stdin.isatty() else _standard_input()
+        text = "" if sys.stdin is None or sys.stdin.isatty() else _standard_input(whole)
         if not text and model in EMBEDDED:
             return sample(), True
         if not text:
@@ -71,14 +72,17 @@ def _read_file(path: str) -> bytes:
         raise KVPolicyError(f"The file {path} cannot be read ({reason}); try a text file.") from error
 
 
-def _standard_input() -> str:
+def _standard_input(whole: bool) -> str:
     raw: Any = getattr(sys.stdin, "buffer", sys.stdin).read()
-    return raw.removesuffix("\n") if isinstance(raw, str) else _decode(raw, "standard input")
+    if isinstance(raw, str):
+        return raw if whole else raw.removesuffix("\n")
+    return _decode(raw, "standard input", whole)
 
 
-def _decode(raw: bytes, source: str) -> str:
+def _decode(raw: bytes, source: str, whole: bool) -> str:
     try:
-        return raw.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n")
+        text = raw.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
+        return text if whole else text.removesuffix("\n")
     except UnicodeDecodeError as error:
         raise KVPolicyError(
             f"The text of {source} must be UTF-8, got an invalid byte at position {error.start:,}; try converting it."
@@ -137,7 +141,7 @@ def check_length(model: Any, tokens: int, new: int) -> None:
     if isinstance(limit, int) and 0 < limit < tokens + new:
         raise KVPolicyError(
             f"The prompt and the new tokens must fit into {limit:,} positions, got {tokens:,} and {new:,}; try a "
-            "shorter prompt or a smaller --new."
+            f"shorter prompt{' or a smaller --new' if new else ''}."
         )
 
 

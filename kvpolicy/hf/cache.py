@@ -172,8 +172,7 @@ class PolicyCache(CacheForward):
         other = copy.deepcopy(self)
         other.history.is_shared = False
         if rows is not None:
-            indices = torch.as_tensor(rows, dtype=torch.int64)
-            check_rows(indices, self.batch_size)
+            indices = check_rows(rows, self.batch_size)
             other.batch_select_indices(indices)
         return other
 

@@ -35,7 +35,7 @@ from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward, LayerMetric, Ranks
 from kvpolicy.reporting.logging import log_extended
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.spec.validation import at_least
 
 
@@ -430,6 +430,11 @@ class CacheForward(Cache):
 
     def cosines(self) -> Tensor:
         """The measured metric of each layer, [B, L]; shares of the budget if it has many numbers of each."""
+        if self._measured.known is None and not self._measured.sums:
+            raise KVPolicyStateError(
+                "The layers must be measured for their cosines to be known, got none; try squeeze in the policy, and "
+                "run a prompt."
+            )
         return self._measured.of_rows(self._policy_indices, self._forward.unbegun)
 
     # budgets

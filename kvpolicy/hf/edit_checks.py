@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvpolicy.engine.editing import check_movable
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.tables import shorten
 
 
-def check_rows(rows: Tensor, batch: int) -> None:
+def check_rows(given: Any, batch: int) -> Tensor:
     """Refuse rows that a cache does not have.
 
+    Returns:
+        The rows, [B'] int64.
+
     Raises:
+        KVPolicyTypeError: If they are no numbers.
         KVPolicyError: If there is none, or one is out of range.
     """
+    try:
+        rows = torch.as_tensor(given, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError):
+        raise KVPolicyTypeError(
+            f"rows must be a list of numbers from 0 to {batch - 1}, got {shorten(repr(given))}; try [0]."
+        ) from None
     if rows.dim() != 1 or not len(rows) or not bool(((rows >= 0) & (rows < batch)).all()):
         raise KVPolicyError(f"rows must be a list of numbers from 0 to {batch - 1}, got {rows.tolist()}.")
+    return rows
 
 
 def check_shift(cache: Any, start: int, by: int) -> None:
@@ -47,6 +61,9 @@ def check_shift(cache: Any, start: int, by: int) -> None:
         )
     for layer in cache.policy_layers:
         check_movable(layer.store)
+    for name, number in (("from_position", start), ("by", by)):
+        if isinstance(number, bool) or not isinstance(number, Integral):
+            raise KVPolicyTypeError(f"{name} must be an integer, got {number!r}; try shift(30, -10).")
     shortest = int(cache.policy_layers[0].length.min())
     if not 0 <= start <= shortest:
         raise KVPolicyError(f"from_position must be between 0 and {shortest}, got {start}.")

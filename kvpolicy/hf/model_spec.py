@@ -16,7 +16,7 @@ from kvpolicy.planning.result import LayerPlan
 from kvpolicy.planning.tuned import resolve
 from kvpolicy.policy import LayeredPolicy, Policy, for_model
 from kvpolicy.protocols import LayerShape, ModelInfo
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,8 +140,10 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
     evictable, windows = _sort_layers(text)
     # Of a model of several parts, the whole config has the dtype.
     wanted = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
-    if isinstance(wanted, str):
-        wanted = getattr(torch, wanted)
+    found = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
+    if not isinstance(found, torch.dtype):
+        raise KVPolicyTypeError(f"dtype must be a torch.dtype, got {wanted!r}; try torch.bfloat16.")
+    wanted = found
     if not wanted.is_floating_point:
         raise KVPolicyError(f"dtype must be one of floating-point numbers, got {wanted}; try torch.bfloat16.")
     sizes = {index: _size(layer) for index, layer in enumerate(_layer_configs(text))}

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -104,8 +103,7 @@ def share(cache: Any, other: Any, rows: Tensor | Sequence[int] | None) -> None:
     Raises:
         KVPolicyError: If there is no such row.
     """
-    indices = torch.as_tensor([0] if rows is None else rows, dtype=torch.int64)
-    check_rows(indices, 1)
+    indices = check_rows([0] if rows is None else rows, 1)
     count = len(indices)
     columns = cache.policy_layers[0].get_seq_length()
     digest = cache.mask_digest

@@ -14,6 +14,7 @@ from kvpolicy.planning.tokens import largest
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
 from kvpolicy.spec.budget import bytes_of
+from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.limits import MAX_BYTES
 from kvpolicy.spec.tables import (
     Cells,
@@ -35,6 +36,14 @@ NOT_MEASURED = (
     "keeps the most"
 )
 """The note of a plan before the allocator has measured a prompt."""
+
+
+def _bytes(text: str) -> int:
+    """The bytes of a memory, whose error does not speak of a budget."""
+    try:
+        return bytes_of(text)
+    except KVPolicyError:
+        raise KVPolicyError(f"memory must be an amount of bytes, got {text!r}; try '24GiB'.") from None
 
 
 SHARED = "shared prefix"
@@ -188,7 +197,7 @@ class CachePlan:
         return self._rows(memory, self._full_needed, self.full_nbytes)
 
     def _rows(self, memory: int | str, needed: Callable[..., int], nbytes: int) -> int:
-        memory = bytes_of(memory) if isinstance(memory, str) else check_size("memory", memory, 0, MAX_BYTES)
+        memory = _bytes(memory) if isinstance(memory, str) else check_size("memory", memory, 0, MAX_BYTES)
         most = memory * self.batch // max(nbytes, 1)
         return largest(lambda rows: max(needed(rows, prefill=True), needed(rows, prefill=False)) <= memory, 0, most)
 

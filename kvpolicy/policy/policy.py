@@ -166,9 +166,8 @@ class Policy:
             return cls.parse(policy)
         kinds = kinds_of(policy)
         advice = f"Policy({kinds[0]}=...)" if kinds else '"snapkv@0.2"'
-        raise KVPolicyTypeError(
-            f"The policy must be a kvpolicy.Policy or a spec, got {type(policy).__name__}; try {advice}."
-        )
+        got = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
+        raise KVPolicyTypeError(f"The policy must be a kvpolicy.Policy or a spec, got {got}; try {advice}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field of every part, as JSON can hold it; a spec leaves out what is the default.

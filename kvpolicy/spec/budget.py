@@ -19,6 +19,7 @@ Budget = float | int | str
 
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = _DECIMAL | {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_THOUSANDS = ("k", "K", "m", "M")  # of a number of tokens, such as 2k, which a budget does not take
 _FRACTION = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?")
 _PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*%")
 _TOKENS = re.compile(r"[0-9]{1,1000}")
@@ -106,8 +107,9 @@ def bytes_of(text: str) -> int:
         raise KVPolicyError(_must_be(repr(shorten(text))))
     number, unit = match.groups()
     if unit not in _UNITS:
+        advice = "512MiB, or 2048 for tokens" if unit in _THOUSANDS else "512MiB"
         raise KVPolicyError(
-            f"The unit of a budget in bytes must be {', '.join(_UNITS)}, got {shorten(unit)!r}; try 512MiB."
+            f"The unit of a budget in bytes must be {', '.join(_UNITS)}, got {shorten(unit)!r}; try {advice}."
         )
     whole, _, part = number.partition(".")
     amount = int(whole + part) * _UNITS[unit] // 10 ** len(part)  # in integers, because floats lose large amounts

@@ -53,6 +53,18 @@ def check_format(content: Mapping[str, Any], newest: int, what: object) -> None:
         )
 
 
+def reason_of(error: OSError | UnicodeDecodeError) -> str:
+    """Why a text cannot be read, without the name of its file.
+
+    Examples:
+        >>> reason_of(FileNotFoundError(2, "No such file or directory", "a.txt"))
+        'no such file or directory'
+    """
+    if isinstance(error, OSError):
+        return (error.strerror or type(error).__name__).lower()
+    return f"an invalid byte at position {error.start:,}"
+
+
 @contextmanager
 def replacing(path: Path) -> Generator[Path, None, None]:
     """Write a file atomically, so that no reader sees a part of it.

@@ -35,6 +35,7 @@ class Steps:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         self._known: dict[str, Any] = {}
         if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(digest) + "\n", encoding="utf-8")
             return
         # A line that was cut off while it was written is computed again.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.calibration.finished import refuse_other, without_name
+from kvpolicy.calibration.finished import check_is_file, refuse_other, without_name
 from kvpolicy.hf.identity import identity, model_info
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.planning.curves import MEASURES, Curves, Measure, load_tuned, save_curves
@@ -93,6 +93,7 @@ def tune(
         "measure": measure,
         "candidates": [policy.to_dict() for policy in policies],
     }
+    check_is_file(out)
     finished = None if force else _finished(Path(out), facts)
     if finished is not None:
         return finished

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpolicy.calibration.corpus import token_windows
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.formats import reason_of
 from kvpolicy.spec.validation import check_size
 from kvpolicy.tuning.peak import ANSWER
 
@@ -89,7 +90,9 @@ def read_windows(
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise KVPolicyError(f"The file {path} must be readable UTF-8 text, got {error}; try another file.") from error
+        raise KVPolicyError(
+            f"The file {path} must be readable UTF-8 text, got {reason_of(error)}; try another file."
+        ) from error
     if not text.strip():
         raise KVPolicyError(f"The file {path} must contain windows, got an empty file; try another one.")
     if path.suffix != ".jsonl" and not _looks_like_jsonl(text):

@@ -55,7 +55,9 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
     assert "Usage: kvpolicy" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", ["--what", "plant", "list a b", "bench --length 1", "tiny x", "explain --json=no"])
+@pytest.mark.parametrize(
+    "line", ["--what", "plant", "list a b", "bench --length 1", "tiny x", "cache", "calibrate", "explain --json=no"]
+)
 def test_usage_errors_are_one_line(line: str, run: Run) -> None:
     assert run(line, 2).endswith("--help.\n")
 
@@ -106,6 +108,16 @@ def test_error_messages(error: Exception, message: str, run: Run, monkeypatch: p
     monkeypatch.setenv("KVPOLICY_TRACEBACK", "1")
     with pytest.raises(type(error)):
         main(["tiny"])
+
+
+def test_warnings_are_one_line() -> None:
+    script = (
+        "import warnings; from kvpolicy.cli import app; from kvpolicy import KVPolicyWarning\n"
+        "app._run = lambda _: warnings.warn('the text is long', KVPolicyWarning) or 0\n"
+        "app.main(['tiny'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == "kvpolicy: the text is long\n"
 
 
 @pytest.mark.parametrize(

@@ -63,3 +63,20 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert "try creating it with kvpolicy cache make" in capsys.readouterr().err
     assert main(["cache", "make", TEXT, "--out", str(tmp_path / "no" / "folder.safetensors")]) == 2
     assert "folder of a cache file must exist" in capsys.readouterr().err
+
+
+def test_the_newline_at_the_end_of_a_file_is_part_of_the_text(tmp_path: Path) -> None:
+    """Without it, tokenizers that join a full stop and a newline give other tokens to a text and the same text with
+    a question behind it.
+    """
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    assert TEXT.endswith("\n")
+    assert main(["cache", "make", "--file", str(text), "--out", str(tmp_path / "cache.safetensors")]) == 0
+    ids = kvpolicy.tiny()[1](TEXT, return_tensors="pt").input_ids
+    assert torch.equal(read(tmp_path / "cache.safetensors").tensors[TOKENS], ids)
+
+
+def test_a_text_that_is_too_long(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "make", TEXT * 40]) == 2
+    assert capsys.readouterr().err.endswith("; try a shorter prompt.\n")  # there is no --new

@@ -133,6 +133,22 @@ def test_error_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str], more
     assert error.startswith("kvpolicy: ") and message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("method", ["csr", "kvquant", "lowrank", "channels"])
+def test_a_file_in_the_place_of_the_folder(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = words(tmp_path, method, "--force")
+    (tmp_path / "out").write_text("a file")
+    assert main(line) == 2
+    assert "The folder to write must be a folder, got the file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["heads", "qfilters", "triattention", "gate"])
+def test_a_folder_in_the_place_of_the_file(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = words(tmp_path, method, "--force")
+    (tmp_path / "out").mkdir()
+    assert main(line) == 2
+    assert "The file to write must be a file, got the folder" in capsys.readouterr().err
+
+
 def test_several_texts(tmp_path: Path) -> None:
     """As in `--text a.txt b.txt`."""
     line = words(tmp_path, "kvquant", "--bits", "2", "--no-fisher", "--length", "64", "--windows", "2")

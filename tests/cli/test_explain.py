@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvpolicy import registry
+from kvpolicy.cli.app import main
 from kvpolicy.selectors.window import SlidingWindow
 from tests.conformance.policies import ALLOCATORS, CODECS, COMPARING, GROUPING, MERGERS, RANKED, SELECTORS
 from tests.sampling import each_once
@@ -131,3 +132,8 @@ def test_a_selector_that_cannot_rank_unseen_tokens(monkeypatch: pytest.MonkeyPat
 )
 def test_error_messages(line: str, message: str, run: Run) -> None:
     assert message in run(f"explain {line}", 2)
+
+
+def test_an_empty_policy_is_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", ""]) == 2
+    assert "must not be empty, got ''; try a spec such as 'snapkv@0.2'." in capsys.readouterr().err

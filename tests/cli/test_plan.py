@@ -150,7 +150,7 @@ def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
                 f"llama-3-70b full --memory {text}",
                 f"--memory must be a number of bytes with a unit, got '{text}'; try 80GiB or 80GB.",
             )
-            for text in ("80000000000", "much", "80XB", "-1")
+            for text in ("80000000000", "much", "80XB", "-1", "0", "0GB")
         ),
         (
             "llama-3-70b full --dtype nonsense",

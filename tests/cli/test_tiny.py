@@ -25,6 +25,11 @@ def test_facts_are_those_of_the_model(facts: Facts, run: Run) -> None:
     assert (Path(found["path"]) / "config.json").exists()
     assert found["shape"]["kv_heads"] == config.num_key_value_heads
     assert [entry["codec"] for entry in found["calibrations"]] == ["csr", "kvquant", "lowrank"]
+    files = [entry["method"] for entry in found["calibration_files"]]
+    assert files == ["duo", "kvzap", "qfilters", "triattention"]
+    assert all(name in run("tiny") for name in files)
+    for name in files:  # the file is there, and the method takes it without an option
+        kvpolicy.plan("tiny", f"uniform/{name}+streaming@0.5" if name == "duo" else f"{name}@0.5", prompt=99)
     scope: dict[str, Any] = {}
     exec(found["load"], scope)
     assert scope["model"].config.hidden_size == found["shape"]["hidden"]

@@ -53,6 +53,12 @@ def test_plain_text_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "Wrote" in capsys.readouterr().out
 
 
+def test_the_folder_of_the_file_is_made(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "plan.json"
+    assert main(["tune", "tiny", "--text", str(texts), "--out", str(out), "--no-evidence", "--quiet", *GRID]) == 0
+    assert out.is_file()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -62,11 +68,14 @@ def test_plain_text_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--policy", "squeeze+h2o"], "same budget"),
         (["--policy", "nothing"], "must be one of"),
         (["--held-out", "2"], "between 0 and 1"),
+        (["--out", "FOLDER", "--force"], "The file to write must be a file, got the folder"),
+        (["--text", "none.txt"], "none.txt must be readable UTF-8 text, got no such file or directory; try"),
     ],
 )
 def test_refused(
     more: list[str], message: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = ["tune", "tiny", "--text", str(texts), "--out", str(tmp_path / "plan.json"), "--quiet", *more]
+    call = [word.replace("FOLDER", str(tmp_path)) for word in call]
     assert main(call) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "plan.json").exists()

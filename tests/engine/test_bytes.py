@@ -195,7 +195,12 @@ def test_largest_batch() -> None:
     assert plan.largest_batch("1GiB") == plan.largest_batch(2**30) > 10
     assert plan.largest_batch("2TiB") == plan.largest_batch(2**41) > plan.largest_batch("1TiB")
     wrong: Any
-    for wrong, named in ((24e9, "must be an integer"), ("24", "must be"), (-1, "must be between 0"), (None, "must be")):
+    for wrong, named in (
+        (24e9, "must be an integer"),
+        ("24", "must be an amount"),
+        (-1, "must be between 0"),
+        (None, "must be"),
+    ):
         with pytest.raises(kvpolicy.KVPolicyError, match=named):
             plan.largest_batch(wrong)
 

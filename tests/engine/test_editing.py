@@ -11,6 +11,7 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.engine.editing import check_movable
+from kvpolicy.spec.errors import KVPolicyStateError, KVPolicyTypeError
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
@@ -172,6 +173,21 @@ def test_a_fork_goes_on_by_itself() -> None:
         assert torch.equal(forward(model, ids, mask, 26, 27, whole), want)
         assert torch.allclose(forward(model, ids[picked], mask[picked], 26, 27, fork), want[picked], atol=1e-5)
         assert cache.batch_size == 2 and fork.batch_size == 3
-        for rows in ([], [2], [-1]):
+        wrong: list[Any] = [[], [2], [-1], "0", ["a"]]
+        for rows in wrong:
             with pytest.raises(KVPolicyError, match="rows must be a list of numbers from 0 to 1"):
                 cache.fork(rows)
+
+
+def test_positions_are_integers() -> None:
+    model = build("llama", layers=2)
+    ids, mask = make_batch(LENGTHS)
+    wrong: Any
+    with torch.no_grad(), kvpolicy.attach(model, "window@9"):
+        cache = PolicyCache(model)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        for wrong in (("a", 1), (3, "a"), (1.5, 1), (3, None)):
+            with pytest.raises(KVPolicyTypeError, match=r"must be an integer, got .*; try shift"):
+                cache.shift(*wrong)
+        with pytest.raises(KVPolicyStateError, match="got none; try squeeze in the policy, and run a prompt"):
+            cache.cosines()

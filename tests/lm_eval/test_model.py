@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from lm_eval.models import huggingface
 from transformers import LlamaConfig
 
 import kvpolicy
+from kvpolicy import KVPolicyError
 from kvpolicy_eval.data import prompts
 from kvpolicy_lm_eval.arguments import check_spelling
 from kvpolicy_lm_eval.model import KVPolicyLM
@@ -236,6 +238,21 @@ def test_a_misspelled_argument_is_rejected(wrong: str, meant: str):
     given: dict[str, Any] = {wrong: 1}
     with pytest.raises(ValueError, match=message):
         KVPolicyLM(policy="squeeze+kvcrush", **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backend": "nccl"}, "backend must be deepspeed or hf with tp, got 'nccl'; try leaving it out."),
+        ({"dtype": "bf16"}, "dtype must be auto or a dtype of PyTorch, got 'bf16'; try bfloat16."),
+        ({"window": 16}, "got 'window'; options of a method belong to the policy, as in policy=snapkv:window=32."),
+        ({"compression_ratio": 0.5}, "got 'compression_ratio'; try budget=0.2, the fraction that is kept."),
+        ({"pretrained": "no/such"}, "The model 'no/such' cannot be loaded: "),
+    ],
+)
+def test_values_that_lm_eval_has_no_sentence_for(given: dict[str, Any], message: str):
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
+        KVPolicyLM(policy="h2o", **given)
 
 
 def test_arguments_of_others_are_accepted(make, tiny):

@@ -105,6 +105,11 @@ def test_a_wrong_name_is_refused_before_the_model_is_loaded(names: str, capsys: 
     assert "--allowed-hosts must be names or addresses without ports" in capsys.readouterr().err
 
 
+def test_a_policy_is_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", POLICY]) == 2
+    assert f"got the policy {POLICY!r}; try kvpolicy serve MODEL {POLICY}." in capsys.readouterr().err
+
+
 def test_right_names() -> None:
     names = ["gpu-box", "gpu_box.example.com.", "10.0.0.5", "fe80::1", "[fe80::1]", "*"]
     assert check_names(names) == names

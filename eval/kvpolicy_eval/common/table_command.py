@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kvpolicy import KVPolicyError
 from kvpolicy_eval.common.markdown import check_places, fill, has_place
 from kvpolicy_eval.common.table import Table, UsageError
 
@@ -35,7 +36,7 @@ def run(room: str, names: Sequence[str], argv: Sequence[str] | None = None) -> N
         torch.set_num_threads(args.threads)
     try:
         publish(_load(room, name), args)
-    except UsageError as error:
+    except (UsageError, KVPolicyError) as error:
         parser.error(str(error))
 
 

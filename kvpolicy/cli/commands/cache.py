@@ -13,7 +13,7 @@ from kvpolicy.cli.formatting import as_json, paragraph, size, terms
 from kvpolicy.cli.model_names import TINY
 from kvpolicy.cli.prompts import check_length, encode, read_prompt
 
-app = typer.Typer(help="Save the cache of a text to a file, and describe and verify such files.", no_args_is_help=True)
+app = typer.Typer(help="Save the cache of a text to a file, and describe and verify such files.", rich_markup_mode=None)
 
 OUT = "cache.safetensors"
 """The default path of a new file."""
@@ -43,12 +43,12 @@ def make(
 ) -> None:
     """Read a text with a model, and save its cache.
 
-    The file has the token ids of the text as well. With --chat, the text is the first message of a chat. A policy that
-    looks at the end of the text, such as snapkv, keeps what a question there needs; the default keeps what any question
-    may need.
+    The file has the token ids of the text as well, of which the newline at its end is a part. With --chat, the text is
+    the first message of a chat. A policy that looks at the end of the text, such as snapkv, keeps what a question there
+    needs; the default keeps what any question may need.
     """
     tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
-    text, _ = read_prompt(prompt, file, model)
+    text, _ = read_prompt(prompt, file, model, whole=True)
     from kvpolicy.cli.cache_files import make_file
     from kvpolicy.cli.model_loading import load
     from kvpolicy.policy import Policy

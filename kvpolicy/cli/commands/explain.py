@@ -75,7 +75,7 @@ def _parse(policy: str) -> Any:
     try:
         return Policy.parse(policy)
     except ValueError:
-        if policy in shipped() or Path(policy).exists():
+        if policy and (policy in shipped() or Path(policy).exists()):
             raise KVPolicyError(
                 f"POLICY must be a policy spec, got the model {policy!r}; try kvpolicy explain POLICY {policy}."
             ) from None

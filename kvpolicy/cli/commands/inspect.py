@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from kvpolicy.cli.commands.generate import Chat, PolicyName, PromptFile, PromptT
 from kvpolicy.cli.formatting import as_json
 from kvpolicy.cli.model_names import TINY
 from kvpolicy.cli.prompts import check_length, encode, prompt_notes, read_prompt
+from kvpolicy.spec.errors import KVPolicyError
 
 
 def inspect(
@@ -54,6 +56,10 @@ def inspect(
     from kvpolicy.cli.model_loading import load
     from kvpolicy.policy import Policy
 
+    if html is not None and not Path(html).parent.is_dir():
+        raise KVPolicyError(f"--html must be a file in a folder that exists, got {html!r}; try inspect.html.")
+    if html is not None and Path(html).is_dir():
+        raise KVPolicyError(f"--html must be a file, got the folder {html!r}; try {Path(html) / 'inspect.html'}.")
     spec = str(Policy.parse(policy))  # an invalid spec raises an error before the model is loaded
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,7 +26,7 @@ from kvpolicy.cli.arguments import (
 from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, size, table, terms
 from kvpolicy.cli.layer_table import layer_facts, layer_table
 from kvpolicy.cli.model_loading import dtype_of
-from kvpolicy.cli.model_names import TINY, shipped
+from kvpolicy.cli.model_names import TINY, check_order
 from kvpolicy.cli.transfers import Bandwidth, Link, transfer_facts, transfer_text
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -87,7 +86,7 @@ def plan(
 
     cache_dtype = dtype_of(dtype)
     capacity = parse_memory(memory)
-    _check_order(model, policy)
+    check_order("plan", model)
     config = as_config(model)
     prompt = prompt_length(prompt, new, trained_positions(config))
     sizes = {"batch": batch, "prompt": prompt, "new": new}
@@ -142,26 +141,13 @@ def parse_memory(text: str) -> int:
 
     match = _MEMORY.fullmatch(text.strip())
     # A larger number without a unit is one of bytes, or a mistake.
-    if match is None or (not match[2] and float(match[1]) >= MOST_GIB):
+    if match is None or not float(match[1]) or (not match[2] and float(match[1]) >= MOST_GIB):
         raise KVPolicyError(f"--memory must be a number of bytes with a unit, got {text!r}; try 80GiB or 80GB.")
     unit = match[2] or "GiB"
     prefix = unit[0].upper()
     binary = "i" in unit.lower()
     prefix = "" if prefix == "B" else prefix
     return bytes_of(f"{match[1]}{prefix}{'i' * binary}B")
-
-
-def _check_order(model: str, policy: str) -> None:
-    """Raise KVPolicyError if a policy was given in the place of the model."""
-    from kvpolicy.policy import Policy
-
-    if model in shipped() or Path(model).exists():
-        return
-    try:
-        Policy.parse(model)
-    except ValueError:
-        return
-    raise KVPolicyError(f"MODEL must be a model, got the policy {model!r}; try kvpolicy plan MODEL {model}.")
 
 
 def figures(planned: Any, memory: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import typer
 
 from kvpolicy.cli import arguments
 from kvpolicy.cli.completion import complete_model
-from kvpolicy.cli.model_names import TINY
+from kvpolicy.cli.model_names import TINY, check_order
 
 ModelName = Annotated[
     str,
@@ -62,6 +62,7 @@ def serve(
     from kvpolicy.spec.errors import KVPolicyError
 
     tile_size = arguments.tile_of(tile)
+    check_order("serve", model)
     parsed = Policy.parse(policy)  # an invalid spec or file raises an error before the model is loaded
     if share_prefix and prefix is None:
         raise KVPolicyError("--share-prefix must be given with --prefix, got no prefix; try --prefix FILE.")

@@ -21,6 +21,8 @@ TRAINED = (
     "million tokens, prompts of at most 1,024 tokens."
 )
 LOAD = "import kvpolicy; model, tokenizer = kvpolicy.tiny()"
+FILES = {"heads": "duo"}
+"""Methods whose calibration lies in a folder of another name."""
 CARD = "docs/model-card.md"
 
 
@@ -59,6 +61,7 @@ def card(assets: Path) -> dict[str, Any]:
         "can": CAN,
         "cannot": CANNOT,
         "calibrations": _calibrations(assets),
+        "calibration_files": _files(assets),
         "card": CARD,
         "load": LOAD,
     }
@@ -84,12 +87,20 @@ def _calibrations(assets: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda calibration: calibration["codec"])
 
 
+def _files(assets: Path) -> list[dict[str, str]]:
+    """Return the calibrations that are one file each, ordered by method."""
+    found = [path for path in assets.glob("*/tiny.*") if path.suffix in (".json", ".safetensors")]
+    methods = [{"method": FILES.get(path.parent.name, path.parent.name), "path": str(path)} for path in found]
+    return sorted(methods, key=lambda calibration: calibration["method"])
+
+
 def render(facts: dict[str, Any]) -> str:
     """Format the properties as text."""
     shape = facts["shape"]
     parameters = f"{facts['parameters'] / 1e6:.2f} M parameters"
     heads = f"{shape['query_heads']} query heads and {shape['kv_heads']} KV heads of dimension {shape['head_dim']}"
-    codecs = " and ".join(calibration["codec"] for calibration in facts["calibrations"])
+    folders = [calibration["codec"] for calibration in facts["calibrations"]]
+    *methods, last = [*folders, *(calibration["method"] for calibration in facts["calibration_files"])]
     pairs = [
         ("path", facts["path"]),
         ("class", f"{facts['kind']}, {parameters}, {size(facts['bytes'])}, {shape['dtype']}"),
@@ -101,7 +112,7 @@ def render(facts: dict[str, Any]) -> str:
         ("abilities", facts["can"]),
         ("limits", facts["cannot"]),
         ("training", facts["trained"]),
-        ("calibrations", f"{codecs}, used by default"),
+        ("calibrations", f"{', '.join(methods)} and {last}, used by default"),
         ("model card", facts["card"]),
         ("usage", facts["load"]),
     ]

@@ -55,6 +55,18 @@ def test_a_page_is_filled_with_what_is_printed(tmp_path: Path, capsys: pytest.Ca
         assert page.read_text() == f"before\n<!-- table:requantize -->\n{printed}<!-- /table -->\nafter\n"
 
 
+@pytest.mark.parametrize("name", ["bits", "long_prompt", "memory"])
+def test_planned_tables_of_the_pages_are_those_of_today(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured tables have a date; these are computed from configs alone."""
+    if not (ROOT / "docs").is_dir():
+        pytest.skip("the docs are not installed")
+    main([name])
+    printed = capsys.readouterr().out
+    for place, pages in load(f"kvpolicy_eval.tables.{name}").places.items():
+        for page in pages:
+            assert f"<!-- table:{place} -->\n{printed}<!-- /table -->" in (ROOT / page).read_text(encoding="utf-8")
+
+
 def test_without_a_page_those_of_the_documentation_are_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +86,7 @@ def test_without_a_page_those_of_the_documentation_are_filled(
         (["requantize", "--fill"], "--fill must name a page"),
         (["requantize", "--fill", "no.md"], "No such file"),
         (["long_prompt", "--fill"], "No such file"),
+        (["memory", "--policies", "h20"], "did you mean 'h2o'?"),
     ],
 )
 def test_wrong_usage_is_said_in_a_sentence(
