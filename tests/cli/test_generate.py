@@ -240,3 +240,8 @@ def test_speculation_gives_the_text_of_the_full_cache(
     assert found["accepted"] + found["rounds"] >= len(tokens) - 1
     for more in (["--compare", "full"], ["--policy", "h2o@0.5"]):
         assert "--speculate must be given without" in generate([*words, *more], capsys, 2)[1]
+    assert "--gamma must be given with --speculate" in generate([PROMPT, "--gamma", "3"], capsys, 2)[1]
+
+
+def test_a_temperature_is_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--temperature must be finite, got inf" in generate([PROMPT, "--temperature", "inf"], capsys, 2)[1]

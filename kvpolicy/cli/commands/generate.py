@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,9 @@ NEW_TOKENS = 64
 
 SAMPLE_NEW_TOKENS = 5
 """The default number of new tokens for the built-in sample, which is the length of its answer."""
+
+GAMMA = 4
+"""The default number of tokens to draft before each verification."""
 
 PromptText = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="The prompt, or - for standard input.", show_default=False)
@@ -59,8 +63,14 @@ def generate(
         ),
     ] = None,
     gamma: Annotated[
-        int, typer.Option(min=1, metavar="TOKENS", help="Tokens to draft before each verification, with --speculate.")
-    ] = 4,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help=f"Tokens to draft before each verification, with --speculate; {GAMMA} by default.",
+            show_default=False,
+        ),
+    ] = None,
     new: Annotated[
         int | None,
         typer.Option(
@@ -97,6 +107,12 @@ def generate(
             "--speculate must be given without --policy and --compare, since its text is that of the full cache; try "
             "another command for the other policies."
         )
+    if gamma is not None and drafter is None:
+        raise KVPolicyError(
+            f"--gamma must be given with --speculate, got {gamma} alone; try --speculate {policies[0]}."
+        )
+    if not math.isfinite(temperature):
+        raise KVPolicyError(f"--temperature must be finite, got {temperature}; try 1.0.")
     from kvpolicy.cli.generation import GenerationOptions
     from kvpolicy.cli.model_loading import load
 
@@ -109,7 +125,7 @@ def generate(
     if not json:
         _print_to_stderr(*prompt_notes(model, ids.shape[1], is_sample))
     if drafter is not None:
-        _speculate(loaded, tokenizer, ids, drafter, gamma, options, model if json else None)
+        _speculate(loaded, tokenizer, ids, drafter, gamma or GAMMA, options, model if json else None)
         return
     runs = _run(loaded, tokenizer, ids, policies, options, quiet=json)
     if json:
