@@ -249,7 +249,7 @@ def parse_integers(option: str, text: str) -> tuple[int, ...]:
     Raises:
         KVPolicyError: If a part is not an integer.
 
-    >>> parse_integers("--sn", "1,2,4")
+    >>> parse_integers("--value-chunks", "1,2,4")
     (1, 2, 4)
     """
     try:

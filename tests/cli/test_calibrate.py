@@ -33,7 +33,7 @@ def words(tmp_path: Path, codec: str, *more: str, model: str = "tiny") -> list[s
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_csr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["--atoms", "16", "--epochs", "1", "--key-groups", "all", "--value-groups", "0,1-7", "--sn", "1,4"]
+    more = ["--atoms", "16", "--epochs", "1", "--key-groups", "all", "--value-groups", "0,1-7", "--value-chunks", "1,4"]
     assert main(words(tmp_path, "csr", *more, "--length", "128", "--windows", "2", "--tokens", "64")) == 0
     out = capsys.readouterr().out
     assert out.startswith("This takes up to ") and "keys.pre of layers 0,1,2,3,4,5,6,7: error" in out
@@ -124,7 +124,7 @@ def test_a_finished_folder_needs_force(tmp_path: Path, capsys: pytest.CaptureFix
         (["--dtype", "nonsense"], "--dtype must be one of bfloat16"),
         (["--text", "no-such-file.txt"], "The text no-such-file.txt must be a readable UTF-8 file"),
         (["--rate", "0"], "rate"),
-        (["--frames", "mid"], "key_spaces must be 'unrotated', 'rotated' or both, got ('mid',)"),
+        (["--key-spaces", "mid"], "key_spaces must be 'unrotated', 'rotated' or both, got ('mid',)"),
     ],
 )
 def test_error_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str) -> None:
@@ -183,7 +183,7 @@ def test_usage_errors_name_the_help(line: str, capsys: pytest.CaptureFixture[str
 
 def test_values_that_are_no_integers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words(tmp_path, "csr", "--sn", "x")) == 2
-    assert "--sn must be a list of integers, got 'x'; try 1,2,4." in capsys.readouterr().err
+    assert "--value-chunks must be a list of integers, got 'x'; try 1,2,4." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Write calibration texts for the embedded model: fresh samples of its training distribution, nothing held out.
 
 python -m kvpolicy_eval.train.calibration_text TEXTS
-kvpolicy calibrate csr --model tiny-4k --text TEXTS --out kvpolicy/assets/tiny-4k/csr --frames pre,post --sn 1,2,4 \
-    --atoms 512
+kvpolicy calibrate csr --model tiny-4k --text TEXTS --out kvpolicy/assets/tiny-4k/csr --atoms 512 \
+    --key-spaces unrotated,rotated --value-chunks 1,2,4
 kvpolicy calibrate kvquant --model tiny --text TEXTS --out kvpolicy/assets/kvquant --windows 128
 kvpolicy calibrate lowrank --model tiny --text TEXTS --out kvpolicy/assets/lowrank --windows 128 --fisher
 kvpolicy calibrate heads --model tiny --text TEXTS --out kvpolicy/assets/heads/tiny.json --windows 128 \

@@ -56,10 +56,13 @@ def csr(
     dtype: Dtype = "auto",
     quiet: Quiet = False,
     force: Force = False,
-    frames: Annotated[
-        str, typer.Option(metavar="NAMES", help="Whether keys are unrotated (pre), rotated (post) or both (pre,post).")
-    ] = "pre",
-    sn: Annotated[str, typer.Option(metavar="INTS", help="Chunks per value; several as 1,2,4.")] = "2",
+    key_spaces: Annotated[
+        str,
+        typer.Option("--key-spaces", "--frames", metavar="NAMES", help="Keys: unrotated, rotated or unrotated,rotated."),
+    ] = "unrotated",
+    value_chunks: Annotated[
+        str, typer.Option("--value-chunks", "--sn", metavar="INTS", help="Chunks per value; several as 1,2,4.")
+    ] = "2",
     atoms: Annotated[
         int, typer.Option(metavar="INT", help="Atoms per dictionary; 0 for 256 per KV head, at most 8192.")
     ] = 0,
@@ -84,14 +87,14 @@ def csr(
 
     To resume an interrupted run, run the same command again.
     """
-    chunks = parse_integers("--sn", sn)  # an invalid value raises an error before anything slow
+    chunks = parse_integers("--value-chunks", value_chunks)  # an invalid value raises an error before anything slow
     from kvpolicy.calibration import Dictionaries, Training, calibrate_csr
     from kvpolicy.codecs.csr import CSR
 
     former = CSR.VALUE_ALIASES["key_space"]
 
     options = Dictionaries(
-        key_spaces=tuple(former.get(space, space) for space in parse_names(frames)),
+        key_spaces=tuple(former.get(space, space) for space in parse_names(key_spaces)),
         value_chunks=chunks,
         atoms=atoms,
         pairs=pairs,
