@@ -237,8 +237,8 @@ def lowrank_case(base: Codec | None = None, **config: Any) -> Case:
             save(folder, "lowrank", {"model": None, "head_dim": dim}, tensors)
             return plain_store(dataclasses.replace(stage, calibration=folder), dim)
 
-    # The mean of the data is 1e7 times its spread in one of the tests, so that the last bit of a latent vector may change
-    # a code of the base.
+    # The mean of the data is 1e7 times its spread in one of the tests, so that the last bit of a latent vector may
+    # change a code of the base.
     return Case(stage, head, store, close=CLOSE if base is None else 5e-4)
 
 

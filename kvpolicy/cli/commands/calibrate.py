@@ -58,7 +58,7 @@ def csr(
     force: Force = False,
     key_spaces: Annotated[
         str,
-        typer.Option("--key-spaces", "--frames", metavar="NAMES", help="Keys: unrotated, rotated or unrotated,rotated."),
+        typer.Option("--key-spaces", "--frames", metavar="NAMES", help="Keys: unrotated, rotated or both, by a comma."),
     ] = "unrotated",
     value_chunks: Annotated[
         str, typer.Option("--value-chunks", "--sn", metavar="INTS", help="Chunks per value; several as 1,2,4.")
