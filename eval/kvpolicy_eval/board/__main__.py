@@ -97,11 +97,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Check the pages and folders that are written at the end, before anything is measured or written.
+    """Check the files and folders that are read and written at the end, before anything is measured or written.
 
     Raises:
-        ValueError: If a page has no place for a table, or there is no folder for the pictures.
+        ValueError: If a page has no place for a table, there is no folder for the pictures, or no file of results to
+            fill pages from.
     """
+    if args.page_only and not args.results.is_file():
+        raise ValueError(f"--results must be an existing file with --page-only, got {args.results}.")
     check_places([args.fill] if args.fill else [], *TABLES)
     check_places([args.fill_full] if args.fill_full else [], "board-full")
     for name in (places.PLACE, choices.PLACE) if args.fill_places else ():

@@ -138,6 +138,7 @@ def test_pages_are_checked_before_anything_is_written(tmp_path: Path, board: Boa
         (["--fill-places", str(tmp_path)], "b.md has no place for places"),
         (["--fill-full", str(whole)], "a.md has no place for board-full"),
         (["--pictures", str(tmp_path / "none")], "must be an existing folder"),
+        (["--results", str(tmp_path / "none")], "--results must be an existing file with --page-only"),
     ):
         with pytest.raises(ValueError, match=message):
             main([*common, *arguments])
