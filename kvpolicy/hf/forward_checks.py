@@ -11,6 +11,7 @@ from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.mask_digest import mask_digest
 from kvpolicy.hf.replay import TABLES
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.limits import MAX_SIZE
 
 if TYPE_CHECKING:
     from kvpolicy.hf.cache import PolicyCache
@@ -44,6 +45,12 @@ def check_adapters(model: Any) -> None:
                 "The model's adapter must not pass keys and values of its own as the past, got prefix tuning; try an "
                 "adapter that changes weights, such as LoRA."
             )
+
+
+def vocabulary_of(model: Any) -> int:
+    """Tokens that a model knows; as many as ids may ever be, where it does not say."""
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return getattr(embeddings, "num_embeddings", MAX_SIZE)
 
 
 def lacks_weights(model: nn.Module) -> bool:

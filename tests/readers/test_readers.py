@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.codecs._files import save
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.registry import lookup, name_of, names
 from kvpolicy.testing import check
 from tests.conformance.calibration import FOLDER, write
-from tests.conformance.models import build
 from tests.conformance.policies import REBUILDING, spec_of
 from tests.readers.bench import DIM, GROUP, HEADS, Layer, config_of, draw, slow_output
 from tests.reference.readers import chosen
@@ -323,21 +321,6 @@ def test_a_quarter_of_the_coordinates_are_held() -> None:
 def test_whole_pages_are_read(read: float, slots: int, page: int, count: int) -> None:
     """Rounded up, but not by the rounding of a fraction, and at most to all slots."""
     assert lookup("quest")[1](read=read, page=page).count(slots) == count
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_one_token_is_not_all_of_them(reader: str) -> None:
-    """Policies are the keys of what plans remember."""
-    one, whole = (Policy.parse(f"h2o+{reader}:read={read}@0.5") for read in ("1", "1.0"))
-    assert one != whole and one.reader != whole.reader and len({one, whole}) == 2
-    assert one == Policy.parse(str(one)) and whole == Policy.parse(str(whole))
-
-
-def test_a_plan_of_one_token_is_not_that_of_all() -> None:
-    config = build("llama").config
-    plans = [kvpolicy.plan(config, f"h2o+quest:read={read}@0.5", prompt=64) for read in ("1", "1.0", "64")]
-    assert plans[1].nbytes == plans[2].nbytes < plans[0].nbytes
-    assert plans[1].moved == plans[2].moved > plans[0].moved
 
 
 def test_labels_of_empty_slots_are_zero() -> None:
