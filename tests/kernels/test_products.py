@@ -52,6 +52,6 @@ def test_queries_are_not_rounded_to_the_dtype_of_an_index_on_a_cpu(dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_lengths_are_fp32_whatever_the_vectors_are(dtype: torch.dtype) -> None:
-    """Squares beyond the range of fp16 too."""
-    assert lengths(torch.tensor([[768.0, 1024.0], [0.0, 0.0]], dtype=dtype)).tolist() == [1280.0, 0.0]
+    """Squares beyond the range of fp16 too, and a length between two numbers of bf16."""
+    assert lengths(torch.tensor([[255.0, 32.0], [0.0, 0.0]], dtype=dtype)).tolist() == [257.0, 0.0]
     assert lengths(torch.ones(1, dtype=dtype)).dtype == torch.float32
