@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -49,7 +50,9 @@ def check_adapters(model: Any) -> None:
 
 def vocabulary_of(model: Any) -> int:
     """Tokens that a model knows; as many as ids may ever be, where it does not say."""
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    embeddings = None
+    with contextlib.suppress(NotImplementedError):  # transformers raises it for modules that it does not know
+        embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     return getattr(embeddings, "num_embeddings", MAX_SIZE)
 
 
