@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvpolicy
 from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.pyramid import Pyramid
 from kvpolicy.allocators.squeeze import SqueezeAttention
@@ -34,12 +35,14 @@ from kvpolicy.protocols import (
     Traits,
     View,
 )
+from kvpolicy.registry import names
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.kvcrush import KVCrush
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.selectors.streaming import StreamingLLM
 from kvpolicy.spec.validation import longest
+from tests.conformance.models import build
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +160,7 @@ def test_wrong_part_in_a_slot(parts: dict[str, Any], message: str) -> None:
     ("given", "message"),
     [
         (Newest(), r"The policy must be a kvpolicy.Policy or a spec, got Newest; try Policy\(selector=...\)"),
-        (Newest, 'got type; try "snapkv@0.2"'),
+        (Newest, 'got the class Newest; try "snapkv@0.2"'),
         (None, "must be a kvpolicy.Policy or a spec, got NoneType"),
     ],
 )
@@ -190,6 +193,21 @@ def test_equal_policies_have_equal_words() -> None:
         first, second = (Policy(selector=selector) for selector in equal)
         assert first == second and str(first) == str(second) and Policy.parse(str(first)) == first
     assert str(Policy(codec=KIVI(bits=4.0))) == "kivi:bits=4"  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("reader", [name for name in names("reader") if name not in ("all", "reuse")])
+def test_to_read_one_token_is_not_to_read_all(reader: str) -> None:
+    """Policies are the keys of what plans remember."""
+    one, whole = (Policy.parse(f"h2o+{reader}:read={read}@0.5") for read in ("1", "1.0"))
+    assert one != whole and one.reader != whole.reader and len({one, whole}) == 2
+    assert one == Policy.parse(str(one)) and whole == Policy.parse(str(whole))
+
+
+def test_a_plan_of_one_token_is_not_that_of_all() -> None:
+    config = build("llama").config
+    plans = [kvpolicy.plan(config, f"h2o+quest:read={read}@0.5", prompt=64) for read in ("1", "1.0", "64")]
+    assert plans[1].nbytes == plans[2].nbytes < plans[0].nbytes
+    assert plans[1].moved == plans[2].moved > plans[0].moved
 
 
 @pytest.mark.parametrize("split", [float("nan"), float("inf"), -float("inf"), 1])

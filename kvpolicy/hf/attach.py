@@ -28,6 +28,7 @@ from kvpolicy.hf.attachment import (
     check_held_codes,
     check_hold,
     check_projections,
+    check_replayed_ids,
 )
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.cache import PolicyCache
@@ -42,7 +43,7 @@ from kvpolicy.hf.forward_calls import (
     is_compiled,
     note_replaced,
 )
-from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exceeds, own_mask
+from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exceeds, own_mask, vocabulary_of
 from kvpolicy.hf.generation_hooks import offer_cache
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe, resolve_for
@@ -108,7 +109,9 @@ class Handle:
         described = identity(model, info=info)
         projections = {site.layer_idx: partial(output_projection, site.attention) for site in sites.layers}
         check_projections(policy, projections)
-        how = (rotations, sharing, rotary, trained, projections, tile, chunks, hold)
+        vocabulary = vocabulary_of(model)
+        check_replayed_ids(policy, vocabulary)
+        how = (rotations, sharing, rotary, trained, projections, tile, chunks, hold, vocabulary)
         self._attachment = Attachment(policy, shape, info, described, *how)
         try:
             self._connect(sites)

@@ -16,6 +16,7 @@ from kvpolicy.parallel.runtime import Sharing
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, ModelInfo, Ranks
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.limits import MAX_SIZE
 
 Word = TypeVar("Word", bound=str)
 
@@ -51,6 +52,25 @@ def check_projections(policy: Policy, projections: Mapping[int, Projection]) -> 
     if any(own.selector.needs.output_norms for own in policy.distinct):
         for projection in projections.values():
             projection()
+
+
+def check_replayed_ids(policy: Policy, vocabulary: int) -> None:
+    """Refuse a replay of token ids that the model does not have.
+
+    Args:
+        policy: The policy.
+        vocabulary: How many tokens the model knows.
+
+    Raises:
+        KVPolicyError: Naming the largest one.
+    """
+    plan = policy.replay
+    largest = -1 if plan is None else max((*plan.first, *plan.later, *plan.reply), default=-1)
+    if largest >= vocabulary:
+        raise KVPolicyError(
+            f"Token ids that are replayed must be below {vocabulary}, as many as the model has, got {largest}; try "
+            "those of the model's own tokenizer."
+        )
 
 
 def check_held_codes(hold: Hold, policy: Policy) -> None:
@@ -105,6 +125,7 @@ class Attachment:
         tile: The most tokens of a prompt that a layer takes at a time; `auto` to choose by free memory, None for all.
         chunks: `select` to compress each chunk of a prompt, `hold` to wait for the last one where it is announced.
         hold: `codes` to hold prompts that wait in the codes of the codec, else `plain`.
+        vocabulary: How many tokens the model knows.
         layers: Number of the model's layers.
         active: False once the policy is detached.
     """
@@ -123,6 +144,7 @@ class Attachment:
         tile: TileSize = None,
         chunks: Chunks = SELECT,
         hold: Hold = PLAIN,
+        vocabulary: int = MAX_SIZE,
     ) -> None:
         """Describe an attachment; `sharing` says how the model is sharded over ranks, or is None."""
         self.policy = policy
@@ -136,6 +158,7 @@ class Attachment:
         self.tile: TileSize = tile
         self.chunks: Chunks = chunks
         self.hold: Hold = hold
+        self.vocabulary = vocabulary
         self.layers: int = len(model_shape.evictable) + len(model_shape.unmanaged)
         self.active = True
         self._sharing = sharing
@@ -155,6 +178,7 @@ class Attachment:
         """
         policy.check(self.info)  # first: what follows asks a policy by layer for each layer of the model
         check_projections(policy, self.projections)
+        check_replayed_ids(policy, self.vocabulary)
         check_held_codes(self.hold, policy)
         if policy.layer_metric == "cosine" != self.policy.layer_metric:
             raise KVPolicyError(

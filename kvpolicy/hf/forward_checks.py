@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.mask_digest import mask_digest
 from kvpolicy.hf.replay import TABLES
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.limits import MAX_SIZE
 
 if TYPE_CHECKING:
     from kvpolicy.hf.cache import PolicyCache
@@ -44,6 +46,14 @@ def check_adapters(model: Any) -> None:
                 "The model's adapter must not pass keys and values of its own as the past, got prefix tuning; try an "
                 "adapter that changes weights, such as LoRA."
             )
+
+
+def vocabulary_of(model: Any) -> int:
+    """Tokens that a model knows; as many as ids may ever be, where it does not say."""
+    embeddings = None
+    with contextlib.suppress(NotImplementedError):  # transformers raises it for modules that it does not know
+        embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return getattr(embeddings, "num_embeddings", MAX_SIZE)
 
 
 def lacks_weights(model: nn.Module) -> bool:

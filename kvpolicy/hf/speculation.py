@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.attachment import attachments
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.forward_checks import vocabulary_of
 from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.policy import Policy
 from kvpolicy.spec.arguments import named_arguments
@@ -134,7 +135,7 @@ def speculate(
         from those of `generate` where two logits are equal but for the last bits.
     """
     policy = Policy.of(policy)
-    size = _vocabulary(model)
+    size = vocabulary_of(model)
     _check_ids(input_ids, size)
     max_new_tokens = check_size("max_new_tokens", max_new_tokens, 1)
     gamma = check_size("gamma", gamma, 1)
@@ -262,12 +263,6 @@ class _Run:
 
     def _as_ids(self, tokens: list[int]) -> Tensor:
         return torch.tensor([tokens], device=self._device)
-
-
-def _vocabulary(model: Any) -> int:
-    """Tokens that a model knows; as many as ids may ever be, where it does not say."""
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    return getattr(embeddings, "num_embeddings", MAX_SIZE)
 
 
 def _check_ids(input_ids: Any, size: int) -> None:

@@ -1,4 +1,4 @@
-"""The products of attention: queries with keys, and weights with values, as attention and the codecs compute them."""
+"""The products of attention, as attention and the codecs compute them, and the lengths of vectors."""
 
 from __future__ import annotations
 
@@ -42,6 +42,20 @@ def matmul(rows: Tensor, matrix: Tensor) -> Tensor:
     nothing = rows.new_zeros(1, 1, 1)  # ignored, since beta is 0
     product = torch.baddbmm(nothing, rows.flatten(0, 1), matrix.flatten(0, 1), beta=0)
     return product.unflatten(0, rows.shape[:2])
+
+
+def lengths(vectors: Tensor) -> Tensor:
+    """Euclidean lengths of vectors [..., D], computed in at least fp32, without a copy of the vectors.
+
+    Returns:
+        [...] fp32.
+
+    Examples:
+        >>> lengths(torch.tensor([3, 4], dtype=torch.float64))
+        tensor(5.)
+    """
+    dtype = torch.promote_types(vectors.dtype, torch.float32)  # vector_norm refuses to narrow fp64
+    return torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype).float()
 
 
 def thin_products(queries: Tensor, keys: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.products import thin_products
+from kvpolicy.kernels.products import lengths, thin_products
 from kvpolicy.kernels.slot_writes import flat_slots, gather_slots
 from kvpolicy.protocols import Candidates, Tokens
 from kvpolicy.protocols.ranks import gather
@@ -73,7 +73,7 @@ def unit(keys: Tensor) -> Tensor:
 
 
 def _lengths(keys: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32).clamp_min(_TINY)
+    return lengths(keys).clamp_min(_TINY)
 
 
 def similar_targets(keys: Tensor, targets: Tensor, is_target: Tensor | None, memory: Tensor) -> Nearest:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpolicy.kernels.products import lengths
 from kvpolicy.mergers._common import tiles
 from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, State
 from kvpolicy.spec.arguments import named_options
@@ -61,7 +62,7 @@ class Blend(Merger):
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Blend the evicted values of a prompt into those of their targets."""
         values = candidates.at_targets(candidates.values)
-        norms = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+        norms = lengths(values)
         total = torch.zeros_like(norms)[..., None]
         mixed = torch.zeros_like(values, dtype=torch.float32)
         for tile in tiles(candidates, "keys"):

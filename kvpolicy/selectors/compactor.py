@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.kernels.products import lengths
 from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
 from kvpolicy.selectors._common import first_tokens, group_mean, keep_always
 from kvpolicy.selectors._leverage import key_leverage
@@ -137,7 +138,7 @@ _FLAT = 1e-6
 def _attention(seen: Seen, scored: Tensor, view: View) -> Tensor:
     """The attention inside blocks times the length of the value, averaged with both neighbors: [B, H, N]."""
     assert seen.block_attn is not None and seen.values is not None
-    length = torch.linalg.vector_norm(seen.values, dim=-1, dtype=torch.float32)
+    length = lengths(seen.values)
     # A neighbor that is not scored counts as 0, as in kvpress.
     return F.avg_pool1d((group_mean(seen.block_attn, view) * length).masked_fill(~scored, 0), 3, 1, 1)
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels.products import lengths
 from kvpolicy.protocols import (
     SMALLEST_HEAD,
     DecodeMode,
@@ -161,7 +162,7 @@ class ExpectedAttention(Selector):
         scored = view.valid & (view.positions >= self.sinks)
         # In fp64: weights that are too small for fp32 would tie at 0.
         weights = logits.masked_fill(~scored[:, :, None], -torch.inf).double().softmax(-1)
-        length = torch.linalg.vector_norm(seen.values, dim=-1, dtype=torch.float32)
+        length = lengths(seen.values)
         score = (view.ranks.group_mean(weights) + self.epsilon).log().float() + length.log()
         # In a head without a token to score, the softmax of -inf alone is NaN; all of it is masked here.
         score = score.clamp(-_MOST, _MOST).masked_fill(~scored, 0)

@@ -94,7 +94,8 @@ def named_options(cls: type[T]) -> type[T]:
     """Make a dataclass of options answer wrong arguments with one sentence.
 
     It stands above `@dataclass`. The signature, the fields and `dataclasses.replace` are as before. The fields of a
-    class without `__post_init__` are checked by `check_fields`.
+    class without `__post_init__` are checked by `check_fields`. Options are equal if their values are, and have the
+    same types: 1 may be one token, and 1.0 all of them.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -110,10 +111,26 @@ def named_options(cls: type[T]) -> type[T]:
         kvpolicy.KVPolicyTypeError: The options of Newest must be given by name, got 8; try Newest(window=8).
     """
     initialize: Callable[..., None] = cls.__init__
-    if dataclasses.is_dataclass(cls) and not hasattr(cls, "__post_init__"):
-        initialize = _checking(initialize)
+    if dataclasses.is_dataclass(cls):
+        cls.__eq__ = _telling_types_apart(cls.__eq__)
+        if not hasattr(cls, "__post_init__"):
+            initialize = _checking(initialize)
     cls.__init__ = _answering(initialize, cls)
     return cls
+
+
+def _telling_types_apart(equal: Callable[[Any, object], bool]) -> Callable[[Any, object], bool]:
+    """Equality of options that also compares the types of their values: 1 is one token, and 1.0 is all of them."""
+
+    @functools.wraps(equal)
+    def call(self: Any, other: object) -> bool:
+        same = equal(self, other)
+        if same is not True:  # NotImplemented, for an object of another class
+            return same
+        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in dataclasses.fields(self))
+        return all(type(mine) is type(theirs) for mine, theirs in pairs)
+
+    return call
 
 
 def _checking(initialize: Callable[..., None]) -> Callable[..., None]:

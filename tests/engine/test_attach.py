@@ -118,6 +118,16 @@ def test_a_bad_policy_leaves_the_model_alone(policy: str) -> None:
     assert trace(model) == before
 
 
+def test_a_model_that_does_not_name_its_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+
+    def unknown() -> Any:
+        raise NotImplementedError
+
+    monkeypatch.setattr(model, "get_input_embeddings", unknown)
+    kvpolicy.attach(model, "kvzip:reply=3@0.5").detach()
+
+
 def test_twice_is_refused() -> None:
     model = build("llama")
     with kvpolicy.attach(model, "window"), pytest.raises(ValueError, match="already attached"):

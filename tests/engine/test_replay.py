@@ -445,6 +445,19 @@ def test_layers_without_the_embedding_are_not_replayed() -> None:
         model(torch.arange(3, 15)[None])
 
 
+@pytest.mark.parametrize("option", ["instruction", "later", "reply"])
+def test_ids_that_the_model_does_not_have_are_refused(option: str) -> None:
+    """Not by a lookup in the middle of a prompt, which breaks a CUDA device."""
+    model = build("llama")
+    refused = f"must be below {VOCABULARY}, .* got {VOCABULARY}; try"
+    wrong = f"kvzip:{option}=3-{VOCABULARY}@0.5"
+    with pytest.raises(KVPolicyError, match=refused):
+        kvpolicy.attach(model, wrong)
+    right = f"kvzip:{option}=3-{VOCABULARY - 1}@0.5"
+    with kvpolicy.attach(model, right), pytest.raises(KVPolicyError, match=refused):
+        kvpolicy.PolicyCache(model, wrong)
+
+
 def test_ids_in_a_spec() -> None:
     policy = Policy.parse("kvzip:instruction=1-20-3:reply=4@0.5")
     plan = policy.selector.needs.replay

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.products import matmul, products, thin_products
+from kvpolicy.kernels.products import lengths, matmul, products, thin_products
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -48,3 +48,10 @@ def test_queries_are_not_rounded_to_the_dtype_of_an_index_on_a_cpu(dtype: torch.
     queries = torch.tensor([[1.0, 2.0**-13]])
     keys = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype)
     assert thin_products(queries, keys).tolist() == [[1 + 2.0**-13, 1 - 2.0**-13]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_lengths_are_fp32_whatever_the_vectors_are(dtype: torch.dtype) -> None:
+    """Squares beyond the range of fp16 too, and a length between two numbers of bf16."""
+    assert lengths(torch.tensor([[255.0, 32.0], [0.0, 0.0]], dtype=dtype)).tolist() == [257.0, 0.0]
+    assert lengths(torch.ones(1, dtype=dtype)).dtype == torch.float32

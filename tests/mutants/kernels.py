@@ -48,6 +48,13 @@ MUTATIONS = (
         tests=("tests/kernels/test_row_sums.py",),
     ),
     Mutation(
+        name="the length of a vector is computed in its own dtype",
+        file="kvpolicy/kernels/products.py",
+        old="dtype = torch.promote_types(vectors.dtype, torch.float32)",
+        new="dtype = vectors.dtype",
+        tests=("tests/kernels/test_products.py",),
+    ),
+    Mutation(
         name="compiled products of one row mix heads and rows",
         file="kvpolicy/kernels/products.py",
         old="return product.unflatten(0, rows.shape[:2])",

@@ -34,13 +34,6 @@ MUTATIONS = (
         tests=("tests/mergers/test_merge.py", "tests/mergers/test_d2o.py"),
     ),
     Mutation(
-        name="the length of a key is computed in its own dtype",
-        file="kvpolicy/mergers/_common.py",
-        old="torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32).clamp_min(_TINY)",
-        new="torch.linalg.vector_norm(keys, dim=-1).float().clamp_min(_TINY)",
-        tests=("tests/mergers/test_targets.py",),
-    ),
-    Mutation(
         name="a victim at the smallest cosine exactly is dropped",
         file="kvpolicy/mergers/merge.py",
         old="write_mask=(cosine >= self.least)",

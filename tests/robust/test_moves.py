@@ -13,6 +13,7 @@ from kvpolicy import PolicyCache
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, forward, make_batch, talk
+from tests.conformance.policies import CODECS, MERGERS, SELECTORS, words
 from tests.robust.hostile import FEW, NEW, SOME, converse, each, own, prompt, refused
 from tests.sampling import each_once, product
 
@@ -161,6 +162,18 @@ def test_a_policy_computes_outside_autocast(policy: str, dtype: torch.dtype) -> 
             got, cache = converse(model, [26, 17])
         assert torch.isfinite(got).all() and cache.plan is not None and cache.nbytes == cache.plan.nbytes
         assert (got - plain)[0, :26].abs().max() < 0.2 * plain.abs().max()
+
+
+PARTS = [*SELECTORS, *MERGERS, *CODECS]
+
+
+@product("name", PARTS, sample=[(name,) for name in ("expected", "compactor", "merge", "blend", "kivi")])
+def test_double_precision(name: str) -> None:
+    model = build("llama", torch.float64)
+    with kvpolicy.attach(model, words(*(() if name in SELECTORS else ("h2o",)), name)), torch.no_grad():
+        got, cache = converse(model, [26, 17])
+    assert torch.isfinite(got).all() and got.dtype == torch.float64
+    assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
 
 
 def test_a_plan_has_the_dtype_of_the_weights() -> None:
