@@ -15,6 +15,7 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.policy import Policy
+from kvpolicy.policy.parts import check_part
 from kvpolicy.protocols import Codec, GroupsLayers, Selector
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.window import SlidingWindow
@@ -149,7 +150,7 @@ def coded_store(
 def _empty_store(
     codec: Codec, layer_idx: int, selector: Selector | None = None, rope: Rope | None = None
 ) -> LayerStore:
-    Policy(codec=codec)  # raises an error if it is no codec
+    check_part("codec", codec)
     needs_ranking = codec.traits.demote_by == "priority"
     selector = selector or (SlidingWindow() if needs_ranking else KeepAll())
     policy = Policy(codec=codec, selector=selector, budget=1.0)
