@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.eval_mode import eval_mode
-from kvpolicy.calibration.finished import check_free, check_is_folder
+from kvpolicy.calibration.finished import check_free
 from kvpolicy.codecs import _files
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
@@ -86,9 +86,7 @@ def calibrate_channels(
         "text_sha256": text_sha256(windows),
         "tokens": tokens,
     }
-    check_is_folder(out)
-    if not force:
-        check_free(out, METHOD, meta)
+    check_free(out, METHOD, meta, force=force)
     _files.save(out, METHOD, meta, _measured(model, windows, tokens, progress))
     return meta
 

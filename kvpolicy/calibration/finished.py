@@ -40,18 +40,13 @@ def check_is_file(out: str | os.PathLike[str]) -> None:
         raise KVPolicyError(f"The file to write must be a file, got the folder {os.fspath(out)!r}; try a name in it.")
 
 
-def check_is_folder(out: str | Path) -> None:
-    """Refuse a file in the place of a folder that is to be written, before anything is measured.
-
-    Raises:
-        KVPolicyError: If it is a file.
-    """
-    if Path(out).exists() and not Path(out).is_dir():
-        raise KVPolicyError(f"The folder to write must be a folder, got the file {str(out)!r}; try another name.")
-
-
 def check_free_file(
-    out: str | Path, load: Callable[[str], Content], facts: Content, compared: Callable[[Content], object]
+    out: str | Path,
+    load: Callable[[str], Content],
+    facts: Content,
+    compared: Callable[[Content], object],
+    *,
+    force: bool,
 ) -> None:
     """Refuse a file unless it does not exist, or holds a calibration of the same model and text with the same options.
 
@@ -60,11 +55,13 @@ def check_free_file(
         load: Reads such a file.
         facts: The content to be written, as far as it is known before calibrating.
         compared: What of the content must be equal.
+        force: Whether to accept a file that holds something else.
 
     Raises:
-        KVPolicyError: If the file holds something else.
+        KVPolicyError: If it is a folder, or the file holds something else.
     """
-    if not Path(out).exists():
+    check_is_file(out)
+    if force or not Path(out).exists():
         return
     try:
         is_same = compared(load(str(out))) == compared(facts)
@@ -98,7 +95,7 @@ def model_and_made(content: Made) -> tuple[dict[str, Any], dict[str, Any] | None
     return without_name(content.model), content.made
 
 
-def check_free(out: str | Path, method: str, facts: dict[str, Any]) -> None:
+def check_free(out: str | Path, method: str, facts: dict[str, Any], *, force: bool) -> None:
     """Refuse a folder with a finished calibration of another method, model or text, or with other options.
 
     A folder without a calibration, with a damaged one or with the same one is accepted.
@@ -107,10 +104,15 @@ def check_free(out: str | Path, method: str, facts: dict[str, Any]) -> None:
         out: The folder.
         method: The method of the calibration to be written.
         facts: Its metadata, as far as they are known before calibrating.
+        force: Whether to accept a folder with a different calibration.
 
     Raises:
-        KVPolicyError: If the folder contains a different calibration.
+        KVPolicyError: If it is a file, or the folder contains a different calibration.
     """
+    if Path(out).exists() and not Path(out).is_dir():
+        raise KVPolicyError(f"The folder to write must be a folder, got the file {str(out)!r}; try another name.")
+    if force:
+        return
     existing = _files.written(Path(out))
     if existing is None:
         return

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import tokens_per_window
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, check_is_file, without_name
+from kvpolicy.calibration.finished import check_free_file, without_name
 from kvpolicy.calibration.gate_fit import RIDGE, Moments, Sample, Training, explained, mlp_gate
 from kvpolicy.calibration.listener import Listener, check_finite, listening
 from kvpolicy.hf.identity import identity
@@ -111,9 +111,7 @@ def calibrate_gate(
     options = {"ridge": ridge} if kind == "linear" else {"units": units, "epochs": epochs}
     made = {"text_sha256": text_sha256(windows), "windows": len(windows), "tokens": sum(counts), "seed": seed}
     facts = GateFile({}, identity(model, name), made | {"kind": kind} | options)
-    check_is_file(out)
-    if not force:
-        check_free_file(out, load_gates, facts, _compared)
+    check_free_file(out, load_gates, facts, _compared, force=force)
     sums: dict[int, Moments] = {}
     samples: dict[int, Sample] = {}
     held_out: dict[int, Sample] = {}

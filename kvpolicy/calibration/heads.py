@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from kvpolicy.allocators.duo import RECENT, SINKS
 from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, check_is_file, model_and_made
+from kvpolicy.calibration.finished import check_free_file, model_and_made
 from kvpolicy.calibration.listener import Listener, listening
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.discovery import Sites, find_sites
@@ -110,9 +110,7 @@ def write_scores(
         model=identity(model, name),
         made=made,
     )
-    check_is_file(out)
-    if not force:
-        check_free_file(out, load_heads, facts, _compared)
+    check_free_file(out, load_heads, facts, _compared, force=force)
     found = scores()
     layers = range(len(find_sites(model).layers))
     rows = (found[layer].tolist() if layer in found else [] for layer in layers)

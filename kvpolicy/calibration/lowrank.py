@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import fisher_information
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free, check_is_folder
+from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.listener import Listener, Sums, check_finite, listening
 from kvpolicy.codecs import _files
 from kvpolicy.hf.identity import identity
@@ -105,9 +105,7 @@ def calibrate_lowrank(
         "head_groups": sorted({*head_groups}),
         "fisher": fisher,
     }
-    check_is_folder(out)
-    if not force:
-        check_free(out, "lowrank", facts)
+    check_free(out, "lowrank", facts, force=force)
     tensors: dict[str, Tensor] = {}
     for layer, both in (fisher_information(model, windows, progress=progress) if fisher else {}).items():
         tensors[f"fisher.{layer}"] = torch.tensor(both)

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import tokens_per_window
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, check_is_file, model_and_made
+from kvpolicy.calibration.finished import check_free_file, model_and_made
 from kvpolicy.calibration.listener import Listener, check_finite, listening
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
@@ -76,9 +76,7 @@ def calibrate_qfilters(
         )
     made = {"text_sha256": text_sha256(windows), "windows": len(windows), "tokens": count, "seed": seed}
     facts = FilterFile({}, identity(model, name), made)
-    check_is_file(out)
-    if not force:
-        check_free_file(out, load_filters, facts, model_and_made)
+    check_free_file(out, load_filters, facts, model_and_made, force=force)
     queries = sample_queries(model, windows, tokens=tokens, seed=seed, progress=progress)
     heads = describe(model.config).whole.heads  # pyright: ignore[reportArgumentType]
     layers = tqdm(queries.items(), desc="filters", disable=not progress)

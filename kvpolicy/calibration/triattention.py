@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, check_is_file, model_and_made
+from kvpolicy.calibration.finished import check_free_file, model_and_made
 from kvpolicy.calibration.listener import Listener, Sums, check_finite, listening
 from kvpolicy.hf.identity import identity
 from kvpolicy.protocols import Needs, Seen, State, View
@@ -66,9 +66,7 @@ def calibrate_triattention(
         )
     made = {"text_sha256": text_sha256(windows), "windows": len(windows), "tokens": count}
     facts = CenterFile({}, identity(model, name), made)
-    check_is_file(out)
-    if not force:
-        check_free_file(out, load_centers, facts, model_and_made)
+    check_free_file(out, load_centers, facts, model_and_made, force=force)
     content = CenterFile(query_centers(model, windows, progress=progress), facts.model, made)
     save_centers(out, content)
     return content

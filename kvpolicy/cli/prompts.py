@@ -10,6 +10,7 @@ from typing import Any
 from kvpolicy.cli.model_names import TINY
 from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.formats import reason_of
 
 TRAINED_LENGTH = 1024
 """The longest prompt that the embedded model was trained on, in tokens."""
@@ -45,47 +46,46 @@ def read_prompt(prompt: str | None, file: str | None, model: str, *, whole: bool
     if prompt is not None and file is not None:
         raise KVPolicyError("The prompt must be given once, got both an argument and --file; try one of them.")
     source = prompt if file is None else file
-    if source == "-":
-        text = _standard_input(whole)
-    elif file is not None:
-        text = _decode(_read_file(file), file, whole)
-    elif prompt is not None:
+    if prompt is not None and prompt != "-":
         text = _check_argument(prompt)
     else:
-        text = "" if sys.stdin is None or sys.stdin.isatty() else _standard_input(whole)
-        if not text and model in EMBEDDED:
+        text = _read(source)
+        if not whole:
+            text = text.removesuffix("\n")
+    if not text and source is None:
+        if model in EMBEDDED:
             return sample(), True
-        if not text:
-            raise KVPolicyError(
-                "The prompt must be an argument, a file or standard input, got no prompt; try --file FILE."
-            )
+        raise KVPolicyError("The prompt must be an argument, a file or standard input, got no prompt; try --file FILE.")
     if not text.strip():
         raise KVPolicyError("The prompt must contain text, got an empty one; try a prompt of at least one word.")
     return text, False
+
+
+def _read(source: str | None) -> str:
+    """The text of a file, of standard input (`-`), or, without a source, of standard input that is no terminal."""
+    if source is None:
+        return "" if sys.stdin is None or sys.stdin.isatty() else _standard_input()
+    return _standard_input() if source == "-" else _decode(_read_file(source), source)
 
 
 def _read_file(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        reason = (error.strerror or type(error).__name__).lower()
-        raise KVPolicyError(f"The file {path} cannot be read ({reason}); try a text file.") from error
+        raise KVPolicyError(f"The file {path} cannot be read ({reason_of(error)}); try a text file.") from error
 
 
-def _standard_input(whole: bool) -> str:
+def _standard_input() -> str:
     raw: Any = getattr(sys.stdin, "buffer", sys.stdin).read()
-    if isinstance(raw, str):
-        return raw if whole else raw.removesuffix("\n")
-    return _decode(raw, "standard input", whole)
+    return raw if isinstance(raw, str) else _decode(raw, "standard input")
 
 
-def _decode(raw: bytes, source: str, whole: bool) -> str:
+def _decode(raw: bytes, source: str) -> str:
     try:
-        text = raw.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
-        return text if whole else text.removesuffix("\n")
+        return raw.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise KVPolicyError(
-            f"The text of {source} must be UTF-8, got an invalid byte at position {error.start:,}; try converting it."
+            f"The text of {source} must be UTF-8, got {reason_of(error)}; try converting it."
         ) from error
 
 

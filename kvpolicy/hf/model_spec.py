@@ -139,11 +139,10 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
     # A vision tower or other parts have configs of their own; only the text decoder has the cache.
     evictable, windows = _sort_layers(text)
     # Of a model of several parts, the whole config has the dtype.
-    wanted = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
-    found = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
-    if not isinstance(found, torch.dtype):
-        raise KVPolicyTypeError(f"dtype must be a torch.dtype, got {wanted!r}; try torch.bfloat16.")
-    wanted = found
+    named = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
+    wanted = getattr(torch, named, None) if isinstance(named, str) else named
+    if not isinstance(wanted, torch.dtype):
+        raise KVPolicyTypeError(f"dtype must be a torch.dtype, got {named!r}; try torch.bfloat16.")
     if not wanted.is_floating_point:
         raise KVPolicyError(f"dtype must be one of floating-point numbers, got {wanted}; try torch.bfloat16.")
     sizes = {index: _size(layer) for index, layer in enumerate(_layer_configs(text))}

@@ -37,15 +37,6 @@ NOT_MEASURED = (
 )
 """The note of a plan before the allocator has measured a prompt."""
 
-
-def _bytes(text: str) -> int:
-    """The bytes of a memory, whose error does not speak of a budget."""
-    try:
-        return bytes_of(text)
-    except KVPolicyError:
-        raise KVPolicyError(f"memory must be an amount of bytes, got {text!r}; try '24GiB'.") from None
-
-
 SHARED = "shared prefix"
 """The kind of the bytes of slots that rows share, which a cache counts once."""
 
@@ -305,3 +296,11 @@ def _notes(plan: CachePlan) -> list[str]:
     if plan.host_nbytes:
         notes.append(host_note(plan.host_nbytes, plan.device_nbytes, plan.loaded, plan.stored))
     return [*notes, plan.note] if plan.note else notes
+
+
+def _bytes(text: str) -> int:
+    """The bytes of a memory, whose error does not speak of a budget."""
+    try:
+        return bytes_of(text)
+    except KVPolicyError:
+        raise KVPolicyError(f"memory must be an amount of bytes, got {text!r}; try '24GiB'.") from None

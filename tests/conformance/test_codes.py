@@ -47,7 +47,8 @@ def test_all_dimensions(name: str, dim: int) -> None:
 def test_all_data(name: str, kind: str) -> None:
     twin = Twin(CASES[name], 64)
     twin.write(tokens(64, kind, [0, 1, 2, 3, 4], [(1, 0, 0), (1, 0, 3), (1, 1, 4)]))
-    twin.check()
+    # The means of these latent vectors are 1e7 times their spread: their last bits may change a code of the base.
+    twin.check(5e-4 if (name, kind) == ("lowrank-tokenwise", "tiny") else None)
 
 
 HARD = ["outliers", "constant", "zero", "huge"]
