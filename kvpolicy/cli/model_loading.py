@@ -127,6 +127,9 @@ def _load_pretrained(name: str, dtype: Any, text: bool) -> tuple[Any, Any]:
         if reason.startswith("Unrecognized configuration class"):  # the message lists every class of transformers
             reason = "only decoder-only causal language models are supported."
         raise KVPolicyError(f"The {loading} {name!r} cannot be loaded: {reason}") from error
+    # Checkpoints that were saved in training with `use_cache: false` would generate without the policy.
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.use_cache = True
     return model.eval(), tokenizer
 
 

@@ -302,7 +302,8 @@ class PolicyCache(CacheForward):
         """Do the work between decode steps: demote a full block, extend a growing cache.
 
         `generate` and an uncompiled loop do this by themselves; a loop over `torch.compile(model)` calls it after
-        each step. A block that had to be demoted and was not is an error in the next step, never a lost token.
+        each step. A block that had to be demoted and was not is an error in the next step, never a lost token. Each
+        call counts as a step: behind an uncompiled one, readers that sort their slots every few steps do so sooner.
         """
         self.history.refuse_shared("tick()")
         self._count_step()

@@ -17,6 +17,7 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.forward_checks import vocabulary_of
 from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.policy import Policy
+from kvpolicy.reporting.logging import warn_of_processors
 from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.limits import MAX_SIZE
@@ -94,7 +95,8 @@ def speculate(
 
     The model drafts `gamma` tokens one by one, on a cache that is small and therefore fast to read; then it verifies
     them all in one forward on the full cache. Rejected tokens are rolled back. Nothing is lost but memory: both caches
-    are held.
+    are held. Tokens are taken from the logits as they are: what a generation config adds to them, such as a repetition
+    penalty or `top_p`, is not applied, and warned of.
 
     Args:
         model: A model of transformers, with or without a policy attached.
@@ -142,6 +144,7 @@ def speculate(
     _check_angles(model, input_ids.shape[1], max_new_tokens)
     _check_sampling(temperature, seed)
     ends = _ends(eos_token_id, size)
+    warn_of_processors(model, samples=temperature > 0)
     with contextlib.ExitStack() as stack:
         # The drafts' policy is attached, and not `full`: the attached policy must have all hooks that any cache needs.
         if model not in attachments:

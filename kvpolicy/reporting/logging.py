@@ -17,6 +17,7 @@ from typing import Any
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.sources import CacheSource, ShapeSource
 from kvpolicy.spec.errors import KVPolicyWarning
+from kvpolicy.spec.tables import shorten
 
 log: logging.Logger = logging.getLogger("kvpolicy")
 log.addHandler(logging.NullHandler())
@@ -83,4 +84,46 @@ def check_caching(model: Any) -> None:
             "model.generation_config.use_cache = True.",
             KVPolicyWarning,
             stacklevel=4,  # above `attach` and what explains its arguments
+        )
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "bad_words_ids": (),
+    "sequence_bias": (),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+}
+"""Fields of a generation config that change logits in `generate`, with values besides None that change none."""
+
+_NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "top_k": (0,),
+    "top_p": (1,),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+}
+"""Those that do so only where tokens are sampled."""
+
+
+def warn_of_processors(model: Any, samples: bool) -> None:
+    """Warn the caller of `speculate` of the fields of a generation config that it does not apply."""
+    config = getattr(model, "generation_config", None)
+    fields = _NEUTRAL | (_NEUTRAL_SAMPLING if samples else {})
+    given = {name: getattr(config, name, None) for name in fields}
+    ignored = [f"{name}={value}" for name, value in given.items() if value is not None and value not in fields[name]]
+    if ignored:
+        warnings.warn(
+            "Speculation takes tokens from the logits of the full cache as they are, without "
+            f"{shorten(', '.join(ignored))} of the generation config, so its text may differ from that of generate.",
+            KVPolicyWarning,
+            stacklevel=4,  # above `speculate` and what explains its arguments
         )

@@ -163,6 +163,23 @@ def test_a_folder_and_its_chat_template(
     assert generate(words, capsys)[0] == f"{text}\n"
 
 
+def test_a_checkpoint_that_was_saved_without_a_cache_has_one(
+    tmp_path: Path, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training with checkpoints of activations leaves `use_cache: false` behind."""
+    for part in tiny:
+        part.save_pretrained(tmp_path)
+    for name in ("config.json", "generation_config.json"):
+        path = tmp_path / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"use_cache": False}))
+    capsys.readouterr()  # saving may have printed
+    text, _, cache = wanted(tiny, PROMPT, POLICY, 4)
+    words = [PROMPT, "--model", str(tmp_path), "--policy", POLICY, "--new", "4", "--json"]
+    out, err = generate(words, capsys)
+    (run,) = json.loads(out)["runs"]
+    assert (run["text"], run["nbytes"], err) == (text, cache.nbytes, "")
+
+
 def test_interrupted(
     tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

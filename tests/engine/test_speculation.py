@@ -106,6 +106,15 @@ def test_an_end_token_ends_the_text() -> None:
         assert out[0, PROMPT:].tolist() == text[: stop + 1]
 
 
+def test_what_a_generation_config_adds_to_logits_is_warned_of() -> None:
+    model: Any = copy.deepcopy(build("llama", layers=2))
+    model.generation_config.update(repetition_penalty=1.05, top_k=20, top_p=1.0, suppress_tokens=[])
+    for temperature, ignored in ((0.0, "repetition_penalty=1.05 of"), (1.0, "repetition_penalty=1.05, top_k=20 of")):
+        with pytest.warns(kvpolicy.KVPolicyWarning, match=f"without {ignored} the generation config") as caught:
+            kvpolicy.speculate(model, "h2o@0.5", prompt(3, 48), max_new_tokens=2, temperature=temperature)
+        assert [warning.filename for warning in caught] == [__file__]
+
+
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "one row": [{"input_ids": torch.ones(2, 4, dtype=torch.int64)}],
     "one row of at least one token": [{"input_ids": torch.ones(1, 0, dtype=torch.int64)}],
