@@ -6,6 +6,7 @@ Each has a name such as `kvpolicy_sdpa`: the part after `kvpolicy_` is what laye
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,6 +25,9 @@ from kvpolicy.spec.errors import KVPolicyError
 PREFIX = "kvpolicy_"
 REFUSED = ("position_bias", "cache")
 """Arguments of attention functions that change its result in ways the engine does not know."""
+
+attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The attention modules of models with a policy."""
 
 
 def register(stock: str | None, other: str = "sdpa") -> str:
@@ -69,6 +73,8 @@ def attention_forward(
         The output, [B, P, Hq, D], and None; only the stock eager function makes an attention matrix.
     """
     kwargs["dropout"] = dropout  # by its place: libraries that wrap every attention function give it so
+    if policy_cache is None and key.shape[2] != query.shape[2]:
+        _check_attached(stock, module)
     if policy_cache is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
         mask = attention_mask
         run = _stock_attention(stock, module)
@@ -121,6 +127,19 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _check_attached(stock: str, module: nn.Module) -> None:
+    """Refuse a stock cache in a model without a policy: the masks of its earlier tokens are not made."""
+    if torch.compiler.is_compiling() or module in attached:
+        return
+    # Parts that look at pictures have neither.
+    if getattr(module, "is_causal", False) and isinstance(getattr(module, "layer_idx", None), int):
+        raise KVPolicyError(
+            f"The attention implementation {PREFIX + stock!r} must be that of a model with a policy, got it in "
+            f"{type(module).__name__} of a model without one, which was made from the config of the other; try "
+            f"model.set_attn_implementation({stock!r})."
+        )
+
+
 def _stock_mask(stock: str, query: Tensor, key: Tensor, valid: Tensor | None) -> Tensor:
     """The causal mask that the stock function is given without a cache, [B, 1, P, P]."""
     make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
@@ -153,6 +172,7 @@ def policy_mask(
     *,
     q_length: int,
     kv_length: int | Tensor,
+    q_offset: int | Tensor,
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     **kwargs: Any,
@@ -166,15 +186,21 @@ def policy_mask(
         make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
         if not torch.compiler.is_compiling() and are_deferred():
             given = kwargs | {"mask_function": mask_function, "attention_mask": attention_mask}
-            return DeferredMask(make, given | {"q_length": q_length, "kv_length": kv_length})
+            return DeferredMask(make, given | {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset})
         return make(
-            q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
         )
     if attention_mask is None:
         return None
-    if not torch.compiler.is_compiling() and attention_mask.shape[-1] not in (q_length, kv_length):
+    seen = q_offset + q_length  # `kv_length` is the mask's own number of columns in a forward without a cache
+    if not torch.compiler.is_compiling() and attention_mask.shape[-1] not in (q_length, seen):
         raise KVPolicyError(
-            f"The attention mask must have {kv_length} columns for all tokens so far, or {q_length} for the new ones, "
+            f"The attention mask must have {seen} columns for all tokens so far, or {q_length} for the new ones, "
             f"got {attention_mask.shape[-1]}; try the earlier mask with a column for each new token."
         )
     valid = attention_mask[:, -q_length:]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import kvpolicy
 from tests.conformance.models import FAMILIES, UNNAMED, build
@@ -135,6 +135,36 @@ def test_foreign_caches(kind: str) -> None:
         one_sentence(error.value)
         with pytest.raises(ValueError):
             model.generate(ids, past_key_values=cache, max_new_tokens=2)
+
+
+class Duck:
+    """A cache of one's own that transformers would take, for its methods alone."""
+
+    def __init__(self) -> None:
+        self._cache = DynamicCache()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+@pytest.mark.parametrize(
+    ("cache", "name"),
+    [
+        (Duck(), "Duck"),
+        ((), "tuple"),
+        (((torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8)),), "tuple"),
+        (EncoderDecoderCache(DynamicCache(), DynamicCache()), "EncoderDecoderCache"),
+    ],
+    ids=["duck", "empty", "tuples", "both"],
+)
+def test_what_is_no_ordinary_cache(cache: Any, name: str) -> None:
+    """Layers would attend to the first token alone, if a cache took its place beside the policy."""
+    model = build("llama")
+    ids, _ = make_batch([10], [10])
+    with kvpolicy.attach(model, "window@0.5"), torch.no_grad():
+        with pytest.raises(kvpolicy.KVPolicyError, match=f"got the {name};") as error:
+            model(ids, past_key_values=cache)
+        one_sentence(error.value)
 
 
 def test_an_empty_stock_cache_is_replaced() -> None:
