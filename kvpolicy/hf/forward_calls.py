@@ -181,10 +181,20 @@ def check_conversation(seen: int, columns: int) -> None:
         )
 
 
+def check_ends(model_kwargs: dict[str, Any]) -> None:
+    """Raise KVPolicyError if `generate` is given rows that end with padding, whose queries have no output."""
+    mask = model_kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1:].all()):
+        raise KVPolicyError(
+            "Every row must end with a token for generate, which continues its last column, got padding in "
+            f"{int((mask[:, -1] == 0).sum())} of {len(mask)} row(s); try tokenizer.padding_side = 'left'."
+        )
+
+
 def row_lengths(model_kwargs: dict[str, Any], columns: int) -> Tensor | int | None:
     """Tokens of each row's prompt; `generate` drops a mask without padding."""
     mask = model_kwargs.get("attention_mask")
-    return (columns or None) if mask is None else mask.sum(-1).cpu()
+    return (columns or None) if mask is None else mask.bool().sum(-1).cpu()
 
 
 def is_compiled(module: nn.Module) -> bool:
