@@ -88,10 +88,7 @@ def attention_forward(
                 f"{type(module).__name__}; try another model, or detach."
             )
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise KVPolicyError(
-            f"The attention mask must be 2-D under a policy, got {attention_mask.dim()} dimensions, ready-made or of "
-            "tokens that see ahead (pictures); try text alone, without token_type_ids, and the 2-D mask of padding."
-        )
+        raise no_padding(attention_mask.dim())
     sinks: Tensor | None = kwargs.get("s_aux")
     if sinks is not None and len(sinks) != query.shape[1]:
         raise KVPolicyError(
@@ -125,6 +122,14 @@ def attention_forward(
         with outside_autocast(query.device):
             out = policy_cache.attend(layer_idx, query, key, value, attention_mask, transform, policy_call)
     return out.transpose(1, 2).contiguous(), None
+
+
+def no_padding(dimensions: int) -> KVPolicyError:
+    """The error for a mask of a layer with slots that does more than hide padding."""
+    return KVPolicyError(
+        f"The attention mask must be 2-D under a policy, got {dimensions} dimensions, ready-made or of tokens that see "
+        "ahead (pictures); try text alone, without token_type_ids, and the 2-D mask of padding."
+    )
 
 
 def _check_attached(stock: str, module: nn.Module) -> None:
@@ -184,7 +189,8 @@ def policy_mask(
     """
     if mask_function is not causal_mask_function:
         make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
-        if not torch.compiler.is_compiling() and are_deferred():
+        sees_ahead = "allow_is_bidirectional_skip" in kwargs  # in a part that looks at pictures, and takes no tiles
+        if not torch.compiler.is_compiling() and are_deferred() and not sees_ahead:
             given = kwargs | {"mask_function": mask_function, "attention_mask": attention_mask}
             return DeferredMask(make, given | {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset})
         return make(

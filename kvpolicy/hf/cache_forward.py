@@ -117,7 +117,9 @@ class CacheForward(Cache):
         # the guard is about to refuse this one, and an error about positions would mislead.
         if not one_token and not self.guard.running and self.policy.undoes_rotation:
             known = self._known_offset()
-            offset = rope_offset(position_ids, valid, first.get_seq_length(), seen, new, known)
+            offset = rope_offset(
+                position_ids, valid, first.get_seq_length(), seen, new, known, self.policy.undoes_rotation
+            )
         starts = not one_token and bool((seen == 0).any())
         holds = self._holds_chunk(first, seen, new, valid, one_token=one_token)
         # Of a held chunk too, since another row may begin in a later one; rows that have begun are not replayed.

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.rotary import INSTEAD, Rope
 from kvpolicy.hf.discovery import Site
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -20,13 +20,6 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 _STEADY = threading.Lock()
 """Held while rotary embeddings keep their angles, which threads that run one model share."""
-
-_INSTEAD = {
-    "codec": "a codec that stores rotated keys, such as tokenwise.",
-    "reader": "a reader that reads keys as they are stored, such as quest.",
-    "selector": "another selector.",
-}
-"""Alternatives that do not undo the rotation, by the part that does."""
 
 
 def trained_positions(config: Any) -> int | None:
@@ -167,7 +160,7 @@ def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
         raise KVPolicyError(
             f"The rotary embedding of layer {site.layer_idx} must be undone for this {part}, got "
             f"{type(tables).__name__} of type {kind}, which cannot be undone; try "
-            + _INSTEAD.get(part, "another policy.")
+            + INSTEAD.get(part, "another policy.")
         )
     return Rope(tables, _of_pairs(apply), layer_type)
 
