@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvpolicy.engine.attention import ScoreTransform, attend
 from kvpolicy.engine.host import outside_autocast
 from kvpolicy.hf.deferred_masks import DeferredMask, are_deferred
+from kvpolicy.hf.discovery import home
 from kvpolicy.spec.errors import KVPolicyError
 
 PREFIX = "kvpolicy_"
@@ -167,7 +168,7 @@ def _pairs(queries: int, heads: int) -> bool:
 
 
 def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tensor, None]]:
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager = getattr(sys.modules[home(module).__module__], "eager_attention_forward", None)
     stock = "sdpa" if eager is None else stock  # Falcon's eager attention is no function
     return ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)  # pyright: ignore[reportArgumentType, reportReturnType]
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from kvpolicy.engine.rotary import INSTEAD, Rope
-from kvpolicy.hf.discovery import Site
+from kvpolicy.hf.discovery import Site, home
 from kvpolicy.spec.errors import KVPolicyError
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -143,10 +143,11 @@ def _embeddings(decoder: nn.Module) -> Iterator[nn.Module]:
 
 
 def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
-    rotates = _ROTATES.get(type(site.attention).__name__, lambda attention: getattr(attention, "use_rope", True))
+    kind_of_attention = home(site.attention)
+    rotates = _ROTATES.get(kind_of_attention.__name__, lambda attention: getattr(attention, "use_rope", True))
     if tables is None or not rotates(site.attention):
         return Rope(None, None, None)
-    apply = getattr(sys.modules[type(site.attention).__module__], "apply_rotary_pos_emb", None)
+    apply = getattr(sys.modules[kind_of_attention.__module__], "apply_rotary_pos_emb", None)
     kind: Any = getattr(tables, "rope_type", "default")
     layer_type: str | None = None
     if "layer_type" in inspect.signature(tables.forward).parameters:
