@@ -94,6 +94,12 @@ class CacheForward(Cache):
         self._awaits = prompt is not None
         self._prompt: list[int] | int | None = None if prompt is None else prompt.tolist()
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that a layer has seen, with its earlier tiles: a layer may count positions from it (Llama 4)."""
+        seen = super().get_seq_length(layer_idx)
+        tile = self.tile if isinstance(self.layers[layer_idx], PolicyLayer) else None
+        return seen if tile is None else seen + tile.start
+
     def _make_room(self, layer: PolicyLayer, new: int | None = None) -> None:
         """Add slots to a layer, if it needs them: for the next step, or for `new` tokens."""
         with outside_autocast(layer.store.tensors.length.device):

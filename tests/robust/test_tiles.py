@@ -304,6 +304,42 @@ def test_a_wrapped_layer_is_given_its_arguments_as_before() -> None:
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
 
 
+def test_a_layer_may_count_positions_from_the_cache() -> None:
+    """Llama 4 scales queries of layers without a rotary embedding by it."""
+    config: Any = transformers.Llama4TextConfig(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=48,
+        intermediate_size_mlp=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+        attention_chunk_size=8,
+        no_rope_layers=[1, 0, 1],
+        moe_layers=[],
+        num_local_experts=2,
+        floor_scale=4,
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.Llama4ForCausalLM(config).eval()
+    ids, mask = make_batch([PROMPT, 27], [PROMPT])
+
+    def steps() -> list[Tensor]:
+        cache = PolicyCache(model)
+        found = [model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache).logits]
+        return [*found, model(ids[:, 20:], attention_mask=mask, past_key_values=cache).logits]
+
+    with torch.no_grad():
+        stock = model(ids, attention_mask=mask).logits
+    whole, tiled = (torch.cat(each, 1) for each in whole_and_tiled(model, "full", 7, steps))
+    seen = mask.bool()
+    torch.testing.assert_close(whole[seen], stock[seen], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(tiled[seen], stock[seen], atol=1e-5, rtol=1e-5)
+
+
 def idefics3() -> Any:
     """A model whose part that looks at pictures makes a mask of its own."""
     sizes: dict[str, Any] = {
