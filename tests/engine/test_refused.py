@@ -46,6 +46,15 @@ def test_it_says_why(name: str, word: str) -> None:
         kvpolicy.attach(REFUSED[name](), "window@0.5")
 
 
+def test_layers_that_read_the_keys_of_earlier_ones() -> None:
+    config = copy.deepcopy(build("gemma4").config)
+    config.num_kv_shared_layers = 2
+    for call, given in ((kvpolicy.attach, type(build("gemma4"))(config)), (kvpolicy.plan, config)):
+        with pytest.raises(kvpolicy.KVPolicyError, match=r"of its own, got layer 4 of gemma4_text") as error:
+            call(given, "window@0.5")
+        one_sentence(error.value)
+
+
 def test_a_plan_refuses_what_cannot_be_built_small() -> None:
     from transformers import GPT2Config, GPTNeoConfig, XGLMConfig
 
