@@ -20,6 +20,13 @@ from kvpolicy.spec.errors import KVPolicyError
 _TILE = 512
 """Tokens whose rotation is undone at a time, where it is that of all."""
 
+INSTEAD = {
+    "codec": "a codec that stores rotated keys, such as tokenwise.",
+    "reader": "a reader that reads keys as they are stored, such as quest.",
+    "selector": "another selector.",
+}
+"""Alternatives that do not undo the rotation, by the part that does."""
+
 
 class Rope:
     """The rotary embedding of one layer; the identity for a layer without one."""
@@ -227,7 +234,13 @@ class SlotRotary:
 
 
 def rope_offset(
-    position_ids: Tensor | None, valid: Tensor | None, columns: int, seen: Tensor, new: int, known: Tensor | None
+    position_ids: Tensor | None,
+    valid: Tensor | None,
+    columns: int,
+    seen: Tensor,
+    new: int,
+    known: Tensor | None,
+    part: str = "codec",
 ) -> Tensor:
     """Offset of the model's rotary positions from the rows' positions, which do not count padding, [B] int64.
 
@@ -238,15 +251,15 @@ def rope_offset(
         seen: Tokens that each row has seen before, [B] int64.
         new: P.
         known: Offset of those tokens, [B], or None.
+        part: The `codec`, `reader` or `selector` that undoes the rotation.
 
     Raises:
         KVPolicyError: If the offset differs within a row, or the positions have several parts.
     """
     if position_ids is not None and position_ids.dim() != 2:
         raise KVPolicyError(
-            "Positions must be one number per token for a codec that undoes their rotation, got position_ids "
-            f"{list(position_ids.shape)} of several parts (M-RoPE); try a codec that stores keys as attention sees "
-            "them, such as tokenwise."
+            f"Positions must be one number per token for a {part} that undoes their rotation, got position_ids "
+            f"{list(position_ids.shape)} of several parts (M-RoPE); try {INSTEAD[part]}"
         )
     at = torch.arange(new, device=seen.device) + columns if position_ids is None else position_ids
     counted = torch.arange(new, device=seen.device) if valid is None else (valid.long().cumsum(-1) - 1).clamp_min(0)

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from transformers.cache_utils import Cache
 
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf import falcon
@@ -30,7 +29,7 @@ from kvpolicy.hf.attachment import (
     check_projections,
     check_replayed_ids,
 )
-from kvpolicy.hf.attention_interface import PREFIX
+from kvpolicy.hf.attention_interface import PREFIX, attached
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.config_swap import configs_of, swap_implementation
 from kvpolicy.hf.deferred_masks import defer_masks
@@ -188,6 +187,8 @@ class Handle:
         self._names = list(inspect.signature(sites.decoder.forward).parameters)
         for site in sites.layers:
             self._undo.append(site.attention.register_forward_pre_hook(bind_cache, with_kwargs=True).remove)
+            attached.add(site.attention)
+            self._undo.append(partial(attached.discard, site.attention))
             if is_falcon(site.attention):
                 self._undo.append(falcon.replace_forward(site.attention))
             if site.layer_idx not in self._attachment.model_shape.evictable:  # has no budget and no codec
@@ -246,7 +247,7 @@ class Handle:
             return args, kwargs
         if cache is None and caches(module, kwargs):
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
-        elif isinstance(cache, Cache) and not isinstance(cache, PolicyCache):
+        elif cache is not None and not isinstance(cache, PolicyCache):
             check_stock(cache)
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):

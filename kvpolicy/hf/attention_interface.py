@@ -6,6 +6,7 @@ Each has a name such as `kvpolicy_sdpa`: the part after `kvpolicy_` is what laye
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,11 +20,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvpolicy.engine.attention import ScoreTransform, attend
 from kvpolicy.engine.host import outside_autocast
 from kvpolicy.hf.deferred_masks import DeferredMask, are_deferred
+from kvpolicy.hf.discovery import home
 from kvpolicy.spec.errors import KVPolicyError
 
 PREFIX = "kvpolicy_"
 REFUSED = ("position_bias", "cache")
 """Arguments of attention functions that change its result in ways the engine does not know."""
+
+attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The attention modules of models with a policy."""
 
 
 def register(stock: str | None, other: str = "sdpa") -> str:
@@ -69,6 +74,8 @@ def attention_forward(
         The output, [B, P, Hq, D], and None; only the stock eager function makes an attention matrix.
     """
     kwargs["dropout"] = dropout  # by its place: libraries that wrap every attention function give it so
+    if policy_cache is None and key.shape[2] != query.shape[2]:
+        _check_attached(stock, module)
     if policy_cache is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
         mask = attention_mask
         run = _stock_attention(stock, module)
@@ -82,10 +89,7 @@ def attention_forward(
                 f"{type(module).__name__}; try another model, or detach."
             )
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise KVPolicyError(
-            f"The attention mask must be 2-D under a policy, got {attention_mask.dim()} dimensions, ready-made or of "
-            "tokens that see ahead (pictures); try text alone, without token_type_ids, and the 2-D mask of padding."
-        )
+        raise no_padding(attention_mask.dim())
     sinks: Tensor | None = kwargs.get("s_aux")
     if sinks is not None and len(sinks) != query.shape[1]:
         raise KVPolicyError(
@@ -121,6 +125,27 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def no_padding(dimensions: int) -> KVPolicyError:
+    """The error for a mask of a layer with slots that does more than hide padding."""
+    return KVPolicyError(
+        f"The attention mask must be 2-D under a policy, got {dimensions} dimensions, ready-made or of tokens that see "
+        "ahead (pictures); try text alone, without token_type_ids, and the 2-D mask of padding."
+    )
+
+
+def _check_attached(stock: str, module: nn.Module) -> None:
+    """Refuse a stock cache in a model without a policy: the masks of its earlier tokens are not made."""
+    if torch.compiler.is_compiling() or module in attached:
+        return
+    # Parts that look at pictures have neither.
+    if getattr(module, "is_causal", False) and isinstance(getattr(module, "layer_idx", None), int):
+        raise KVPolicyError(
+            f"The attention implementation {PREFIX + stock!r} must be that of a model with a policy, got it in "
+            f"{type(module).__name__} of a model without one, which was made from the config of the other; try "
+            f"model.set_attn_implementation({stock!r})."
+        )
+
+
 def _stock_mask(stock: str, query: Tensor, key: Tensor, valid: Tensor | None) -> Tensor:
     """The causal mask that the stock function is given without a cache, [B, 1, P, P]."""
     make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
@@ -143,7 +168,7 @@ def _pairs(queries: int, heads: int) -> bool:
 
 
 def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tensor, None]]:
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager = getattr(sys.modules[home(module).__module__], "eager_attention_forward", None)
     stock = "sdpa" if eager is None else stock  # Falcon's eager attention is no function
     return ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)  # pyright: ignore[reportArgumentType, reportReturnType]
 
@@ -153,6 +178,7 @@ def policy_mask(
     *,
     q_length: int,
     kv_length: int | Tensor,
+    q_offset: int | Tensor,
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     **kwargs: Any,
@@ -164,17 +190,24 @@ def policy_mask(
     """
     if mask_function is not causal_mask_function:
         make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
-        if not torch.compiler.is_compiling() and are_deferred():
+        sees_ahead = "allow_is_bidirectional_skip" in kwargs  # in a part that looks at pictures, and takes no tiles
+        if not torch.compiler.is_compiling() and are_deferred() and not sees_ahead:
             given = kwargs | {"mask_function": mask_function, "attention_mask": attention_mask}
-            return DeferredMask(make, given | {"q_length": q_length, "kv_length": kv_length})
+            return DeferredMask(make, given | {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset})
         return make(
-            q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
         )
     if attention_mask is None:
         return None
-    if not torch.compiler.is_compiling() and attention_mask.shape[-1] not in (q_length, kv_length):
+    seen = q_offset + q_length  # `kv_length` is the mask's own number of columns in a forward without a cache
+    if not torch.compiler.is_compiling() and attention_mask.shape[-1] not in (q_length, seen):
         raise KVPolicyError(
-            f"The attention mask must have {kv_length} columns for all tokens so far, or {q_length} for the new ones, "
+            f"The attention mask must have {seen} columns for all tokens so far, or {q_length} for the new ones, "
             f"got {attention_mask.shape[-1]}; try the earlier mask with a column for each new token."
         )
     valid = attention_mask[:, -q_length:]

@@ -94,6 +94,12 @@ class CacheForward(Cache):
         self._awaits = prompt is not None
         self._prompt: list[int] | int | None = None if prompt is None else prompt.tolist()
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that a layer has seen, with its earlier tiles: a layer may count positions from it (Llama 4)."""
+        seen = super().get_seq_length(layer_idx)
+        tile = self.tile if isinstance(self.layers[layer_idx], PolicyLayer) else None
+        return seen if tile is None else seen + tile.start
+
     def _make_room(self, layer: PolicyLayer, new: int | None = None) -> None:
         """Add slots to a layer, if it needs them: for the next step, or for `new` tokens."""
         with outside_autocast(layer.store.tensors.length.device):
@@ -117,7 +123,9 @@ class CacheForward(Cache):
         # the guard is about to refuse this one, and an error about positions would mislead.
         if not one_token and not self.guard.running and self.policy.undoes_rotation:
             known = self._known_offset()
-            offset = rope_offset(position_ids, valid, first.get_seq_length(), seen, new, known)
+            offset = rope_offset(
+                position_ids, valid, first.get_seq_length(), seen, new, known, self.policy.undoes_rotation
+            )
         starts = not one_token and bool((seen == 0).any())
         holds = self._holds_chunk(first, seen, new, valid, one_token=one_token)
         # Of a held chunk too, since another row may begin in a later one; rows that have begun are not replayed.

@@ -57,7 +57,7 @@ def find_sites(model: nn.Module) -> Sites:
         if not depth:
             continue
         if not is_falcon(module):
-            check_attention_class(name, type(module))
+            check_attention_class(name, home(module))
         decoders.add(".".join(path[: depth - 1]))
         found.append(Site(int(module.layer_idx), model.get_submodule(".".join(path[: depth + 1])), module))  # pyright: ignore[reportArgumentType]
     if not found or len(decoders) != 1:
@@ -128,6 +128,11 @@ def check_attention_class(name: str, kind: type) -> None:
             f"Attention must use the attention interface of transformers to be replaced, got {name} "
             f"({kind.__name__}), which does not; try a newer transformers."
         )
+
+
+def home(module: nn.Module) -> type[nn.Module]:
+    """The class that defines the forward of a module, which a subclass of it may inherit."""
+    return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
 
 
 def is_falcon(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cropping import policy_obstacle
@@ -99,10 +99,11 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
 
 
-def check_stock(cache: Cache) -> None:
+def check_stock(cache: Any) -> None:
     """Raise KVPolicyError unless a stock cache can be replaced: it must be the ordinary one, empty and new."""
-    if type(cache) is not DynamicCache or cache.offloading:
-        kind = ("offloaded " if cache.offloading else "") + type(cache).__name__
+    is_offloading = getattr(cache, "offloading", False)
+    if type(cache) is not DynamicCache or is_offloading:
+        kind = ("offloaded " if is_offloading else "") + type(cache).__name__
         raise KVPolicyError(
             f"The cache must be a kvpolicy.PolicyCache or an ordinary DynamicCache under a policy, got the {kind}; try "
             "to leave past_key_values and cache_implementation out."
@@ -180,10 +181,20 @@ def check_conversation(seen: int, columns: int) -> None:
         )
 
 
+def check_ends(model_kwargs: dict[str, Any]) -> None:
+    """Raise KVPolicyError if `generate` is given rows that end with padding, whose queries have no output."""
+    mask = model_kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1:].all()):
+        raise KVPolicyError(
+            "Every row must end with a token for generate, which continues its last column, got padding in "
+            f"{int((mask[:, -1] == 0).sum())} of {len(mask)} row(s); try tokenizer.padding_side = 'left'."
+        )
+
+
 def row_lengths(model_kwargs: dict[str, Any], columns: int) -> Tensor | int | None:
     """Tokens of each row's prompt; `generate` drops a mask without padding."""
     mask = model_kwargs.get("attention_mask")
-    return (columns or None) if mask is None else mask.sum(-1).cpu()
+    return (columns or None) if mask is None else mask.bool().sum(-1).cpu()
 
 
 def is_compiled(module: nn.Module) -> bool:

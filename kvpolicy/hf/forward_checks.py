@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from kvpolicy.engine.decode import assert_async
-from kvpolicy.hf.attention_interface import PREFIX
+from kvpolicy.hf.attention_interface import PREFIX, no_padding
+from kvpolicy.hf.deferred_masks import DeferredMask
 from kvpolicy.hf.mask_digest import mask_digest
 from kvpolicy.hf.replay import TABLES
 from kvpolicy.spec.errors import KVPolicyError
@@ -115,6 +116,8 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
 
 
 def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
+    if isinstance(mask, DeferredMask):
+        raise no_padding(4)
     if not isinstance(mask, Tensor):
         raise KVPolicyError(
             f"The attention mask must be a 2-D tensor, got {type(mask).__name__}; try a tensor with 1 for a token and "

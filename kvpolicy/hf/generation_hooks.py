@@ -11,7 +11,14 @@ from transformers.cache_utils import Cache
 
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.hf.forward_calls import check_asked, check_conversation, check_stock, prompt_columns, row_lengths
+from kvpolicy.hf.forward_calls import (
+    check_asked,
+    check_conversation,
+    check_ends,
+    check_stock,
+    prompt_columns,
+    row_lengths,
+)
 from kvpolicy.spec.errors import KVPolicyError
 
 _CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
@@ -48,6 +55,8 @@ def offer_cache(model: nn.Module, note: Callable[[PolicyCache], None]) -> list[C
         new = max(length + 1 - columns, 0) if columns else None
         policy = given.policy if isinstance(given, PolicyCache) else attachment_of(model).policy
         check_asked(policy, generation_config, mode)
+        if not getattr(generation_config, "is_assistant", False):  # whose mask hides drafts that are padding tokens
+            check_ends(model_kwargs)
         if isinstance(given, PolicyCache):
             check_conversation(given.get_seq_length(), columns)
             given.expect(row_lengths(model_kwargs, columns), new or 0)

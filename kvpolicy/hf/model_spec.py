@@ -294,6 +294,11 @@ def _sort_layers(text: Any) -> tuple[list[int], dict[int, int]]:
             evictable.append(index)
         elif isinstance(layer, DynamicSlidingWindowLayer):
             windows[index] = int(layer.sliding_window)
+        elif type(layer).__name__ == "DummyLayer":
+            raise KVPolicyError(
+                f"Every layer must have keys and values of its own, got layer {index} of {text.model_type}, which "
+                "reads those of an earlier one; try a model with num_kv_shared_layers of 0 in its config."
+            )
         else:
             raise KVPolicyError(
                 f"Every layer must have full or sliding-window attention, got {type(layer).__name__} as the cache of "

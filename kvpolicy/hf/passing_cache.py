@@ -40,6 +40,10 @@ class PassingCache(Cache):
         """Whether a layer is under the policy."""
         return isinstance(self.held[layer_idx], PolicyLayer)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that a layer has seen, with its earlier tiles."""
+        return super().get_seq_length(layer_idx) + (0 if self.tile is None else self.tile.start)
+
     @abstractmethod
     def attend(
         self,

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from kvpolicy.engine.rotary import Rope
-from kvpolicy.hf.discovery import Site
+from kvpolicy.engine.rotary import INSTEAD, Rope
+from kvpolicy.hf.discovery import Site, home
 from kvpolicy.spec.errors import KVPolicyError
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -20,13 +20,6 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 _STEADY = threading.Lock()
 """Held while rotary embeddings keep their angles, which threads that run one model share."""
-
-_INSTEAD = {
-    "codec": "a codec that stores rotated keys, such as tokenwise.",
-    "reader": "a reader that reads keys as they are stored, such as quest.",
-    "selector": "another selector.",
-}
-"""Alternatives that do not undo the rotation, by the part that does."""
 
 
 def trained_positions(config: Any) -> int | None:
@@ -150,10 +143,11 @@ def _embeddings(decoder: nn.Module) -> Iterator[nn.Module]:
 
 
 def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
-    rotates = _ROTATES.get(type(site.attention).__name__, lambda attention: getattr(attention, "use_rope", True))
+    kind_of_attention = home(site.attention)
+    rotates = _ROTATES.get(kind_of_attention.__name__, lambda attention: getattr(attention, "use_rope", True))
     if tables is None or not rotates(site.attention):
         return Rope(None, None, None)
-    apply = getattr(sys.modules[type(site.attention).__module__], "apply_rotary_pos_emb", None)
+    apply = getattr(sys.modules[kind_of_attention.__module__], "apply_rotary_pos_emb", None)
     kind: Any = getattr(tables, "rope_type", "default")
     layer_type: str | None = None
     if "layer_type" in inspect.signature(tables.forward).parameters:
@@ -167,7 +161,7 @@ def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
         raise KVPolicyError(
             f"The rotary embedding of layer {site.layer_idx} must be undone for this {part}, got "
             f"{type(tables).__name__} of type {kind}, which cannot be undone; try "
-            + _INSTEAD.get(part, "another policy.")
+            + INSTEAD.get(part, "another policy.")
         )
     return Rope(tables, _of_pairs(apply), layer_type)
 

@@ -271,3 +271,22 @@ def test_report_tells_budgets_and_bytes() -> None:
     assert lines[0][0].startswith("window@0.5: ") and cells[1][:4] == ["layer", "budget", "kept", "seen"]
     assert cells[2][:2] == ["0, 2, 4", "unmanaged"] and cells[3][:4] == ["1, 3, 5", "6 to 10", "6 to 10", "13 to 20"]
     assert report.as_dict()["layers"][1]["kept"] == (10, 6)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming+rotate@0.5"])
+@pytest.mark.parametrize("family", ["llama", "afmoe"])
+def test_a_subclass_that_inherits_the_attention_of_transformers(family: str, policy: str) -> None:
+    """What its class is known for is that of the class which defines its forward."""
+    model: Any = copy.deepcopy(build(family))
+    with kvpolicy.attach(model, policy):
+        expected = logits(model)
+    for layer in model.model.layers:
+        kind = type(layer.self_attn)
+        layer.self_attn.__class__ = type("OwnAttention", (kind,), {"__module__": __name__})
+    with kvpolicy.attach(model, policy):
+        assert torch.equal(logits(model), expected)
+    last = model.model.layers[-1].self_attn
+    own = {"__module__": __name__, "forward": lambda self: None}
+    last.__class__ = type("OwnAttention", (type(last),), own)
+    with pytest.raises(kvpolicy.KVPolicyError, match="must use the attention interface"):
+        kvpolicy.attach(model, policy)

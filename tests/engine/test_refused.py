@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import kvpolicy
 from tests.conformance.models import FAMILIES, UNNAMED, build
@@ -44,6 +44,15 @@ def test_models(name: str) -> None:
 def test_it_says_why(name: str, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         kvpolicy.attach(REFUSED[name](), "window@0.5")
+
+
+def test_layers_that_read_the_keys_of_earlier_ones() -> None:
+    config = copy.deepcopy(build("gemma4").config)
+    config.num_kv_shared_layers = 2
+    for call, given in ((kvpolicy.attach, type(build("gemma4"))(config)), (kvpolicy.plan, config)):
+        with pytest.raises(kvpolicy.KVPolicyError, match=r"of its own, got layer 4 of gemma4_text") as error:
+            call(given, "window@0.5")
+        one_sentence(error.value)
 
 
 def test_a_plan_refuses_what_cannot_be_built_small() -> None:
@@ -137,6 +146,36 @@ def test_foreign_caches(kind: str) -> None:
             model.generate(ids, past_key_values=cache, max_new_tokens=2)
 
 
+class Duck:
+    """A cache of one's own that transformers would take, for its methods alone."""
+
+    def __init__(self) -> None:
+        self._cache = DynamicCache()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+@pytest.mark.parametrize(
+    ("cache", "name"),
+    [
+        (Duck(), "Duck"),
+        ((), "tuple"),
+        (((torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8)),), "tuple"),
+        (EncoderDecoderCache(DynamicCache(), DynamicCache()), "EncoderDecoderCache"),
+    ],
+    ids=["duck", "empty", "tuples", "both"],
+)
+def test_what_is_no_ordinary_cache(cache: Any, name: str) -> None:
+    """Layers would attend to the first token alone, if a cache took its place beside the policy."""
+    model = build("llama")
+    ids, _ = make_batch([10], [10])
+    with kvpolicy.attach(model, "window@0.5"), torch.no_grad():
+        with pytest.raises(kvpolicy.KVPolicyError, match=f"got the {name};") as error:
+            model(ids, past_key_values=cache)
+        one_sentence(error.value)
+
+
 def test_an_empty_stock_cache_is_replaced() -> None:
     """Code that makes a DynamicCache before each call goes on working."""
     model = build("llama")
@@ -179,11 +218,12 @@ def test_a_stock_cache_of_a_refused_call_is_as_new() -> None:
         assert model(ids, past_key_values=cache).past_key_values is handle.cache
 
 
-def test_pictures_whose_tokens_see_ahead() -> None:
+@pytest.mark.parametrize("tile", [None, 4])
+def test_pictures_whose_tokens_see_ahead(tile: int | None) -> None:
     """The mask of such a model is no causal one, and says so where it would be used."""
     model = build("gemma3_pictures")
     ids, _ = make_batch([10], [10])
-    with kvpolicy.attach(model, "window@0.5"), torch.no_grad():
+    with kvpolicy.attach(model, "window@0.5", tile=tile), torch.no_grad():
         with pytest.raises(ValueError, match="token_type_ids") as error:
             model(ids, token_type_ids=torch.zeros_like(ids), use_cache=True)
         one_sentence(error.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -59,6 +60,30 @@ def test_two_models_of_one_config(policy: str) -> None:
         with kvpolicy.attach(models[1], "window@3"):
             assert torch.equal(answer(models[0]), one)
     assert all(torch.equal(answer(model), right) for model, right in zip(models, stock, strict=True))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("how", ["shared", "copied"])
+def test_a_model_made_from_the_config_of_an_attached_one(how: str, implementation: str) -> None:
+    """Nothing tells its attention which earlier tokens are padding, so that it is refused, also after detaching."""
+    model = own()
+    model.set_attn_implementation(implementation)
+    handle = kvpolicy.attach(model, "window@0.5")
+    other: Any = type(model)(model.config if how == "shared" else copy.deepcopy(model.config)).eval()
+    for _ in range(2):
+        with refused(f"set_attn_implementation.'{implementation}'"):
+            answer(other)
+        with torch.no_grad():
+            cache = other(prompt(), use_cache=True).past_key_values
+            for new in (1, 3):
+                with refused("of a model without one"):
+                    other(prompt(new), past_key_values=cache)
+        handle.detach()
+    other.set_attn_implementation(implementation)
+    stock: Any = type(model)(copy.deepcopy(own().config)).eval()
+    stock.set_attn_implementation(implementation)
+    stock.load_state_dict(other.state_dict())
+    assert torch.equal(answer(other), answer(stock))
 
 
 @SOME

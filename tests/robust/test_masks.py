@@ -15,7 +15,7 @@ from kvpolicy.registry import lookup
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import CODECS, words
-from tests.robust.hostile import FEW, SOME, each, exact, prompt, refused, roomy
+from tests.robust.hostile import FEW, GREEDY, SOME, each, exact, prompt, refused, roomy
 
 SIZES = [26, 1, 1, 6, 1]
 
@@ -68,6 +68,40 @@ def test_impossible_masks(policy: str, kind: str) -> None:
             model(prompt().expand(2, -1), attention_mask=mask, use_cache=True)
         with refused(match):
             model(prompt().expand(2, -1), attention_mask=mask, past_key_values=PolicyCache(model))
+
+
+@each("columns", [31, 20], often=FEW)
+def test_a_mask_of_other_columns_without_a_cache(policy: str, columns: int) -> None:
+    """Its last columns are not those of the tokens."""
+    mask = torch.ones(1, columns, dtype=torch.int64)
+    mask[:, 26:] = 0
+    with kvpolicy.attach(build("llama"), policy), torch.no_grad(), refused("must have 26 columns"):
+        build("llama")(prompt(), attention_mask=mask, use_cache=False)
+
+
+@each("kind", ["float", "fp16", "bool", "twos"], often=FEW)
+def test_generate_counts_tokens_in_any_mask(policy: str, kind: str) -> None:
+    """A token is what is not 0: the budget of a row is that of as many tokens as it has."""
+    ids, mask = make_batch([24, 15], [24])
+    other = {"float": mask.float(), "fp16": mask.half(), "bool": mask.bool(), "twos": mask * 2}[kind]
+    budgets: list[list[int]] = []
+    for one in (mask, other):
+        with kvpolicy.attach(build("llama"), policy) as handle:
+            build("llama").generate(ids, attention_mask=one, **GREEDY)
+        assert handle.cache is not None and handle.cache.prompt is not None
+        assert handle.cache.prompt.tolist() == [24, 15]
+        budgets.append(handle.cache.policy_layers[0].budget.tolist())
+    assert budgets[0] == budgets[1]
+
+
+@each("cached", [True, False], often=FEW)
+def test_generate_needs_a_token_at_the_end_of_a_row(policy: str, cached: bool) -> None:
+    """The first token would be predicted from padding, which attends to nothing."""
+    ids, mask = make_batch([24, 15], [24])
+    with kvpolicy.attach(build("llama"), policy):
+        with refused("1 of 2 row"):
+            build("llama").generate(ids.flip(1), attention_mask=mask.flip(1), use_cache=cached, **GREEDY)
+        build("llama").generate(ids, attention_mask=mask, use_cache=cached, **GREEDY)
 
 
 @each("new", [1, 6], often=FEW)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -301,6 +302,79 @@ def test_a_wrapped_layer_is_given_its_arguments_as_before() -> None:
     layer.forward = lambda x, *args, **kwargs: inner(x, *args, **kwargs) * 1.5
     found = whole_and_tiled(model, "h2o@0.5", 16, lambda: model(prompt()).logits)
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_may_count_positions_from_the_cache() -> None:
+    """Llama 4 scales queries of layers without a rotary embedding by it."""
+    config: Any = transformers.Llama4TextConfig(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=48,
+        intermediate_size_mlp=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+        attention_chunk_size=8,
+        no_rope_layers=[1, 0, 1],
+        moe_layers=[],
+        num_local_experts=2,
+        floor_scale=4,
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.Llama4ForCausalLM(config).eval()
+    ids, mask = make_batch([PROMPT, 27], [PROMPT])
+
+    def steps() -> list[Tensor]:
+        cache = PolicyCache(model)
+        found = [model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache).logits]
+        return [*found, model(ids[:, 20:], attention_mask=mask, past_key_values=cache).logits]
+
+    with torch.no_grad():
+        stock = model(ids, attention_mask=mask).logits
+    whole, tiled = (torch.cat(each, 1) for each in whole_and_tiled(model, "full", 7, steps))
+    seen = mask.bool()
+    torch.testing.assert_close(whole[seen], stock[seen], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(tiled[seen], stock[seen], atol=1e-5, rtol=1e-5)
+
+
+def idefics3() -> Any:
+    """A model whose part that looks at pictures makes a mask of its own."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config: Any = transformers.Idefics3Config(
+        text_config=sizes | {"model_type": "llama", "vocab_size": 48, "num_key_value_heads": 2, "pad_token_id": 0},
+        vision_config=sizes | {"image_size": 28, "patch_size": 14},
+        scale_factor=2,
+        image_token_id=47,
+    )
+    torch.manual_seed(0)
+    return transformers.Idefics3ForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o@0.5"])
+def test_pictures_are_looked_at_in_one_piece(policy: str) -> None:
+    model = idefics3()
+    ids = torch.cat([prompt()[:, :3] % 47, torch.tensor([[47]]), prompt() % 47], 1)
+    pixels = torch.randn(1, 1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+
+    def steps() -> list[Tensor]:
+        out = model(input_ids=ids, pixel_values=pixels)
+        return [out.logits, model(input_ids=ids[:, :1], past_key_values=out.past_key_values).logits]
+
+    with torch.no_grad():
+        stock = steps()
+    found = whole_and_tiled(model, policy, 16, steps)
+    for whole, tiled, expected in zip(*found, stock, strict=True):
+        torch.testing.assert_close(tiled, whole, atol=1e-5, rtol=1e-5)
+        if policy == "full":
+            torch.testing.assert_close(tiled, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(1, 10, dtype=torch.bool)], ids=["none", "padding"])

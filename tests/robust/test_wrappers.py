@@ -41,6 +41,43 @@ def test_a_peft_model_generates_as_the_model_inside(policy: str) -> None:
     assert found[:2] == found[2:]
 
 
+class OwnLora(torch.nn.Linear):
+    """A projection whose author added two small matrices to it."""
+
+    def __init__(self, inner: torch.nn.Linear) -> None:
+        super().__init__(inner.in_features, inner.out_features, bias=False)
+        self.load_state_dict(inner.state_dict())
+        self.down = torch.nn.Parameter(torch.randn(2, inner.in_features))
+        self.up = torch.nn.Parameter(torch.randn(inner.out_features, 2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + input @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("how", ["peft", "own"])
+def test_an_adapter_of_the_output_projection_is_part_of_it(how: str) -> None:
+    """Selectors that weigh values behind it keep what they keep with merged weights."""
+    ids, mask = make_batch([40, 31], [40])
+    torch.manual_seed(0)
+    model = copy.deepcopy(build("llama"))
+    if how == "peft":
+        config = peft.LoraConfig(target_modules=["o_proj"], r=2, lora_alpha=32, init_lora_weights=False)
+        model = peft.get_peft_model(model, config).eval()
+        merged = copy.deepcopy(model).merge_and_unload()
+    else:
+        merged = copy.deepcopy(model)
+        for layer, other in zip(model.model.layers, merged.model.layers, strict=True):
+            layer.self_attn.o_proj = OwnLora(layer.self_attn.o_proj)
+            other.self_attn.o_proj.weight.data += layer.self_attn.o_proj.up @ layer.self_attn.o_proj.down
+    kept: list[Any] = []
+    for one in (model, merged):
+        with torch.no_grad(), kvpolicy.attach(one, "critical/snapkv:window=4@0.4") as handle:
+            one(input_ids=ids, attention_mask=mask)
+        assert handle.cache is not None
+        kept.append([layer.positions.sort(-1).values.tolist() for layer in handle.cache.policy_layers])
+    assert kept[0] == kept[1]
+
+
 def test_prefix_tuning_is_refused() -> None:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(copy.deepcopy(build("llama")), config).eval()
