@@ -151,6 +151,10 @@ class Geometry(Protocol):
         """Tokens that each head holds, [B, H] int64."""
         ...
 
+    def tokens_counted(self) -> Tensor:
+        """Tokens of each row that its budget is taken up by, [B] int64."""
+        ...
+
     def head_positions(self) -> Tensor:
         """Positions of the tokens of each head, [B, H, n] int32, -1 for an empty slot."""
         ...

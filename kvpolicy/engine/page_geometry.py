@@ -320,6 +320,14 @@ class PageGeometry:
         """Tokens that each head holds, [B, H] int64."""
         return tokens_by_head(self._layer)
 
+    def tokens_counted(self) -> Tensor:
+        """Tokens of each row that its budget is taken up by, [B] int64.
+
+        Heads hold different numbers of tokens, each in pages of its own: the budget is taken up but for the slots that
+        every head has left.
+        """
+        return self._layer.tensors.budget - self._free_slots()
+
     def head_positions(self) -> Tensor:
         """Positions of the tokens of each head, [B, H, n] int32, -1 for an empty slot."""
         tensors = self._layer.tensors

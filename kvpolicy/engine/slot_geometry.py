@@ -369,6 +369,10 @@ class SlotGeometry:
         """Tokens that each head holds, [B, H] int64."""
         return (self.layer.tensors.positions >= 0).sum(-1)
 
+    def tokens_counted(self) -> Tensor:
+        """Tokens of each row that its budget is taken up by, those of its fullest head, [B] int64."""
+        return self.tokens_by_head().amax(-1)
+
     def head_positions(self) -> Tensor:
         """Positions of the tokens of each head, [B, H, n] int32, -1 for an empty slot."""
         return self.layer.tensors.positions

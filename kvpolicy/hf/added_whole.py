@@ -18,7 +18,7 @@ def whole_budgets(layers: list[PolicyLayer], new: Tensor) -> Tensor:
     for layer in layers:
         # A cache that grows has a budget for tokens to come, which these take first.
         grows = layer.store.spec.grows
-        held = layer.store.geometry.tokens_by_head().amax(-1) if grows else layer.store.tensors.budget
+        held = layer.store.geometry.tokens_counted() if grows else layer.store.tensors.budget
         budgets.append(held.cpu() + new)
     return torch.stack(budgets, 1)
 

@@ -135,6 +135,26 @@ def test_a_plan_counts_it() -> None:
         kvpolicy.plan(model, "uniform/adakv+h2o@0.3", prompt=40, held_next=7)
 
 
+@pytest.mark.parametrize(
+    "policy", ["uniform/adakv+kvzip:decode=grow:chunk=9@0.3", "global/adakv+kvzip:decode=grow:chunk=9@0.3"]
+)
+def test_heads_of_a_growing_cache_get_slots_for_what_is_added(policy: str) -> None:
+    """As many pages as the new tokens need, however many tokens the fullest head holds, and none that are free."""
+    model = build("llama", layers=2)
+    ids, mask = make_batch([40, 33], [40, 7])
+    for announced in (0, 7):
+        with kvpolicy.attach(model, policy):
+            cache = PolicyCache(model, prompt=mask[:, :40].sum(-1), new=announced)
+            forward(model, ids, mask, 0, 40, cache)
+            before = [layer.store.tensors.positions.shape for layer in cache.policy_layers]
+            assert any(len({*map(len, held(cache, layer, 0))}) > 1 for layer in range(2))
+            cache.hold_next()
+            forward(model, ids, mask, 40, 47, cache)
+        for layer, (_, pages, size) in zip(cache.policy_layers, before, strict=True):
+            more = -(-(7 - announced) // size) * layer.store.contents.shape.heads
+            assert layer.store.tensors.positions.shape[1:] == (pages + more, size)
+
+
 def test_it_must_follow_a_prompt() -> None:
     model = build("llama", layers=2)
     ids, mask = make_batch([40], [40, 7])

@@ -16,6 +16,7 @@ from kvpolicy_eval.peers.process import Process
 METHODS = {
     "SnapKVPress(window_size=32)": "snapkv:window_size=32",
     "SnapKVPress(window_size=32, kernel_size=7)": "snapkv:window_size=32:kernel_size=7",
+    "SnapKVPress(window_size=8, kernel_size=7)": "snapkv:window_size=8:kernel_size=7",
     "TOVAPress()": "tova",
     "StreamingLLMPress()": "streaming",
     "KnormPress()": "knorm",

@@ -46,7 +46,7 @@ Values of the tasks have four tokens, which a narrow pooling loses; a window of 
 ALLOCATORS = {"simlayer": "simlayer:recent=16:threshold=0.5"}
 """Allocators with options: the prompts are shorter than the tokens that a lazy layer keeps by default."""
 
-VARIANTS = ("expected:decode=grow:moments=prompt", "keydiff:decode=grow")
+VARIANTS = ("snapkv:window=8", "expected:decode=grow:moments=prompt", "keydiff:decode=grow")
 """Selectors once more, with options that change what they hold."""
 
 HEAD_ALLOCATORS = {"duo": "duo:file={model}"}

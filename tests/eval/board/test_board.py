@@ -24,6 +24,7 @@ from kvpolicy_eval.board.policies import Entry, entries
 from kvpolicy_eval.board.rows import write_rows
 from kvpolicy_eval.board.times import Times
 from kvpolicy_eval.common.intervals import interval
+from kvpolicy_eval.data.tasks import draw_prompts
 
 ASSETS = Path(__file__).parents[3] / "docs" / "assets"
 FULL = Entry("full", "all tokens")
@@ -268,3 +269,28 @@ def test_every_entry_attaches_to_its_model(model: EmbeddedName) -> None:
     for entry in entries(model):
         with kvpolicy.attach(embedded, entry.at(0.2), hold=entry.hold):
             kvpolicy.PolicyCache(embedded, f"{entry.at(0.2)}@800KiB" if entry.by_bytes else None, prompt=512, new=4)
+
+
+def test_the_page_says_how_much_padding_adds_to_a_budget() -> None:
+    """Policies answer in padded batches, methods of other libraries one prompt at a time."""
+    _, tokenizer = kvpolicy.tiny(name="tiny-4k")
+    found: list[float] = []
+    tasks: list[float] = []
+    for length, docs in DOCS.items():
+        sizes = [[len(tokenizer(text).input_ids) for text, _ in each] for each in draw_prompts(docs, length).values()]
+        found.append(sum(len(rows) * max(rows) for rows in sizes) / sum(map(sum, sizes)) - 1)
+        tasks += [len(rows) * max(rows) / sum(rows) - 1 for rows in sizes]
+    page = " ".join((ASSETS.parent / "board.md").read_text(encoding="utf-8").split())
+    one, two, three = (f"{share:.0%}".replace("%", " %") for share in found)
+    assert f"{one} more than of its tokens alone at 512 tokens, {two} at 1,024 and {three} at 4,096, and up to" in page
+    assert f"up to {max(tasks):.0%}".replace("%", " %") + " in one task" in page
+
+
+def test_snapkv_answers_as_that_of_kvpress_with_the_same_window() -> None:
+    """Before a budget is as small as to shrink our window, the comparison is one of the method."""
+    board = Board(ASSETS / "board.jsonl", DOCS, "tiny-4k")
+    theirs = next(entry for entry in PEERS if "window_size=8" in entry.spec)
+    for length in (512, 1024):
+        both = [Cell(entry, 0.1, "inside", length) for entry in (theirs, Entry("snapkv:window=8", "selector"))]
+        one, other = (accuracy([board.known_cell(cell) or {}]) for cell in both)
+        assert one and other and abs(one.mean - other.mean) < 0.03
