@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs import _e4m3
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import (
     ENCODED_AT_ONCE,
@@ -27,9 +28,6 @@ from kvpolicy.protocols import At, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import AutoInt, check_fields
-
-_E4M3 = 448.0
-"""The largest number of e4m3, the fp8 format with 4 bits of exponent and 3 of mantissa."""
 
 
 class TokenWiseCodes(NamedTuple):
@@ -188,7 +186,10 @@ class TokenWise(TwoSides):
             return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2])
         queries = queries.float()
         scaled = queries * widen(codes.channel_scale) if self.normalize else queries
-        scores = score_fused(codes.keys, codes.key_scale, codes.key_zero, scaled, self._code_bits())
+        if self.bits == "fp8":
+            scores = _e4m3.score_fused(codes.keys, codes.key_scale, scaled)
+        else:
+            scores = score_fused(codes.keys, codes.key_scale, codes.key_zero, scaled, self.bits)
         return scores + (queries * widen(codes.channel_zero)).sum(-1, keepdim=True) if self.normalize else scores
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
@@ -196,7 +197,9 @@ class TokenWise(TwoSides):
         codes: TokenWiseCodes = store.codes
         if not self._is_fused(codes.values, codes.channel_scale.shape[-1], store.page_slots):
             return mix_by_chunks(self.values, store, weights)
-        return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self._code_bits())
+        if self.bits == "fp8":
+            return _e4m3.mix_fused(codes.values, codes.value_scale, weights)
+        return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)
 
     def _put(self, targets: tuple[Tensor, Tensor, Tensor], x: Tensor, slots: Tensor, write_mask: Tensor) -> None:
         """Write the codes, scales and zeros of `x` [B, H, n, D]."""
@@ -205,7 +208,7 @@ class TokenWise(TwoSides):
                 put(target, data, slots, write_mask)
 
     def _is_fused(self, codes: Tensor, head_dim: int, page_slots: int | None) -> bool:
-        return self.bits != "fp8" and is_fused(codes, self.bits, head_dim, page_slots)
+        return is_fused(codes, self._code_bits(), head_dim, page_slots)
 
     def _code_bits(self) -> int:
         """Bits per code."""
@@ -216,10 +219,7 @@ class TokenWise(TwoSides):
         size = x.shape[-1] // groups
         if self.bits != "fp8":
             return quantize(x, self.bits, size)
-        grouped = x.unflatten(-1, (groups, size))
-        scale = round_to_half((grouped.abs().amax(-1, keepdim=True) / _E4M3).clamp(max=FP16))
-        code = _to_e4m3(grouped / scale.masked_fill(scale == 0, 1)).flatten(-2)
-        scale = scale.squeeze(-1).half()
+        code, scale = _e4m3.quantize(x, size)
         return code, scale, scale[..., :0]
 
     def _decode(self, codes: Tensor, scale: Tensor, zero: Tensor, at: At, head_dim: int) -> Tensor:
@@ -227,7 +227,7 @@ class TokenWise(TwoSides):
         scale = take(scale, at)
         if self.bits != "fp8":
             return dequantize(codes, scale, take(zero, at), self.bits, head_dim)
-        return (_from_e4m3(codes).unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]).flatten(-2)
+        return _e4m3.dequantize(codes, scale)
 
 
 def _fit(codes: TokenWiseCodes, keys: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
@@ -242,23 +242,3 @@ def _fit(codes: TokenWiseCodes, keys: Tensor, write_mask: Tensor, occupied: Tens
     is_fitted = is_empty_head(write_mask, occupied)
     codes.channel_zero.copy_(torch.where(is_fitted, rounded.half(), codes.channel_zero))
     codes.channel_scale.copy_(torch.where(is_fitted, round_to_half(deviation).half(), codes.channel_scale))
-
-
-def _to_e4m3(x: Tensor) -> Tensor:
-    """Round fp32 numbers to e4m3, to nearest, ties to even, clamped to its range; returns the bytes."""
-    # With integer arithmetic, because older GPUs lack the dtype. The mantissa loses 20 of its 23 bits, rounded as in
-    # `round_to_half`, and the bias of the exponent changes from 127 to 7.
-    size = x.abs().clamp(max=_E4M3)
-    raw = size.view(torch.int32)
-    normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20) - (120 << 3)
-    # Subnormal numbers of e4m3 are multiples of 2^-9.
-    subnormal = (size * 2.0**9).round().int()
-    return (torch.where(size < 2.0**-6, subnormal, normal) | (x < 0).int() << 7).to(torch.uint8)
-
-
-def _from_e4m3(code: Tensor) -> Tensor:
-    """Undo `_to_e4m3`."""
-    # Without its sign, a code is the upper part of an fp16 number. The bias of the exponent is 7 instead of 15, hence
-    # the factor 2^8.
-    raw = code.to(torch.int16)
-    return (((raw & 0x80) << 8) | ((raw & 0x7F) << 7)).view(torch.float16).float() * 256

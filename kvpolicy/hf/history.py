@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from kvpolicy.engine.rollback import mark as mark_layer
 from kvpolicy.hf import cropping
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.spec.limits import MAX_SIZE
+from kvpolicy.spec.validation import check_size
 
 
 class Mark:
@@ -116,8 +117,7 @@ class History:
 
 def set_mark(cache: Any, most: int) -> None:
     """Make the next decode steps of a cache undoable; see `PolicyCache.mark`."""
-    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most < MAX_SIZE:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise KVPolicyError(f"most must be an integer from 1 to 2^40 - 1, got {most!r}; try cache.mark(most=8).")
+    most = check_size("most", most, 1)
     cache.guard.check_idle("mark()")
     cache.history.refuse_shared("mark()")
     first = cache.policy_layers[0]
@@ -143,17 +143,18 @@ def roll_back(cache: Any, accepted: int) -> None:
     first = cache.policy_layers[0]
     # By columns, since `mark.fed` does not count compiled steps.
     fed = first.get_seq_length() - mark.columns
-    if isinstance(accepted, bool) or not isinstance(accepted, int) or not 0 <= accepted <= fed:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(accepted, bool) or not isinstance(accepted, Integral) or not 0 <= accepted <= fed:
         raise KVPolicyError(
             f"accepted must be an integer from 0 to {fed}, the tokens fed since the mark, got {accepted!r}."
         )
+    kept = int(accepted)
     with mode_of_tensors(cache):
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, PolicyLayer):
-                layer.rollback(accepted)
+                layer.rollback(kept)
             elif isinstance(layer, DynamicSlidingWindowLayer):
-                mark.undo_window(index, layer, accepted)
-    cache.guard.columns -= fed - accepted
+                mark.undo_window(index, layer, kept)
+    cache.guard.columns -= fed - kept
     cache.history.mark = None
 
 

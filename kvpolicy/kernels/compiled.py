@@ -173,15 +173,31 @@ def call(function: Callable[..., T], *tensors: Tensor, **options: Any) -> T:
             return function(*tensors, **options)
 
 
+def _options_of(device: str) -> dict[str, Any] | None:
+    """Options of the compilation for a type of device."""
+    if BACKEND != "inductor":
+        return None
+    if device != "cpu":
+        return INDUCTOR_OPTIONS
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    # In torch 2.13, the key of inductor's cache on disk has the options, and not the vectors of the processor: where
+    # machines share the folder, code that was generated for others would give wrong numbers and write out of bounds.
+    return INDUCTOR_OPTIONS | {"cpp.simdlen": pick_vec_isa().bit_width()}
+
+
 def _first_call(
     key: tuple[Any, ...], function: Callable[..., T], tensors: tuple[Tensor, ...], options: dict[str, Any]
 ) -> T:
     """Compile a function, call it, and say so if it takes long."""
     _LOG.info("Compiling %s for %s, once for such a cache; %s=0 reads without.", function.__name__, options, SWITCH)
     begun = time.perf_counter()
-    own = INDUCTOR_OPTIONS if BACKEND == "inductor" else None
     kernel: Callable[..., Any] = torch.compile(  # pyright: ignore[reportCallIssue]
-        _copy(function, options), fullgraph=True, backend=BACKEND, options=own, recompile_limit=MOST_GRAPHS
+        _copy(function, options),
+        fullgraph=True,
+        backend=BACKEND,
+        options=_options_of(tensors[0].device.type),
+        recompile_limit=MOST_GRAPHS,
     )
     out = kernel(*_with_marks(tensors))
     _compiled[key] = kernel

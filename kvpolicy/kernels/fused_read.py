@@ -65,9 +65,15 @@ def score_channel_groups(
         [B, H, G, C] fp32.
     """
     places = split(codes, bits)
+    return score_places(places, [place.codes.float() for place in places], scale, zero, queries, sums)
+
+
+def score_places(
+    places: list[Place], numbers: list[Tensor], scale: Tensor, zero: Tensor, queries: Tensor, sums: Tensor
+) -> Tensor:
+    """`score_channel_groups`, where the codes at each place stand for `numbers`, [B, H, C, W] fp32 each."""
     runs = _runs(places, queries.shape[-1] // scale.shape[-1])
     width = len(places[0].channels)
-    numbers = [place.codes.float() for place in places]
     scores: list[Tensor] = []
     for g in range(queries.shape[2]):
         query = queries[:, :, g, None]
@@ -170,10 +176,15 @@ def mix_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tens
         In the order of places, [B, H, G, D] fp32.
     """
     places = split(codes, bits)
+    return mix_places(places, [place.codes.float() for place in places], scale, zero, weights)
+
+
+def mix_places(places: list[Place], numbers: list[Tensor], scale: Tensor, zero: Tensor, weights: Tensor) -> Tensor:
+    """`mix_channel_groups`, where the codes at each place stand for `numbers`, [B, H, *S, W] fp32 each."""
     size = sum(len(place.channels) for place in places) // scale.shape[-1]
     runs = _runs(places, size)
-    numbers = [place.codes.float().unflatten(-1, (len(groups), -1)) for place, groups in zip(places, runs, strict=True)]
-    blocked = codes.dim() > 4
+    blocked = numbers[0].dim() > 4
+    numbers = [number.unflatten(-1, (len(groups), -1)) for number, groups in zip(numbers, runs, strict=True)]
     mixed: list[Tensor] = []
     for g in range(weights.shape[2]):
         own = weights[:, :, g, ..., None]

@@ -36,6 +36,7 @@ def call_directly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (
         "codecs.kivi",
         "codecs._base",
+        "codecs._e4m3",
         "codecs._uniform",
         "codecs.gear",
         "codecs.kvquant",

@@ -37,7 +37,8 @@ CODECS = {
     "tokenwise:bits=8": 2,
     "tokenwise:bits=4:normalize=false": 2,
     "tokenwise:bits=3": 2,
-    "tokenwise:bits=fp8": 0,
+    "tokenwise:bits=fp8": 2,
+    "tokenwise:bits=fp8:group_size=8": 2,
     "staircase:tokens_8bit=32:tokens_4bit=32": 6,
     "zipcache": 4,
     "zipcache:bits=3": 4,
@@ -131,7 +132,9 @@ def write_twice(codec: SingleStage, mask: Tensor, slots: Tensor) -> Codes:
     return codes
 
 
-@pytest.mark.parametrize("spec", ["kivi:bits=4:group_size=8", "kivi:bits=2:group_size=4", "tokenwise", "turboquant"])
+@pytest.mark.parametrize(
+    "spec", ["kivi:bits=4:group_size=8", "kivi:bits=2:group_size=4", "tokenwise", "tokenwise:bits=fp8", "turboquant"]
+)
 @pytest.mark.parametrize("written", ["all", "some", "one", "none"])
 def test_encoding_in_compiled_code_makes_the_same_codes(
     spec: str, written: str, monkeypatch: pytest.MonkeyPatch

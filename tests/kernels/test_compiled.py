@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kvpolicy.kernels import compiled
 from kvpolicy.kernels.compiled import MIN_SLOTS, call, is_compiled, widen
+
+ROOT = Path(__file__).parents[2]
 
 
 def scaled(t: Tensor, by: Tensor, power: int) -> Tensor:
@@ -164,3 +170,48 @@ def test_small_tensors_are_widened_in_compiled_code_too() -> None:
     assert torch.equal(widen(half), half.float()) and widen(half.float()).dtype == torch.float32
     inside = torch.compile(lambda t: widen(t) * 2, backend="eager", fullgraph=True)
     assert torch.equal(inside(half), half.float() * 2)
+
+
+SUM = """
+import torch
+from kvpolicy.kernels import compiled
+from tests.kernels.test_compiled import sums
+
+compiled.SLOW_COMPILATION = 1000.0
+t = torch.arange(1000.0).repeat(1, 1, 7, 1)
+print(float((compiled.call(sums, t) - t.sum(-1)).abs().max()), torch.backends.cpu.get_cpu_capability())
+"""
+
+
+def sums(t: Tensor) -> Tensor:
+    return (t * 1.0).sum(-1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(compiled._missing_compiler("cpu")), reason="a compiler is needed")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="two kinds of vectors are needed")
+def test_a_cache_on_disk_serves_processors_with_other_vectors(tmp_path: Path) -> None:
+    for capability in (None, "avx2", None):
+        env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path), KVPOLICY_KERNELS="1")
+        env.pop("ATEN_CPU_CAPABILITY", None)
+        env |= {} if capability is None else {"ATEN_CPU_CAPABILITY": capability}
+        done = subprocess.run(
+            [sys.executable, "-c", SUM], env=env, cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        error, vectors = done.stdout.split()
+        assert float(error) < 1, done.stdout
+        assert vectors == ("AVX2" if capability else "AVX512")
+
+
+def test_the_options_of_a_compilation_name_the_vectors_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    widths: list[int] = []
+    for capability in ("default", "avx2"):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        options = compiled._options_of("cpu")
+        assert options is not None
+        widths.append(options["cpp.simdlen"])
+    assert widths[0] == 0
+    assert compiled._options_of("cuda") == compiled.INDUCTOR_OPTIONS
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        assert widths[1] > 0

@@ -175,10 +175,17 @@ MUTATIONS = (
     ),
     Mutation(
         name="fp8 rounds ties away from zero",
-        file="kvpolicy/codecs/tokenwise.py",
+        file="kvpolicy/kernels/e4m3.py",
         old="((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20)",
         new="((raw + 0x80000) >> 20)",
-        tests=("tests/codecs/test_tokenwise.py",),
+        tests=("tests/kernels/test_e4m3.py",),
+    ),
+    Mutation(
+        name="subnormal numbers of fp8 are read as normal ones",
+        file="kvpolicy/kernels/e4m3.py",
+        old="size.minimum(2 * size - 2.0**-6)",
+        new="size",
+        tests=("tests/kernels/test_e4m3.py",),
     ),
     Mutation(
         name="the norm of an odd number of channels leaves out the last one",

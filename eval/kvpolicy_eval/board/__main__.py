@@ -22,6 +22,7 @@ from kvpolicy_eval.board.pictures import picture
 from kvpolicy_eval.board.policies import Entry, entries
 from kvpolicy_eval.board.rows import write_rows
 from kvpolicy_eval.common.markdown import add_fill_argument, check_places, pages_with, publish
+from kvpolicy_eval.common.results import add_results_arguments, check_results
 from kvpolicy_eval.data.tasks import LENGTHS
 from kvpolicy_eval.peers.env import find
 from kvpolicy_eval.peers.process import Process
@@ -31,9 +32,9 @@ TABLES = ("board-top", "board-order", "board-refused", "board-peers-refused")
 """Places of the page of the board."""
 
 
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.board", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--results", type=Path, required=True, help="file of results, with which a run continues")
+    add_results_arguments(parser)
     parser.add_argument("--model", default="tiny-4k", choices=["tiny", "tiny-4k"], help="the embedded model")
     parser.add_argument("--only", nargs="+", metavar="POLICY", help="specs without budgets, instead of all")
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="fractions of the full cache's bytes")
@@ -42,7 +43,6 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", action="store_true", help="measure methods of kvpress and transformers too")
     parser.add_argument("--env", help="folder of the peers' environment; in the user's cache by default")
     parser.add_argument("--no-times", action="store_true", help="do not time steps")
-    parser.add_argument("--page-only", action="store_true", help="measure nothing")
     parser.add_argument("--pictures", type=Path, help="folder to write the pictures to")
     parser.add_argument("--fill-full", type=Path, metavar="PAGE", help="page to write the answers of the full cache to")
     parser.add_argument(
@@ -55,13 +55,17 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--walks", type=Path, metavar="FILE", help="results of the long generation; walk.jsonl beside --results"
     )
     add_fill_argument(parser, *TABLES)
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the tables, and fill a page with them on request."""
-    args = _arguments(argv)
-    _check(args)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        _check(args)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     torch.set_num_threads(1)
     docs = {length: args.n or DOCS.get(length, 4) for length in args.lengths}
     board = Board(args.results, docs, args.model)
@@ -103,8 +107,7 @@ def _check(args: argparse.Namespace) -> None:
         ValueError: If a page has no place for a table, there is no folder for the pictures, or no file of results to
             fill pages from.
     """
-    if args.page_only and not args.results.is_file():
-        raise ValueError(f"--results must be an existing file with --page-only, got {args.results}.")
+    check_results(args)
     check_places([args.fill] if args.fill else [], *TABLES)
     check_places([args.fill_full] if args.fill_full else [], "board-full")
     for name in (places.PLACE, choices.PLACE) if args.fill_places else ():

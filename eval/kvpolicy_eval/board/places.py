@@ -83,7 +83,7 @@ def method_table(board: Board, found: Sequence[Entry], shares: Sequence[float]) 
             rows.append([f"`{entry.spec}`", *answers])
     names = [f"{mode}, {share:.0%}" for mode in PLACES for share in shares]
     empty = " Empty: not measured, or refused." if any("" in row for row in rows) else ""
-    what = f"[`{board.model}`](../model-card.md): right answers by [place of the question](../board.md) and bytes held"
+    what = f"[`{board.model}`](../model-card.md): right answers by [place of the question](../board.md) and bytes"
     return f"{table(['policy', *names], rows)}\n\n{what}; {_prompts(board, length)}.{empty}"
 
 

@@ -12,7 +12,6 @@ A result is kept in the file as soon as it is measured: a command that is interr
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -25,8 +24,15 @@ from kvpolicy.embedded import tiny
 from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.board.policies import SELECTORS
-from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
-from kvpolicy_eval.common.results import Known, Result, keep_result, read_results
+from kvpolicy_eval.common.markdown import add_fill_argument, check_places, publish, table
+from kvpolicy_eval.common.results import (
+    Known,
+    Result,
+    add_results_arguments,
+    check_results,
+    keep_result,
+    read_results,
+)
 from kvpolicy_eval.data.prompts import rings
 
 SHARES = [0.05]
@@ -176,15 +182,19 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m kvpolicy_eval.board.walk", description=(__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("--results", type=Path, required=True, help="file of results, with which a run continues")
+    add_results_arguments(parser)
     parser.add_argument("--only", nargs="+", metavar="POLICY", help="specs without budgets, instead of all")
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="fractions of the full cache's bytes")
     parser.add_argument("--records", type=int, default=Walk().records, help="records of a ring")
     parser.add_argument("--passes", type=int, default=Walk().passes, help="passes along a ring")
     parser.add_argument("--n", type=int, default=Walk().walks, help="walks")
-    parser.add_argument("--page-only", action="store_true", help="measure nothing")
     add_fill_argument(parser, "walk")
     args = parser.parse_args(argv)
+    try:
+        check_results(args)
+        check_places([args.fill] if args.fill else [], "walk")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     torch.set_num_threads(1)
     walk = Walk(args.records, args.passes, walks=args.n)
     known = read_results(args.results)

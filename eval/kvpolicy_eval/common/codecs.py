@@ -86,8 +86,25 @@ def short_windows(codec: str) -> str:
         return codec
     policy = Policy.parse(with_ranking(codec))
     part: Any = policy.codec
-    spec = str(dataclasses.replace(policy, codec=_shortened(part)))
-    return spec.split("+")[-1].split("@")[0]
+    return _codec_spec(dataclasses.replace(policy, codec=_shortened(part)))
+
+
+def short_options(codec: str) -> str:
+    """The options that `short_windows` adds to a codec.
+
+    Args:
+        codec: Spec of the codec.
+
+    Examples:
+        >>> short_options("kivi:bits=2"), short_options("zipcache")
+        ('group_size=16:residual_length=8', '')
+    """
+    given = _codec_spec(Policy.parse(with_ranking(codec))).split(":")
+    return ":".join(option for option in short_windows(codec).split(":") if option not in given)
+
+
+def _codec_spec(policy: Policy) -> str:
+    return str(policy).split("+")[-1].split("@")[0]
 
 
 def _shortened(part: Any) -> Any:

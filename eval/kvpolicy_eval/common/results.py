@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,22 @@ from typing import Any
 Result = dict[str, Any]
 Known = dict[str, Result]
 """Results by their keys."""
+
+
+def add_results_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments `--results` and `--page-only` to a parser."""
+    parser.add_argument("--results", type=Path, required=True, help="file of results, with which a run continues")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing, and show the results of the file")
+
+
+def check_results(args: argparse.Namespace) -> None:
+    """Check that there are results to show.
+
+    Raises:
+        ValueError: If nothing is to be measured and the file does not exist.
+    """
+    if args.page_only and not args.results.is_file():
+        raise ValueError(f"--results must be an existing file with --page-only, got {args.results}.")
 
 
 def read_results(path: Path) -> Known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvpolicy import registry
 from kvpolicy_eval.common.codecs import selector_for, short_windows, with_ranking
@@ -42,7 +43,7 @@ ALLOCATORS = {"simlayer": "simlayer:recent=16:threshold=0.5"}
 
 CODECS = {
     "plain": [],
-    "tokenwise": ["tokenwise", "tokenwise:bits=2"],
+    "tokenwise": ["tokenwise:bits=4", "tokenwise:bits=2"],
     "kivi": ["kivi:bits=4", "kivi:bits=2"],
     "kvquant": ["kvquant:bits=3", "kvquant:bits=2"],
     "rotate": ["rotate:bits=4", "rotate:bits=2"],
@@ -60,7 +61,7 @@ CODECS = {
         "lowrank:rank=16/tokenwise:bits=4",
     ],
     "minicache": ["minicache", "minicache:start=0", "minicache:start=0.25", "minicache:keep=0.3", "tokenwise:bits=8"],
-    "think": ["think", "think:ratio=0.6", "think/tokenwise"],
+    "think": ["think", "think:ratio=0.6", "think/tokenwise:bits=4"],
     "zipcache": ["zipcache:recode_every=16"],
 }
 """Codecs of a codec's page, to which policies without a codec are added; others have their defaults only."""
@@ -165,17 +166,50 @@ def selection_policies(name: str) -> list[str]:
     return [policy for selector in selectors for policy in (selector, f"{ALLOCATORS.get(name, name)}+{selector}")]
 
 
-def codec_policies(name: str, also: Sequence[str] = ()) -> list[str]:
-    """Policies of the page of a codec: without a codec, the codec alone, and the codec under eviction.
+@dataclass(frozen=True)
+class CodecRow:
+    """A row in the table of a codec.
+
+    Attributes:
+        codec: Spec of the codec, as the row names it.
+        policy: The codec with every token.
+        evicting: The codec under eviction; None where the selector of the table does not combine with it.
+    """
+
+    codec: str
+    policy: str
+    evicting: str | None
+
+
+def codec_selector(name: str) -> str:
+    """The selector under which the codecs in the table of a codec are measured."""
+    return selector_for(name, CODEC_SELECTOR)
+
+
+def codec_rows(name: str, also: Sequence[str] = ()) -> list[CodecRow]:
+    """Rows in the table of a codec: no codec, this one with some options, and others beside it.
 
     Args:
         name: The codec.
         also: Specs of further codecs.
 
-    >>> codec_policies("zipcache")
-    ['full', 'snapkv@0.2', 'h2o+zipcache:recode_every=16', 'snapkv+zipcache:recode_every=16@0.2']
+    >>> plain, zipcache = codec_rows("zipcache")
+    >>> zipcache.codec, zipcache.policy, zipcache.evicting
+    ('zipcache:recode_every=16', 'h2o+zipcache:recode_every=16', 'snapkv+zipcache:recode_every=16@0.2')
     """
-    policies = ["full", f"{selector_for(name, CODEC_SELECTOR)}@{CODEC_BUDGET}"]
-    for codec in map(short_windows, [*CODECS.get(name, [name]), *also]):
-        policies += [with_ranking(codec), f"{selector_for(codec, CODEC_SELECTOR)}+{codec}@{CODEC_BUDGET}"]
-    return policies
+    selector = codec_selector(name)
+    rows = [CodecRow("plain", "full", f"{selector}@{CODEC_BUDGET}")]
+    for codec in [*CODECS.get(name, [name]), *also]:
+        short = short_windows(codec)
+        combines = selector_for(codec, selector) == selector
+        rows.append(CodecRow(codec, with_ranking(short), f"{selector}+{short}@{CODEC_BUDGET}" if combines else None))
+    return rows
+
+
+def codec_policies(name: str) -> list[str]:
+    """Policies in the table of a codec.
+
+    >>> codec_policies("bfp")[:3]
+    ['full', 'snapkv@0.2', 'bfp:residual_length=8:block_size=8']
+    """
+    return [policy for row in codec_rows(name) for policy in (row.policy, row.evicting) if policy is not None]

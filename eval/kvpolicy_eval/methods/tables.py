@@ -6,9 +6,20 @@ from collections.abc import Sequence
 
 import kvpolicy
 from kvpolicy_eval.common.accuracy import mean
+from kvpolicy_eval.common.codecs import short_options, with_ranking
 from kvpolicy_eval.common.markdown import table
 from kvpolicy_eval.common.measure import Bench, Result
-from kvpolicy_eval.methods.plan import BUDGETS, READS, at_read, codec_policies, reader_policies, selection_policies
+from kvpolicy_eval.methods.plan import (
+    BUDGETS,
+    CODEC_BUDGET,
+    READS,
+    CodecRow,
+    at_read,
+    codec_rows,
+    codec_selector,
+    reader_policies,
+    selection_policies,
+)
 
 TASK_BUDGET = 0.2
 """Budget of the table by task."""
@@ -37,16 +48,37 @@ def task_table(results: dict[str, Result]) -> str:
 
 
 def codec_table(bench: Bench, name: str, also: Sequence[str] = ()) -> str:
-    """Table of a codec, and `also` of further specs: accuracy, bytes, errors and perplexity, with and without it."""
-    names = ["policy", "answers", "bytes", "error K", "error V", "perplexity"]
+    """Table of a codec, and `also` of further specs: errors, then accuracy, bytes and perplexity by budget."""
+    lines = codec_rows(name, also)
+    evicting = [f"{name} at {CODEC_BUDGET:.0%}" for name in _MEASURED]
+    names = ["codec", "error K", "error V", *_MEASURED, *evicting]
     rows: list[list[str]] = []
-    for policy in codec_policies(name, also):
-        result = bench.result(policy)
-        evicts = "@" in policy  # the error of an encoded token does not depend on which tokens are kept
-        errors = ["" if evicts or result[side] is None else f"{result[side]:.3f}" for side in ("keys", "values")]
-        accuracy = f"{mean(result['tasks']):.2f}"
-        rows.append([f"`{policy}`", accuracy, f"{result['share']:.2f}", *errors, f"{result['perplexity']:.2f}"])
-    return f"{table(names, rows)}\n\n{note(bench, name)}"
+    for line in lines:
+        result = bench.result(line.policy)
+        errors = ["" if result[side] is None else f"{result[side]:.3f}" for side in ("keys", "values")]
+        under_eviction = [""] * len(_MEASURED) if line.evicting is None else _measured(bench.result(line.evicting))
+        rows.append([f"`{line.codec}`", *errors, *_measured(result), *under_eviction])
+    return f"{table(names, rows)}\n\n{note(bench, name)} {_codec_note(name, lines)}"
+
+
+_MEASURED = ("answers", "bytes", "perplexity")
+
+
+def _measured(result: Result) -> list[str]:
+    return [f"{mean(result['tasks']):.2f}", f"{result['share']:.2f}", f"{result['perplexity']:.2f}"]
+
+
+def _codec_note(name: str, lines: Sequence[CodecRow]) -> str:
+    """Options that the rows of a codec's table leave out."""
+    codecs = [line.codec for line in lines if line.policy != "full"]
+    notes = [f"At {CODEC_BUDGET:.0%}: with `{codec_selector(name)}`"]
+    if any(line.evicting is None for line in lines):
+        notes.append("Empty: the codec cannot be combined with it")
+    if ranked := {with_ranking(codec).split("+")[0] for codec in codecs if with_ranking(codec) != codec}:
+        notes.append(f"With every token, `{ranked.pop()}` ranks them")
+    if added := dict.fromkeys(filter(None, map(short_options, codecs))):
+        notes.append(f"Prompts are short, so every codec has {' or '.join(f'`{options}`' for options in added)}")
+    return " ".join(f"{one}." for one in notes)
 
 
 def reader_table(bench: Bench, name: str) -> str:

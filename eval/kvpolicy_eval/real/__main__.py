@@ -8,11 +8,11 @@ command says whether an order that they show holds elsewhere.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
-from kvpolicy_eval.common.markdown import add_fill_argument, publish
+from kvpolicy_eval.common.markdown import add_fill_argument, check_places, publish
+from kvpolicy_eval.common.results import add_results_arguments, check_results
 from kvpolicy_eval.real.measure import RealModel
 from kvpolicy_eval.real.page import rows
 from kvpolicy_eval.real.policies import POLICIES
@@ -26,15 +26,19 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--model", required=True, help="name on the hub, or folder")
     parser.add_argument("--gguf", metavar="NAME", help="GGUF file in the folder; needs the package gguf")
-    parser.add_argument("--results", type=Path, required=True, help="file of results, with which a run continues")
+    add_results_arguments(parser)
     parser.add_argument("--only", nargs="+", metavar="POLICY", default=POLICIES, help="policies, instead of all")
     parser.add_argument("--tasks", nargs="+", choices=(*TASKS, PROSE), help="what to measure now; all by default")
     parser.add_argument("--n", type=int, default=100, help="prompts per task")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--page-only", action="store_true", help="measure nothing, and show what is known")
     add_fill_argument(parser, "real")
     args = parser.parse_args(argv)
+    try:
+        check_results(args)
+        check_places([args.fill] if args.fill else [], "real")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     torch.set_num_threads(args.threads)
     model = RealModel(args.model, args.gguf, args.results, args.n, getattr(torch, args.dtype))
     tasks = (*TASKS, PROSE) if args.tasks is None else args.tasks

@@ -122,7 +122,9 @@ def test_long_generations_are_of_the_walks(board: Board) -> None:
     assert [row[:2] for row in rows] == [["h2o", "0.75 (.50-1.00)"], ["window", "0.00 (.00-.00)"]]
 
 
-def test_pages_are_checked_before_anything_is_written(tmp_path: Path, board: Board) -> None:
+def test_pages_are_checked_before_anything_is_written(
+    tmp_path: Path, board: Board, capsys: pytest.CaptureFixture[str]
+) -> None:
     answer(board, LISTED[1], "inside", 5)
     page = tmp_path / "board.md"
     page.write_text("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("board-top", "board-order")))
@@ -140,8 +142,9 @@ def test_pages_are_checked_before_anything_is_written(tmp_path: Path, board: Boa
         (["--pictures", str(tmp_path / "none")], "must be an existing folder"),
         (["--results", str(tmp_path / "none")], "--results must be an existing file with --page-only"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(SystemExit):
             main([*common, *arguments])
+        assert message in capsys.readouterr().err
         assert {each: each.read_text() for each in before} == before
     half.unlink()
     main([*common, "--fill-places", str(tmp_path)])

@@ -83,3 +83,9 @@ def test_all_selectors_and_mergers_are_listed_once() -> None:
     listed = policies()
     assert len(set(listed)) == len(listed) and {"full", "keyformer", "h2o+d2o", "qfilters:file=tiny-4k"} <= {*listed}
     assert rows(SMALL, {}, listed, [0.1]).count("\n| `") == 0
+
+
+def test_a_page_without_results_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--results", str(tmp_path / "none.jsonl"), "--page-only"])
+    assert "--results must be an existing file with --page-only" in capsys.readouterr().err

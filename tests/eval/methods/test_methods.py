@@ -16,7 +16,15 @@ from kvpolicy import registry
 from kvpolicy_eval.common import measure
 from kvpolicy_eval.common.measure import Bench
 from kvpolicy_eval.methods.__main__ import main
-from kvpolicy_eval.methods.plan import BUDGETS, at_read, codec_policies, methods, reader_policies, selection_policies
+from kvpolicy_eval.methods.plan import (
+    BUDGETS,
+    at_read,
+    codec_policies,
+    codec_rows,
+    methods,
+    reader_policies,
+    selection_policies,
+)
 from kvpolicy_eval.methods.tables import at
 
 TASKS = ["recall", "multi_query", "passkey", "needles", "few_shot", "hot_keys"]
@@ -94,14 +102,21 @@ def test_a_codec_stands_beside_exact_tokens(tmp_path: Path, capsys: pytest.Captu
         lines.append(json.dumps({"key": key, **result}))
     (tmp_path / "methods.jsonl").write_text("\n".join(lines))
     main(["bfp", "--n-codecs", "1", "--cache", str(tmp_path)])
-    rows = capsys.readouterr().out.splitlines()[4:8]
-    short = "bfp:residual_length=8:block_size=8"
-    assert rows == [
-        "| `full` | 1.00 | 1.00 |  |  | 5.00 |",
-        "| `snapkv@0.2` | 0.83 | 0.50 |  |  | 6.00 |",
-        f"| `{short}` | 0.67 | 0.33 | 0.250 | 0.250 | 7.00 |",
-        f"| `snapkv+{short}@0.2` | 0.50 | 0.25 |  |  | 8.00 |",
+    out = capsys.readouterr().out.splitlines()
+    assert out[4:6] == [
+        "| `plain` |  |  | 1.00 | 1.00 | 5.00 | 0.83 | 0.50 | 6.00 |",
+        "| `bfp` | 0.250 | 0.250 | 0.67 | 0.33 | 7.00 | 0.50 | 0.25 | 8.00 |",
     ]
+    assert out[7].endswith(
+        "At 20%: with `snapkv`. Prompts are short, so every codec has `residual_length=8:block_size=8`."
+    )
+
+
+def test_a_codec_that_the_selector_does_not_combine_with_has_no_cells_under_eviction() -> None:
+    by_codec = {row.codec: row for row in codec_rows("lowrank", ["lowrank:head_group=4"])}
+    assert by_codec["lowrank:rank=8"].evicting == "snapkv+lowrank:rank=8:residual_length=8:block_size=8@0.2"
+    assert by_codec["lowrank:head_group=4"].evicting is None
+    assert by_codec["lowrank:head_group=4"].policy == "lowrank:head_group=4:residual_length=8:block_size=8"
 
 
 @pytest.mark.parametrize(

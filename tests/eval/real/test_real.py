@@ -99,6 +99,28 @@ def test_what_a_policy_refuses_is_kept_and_has_no_row(tmp_path: Path, capsys: py
     assert "| `full` | 1.0" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--results", "none.jsonl", "--page-only"], "--results must be an existing file with --page-only"),
+        (["--results", "none.jsonl", "--fill", "page.md"], "page.md has no place for real"),
+    ],
+)
+def test_files_are_checked_before_anything_is_measured(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "page.md").write_text("# A page\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["--model", TINY, *arguments])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "none.jsonl").exists()
+
+
 def test_only_some_tasks_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "out.jsonl"
     main(["--model", TINY, "--results", str(results), "--n", "1", "--only", "full", "--tasks", "list"])
