@@ -115,8 +115,8 @@ def _distortion(layer: LayerStore, keys: Tensor, values: Tensor) -> Distortion:
     coded[..., : layer.layout.exact] = False
     if not bool(coded.any()):
         raise KVPolicyError(
-            f"The tokens must be more than {layer.spec.codec} keeps in full precision, got {count}; try more tokens, "
-            "or a smaller residual_length."
+            f"There must be more tokens than {layer.spec.codec} keeps in full precision, got {count}; try more "
+            "tokens, or a smaller residual_length."
         )
     nbytes = layer.nbytes_by_kind()
     slots = sum(layer.layout.coded)

@@ -264,7 +264,7 @@ def test_layers_together_are_what_one_of_them_is() -> None:
 def test_a_layer_reads_what_one_of_the_same_codec_chose() -> None:
     reuse = "reuse:every=2:dense=0/exact:read=4"
     Policy.by_layer([f"kivi:bits=4+{reuse}"] * 2 + [f"kivi:bits=8+{reuse}"] * 2, budget=0.5)
-    with pytest.raises(ValueError, match=r"must have its reader and codec, got .* for layer 1 and .* for layer 0"):
+    with pytest.raises(ValueError, match=r"must have the same reader and codec, got .* for layer 1 and .* for layer 0"):
         Policy.by_layer([f"kivi:bits=4+{reuse}", f"kivi:bits=8+{reuse}"], budget=0.5)
 
 

@@ -332,8 +332,8 @@ class KVPolicyLM(HFLM):
         start = prompt.rfind(text.rstrip())
         if start < 0:
             raise KVPolicyError(
-                f"held_back must be a text of the prompt, got {text!r} and a prompt without it; try to end the prompt "
-                "with it."
+                f"held_back must be the end of the prompt, got {text!r} and a prompt without it; try to end the "
+                "prompt with it."
             )
         tokens = self.tok_encode(prompt)
         # A token at the border may contain the end of the context and the begin of the text. It is held back.

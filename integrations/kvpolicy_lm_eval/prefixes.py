@@ -112,8 +112,8 @@ def read_least(value: Any) -> int:
         return PREFIX_TOKENS if value else 0
     if not isinstance(value, int) or value < 1:
         raise KVPolicyError(
-            f"group_by_prefix must be true, false or the fewest tokens of a common prefix, got {value!r}; try true, "
-            f"which is {PREFIX_TOKENS}."
+            f"group_by_prefix must be true, false or the minimum length of a common prefix in tokens, got {value!r}; "
+            f"try true, which is {PREFIX_TOKENS}."
         )
     return value
 

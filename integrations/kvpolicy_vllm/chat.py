@@ -104,7 +104,7 @@ class Chat:
             if not isinstance(content, str | list | None) or any(
                 not isinstance(part, dict) or part.get("type") != "text" for part in parts
             ):
-                raise KVPolicyError("messages must have text only beside a document, got other contents.")
+                raise KVPolicyError("messages must contain only text with a document, got other contents.")
 
 
 def _is_turn(text: str, role: str, render: Render) -> bool:

@@ -204,7 +204,7 @@ def as_ids(question: object) -> list[int]:
             "tokenizer(text, add_special_tokens=False).input_ids."
         )
     if not found:
-        raise KVPolicyError("question_ids must have at least one token, got none; try a question behind the document.")
+        raise KVPolicyError("question_ids must have at least one token, got none; try a question after the document.")
     return [*found]
 
 

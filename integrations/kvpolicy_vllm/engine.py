@@ -74,7 +74,7 @@ class Engine:
         text = self.model.get_text_config()
         if describe(self.model).unmanaged:
             raise KVPolicyError(
-                f"All layers of the model must attend to everything, got {text.model_type} with layers of a sliding "
+                f"All layers of the model must have full attention, got {text.model_type} with layers of a sliding "
                 "window, which vLLM masks by slots; try kvpolicy serve --prefix."
             )
         rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}

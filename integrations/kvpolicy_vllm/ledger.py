@@ -171,14 +171,14 @@ class Ledger:
 
     def _first(self, request: Any, name: object) -> Prompt:
         if not isinstance(name, str) or name in self._prompts:
-            raise KVPolicyError("A prompt to compress must have a name of its own, got one that is taken.")
+            raise KVPolicyError("A prompt to compress must have a unique name, got one that is taken.")
         _check_request(request, salt_of(name, PREFILL))
         total = len(request.prompt_token_ids)
         kept = self._recipe.kept(total)
         if not 2 <= kept < total:
             raise KVPolicyError(
-                f"A prompt to compress must lose tokens and keep two of them, got {total} tokens, of which "
-                f"{self._recipe.policy} keeps {kept}; try the request as it is."
+                f"A prompt to compress must be longer than its budget, and keep at least two tokens, got {total} "
+                f"tokens, of which {self._recipe.policy} keeps {kept}; try the request as it is."
             )
         self._prompts[name] = Prompt(name, total, kept - 1, request)
         return self._prompts[name]
@@ -187,7 +187,7 @@ class Ledger:
         found = self._prompts.get(name) if isinstance(name, str) else None
         if found is None or found.stage is not Stage.READY:
             raise KVPolicyError(
-                "A compressed prompt must be ready, and asked once, got one that is not; try the request again."
+                "A compressed prompt must be ready, and used once, got one that is not; try the request again."
             )
         _check_request(request, salt_of(found.name, COMPRESSED))
         if len(request.prompt_token_ids) != found.kept + 1:

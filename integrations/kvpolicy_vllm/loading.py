@@ -181,11 +181,11 @@ def layers_of(modules: Mapping[str, Any], index_of: Callable[[str], int]) -> dic
             continue
         what = f"The attention of {name}"
         if getattr(module, "sliding_window", None) is not None:
-            raise KVPolicyError(f"{what} must be to everything for documents, got a sliding window.")
+            raise KVPolicyError(f"{what} must be full attention for documents, got a sliding window.")
         if getattr(getattr(module, "impl", None), "alibi_slopes", None) is not None:
             raise KVPolicyError(f"{what} must have rotary positions for documents, got ALiBi.")
         if getattr(module, "kv_sharing_target_layer_name", None):
-            raise KVPolicyError(f"{what} must have a cache of its own for documents, got one that it shares.")
+            raise KVPolicyError(f"{what} must have its own cache for documents, got a shared one.")
         if not hasattr(getattr(module, "impl", None), "do_kv_cache_update"):
             raise KVPolicyError(
                 f"{what} must write keys and values by do_kv_cache_update for documents, got the backend "

@@ -178,7 +178,9 @@ class Desk:
         document = self._library.find(body.pop(FIELD))
         for field, allowed in REFUSED.items():
             if body.get(field) not in allowed:
-                raise KVPolicyError(f"{field} must not be set beside a document, got {json.dumps(body[field])[:80]}.")
+                raise KVPolicyError(
+                    f"{field} must not be set together with a document, got {json.dumps(body[field])[:80]}."
+                )
         question = self._chat_question(document, body) if is_chat else self._completed(body)
         self._engine.check(document, len(question))
         prompt, params = request_of(document, question, document.path.stem)
@@ -206,7 +208,7 @@ class Desk:
             return as_ids(self._chat.tokens(prompt))
         if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
             return as_ids(prompt)
-        raise KVPolicyError("prompt must be a text or token ids beside a document, got another kind of prompt.")
+        raise KVPolicyError("prompt must be a text or token ids with a document, got another kind of prompt.")
 
 
 def _template(given: str | None) -> str | None:

@@ -70,7 +70,7 @@ class Recipe:
         object.__setattr__(self, "policy", dataclasses.replace(self.policy, selector=_growing(self.policy.selector)))
         if self.kept(self.threshold) < 2:
             raise KVPolicyError(
-                f"{THRESHOLD} must be so many tokens that {self.policy} keeps two of them, got {self.threshold}; try "
+                f"{THRESHOLD} must be large enough for {self.policy} to keep two tokens, got {self.threshold}; try "
                 "1024."
             )
 
@@ -146,13 +146,13 @@ def _check_parts(policy: Policy) -> None:
         )
     if type(policy.merger) is not Drop:
         raise KVPolicyError(
-            f"{POLICY} must drop what it does not keep, since nothing in an engine stands for merged tokens, got "
-            f"{policy}; try {_text(policy.selector)}@0.2."
+            f"{POLICY} must not merge tokens, since an engine cannot count merged tokens, got {policy}; try "
+            f"{_text(policy.selector)}@0.2."
         )
     if type(policy.codec) is not Plain:
         raise KVPolicyError(
-            f"{POLICY} must keep tokens as they are, since the engine's blocks have a format of their own, got "
-            f"{policy}; try {_text(policy.selector)}@0.2."
+            f"{POLICY} must not encode tokens, since the engine's blocks have their own format, got {policy}; try "
+            f"{_text(policy.selector)}@0.2."
         )
     if type(policy.reader) is not ReadAll:
         raise KVPolicyError(
@@ -162,8 +162,8 @@ def _check_parts(policy: Policy) -> None:
     for selector in _chain(policy.selector):
         if (name := name_of(type(selector))) not in SELECTORS:
             raise KVPolicyError(
-                f"The selector of {POLICY} must be one of {', '.join(SELECTORS)}, which need nothing but a prompt's "
-                f"queries, keys and values, got {name}; try snapkv@0.2."
+                f"The selector of {POLICY} must be one of {', '.join(SELECTORS)}, which need only the queries, keys "
+                f"and values of a prompt, got {name}; try snapkv@0.2."
             )
     if isinstance(policy.budget, str):
         raise KVPolicyError(

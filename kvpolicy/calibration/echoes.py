@@ -296,7 +296,7 @@ def _check_shares(echo: float, induction: float) -> None:
     """Refuse shares that are none."""
     if not (0 <= echo <= 1 and 0 <= induction <= 1 and 0 < echo + induction <= 1):
         raise KVPolicyError(
-            "The shares of heads by echo and induction must be from 0 to 1, and more than 0 and at most 1 together, "
+            "The shares of heads by echo and induction must be from 0 to 1, and their sum more than 0 and at most 1, "
             f"got {echo} and {induction}; try {ECHO} and {INDUCTION}."
         )
 

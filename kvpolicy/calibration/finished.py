@@ -25,8 +25,8 @@ def refuse_other(out: str | Path, what: str) -> NoReturn:
         KVPolicyError: Always.
     """
     raise KVPolicyError(
-        f"The file {str(out)!r} must not hold anything but a {what} of the same model, text and options, got something "
-        "else; try another file, or --force (from Python, force=True) to replace it."
+        f"The file {str(out)!r} must be absent, or a {what} of the same model, text and options, got something else; "
+        "try another file, or --force (from Python, force=True) to replace it."
     )
 
 

@@ -64,13 +64,13 @@ Device = Annotated[
 """The default, an empty string, is an accelerator if one is available, or the CPU."""
 
 PromptTokens = Annotated[
-    int, typer.Option("--prompt", min=0, metavar="TOKENS", help="Of plain text: length of a prompt; 0 for 1024.")
+    int, typer.Option("--prompt", min=0, metavar="TOKENS", help="For plain text: length of a prompt; 0 for 1024.")
 ]
 AnswerTokens = Annotated[
-    int, typer.Option("--answer", min=0, metavar="TOKENS", help="Of plain text: length of what follows; 0 for 64.")
+    int, typer.Option("--answer", min=0, metavar="TOKENS", help="For plain text: length of the answer; 0 for 64.")
 ]
 Windows = Annotated[
-    int, typer.Option("--windows", min=1, metavar="INT", help="The most texts to use, drawn at random.")
+    int, typer.Option("--windows", min=1, metavar="INT", help="Maximum number of texts, drawn at random.")
 ]
 """How plain text is cut into prompts with answers. The defaults are 0, 0 and 64."""
 
@@ -145,7 +145,7 @@ TileTokens = Annotated[
         "--tile",
         parser=_tokens(1),
         metavar="TOKENS",
-        help="Tokens of a prompt that a layer takes at a time, as tile of kvpolicy.attach. By default all.",
+        help="Tokens of a prompt that a layer processes at a time, as tile of kvpolicy.attach. By default all.",
     ),
 ]
 """Of a plan, which knows no device."""
@@ -154,7 +154,7 @@ HoldCodes = Annotated[
     bool,
     typer.Option(
         "--hold-codes",
-        help="Hold a prompt that waits for its replay, or for its last chunk, in the codes of the codec.",
+        help="Hold a prompt as codes until its replay or its last chunk, instead of in full precision.",
     ),
 ]
 
@@ -163,7 +163,7 @@ Tile = Annotated[
     typer.Option(
         "--tile",
         metavar="TOKENS",
-        help="Tokens of a prompt that a layer takes at a time: a number, auto to choose by the free memory of the "
+        help="Tokens of a prompt that a layer processes at a time: a number, auto to choose by the free memory of the "
         "device, or none for all.",
     ),
 ]

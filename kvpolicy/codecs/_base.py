@@ -117,8 +117,7 @@ def check_base(owner: object, base: object) -> None:
         raise KVPolicyTypeError(f"{name}.base must be a codec, got {base!r}; try TokenWise().")
     if not isinstance(base, Plain | TwoSides):
         raise KVPolicyError(
-            f"{name}.base must encode keys and values apart, each by itself, got {base}; try tokenwise, kivi, "
-            "turboquant or bfp."
+            f"{name}.base must encode keys and values separately, got {base}; try tokenwise, kivi, turboquant or bfp."
         )
 
 

@@ -133,7 +133,9 @@ class Handle:
             KVPolicyError: If the model has made no cache yet.
         """
         if self.cache is None:
-            raise KVPolicyError("There is nothing to report yet: run the model first, or ask a cache of your own.")
+            raise KVPolicyError(
+                "There is nothing to report yet: run the model first, or call report() of your own cache."
+            )
         return self.cache.report()
 
     def detach(self) -> None:
@@ -410,7 +412,7 @@ def _rotations(sites: Sites, part: str) -> dict[int, Rope]:
 def _check_fresh(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise KVPolicyTypeError(
-            f"The model must be a torch.nn.Module, got {shorten(repr(model))}; try what from_pretrained returns."
+            f"The model must be a torch.nn.Module, got {shorten(repr(model))}; try a model of from_pretrained."
         )
     if model in attachments or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
         raise KVPolicyError(

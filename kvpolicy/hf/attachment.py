@@ -68,8 +68,8 @@ def check_replayed_ids(policy: Policy, vocabulary: int) -> None:
     largest = -1 if plan is None else max((*plan.first, *plan.later, *plan.reply), default=-1)
     if largest >= vocabulary:
         raise KVPolicyError(
-            f"Token ids that are replayed must be below {vocabulary}, as many as the model has, got {largest}; try "
-            "those of the model's own tokenizer."
+            f"Token ids that are replayed must be below {vocabulary}, the size of the model's vocabulary, got "
+            f"{largest}; try those of the model's own tokenizer."
         )
 
 
@@ -226,7 +226,7 @@ class Attachment:
     def __reduce__(self) -> NoReturn:
         """Refuse: what is loaded elsewhere belongs to no attachment."""
         raise KVPolicyTypeError(
-            "A cache under a policy cannot be pickled, since it belongs to its model; try to keep the tokens instead."
+            "A cache under a policy cannot be pickled, since it belongs to its model; try cache.save."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:

@@ -85,7 +85,7 @@ def attention_forward(
     for name in REFUSED:
         if kwargs.get(name) is not None:
             raise KVPolicyError(
-                f"Attention must be called without {name!r} under a policy, which cannot honor it yet, got it from "
+                f"Attention must be called without {name!r} under a policy, which does not support it, got it from "
                 f"{type(module).__name__}; try another model, or detach."
             )
     if attention_mask is not None and attention_mask.dim() != 2:
@@ -94,12 +94,12 @@ def attention_forward(
     if sinks is not None and len(sinks) != query.shape[1]:
         raise KVPolicyError(
             f"Attention must have one sink for each query head of the rank, got {len(sinks)} sinks for "
-            f"{query.shape[1]} heads in {type(module).__name__}, which were not divided with the heads; try the model "
+            f"{query.shape[1]} heads in {type(module).__name__}, which were not sharded with the heads; try the model "
             "on one rank."
         )
     if key.shape[:3] != value.shape[:3] or not _pairs(query.shape[1], key.shape[1]):
         raise KVPolicyError(
-            "Query heads must be a multiple of the key heads, and value heads as many as these, got "
+            "Query heads must be a multiple of the key heads, and value heads must be as many as key heads, got "
             f"{query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads in {type(module).__name__}; "
             "try a model with ordinary or grouped-query attention."
         )

@@ -135,8 +135,8 @@ def read(path: Path, *, mapped: bool = True) -> CacheFile:
     whole = sum(math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in packed.values())
     if whole > MOST_INFLATED * path.stat().st_size:
         raise KVPolicyError(
-            f"The cache file {str(path)!r} must not become more than {MOST_INFLATED} times its size, got compressed "
-            "tensors that would; save the cache again."
+            f"The cache file {str(path)!r} must not decompress to more than {MOST_INFLATED} times its size, got "
+            "compressed tensors that would; save the cache again."
         )
     for name, (dtype, shape) in packed.items():
         try:

@@ -440,8 +440,7 @@ class CacheForward(Cache):
         """The measured metric of each layer, [B, L]; shares of the budget if it has many numbers of each."""
         if self._measured.known is None and not self._measured.sums:
             raise KVPolicyStateError(
-                "The layers must be measured for their cosines to be known, got none; try squeeze in the policy, and "
-                "run a prompt."
+                "Cosines must be measured during a prompt, got none; try the allocator squeeze, and run a prompt."
             )
         return self._measured.of_rows(self._policy_indices, self._forward.unbegun)
 

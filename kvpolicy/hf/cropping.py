@@ -158,7 +158,7 @@ def _check(cache: Any, removed: int) -> None:
         raise KVPolicyError(f"At most {seen} tokens can be cropped from this cache, got crop({-removed}).")
     if first.pending is not None and removed < seen:
         raise KVPolicyError(
-            "A cache must have compressed its prompt for tokens to be cropped, got one that waits for the rest of it; "
+            "A cache must have compressed its prompt before tokens are cropped, got one with an incomplete prompt; "
             "try after the last chunk."
         )
     if not all(layers.keeps_all(layer.store) for layer in cache.policy_layers):
@@ -195,9 +195,9 @@ def _crop_rows(cache: Any, columns: int) -> None:
         kept = now
     elif turn is None:
         raise KVPolicyError(
-            f"Tokens must be cropped to one of the last {REMEMBERED} prompts or behind it, got a cache that was loaded "
-            "or shifted since, or has forgotten it; try cache.mark() before the tokens and cache.rollback(accepted) "
-            "after them."
+            f"A crop must not go back further than to one of the last {REMEMBERED} prompts, which a load or a shift "
+            "forgets, got an earlier position; try cache.mark() before the tokens and cache.rollback(accepted) after "
+            "them."
         )
     elif columns < turn.after.columns:
         count = columns - turn.before.columns
@@ -207,7 +207,7 @@ def _crop_rows(cache: Any, columns: int) -> None:
         kept = turn.after.after(columns - turn.after.columns, None)
         if now != turn.after.after(now.columns - turn.after.columns, None):
             raise KVPolicyError(
-                "Every row must have a token in each column behind a prompt to be cropped, got padding among generated "
+                "Every row must have a token in each column after a prompt to be cropped, got padding among generated "
                 "tokens; try to remove rows that are finished."
             )
     # Nothing was changed above, so that a refused crop leaves the cache as it was.

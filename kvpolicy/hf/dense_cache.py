@@ -115,8 +115,8 @@ def check_dense(header: Mapping[str, Any], what: str) -> int:
         raise KVPolicyError(f"{name} must have one row, got {header['rows']}; try saving one text.")
     if header["windows"]:
         raise KVPolicyError(
-            f"{name} must be of a model whose layers all attend to everything, got layers with a sliding window, which "
-            "an engine masks by slots; serve it with kvpolicy serve --prefix."
+            f"{name} must be of a model with full attention in all layers, got layers with a sliding window, which an "
+            "engine masks by slots; serve it with kvpolicy serve --prefix."
         )
     policy = Policy.from_dict(header["policy"])
     reader = next((own.reader for own in policy.distinct if not isinstance(own.reader, ReadAll)), None)

@@ -77,25 +77,25 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     if isinstance(cache, PolicyCache) and cache.policy_layers[0].pending is not None:
         raise KVPolicyError(
-            "A step must not be compiled before the announced prompt is complete, got one that every layer still holds "
-            "for its replay; try to announce as many tokens as are passed."
+            "A step must not be compiled before the announced prompt is complete, got one that every layer still "
+            "holds for its replay; try to pass all of the announced tokens first."
         )
     if isinstance(cache, PolicyCache):
         cache.history.refuse_shared("A compiled step")
         if cache.policy_layers[0].awaits_prompt:
             raise KVPolicyError(
-                "A compiled step must follow a forward behind the shared prefix, which makes slots, got the first one; "
-                "try it through the model itself, and compile the steps behind it."
+                "A compiled step must not be the first forward after a shared prefix, which allocates slots, got the "
+                "first one; try the uncompiled model for it, and compile the steps after it."
             )
     if isinstance(cache, PolicyCache) and cache.holds_next:
         raise KVPolicyError(
-            "The forward after hold_next() must not be compiled, since it makes slots, got a compiled one; try it "
-            "through the model itself, and compile the steps behind it."
+            "The forward after hold_next() must not be compiled, since it allocates slots, got a compiled one; try "
+            "the uncompiled model, and compile the steps after it."
         )
     if isinstance(cache, PolicyCache) and tokens.shape[1] > 1:
         raise KVPolicyError(
-            "A compiled step must have one token under a policy, which settles the budgets of prompts on the host, got "
-            f"{tokens.shape[1]}; try the prompt through the model itself, and compile the steps."
+            "A compiled step must have one token under a policy, which computes the budgets of prompts on the host, "
+            f"got {tokens.shape[1]}; try the prompt through the model itself, and compile the steps."
         )
 
 
@@ -116,7 +116,7 @@ def check_stock(cache: Any) -> None:
     if hasattr(cache, _REPLACED):
         raise KVPolicyError(
             "A DynamicCache must be new, got one that was given to an earlier call and stays empty, since the policy "
-            "made a cache of its own; try that call's out.past_key_values, or a kvpolicy.PolicyCache(model)."
+            "created its own cache; try that call's out.past_key_values, or a kvpolicy.PolicyCache(model)."
         )
 
 

@@ -44,8 +44,8 @@ def check_adapters(model: Any) -> None:
         kind: Any = getattr(config, "peft_type", "")
         if str(getattr(kind, "value", kind)) == "PREFIX_TUNING":
             raise KVPolicyError(
-                "The model's adapter must not pass keys and values of its own as the past, got prefix tuning; try an "
-                "adapter that changes weights, such as LoRA."
+                "The model's adapter must not pass its own keys and values as past_key_values, got prefix tuning; try "
+                "an adapter that changes weights, such as LoRA."
             )
 
 
@@ -79,14 +79,13 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
     config: Any = model.config
     if not str(config._attn_implementation).startswith(PREFIX):
         raise KVPolicyError(
-            "The model's attention must not be set while a policy is attached, got "
-            f"{config._attn_implementation!r}, which puts the policy out of action; try to detach, set it, and attach "
-            "again."
+            f"The model's attention must not be set while a policy is attached, got {config._attn_implementation!r}, "
+            "which disables the policy; try to detach, set it, and attach again."
         )
     asked = call.get("output_attentions")
     if config.output_attentions if asked is None else asked:
         raise KVPolicyError(
-            "output_attentions must be False where a policy keeps a cache, since no attention matrix is made, got "
+            "output_attentions must be False where a policy keeps a cache, since no attention matrix is computed, got "
             "True; try use_cache=False, and a model with eager attention."
         )
     if tokens.device.type == "meta":
@@ -164,8 +163,8 @@ def _check_limit(decoder: nn.Module, config: Any, cache: PolicyCache, new: int, 
     end = _end(cache, new, call)
     if end > limit:
         raise KVPolicyError(
-            f"Positions must be below {limit}, as many as the model has learned, got {end - 1}; try a shorter text, "
-            "since a policy that drops tokens does not move those that stay."
+            f"Positions must be below {limit}, the number that the model has learned, got {end - 1}; try a shorter "
+            "text, since kept tokens keep their positions."
         )
 
 

@@ -37,8 +37,8 @@ class ForwardGuard:
         """
         if self.running:
             raise KVPolicyStateError(
-                "Every forward on a cache must end before the next one, got a cache on which one was interrupted or "
-                "still runs in another thread, so that its layers do not agree; try a new cache, or its reset()."
+                "Every forward on a cache must end before the next one, got a cache on which one was interrupted, or "
+                "still runs in another thread; try a new cache, or its reset()."
             )
         self.running = True
         self.columns += columns

@@ -99,8 +99,8 @@ class History:
         """Refuse what would change slots that other caches share."""
         if self.is_shared:
             raise KVPolicyStateError(
-                f"{what} must not change a cache whose slots others share, got one after fork(shared=True); try "
-                "cache.fork() for a copy that goes on, or cache.reset() for another prompt."
+                f"{what} must not change a cache whose slots other caches share, got one after fork(shared=True); try "
+                "cache.fork() for a copy, or cache.reset() for another prompt."
             )
 
     def note_window(self, layer_idx: int, layer: Any) -> None:
@@ -123,7 +123,7 @@ def set_mark(cache: Any, most: int) -> None:
     first = cache.policy_layers[0]
     if cache.holds_next:
         raise KVPolicyStateError(
-            "mark() must not follow hold_next(), whose forward is no step, got both; try the forward first."
+            "mark() must not be called between hold_next() and its forward, got both; try the forward first."
         )
     if not cache.has_prompt:
         raise KVPolicyStateError(

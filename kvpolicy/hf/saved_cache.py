@@ -159,7 +159,7 @@ def _check_complete(cache: Any) -> None:
         raise KVPolicyError("A cache must have seen a prompt to be saved, got an empty one.")
     if cache.guard.running or not cache.has_prompt:
         raise KVPolicyError(
-            "A cache must have compressed its prompt to be saved, got one that waits for the rest of it; try after the "
+            "A cache must have compressed its prompt to be saved, got one with an incomplete prompt; try after the "
             "last chunk."
         )
 

@@ -36,7 +36,7 @@ def check_shareable(cache: Any) -> None:
         )
     if cache.policy_layers[0].prefix_columns:
         raise KVPolicyStateError(
-            "A cache must hold all its tokens itself for its slots to be shared, got one behind a shared prefix; try "
+            "A cache must hold all its tokens itself for its slots to be shared, got one with a shared prefix; try "
             "fork() for a copy of it, which shares the same prefix."
         )
     if cache.batch_size != 1:
@@ -55,8 +55,8 @@ def refuse_prefix(cache: Any, what: str) -> None:
     """
     if cache.policy_layers[0].prefix_columns:
         raise KVPolicyStateError(
-            f"{what} must be called on a cache that holds all its tokens itself, got one behind a shared prefix; try "
-            "it on the cache that was forked, or fork() without shared=True."
+            f"{what} must be called on a cache that holds all its tokens itself, got one with a shared prefix; try it "
+            "on the cache that was forked, or fork() without shared=True."
         )
 
 

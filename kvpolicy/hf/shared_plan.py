@@ -20,8 +20,8 @@ def check_own(own: Policy) -> None:
     part = next(filter(None, map(_obstacle, own.distinct)), "") if not own.differs_by_layer else "a policy by layer"
     if part:
         raise KVPolicyError(
-            "own must be a policy that keeps tokens for their position alone, in the same way in every layer, since "
-            f"their attention is known beside the prefix only, got {part}; try 'full', 'full+kivi' or 'window@256'."
+            f"own must be a policy that selects tokens by position only, in the same way in every layer, got {part}; "
+            "try 'full', 'full+kivi' or 'window@256'."
         )
 
 

@@ -198,8 +198,8 @@ def _run(site: Site, original: Callable[..., Any], arguments: dict[str, Any], ca
     mask = arguments.get("attention_mask")
     if cache.layers[site.layer_idx].is_sliding and not isinstance(mask, DeferredMask):
         raise KVPolicyError(
-            "tile must be None for masks of sliding windows that were made before the forward, which are those of a "
-            "whole prompt, got a size; try the 2-D mask of padding."
+            "tile must be None if ready-made masks of sliding windows are passed, which are for the whole prompt, got "
+            "a size; try a 2-D padding mask."
         )
     valid = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
     out: Tensor | None = None

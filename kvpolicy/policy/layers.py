@@ -29,8 +29,8 @@ def check_layers(layers: Sequence[Any]) -> None:
             )
         if isinstance(policy.codec, GroupsLayers):
             raise KVPolicyError(
-                f"The codec of a layer must encode it by itself, got {policy} for layer {index}, whose codec stores "
-                "a part of two layers once; try tokenwise."
+                f"The codec of a layer must encode it by itself, got {policy} for layer {index}, whose codec shares "
+                "codes between two layers; try tokenwise."
             )
         if differs_by_layer(policy.codec):
             raise KVPolicyError(
@@ -74,6 +74,6 @@ def _check_reuse(layers: Sequence[Any], index: int, policy: Any) -> None:
     chooser = layers[source]
     if (chooser.reader, chooser.codec) != (policy.reader, policy.codec):
         raise KVPolicyError(
-            f"A layer that reads what another one chose must have its reader and codec, got {policy} for layer {index} "
-            f"and {chooser} for layer {source}."
+            f"A layer that reuses the choice of another one must have the same reader and codec, got {policy} for "
+            f"layer {index} and {chooser} for layer {source}."
         )

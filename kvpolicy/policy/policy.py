@@ -399,7 +399,7 @@ class LayeredPolicy(Policy):
 
     def _ask_layer(self) -> NoReturn:
         raise KVPolicyError(
-            f"The parts of a policy that differs by layer must be asked of a layer, got {self}; try .at(0)."
+            f"The parts of a policy that differs by layer must be read from one layer, got {self}; try .at(0)."
         )
 
     allocator: Any = property(_ask_layer)

@@ -99,7 +99,7 @@ class TunedPolicy(Policy):
 
     def _ask_layer(self) -> NoReturn:
         raise KVPolicyError(
-            "The layers of a policy from a file must be asked after it is attached, since they depend on the model, "
+            "The layers of a policy from a file must be read after it is attached, since they depend on the model, "
             f"got {self}; try handle.policy."
         )
 

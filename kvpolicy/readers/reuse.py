@@ -98,7 +98,7 @@ class Reuse(Reader):
             )
         if self.base.traits.estimates:
             raise KVPolicyError(
-                f"Reuse.base must be a reader that estimates nothing of what it does not read, got {self.base}; try "
+                f"Reuse.base must be a reader without estimates of unread tokens, got {self.base}; try "
                 "sparq:correct=false or exact."
             )
         if self.base.traits.rebuilds:
@@ -115,7 +115,7 @@ class Reuse(Reader):
         least = max(self.base.traits.dense, 0 if self.dense == "auto" else self.dense)
         if self._choosing and self._choosing[0] < least:
             raise KVPolicyError(
-                f"Reuse.layers must begin behind the layers that read everything, the first {least}, got "
+                f"Reuse.layers must begin after the layers that read everything, the first {least}, got "
                 f"{self.layers!r}; try a smaller dense."
             )
 

@@ -45,7 +45,7 @@ class Prefix:
         got = f"only {len(prompt):,} tokens" if same is None else f"another token at position {same:,}"
         raise KVPolicyError(
             f"The prompt must be the {len(self.ids):,} tokens of --prefix and at least one more, got {got}; try the "
-            "text that the file was made of with a question behind it."
+            "text of the file, followed by a question."
         )
 
 

@@ -76,7 +76,7 @@ def parse(text: str) -> tuple[dict[Kind, Any], Budget | None]:
         kind, strategy = _part(part)
         if kind == "head_allocator":
             name = shorten(part)
-            raise KVPolicyError(f"A head allocator must stand behind an allocator, got {name!r}; try 'uniform/{name}'.")
+            raise KVPolicyError(f"A head allocator must follow an allocator, got {name!r}; try 'uniform/{name}'.")
         if kind in parts:
             raise KVPolicyError(
                 f"A policy must have at most one {kind}, got {shorten(text)!r}; remove one, or wrap one in the other "

@@ -136,8 +136,8 @@ def split(windows: Sequence[Window], held_out: float, seed: int = 0) -> tuple[li
     different = list(sizes)
     if len(different) < 2:
         raise KVPolicyError(
-            f"There must be windows of at least two prompts, some of which are held out, got {len(different)}; try a "
-            "longer text."
+            f"There must be windows of at least two prompts, so that some can be held out, got {len(different)}; try "
+            "a longer text."
         )
     order: list[int] = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed)).tolist()
     wanted = held_out * len(windows)

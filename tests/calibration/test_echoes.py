@@ -117,7 +117,7 @@ def test_a_file_is_written_for_the_model(tmp_path: Path) -> None:
     assert (written.sinks, written.recent, written.kind) == (2, 5, "score")
     assert [len(row) for row in written.heads] == [0, 2, 0, 2, 0, 2], "a row for each layer, empty for sliding ones"
     kvpolicy.attach(model, f"uniform/duo:file={path}+streaming@0.5").detach()
-    with pytest.raises(kvpolicy.KVPolicyError, match="must not hold anything but a calibration of the same model"):
+    with pytest.raises(kvpolicy.KVPolicyError, match="must be absent, or a calibration of the same model"):
         calibrate_echoes(model, path, random=9, repeats=3, sinks=2, recent=5, seed=5)
 
 
@@ -160,7 +160,7 @@ def test_a_model_that_finds_no_copies_is_warned_of(
         ({"repeats": 1}, "repeats must be"),
         ({"random": 1}, "random must be"),
         ({"echo": -0.1}, "The shares of heads by echo and induction must be from 0 to 1"),
-        ({"echo": 0.0, "induction": 0.0}, "more than 0 and at most 1 together, got 0.0 and 0.0; try 0.01 and 0.14."),
+        ({"echo": 0.0, "induction": 0.0}, "their sum more than 0 and at most 1, got 0.0 and 0.0; try 0.01 and 0.14."),
         ({"echo": 0.5, "induction": 0.6}, "got 0.5 and 0.6"),
         ({"induction": float("nan")}, "got 0.01 and nan"),
     ],

@@ -247,7 +247,7 @@ def test_a_file_of_layers(tmp_path: Path) -> None:
         (["h2o@0.5", "h2o@12"], "must be fractions, or all tokens, got h2o@0.5 for layer 0 and h2o@12 for layer 1"),
         (["h2o@1MiB"], "must be a relative share"),
         (["squeeze+h2o@0.5"], "must have the allocator uniform"),
-        (REUSED, "must have its reader and codec"),
+        (REUSED, "must have the same reader and codec"),
         ([], "must have at least one layer"),
         ("h2o", "must be a list with one for each layer"),
     ],
@@ -269,7 +269,7 @@ def test_refused_later(tmp_path: Path) -> None:
         PolicyCache(model, Policy.by_layer(["h2o@0.5"], budget=0.5))
     with pytest.raises(KVPolicyError, match="must not differ by layer itself"):
         Policy.by_layer([policy], budget=0.5)
-    with pytest.raises(KVPolicyError, match="must be asked of a layer"):
+    with pytest.raises(KVPolicyError, match="must be read from one layer"):
         _ = policy.selector
     for spec, message in [
         ("tuned@0.1", "must have the file"),
@@ -287,7 +287,7 @@ def test_refused_later(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(KVPolicyError, match="must hold curves or layers"):
         kvpolicy.attach(model, f"tuned:file={tmp_path}/bad.json@0.1")
-    with pytest.raises(KVPolicyError, match="asked after it is attached"):
+    with pytest.raises(KVPolicyError, match="read after it is attached"):
         _ = Policy.parse("tuned:file=a.json").decode
     small = Policy.by_layer(["h2o@0.5"] * 2, budget=0.01)
     with pytest.raises(KVPolicyError, match="must be at least 0"):

@@ -189,5 +189,5 @@ def test_positions_are_integers() -> None:
         for wrong in (("a", 1), (3, "a"), (1.5, 1), (3, None)):
             with pytest.raises(KVPolicyTypeError, match=r"must be an integer, got .*; try shift"):
                 cache.shift(*wrong)
-        with pytest.raises(KVPolicyStateError, match="got none; try squeeze in the policy, and run a prompt"):
+        with pytest.raises(KVPolicyStateError, match="got none; try the allocator squeeze, and run a prompt"):
             cache.cosines()

@@ -151,7 +151,7 @@ def test_a_held_chunk_is_not_cropped_in_part() -> None:
     with kvpolicy.attach(model, "full", chunks="hold"):
         cache = PolicyCache(model, prompt=26)
         forward(model, ids, mask, 0, 18, cache)
-        with pytest.raises(KVPolicyError, match="must have compressed its prompt for tokens to be cropped"):
+        with pytest.raises(KVPolicyError, match="must have compressed its prompt before tokens are cropped"):
             cache.crop(-3)
         forward(model, ids, mask, 18, 26, cache)
         cache.crop(-3)

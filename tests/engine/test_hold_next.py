@@ -169,7 +169,7 @@ def test_it_must_follow_a_prompt() -> None:
         cache.hold_next()
         with pytest.raises(KVPolicyStateError, match=r"save\(\) must not follow hold_next"):
             cache.save("nowhere.safetensors")
-        with pytest.raises(KVPolicyStateError, match=r"mark\(\) must not follow hold_next"):
+        with pytest.raises(KVPolicyStateError, match=r"mark\(\) must not be called between hold_next"):
             cache.mark(2)
         cache.reset()
         assert not cache.holds_next

@@ -443,7 +443,7 @@ def test_the_distortion_of_a_pair() -> None:
     apart = group_distortion(MiniCache(keep=0.0), [(x, x), (y, y)])
     assert 0.5 < apart[0].keys < 1.5 and 0.1 < apart[1].keys < apart[0].keys  # t = 0.6 is nearer to the second
     assert apart[0].bits == 16 + 16 / 16 and apart[1].bits == 16 / 16
-    with pytest.raises(KVPolicyError, match="must be more than"):
+    with pytest.raises(KVPolicyError, match="must be more tokens than"):
         group_distortion(MiniCache(residual_length=200), [(x, x), (y, y)])
 
 

@@ -181,7 +181,7 @@ def test_plans_that_rows_cannot_share() -> None:
     for wrong in (two, "window@0.5"):
         with pytest.raises(KVPolicyError, match="prefix must be the plan of one row of the same model"):
             kvpolicy.plan(model, "full", prompt=6, prefix=wrong)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(KVPolicyError, match="own must be a policy that keeps tokens"):
+    with pytest.raises(KVPolicyError, match="own must be a policy that selects tokens"):
         kvpolicy.plan(model, "h2o@8", prompt=6, prefix=text)
     with pytest.raises(KVPolicyError, match="Every slot must be read"):
         kvpolicy.plan(model, "full", prompt=6, prefix=kvpolicy.plan(model, "full+quest:page=4:read=8", prompt=TEXT))
@@ -395,7 +395,10 @@ def test_the_first_forward_and_the_text_are_not_compiled() -> None:
         text = read_text(model, ids)
         shared = text.fork(shared=True)
         compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-        for cache, message in ((shared, "must follow a forward behind the shared prefix"), (text, "must not change")):
+        for cache, message in (
+            (shared, "must not be the first forward after a shared prefix"),
+            (text, "must not change"),
+        ):
             with pytest.raises(Exception, match=message):
                 compiled(ids[:, :1], past_key_values=cache, use_cache=True)
     torch.compiler.reset()

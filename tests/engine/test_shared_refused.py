@@ -34,7 +34,9 @@ def test_the_text_must_not_change_while_it_is_shared() -> None:
             "batch_repeat_interleave": lambda: text.batch_repeat_interleave(2),
         }
         for name, call in calls.items():
-            with pytest.raises(KVPolicyStateError, match=f"{name}.* must not change a cache whose slots others share"):
+            with pytest.raises(
+                KVPolicyStateError, match=f"{name}.* must not change a cache whose slots other caches share"
+            ):
                 call()
         text.reset()
         forward(model, ids, mask, 0, TEXT, text)
@@ -48,7 +50,7 @@ def test_what_cannot_be_done_behind_a_shared_text(tmp_path: Path) -> None:
         shared = read_text(model, ids).fork(shared=True)
         go_on(model, shared, ids, mask)
         for call in (lambda: shared.save(tmp_path / "file"), lambda: shared.crop(-1), lambda: shared.shift(2, 1)):
-            with pytest.raises(KVPolicyStateError, match="one behind a shared prefix"):
+            with pytest.raises(KVPolicyStateError, match="one with a shared prefix"):
                 call()
         with pytest.raises(KVPolicyStateError, match="shares the same prefix"):
             shared.fork(shared=True)
@@ -102,7 +104,7 @@ def test_own_policies_that_are_refused(own: Any, part: str) -> None:
     ids, _ = conversation([6])
     with kvpolicy.attach(model, "window@0.5"):
         text = read_text(model, ids)
-        with pytest.raises(KVPolicyError, match=f"own must be a policy that keeps tokens .* got (the )?{part}"):
+        with pytest.raises(KVPolicyError, match=f"own must be a policy that selects tokens .* got (the )?{part}"):
             text.fork(shared=True, own=own)
         assert not text.history.is_shared
 

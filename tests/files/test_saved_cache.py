@@ -352,7 +352,7 @@ def test_caches_that_cannot_be_saved(tmp_path: Path) -> None:
             cache.save(path)
         ids, mask = make_batch([26])
         forward(model, ids, mask, 0, 20, cache)
-        with pytest.raises(KVPolicyError, match="waits for the rest"):
+        with pytest.raises(KVPolicyError, match="incomplete prompt"):
             cache.save(path)
         forward(model, ids, mask, 20, 26, cache)
         with pytest.raises(KVPolicyError, match=r"\[1, 26\], got \[1, 27\]"):

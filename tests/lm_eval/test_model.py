@@ -219,7 +219,7 @@ def test_a_question_of_a_document_is_fed_after_the_rest_was_compressed(make, tin
 
 def test_a_text_that_is_held_back_is_part_of_the_prompt(make, questions):
     request = dataclasses.replace(questions[0], doc={"held_back": "?nothing="})
-    with pytest.raises(ValueError, match=r"held_back must be a text of the prompt, got '\?nothing=' .*try to end"):
+    with pytest.raises(ValueError, match=r"held_back must be the end of the prompt, got '\?nothing=' .*try to end"):
         make(HARSH).generate_until([request])
 
 

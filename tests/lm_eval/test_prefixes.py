@@ -92,7 +92,7 @@ def test_common_tokens() -> None:
 def test_what_the_argument_may_be() -> None:
     assert [read_least(value) for value in (False, True, 1, 700)] == [0, PREFIX_TOKENS, 1, 700]
     for value in (0, -3, 2.5, "yes", None):
-        with pytest.raises(KVPolicyError, match="group_by_prefix must be true, false or the fewest tokens"):
+        with pytest.raises(KVPolicyError, match="group_by_prefix must be true, false or the minimum length"):
             read_least(value)
 
 

@@ -213,5 +213,5 @@ def test_any_file_name(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["allocator", "selector", "merger", "codec", "reader", "heads", "decode", "distinct"])
 def test_parts_are_unknown_without_a_model(part: str) -> None:
-    with pytest.raises(KVPolicyError, match="must be asked after it is attached"):
+    with pytest.raises(KVPolicyError, match="must be read after it is attached"):
         getattr(Policy.parse("tuned:file=a.json"), part)

@@ -281,7 +281,7 @@ def test_what_is_shown_begins_with_the_most_needed_tokens() -> None:
 
 def test_a_base_that_estimates_is_refused() -> None:
     """Layers that choose for none but themselves have a summary, and the others would have no correction."""
-    with pytest.raises(ValueError, match=r"estimates nothing of what it does not read, got .*; try sparq:"):
+    with pytest.raises(ValueError, match=r"without estimates of unread tokens, got .*; try sparq:"):
         Policy.parse("reuse/sparq")
     assert Policy.parse("reuse/sparq:correct=false")
     assert Policy.parse("reuse/centroids:estimate=false")

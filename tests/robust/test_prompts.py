@@ -127,7 +127,7 @@ def test_behind_the_last_position(policy: str) -> None:
     assert ours.shape == stock.shape and (not exact(policy) or torch.equal(ours, stock))
     model = gpt2(n_embd=32, n_layer=2, n_head=4, vocab_size=48, n_positions=24)
     with kvpolicy.attach(model, policy):
-        with refused("must be below 24, as many as the model has learned, got"):
+        with refused("must be below 24, the number that the model has learned, got"):
             model.generate(prompt(20), **GREEDY)
         assert model.generate(prompt(18), **GREEDY).shape == (1, 24)
 

@@ -383,7 +383,7 @@ def test_ready_made_masks_of_windows_are_refused(mask: Tensor | None) -> None:
     model = build("gemma3")
     masks: Any = {"full_attention": None, "sliding_attention": mask}
     with kvpolicy.attach(model, "full", tile=4), torch.no_grad():
-        with pytest.raises(KVPolicyError, match="tile must be None for masks of sliding windows that were made before"):
+        with pytest.raises(KVPolicyError, match="tile must be None if ready-made masks of sliding windows"):
             model(prompt()[:, :10], attention_mask=masks)
         model(prompt()[:, :10])
 

@@ -81,7 +81,7 @@ def test_an_adapter_of_the_output_projection_is_part_of_it(how: str) -> None:
 def test_prefix_tuning_is_refused() -> None:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(copy.deepcopy(build("llama")), config).eval()
-    with pytest.raises(kvpolicy.KVPolicyError, match=r"must not pass keys and values .*, got prefix tuning"):
+    with pytest.raises(kvpolicy.KVPolicyError, match=r"must not pass its own keys and values .*, got prefix tuning"):
         kvpolicy.attach(model, "window@0.5")
     assert not any("kvpolicy" in str(module.config._attn_implementation) for module in [model.base_model])
 

@@ -116,8 +116,8 @@ def test_contents_of_several_texts_are_texts(tokenizer: Any) -> None:
     [
         (TURNS, TEXT, [], "messages must be a list of messages"),
         (TURNS, TEXT, "?wolf=", "messages must be a list of messages"),
-        (TURNS, TEXT, [{"role": "user", "content": [{"type": "image_url"}]}], "text only"),
-        (TURNS, TEXT, [{"role": "user", "content": 5}], "text only"),
+        (TURNS, TEXT, [{"role": "user", "content": [{"type": "image_url"}]}], "contain only text"),
+        (TURNS, TEXT, [{"role": "user", "content": 5}], "contain only text"),
         (ALTERNATING, f"<user>{TEXT}\n", [QUESTION, QUESTION], "roles must alternate"),
         (ALTERNATING, TEXT, [QUESTION, QUESTION], "roles must alternate"),
         (CHANGING, f"[1]{TEXT};", [QUESTION], "must write the document's turn first"),

@@ -55,7 +55,7 @@ def test_speculation_by_ngrams(tmp_path: Path) -> None:
     ("policy", "message"),
     [
         ("kvzip@0.2", "must be one of window"),
-        ("snapkv+kivi@0.2", "keep tokens as they are"),
+        ("snapkv+kivi@0.2", "must not encode tokens"),
         ("expected@0.003", "at least 5 tokens"),
     ],
 )

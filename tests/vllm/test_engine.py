@@ -72,7 +72,7 @@ def test_engines_that_are_refused(saved: Saved, fields: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: build("gemma2").config, "must attend to everything, got gemma2 with layers of a sliding window"),
+        (lambda: build("gemma2").config, "must have full attention, got gemma2 with layers of a sliding window"),
         (lambda: build("gpt2").config, "must be rotary embeddings for its saved caches to be moved, got gpt2"),
         (
             lambda: transformers.LlamaConfig(

@@ -183,11 +183,11 @@ def test_a_load_that_fails_ends_the_request(scheduler: Scheduler) -> None:
 
 
 def test_other_requests_are_refused(scheduler: Scheduler) -> None:
-    assert "name of its own" in scheduler.refusal(scheduler._admitted(*first_request(IDS, "x")[:1], {"prefill": 5}))
+    assert "unique name" in scheduler.refusal(scheduler._admitted(*first_request(IDS, "x")[:1], {"prefill": 5}))
     scheduler.ready("a")
-    assert "name of its own" in scheduler.refusal(scheduler.first("a"))
+    assert "unique name" in scheduler.refusal(scheduler.first("a"))
     assert "salt of its own" in scheduler.refusal(scheduler.first("b", cache_salt="mine"))
-    assert "must lose tokens" in scheduler.refusal(scheduler.first("b", prompt_token_ids=[5, 6]))
+    assert "must be longer than its budget" in scheduler.refusal(scheduler.first("b", prompt_token_ids=[5, 6]))
     assert "must be ready" in scheduler.refusal(scheduler.second("b"))
     assert "salt of its own" in scheduler.refusal(
         scheduler.second("a", cache_salt=first_request(IDS, "a")[0]["cache_salt"])
@@ -195,7 +195,7 @@ def test_other_requests_are_refused(scheduler: Scheduler) -> None:
     assert "49 placeholders" in scheduler.refusal(scheduler.second("a", prompt_token_ids=IDS))
     second = scheduler.second("a")
     assert scheduler.begin(second) == 49 and len(scheduler.requests.take()) == 1
-    assert "asked once" in scheduler.refusal(scheduler.second("a"))
+    assert "used once" in scheduler.refusal(scheduler.second("a"))
     plain = Request([5, 6], second.cache_salt)
     scheduler.requests.admit(plain)
     assert "cache salt of a document" in scheduler.refusal(plain)

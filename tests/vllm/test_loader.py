@@ -204,9 +204,9 @@ def test_layers_are_found_by_their_index() -> None:
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (attention(sliding_window=128), "be to everything for documents, got a sliding window"),
+        (attention(sliding_window=128), "be full attention for documents, got a sliding window"),
         (attention(alibi=[0.5]), "have rotary positions for documents, got ALiBi"),
-        (attention(kv_sharing_target_layer_name="layers.0.attn"), "have a cache of its own .*, got one that it shares"),
+        (attention(kv_sharing_target_layer_name="layers.0.attn"), "have its own cache .*, got a shared one"),
         (
             attention(impl=SimpleNamespace()),
             "write .* by do_kv_cache_update .*, got the backend SimpleNamespace; try",

@@ -123,7 +123,7 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
     prefix, repeats = (256, 2) if args.quick else (args.prefix, args.rounds)
     rows = collect(lines(prefix, args.rows, repeats))
     note = (
-        f"A Llama of {LAYERS} layers, hidden size {WIDTH}, {HEADS} KV heads, fp32, eager: {args.rows} rows behind "
+        f"A Llama of {LAYERS} layers, hidden size {WIDTH}, {HEADS} KV heads, fp32, eager: {args.rows} rows after "
         f"{prefix:,} tokens, each with a question of {QUESTION}; {torch_note()}."
     )
     yield Section("prefix", [Grid(COLUMNS, rows)], note)

@@ -161,12 +161,12 @@ def _read(board: Board, listed: Sequence[Entry], _: Known) -> Iterator[Choice]:
 SITUATIONS = (
     Situation(
         "The question is in the prompt",
-        f"Documents, code or examples, with the question behind them: right answers of all lengths, {SHARE:.0%} held.",
+        f"Documents, code or examples, then the question: right answers over all lengths, {SHARE:.0%} held.",
         _answered(["inside"], SHARE),
     ),
     Situation(
         "The question comes later",
-        f"A document in a cache, and a question that it was not compressed for: all lengths, {SHARE:.0%} held.",
+        f"A document that is compressed before the question is known: all lengths, {SHARE:.0%} held.",
         _answered(["after"], SHARE),
     ),
     Situation(
@@ -177,12 +177,12 @@ SITUATIONS = (
     Situation(
         "A long generation",
         "A short prompt and thousands of generated tokens, of which early and late ones are needed again: "
-        f"{min(walk.SHARES):.0%} of what the full cache holds at the end; in brackets the worst and the best walk.",
+        f"{min(walk.SHARES):.0%} of the bytes of the full cache at the end. In brackets, the worst and the best text.",
         _generated,
     ),
     Situation(
         "As few bytes as possible",
-        f"Questions of all three places, {FEW:.0%} held.",
+        f"All three places of the question together, {FEW:.0%} held.",
         _answered(MODES, FEW),
     ),
     Situation(
@@ -193,7 +193,7 @@ SITUATIONS = (
     ),
     Situation(
         "Memory suffices, and steps are slow",
-        f"Readers hold everything, and read {SHARE:.0%} of it in a step: questions of all three places.",
+        f"Readers hold all tokens, and read {SHARE:.0%} of them in a step: all three places of the question together.",
         _read,
     ),
 )

@@ -83,8 +83,8 @@ def method_table(board: Board, found: Sequence[Entry], shares: Sequence[float]) 
             rows.append([f"`{entry.spec}`", *answers])
     names = [f"{mode}, {share:.0%}" for mode in PLACES for share in shares]
     empty = " Empty: not measured, or refused." if any("" in row for row in rows) else ""
-    measured = f"[`{board.model}`](../model-card.md), {_prompts(board, length)}, at equal bytes"
-    return f"{table(['policy', *names], rows)}\n\n{measured}; [the board](../board.md) has the rest.{empty}"
+    what = f"[`{board.model}`](../model-card.md): right answers by [place of the question](../board.md) and bytes"
+    return f"{table(['policy', *names], rows)}\n\n{what}; {_prompts(board, length)}.{empty}"
 
 
 def shown_length(board: Board, found: Sequence[Entry], shares: Sequence[float]) -> int:

@@ -73,7 +73,7 @@ def _codec_note(name: str, lines: Sequence[CodecRow]) -> str:
     codecs = [line.codec for line in lines if line.policy != "full"]
     notes = [f"At {CODEC_BUDGET:.0%}: with `{codec_selector(name)}`"]
     if any(line.evicting is None for line in lines):
-        notes[0] += ", which the codec of an empty cell does not combine with"
+        notes.append("Empty: the codec cannot be combined with it")
     if ranked := {with_ranking(codec).split("+")[0] for codec in codecs if with_ranking(codec) != codec}:
         notes.append(f"With every token, `{ranked.pop()}` ranks them")
     if added := dict.fromkeys(filter(None, map(short_options, codecs))):
@@ -90,7 +90,7 @@ def reader_table(bench: Bench, name: str) -> str:
         by_read = [bench.result(at_read(policy, read)) for read in READS]
         answers = [f"{mean(result['tasks']):.2f}" for result in by_read]
         rows.append([f"`{policy}`", *answers, f"{_moved(at_read(policy, last)):.2f}", f"{by_read[-1]['share']:.2f}"])
-    return f"{table(names, rows)}\n\n{note(bench, name)} Moved: bytes of a step, over the full cache's."
+    return f"{table(names, rows)}\n\n{note(bench, name)} Moved: bytes that a step reads, relative to the full cache."
 
 
 def _moved(policy: str) -> float:
@@ -101,7 +101,7 @@ def _moved(policy: str) -> float:
 def note(bench: Bench, name: str) -> str:
     """How the numbers on the page of a method were measured."""
     dtype = str(bench.dtype).removeprefix("torch.")
-    answers = f"mean of six tasks, {bench.docs} prompts of 512 tokens, one answer {1 / (6 * bench.docs):.3f}"
+    answers = f"mean of six tasks, {bench.docs} prompts of 512 tokens, one answer is {1 / (6 * bench.docs):.3f}"
     return f"`python -m kvpolicy_eval.methods {name}`, on the [embedded model](../model-card.md): {answers}; {dtype}."
 
 

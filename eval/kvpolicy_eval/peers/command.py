@@ -109,19 +109,19 @@ def describe(name: str, options: Options) -> str:
         return (
             f"kvpolicy/kvpress, with a random Llama of {options.layers} layers, hidden size {options.hidden}, heads of "
             f"64 and a quarter as many KV heads, fp32, CPU, {options.threads} thread(s) on each side; budget 20%; "
-            f"medians of {options.rounds} rounds in turn, {options.steps} steps each. Peak: over the memory before the "
-            "prompt. "
+            f"medians of {options.rounds} rounds in turn, {options.steps} steps each. Peak: without the memory before "
+            "the prompt. "
         )
     if name == "generate":
         return describe_generate(options)
     if name == "recall":
         return (
             f"Mean exact match of the embedded model in bf16 over five tasks, {options.n} prompts each of about 512 "
-            "tokens. Held: bytes over the full cache's, where the column does not say it. "
+            "tokens. Held: bytes relative to the full cache. "
         )
     if name == "kept":
         return (
-            "Mean overlap of a head's kept positions, and in brackets the share of heads that keep the same; the "
-            f"embedded model in fp32, {2 * max(options.n // 4, 2)} prompts. "
+            "Mean overlap of the positions that a head keeps; in brackets, the share of heads with the same positions; "
+            f"the embedded model in fp32, {2 * max(options.n // 4, 2)} prompts. "
         )
     return "The embedded model in fp32. "

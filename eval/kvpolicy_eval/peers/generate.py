@@ -217,11 +217,11 @@ def describe(options: Options) -> str:
     clock = "CPU time" if options.threads == 1 else "wall time"
     return (
         f"Eager `generate` of {NEW} tokens, fp32, CPU, {options.threads} thread(s), {clock}, medians of "
-        f"{options.rounds} round(s), over a neighboring call with the stock cache of the same process. tiny-4k: "
+        f"{options.rounds} round(s), relative to a neighboring call with the stock cache. tiny-4k: "
         f"{len(TASKS)} prompts of about {LENGTH:,} tokens. random: a random Llama of {options.layers} layers, hidden "
         f"size {options.hidden}, heads of 64 and as many KV heads, {RANDOM_PROMPTS} prompts of {LENGTH:,} tokens. "
-        "Prefill: until the first token. Held: the most bytes. Same answers, same tokens: as the stock cache's, the "
-        "latter until the first difference. "
+        "Prefill: until the first token. Held: the maximum. Same answers, same tokens: equal to those of the stock "
+        "cache; tokens until the first difference. "
     )
 
 

@@ -21,10 +21,10 @@ def rows(model: RealModel, policies: Sequence[str], *, measured: Collection[str]
     names = ["policy", "held", *(f"{task}, {place}" for task in TASKS for place in PLACES)]
     body = [_row(model, policy, measured) for policy in policies]
     note = (
-        f"`{model.title}`: fraction of right answers with an interval of 95 %, up to {model.docs} prompts a task, as "
-        "the interval says; bits per byte of English prose; relative squared error of keys and values in the layers "
-        "without a sliding window. Held: bytes over the full cache's, in the first task. The last token of a prompt is "
-        "fed after its compression."
+        f"`{model.title}`: fraction of right answers with an interval of 95 %, up to {model.docs} prompts a "
+        "task; bits per byte of English prose; relative squared error of keys and values in the layers "
+        "without a sliding window. Held: bytes relative to the full cache, in the first task. The last token of a "
+        "prompt is fed after its compression."
     )
     lines = table([*names, "bits per byte", "error of keys", "of values"], [row for row in body if any(row[1:])])
     return f'<div class="sortable" markdown>\n\n{lines}\n\n</div>\n\n{note}'

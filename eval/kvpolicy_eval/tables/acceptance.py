@@ -63,9 +63,9 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
     columns = ["policy", *(f"budget {budget}" for budget in args.budgets)]
     lines = [line(model, policy, rows, args.budgets, args.gamma) for policy in args.only]
     note = (
-        f"Fraction of {args.gamma} drafts a round that the full cache accepted, and in parentheses the new tokens for "
-        f"each of its forwards; greedy, {NEW} tokens behind {PROMPT} tokens of held-out text, {len(rows)} texts, "
-        f"{str(model.dtype).removeprefix('torch.')}."
+        f"Fraction of the {args.gamma} drafted tokens of a round that the full cache accepted; in parentheses, new "
+        f"tokens per forward pass of the full cache. Greedy, {NEW} tokens after {PROMPT} tokens of held-out text, "
+        f"{len(rows)} texts, {str(model.dtype).removeprefix('torch.')}."
     )
     yield Section("acceptance", [Grid(columns, lines)], note)
 

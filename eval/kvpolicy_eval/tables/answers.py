@@ -125,12 +125,12 @@ def _reads_part(spec: str) -> bool:
 
 def note(bench: Bench, tasks: Sequence[str]) -> str:
     """How the numbers were measured."""
-    files = "Every compressed cache is saved to a file, and what is loaded answers. " if bench.saved else ""
+    files = "Every compressed cache is saved to a file, and the loaded cache answers. " if bench.saved else ""
     return (
         f"{files}"
         f"Fraction of correct answers to {bench.docs} prompts of about {LENGTH} tokens a task; all: the mean of "
-        f"{', '.join(tasks)}. Held: the most bytes of the three; moved: the planned bytes that a step reads; both over "
-        f"the full cache's. {str(bench.dtype).removeprefix('torch.')}."
+        f"{', '.join(tasks)}. Held: the largest of the three caches; moved: the bytes that a step reads, as planned; "
+        f"both relative to the full cache. {str(bench.dtype).removeprefix('torch.')}."
     )
 
 

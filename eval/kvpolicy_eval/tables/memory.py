@@ -62,8 +62,8 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
     lines = rows(args.models, args.policies, bytes_of(args.memory), args.backend, args.prompt, args.new, args.chunk)
     note = (
         f"Bytes on each rank in bf16, sharded by `{args.backend}`; rows of {args.prompt:,} prompt and {args.new:,} "
-        f"new tokens, {args.memory} per rank. The largest batch is prefilled at once, the last column {args.chunk:,} "
-        "tokens of each row at a time; weights, cache and the largest activations count."
+        f"new tokens, {args.memory} per rank. The largest batch is prefilled at once, that of the last column with "
+        f"{args.chunk:,} tokens of each row at a time; weights, cache and the largest activations count."
     )
     yield Section("memory", [Grid(COLUMNS, lines)], note)
 

@@ -141,10 +141,11 @@ def note(found: Sequence[Cell], n: tuple[int, int]) -> str:
     gains = {share: [cell.comparison.correct.mean for cell in found if cell.share == share] for share in SHARES}
     means = ", ".join(f"{sum(some) / len(some):+.3f} at {share:.0%}" for share, some in gains.items() if some)
     return (
-        f"Six tasks of about {LENGTH} tokens (five for a second question): {n[0]} prompts of each to tune on, {n[1]} "
-        f"others to compare on. The ordinary policy is the best of {len(rivals())} at the same bytes on the former. "
-        "Differences have 95 % intervals by the bootstrap over prompts; a task is named if the interval of its own "
-        f"difference is below zero. Mean difference of answers: {means}. torch {torch.__version__}, fp32, greedy."
+        f"Six tasks of about {LENGTH} tokens (five for a second question): {n[0]} prompts of each for tuning, {n[1]} "
+        f"others for the comparison. The ordinary policy is the best of {len(rivals())} at the same bytes on the "
+        "tuning prompts. Differences have 95 % intervals by the bootstrap over prompts; a task is named if the "
+        "interval of its own difference is below zero. "
+        f"Mean difference of answers: {means}. torch {torch.__version__}, fp32, greedy."
     )
 
 

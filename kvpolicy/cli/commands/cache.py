@@ -43,7 +43,7 @@ def make(
 ) -> None:
     """Read a text with a model, and save its cache.
 
-    The file has the token ids of the text as well, of which the newline at its end is a part. With --chat, the text is
+    The file also has the token ids of the text, including the newline at its end. With --chat, the text is
     the first message of a chat. A policy that looks at the end of the text, such as snapkv, keeps what a question there
     needs; the default keeps what any question may need.
     """

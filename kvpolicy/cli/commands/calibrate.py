@@ -184,10 +184,13 @@ def lowrank(
     quiet: Quiet = False,
     force: Force = False,
     key_spaces: Annotated[
-        str, typer.Option(metavar="NAMES", help="Whether keys are taken rotated, unrotated or both.")
+        str, typer.Option(metavar="NAMES", help="Keys: rotated, unrotated or both.")
     ] = "rotated,unrotated",
     head_groups: Annotated[
-        str, typer.Option(metavar="INTS", help="Of how many KV heads to find directions together too, such as 2,4.")
+        str,
+        typer.Option(
+            metavar="INTS", help="Numbers of KV heads that share directions, in addition to single ones, such as 2,4."
+        ),
     ] = "",
     fisher: Annotated[
         bool, typer.Option("--fisher", help="Collect the Fisher information too, by which ranks=fisher divides ranks.")
@@ -195,7 +198,7 @@ def lowrank(
 ) -> None:
     """Find the directions in which keys and values vary most, for the codec lowrank.
 
-    It takes one forward pass of each window, without gradients; with --fisher, a backward pass besides.
+    It takes one forward pass of each window, without gradients; with --fisher, a backward pass too.
     """
     spaces = parse_names(key_spaces)
     groups = parse_integers("--head-groups", head_groups) if head_groups else ()
@@ -283,14 +286,17 @@ def heads(
         ),
     ] = None,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=2, metavar="INT", help="With razor, how often they stand in the text.")
+        int, typer.Option("--repeats", min=2, metavar="INT", help="With razor, number of copies of the random tokens.")
     ] = 4,
     echo: Annotated[
-        float, typer.Option("--echo", metavar="FLOAT", help="With razor, share of the heads by the echo score.")
+        float,
+        typer.Option("--echo", metavar="FLOAT", help="With razor, share of the heads with the highest echo score."),
     ] = 0.01,
     induction: Annotated[
         float,
-        typer.Option("--induction", metavar="FLOAT", help="With razor, share of the heads by the induction score."),
+        typer.Option(
+            "--induction", metavar="FLOAT", help="With razor, share of the heads with the highest induction score."
+        ),
     ] = 0.14,
 ) -> None:
     """Score every KV head by what it retrieves, for the head allocator duo.

@@ -55,7 +55,7 @@ def compare(
     """Compare policies on your own prompts: answers, divergence from the full cache, bytes, peak and time.
 
     Each line of a JSONL file has a `prompt` and its `answer`, and may have a `question`, which is given to the
-    compressed cache before the answer. Without one, what a policy does shows from the second token of an answer on.
+    compressed cache before the answer. Without one, the first token of an answer does not depend on the policy.
     """
     from kvpolicy.policy import Policy
 

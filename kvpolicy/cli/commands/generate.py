@@ -57,7 +57,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="Generate what the full cache does, with drafts from a cache under this policy, verified in turns.",
+            help="Generate the text of the full cache, with verified drafts from a cache under this policy.",
             autocompletion=complete_policy,
             show_default=False,
         ),

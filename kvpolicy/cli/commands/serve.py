@@ -41,8 +41,8 @@ def serve(
         bool,
         typer.Option(
             "--share-prefix",
-            help="Read the slots of --prefix where they are: a request keeps its own tokens beside them, and evicts "
-            "none of the prefix.",
+            help="Share the slots of --prefix between requests, which store only their own tokens and evict none of "
+            "the prefix.",
         ),
     ] = False,
     dtype: arguments.Dtype = "auto",

@@ -46,7 +46,8 @@ def tune(
     answer: AnswerTokens = 0,
     windows: Windows = 64,
     held_out: Annotated[
-        float, typer.Option(metavar="FLOAT", help="Share of the texts that is kept to compare with ordinary policies.")
+        float,
+        typer.Option(metavar="FLOAT", help="Share of the texts that is held out to compare with ordinary policies."),
     ] = 0.25,
     rivals: Annotated[
         list[str] | None,
@@ -63,7 +64,7 @@ def tune(
     force: Annotated[bool, typer.Option("--force", help="Replace a file for another model, text or options.")] = False,
     json: Json = False,
 ) -> None:
-    """Find a policy for each layer by what it does to the model on your text.
+    """Find a policy for each layer by its effect on the predictions for your text.
 
     To resume an interrupted run, or to compare at another budget, run the same command again. The file serves any
     budget: tuned:file=FILE@BUDGET.
