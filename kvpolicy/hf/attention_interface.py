@@ -128,8 +128,8 @@ def attention_forward(
 def no_padding(dimensions: int) -> KVPolicyError:
     """The error for a mask of a layer with slots that does more than hide padding."""
     return KVPolicyError(
-        f"The attention mask must be 2-D under a policy, got {dimensions} dimensions, ready-made or of tokens that see "
-        "ahead (pictures); try text alone, without token_type_ids, and the 2-D mask of padding."
+        f"The attention mask must be 2-D under a policy, got {dimensions} dimensions, as for image tokens that attend to "
+        "later ones; try text alone, without token_type_ids, and a 2-D padding mask."
     )
 
 
@@ -137,7 +137,7 @@ def _check_attached(stock: str, module: nn.Module) -> None:
     """Refuse a stock cache in a model without a policy: the masks of its earlier tokens are not made."""
     if torch.compiler.is_compiling() or module in attached:
         return
-    # Parts that look at pictures have neither.
+    # The attention of image encoders has neither.
     if getattr(module, "is_causal", False) and isinstance(getattr(module, "layer_idx", None), int):
         raise KVPolicyError(
             f"The attention implementation {PREFIX + stock!r} must be that of a model with a policy, got it in "
