@@ -128,8 +128,8 @@ def attention_forward(
 def no_padding(dimensions: int) -> KVPolicyError:
     """The error for a mask of a layer with slots that does more than hide padding."""
     return KVPolicyError(
-        f"The attention mask must be 2-D under a policy, got {dimensions} dimensions, as for image tokens that attend to "
-        "later ones; try text alone, without token_type_ids, and a 2-D padding mask."
+        f"The attention mask must be 2-D under a policy, got {dimensions} dimensions, as for image tokens that attend "
+        "to later ones; try text alone, without token_type_ids, and a 2-D padding mask."
     )
 
 
