@@ -252,3 +252,40 @@ def test_every_method_has_a_page() -> None:
         command = f"run python -m kvpolicy_eval.catalog, which lists {page}"
         assert f"methods/{page}" in site, command
         assert (f"({page}#{name})" if shared else f"({page})") in index, command
+
+
+CREATES = {
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "arange",
+    "linspace",
+    "eye",
+    "tensor",
+}
+FLOATS = {"zeros", "ones", "empty", "rand", "randn", "linspace", "eye"}
+"""Functions of PyTorch that create tensors, and those whose tensors have the default dtype if none is given."""
+
+
+def test_created_tensors_depend_on_no_default_of_pytorch() -> None:
+    """A program may set the default dtype and the default device, as some model cards advise."""
+    wrong: list[str] = []
+    testing = PACKAGES["kvpolicy"] / "testing"  # for the tests of other packages
+    for path in CODE:
+        if path.is_relative_to(PACKAGES["kvpolicy_eval"]) or path.is_relative_to(testing):
+            continue
+        for call in ast.walk(_tree(path)):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            name, module = call.func.attr, call.func.value
+            if name not in CREATES or not isinstance(module, ast.Name) or module.id != "torch":
+                continue
+            needed = {"device", "dtype"} if name in FLOATS else {"device"}
+            if lacking := needed - {keyword.arg for keyword in call.keywords}:
+                wrong.append(f"{path.relative_to(ROOT)}:{call.lineno} torch.{name} must be given {sorted(lacking)}")
+    assert not wrong

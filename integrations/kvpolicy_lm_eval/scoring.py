@@ -213,11 +213,11 @@ class Scorer:
     def _stack(self, rows: Sequence[Tokens], left: bool = False, width: int = 2) -> tuple[Tensor, Tensor]:
         """Pad rows to the same length, at least `width`; return token ids and the attention mask, both [B, T]."""
         width = max(width, *(len(row) for row in rows))
-        ids = torch.full((len(rows), width), self.pad)
+        ids = torch.full((len(rows), width), self.pad, device="cpu")
         mask = torch.zeros_like(ids)
         for index, row in enumerate(rows):
             columns = slice(width - len(row), width) if left else slice(0, len(row))
-            ids[index, columns] = torch.tensor(row, dtype=torch.long)
+            ids[index, columns] = torch.tensor(row, dtype=torch.long, device="cpu")
             mask[index, columns] = 1
         return ids.to(self.device), mask.to(self.device)
 

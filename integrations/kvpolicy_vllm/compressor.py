@@ -256,7 +256,7 @@ class Compressor:
         store = make_store(policy, layer_idx, layer.rope if policy.undoes_rotation else None)
         store.initialize(k, self._ranks, q.shape[1] // k.shape[1])
         sums = store.contents.prompt_needs.attn_sum
-        attn_sum = torch.zeros(1, q.shape[1], total, device=q.device) if sums else None
+        attn_sum = torch.zeros(1, q.shape[1], total, device=q.device, dtype=torch.float32) if sums else None
         return _Gathered(store, PromptStatistics(store.contents, None, total), attn_sum)
 
     def _compressed(self, layer_idx: int, part: Part, known: _Gathered) -> DenseLayer:

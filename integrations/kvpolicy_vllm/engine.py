@@ -102,7 +102,9 @@ class Engine:
                 f"{name} must be of a model of type {text.model_type}, got {document.model['type']}; {remedy}."
             )
         weights = self._sample(document)
-        info = describe(self.model).info(None if weights is None else torch.tensor(weights))
+        info = describe(self.model).info(
+            None if weights is None else torch.tensor(weights, dtype=torch.float32, device="cpu")
+        )
         check_same_model(document.model, name, info, exact=True, remedy=remedy)
         ours = _plain(getattr(text, "rope_parameters", None))
         if _plain(document.model["rope"]) != ours:

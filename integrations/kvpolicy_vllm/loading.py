@@ -113,8 +113,10 @@ class Loader:
         return load.blocks[load.start // self._block_size : -(-load.kept // self._block_size)]
 
     def _fill(self, load: Load) -> None:
-        blocks = torch.tensor(load.blocks[: -(-load.kept // self._block_size)])
-        slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[: load.kept]
+        blocks = torch.tensor(load.blocks[: -(-load.kept // self._block_size)], device="cpu")
+        slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size, device="cpu")).flatten()[
+            : load.kept
+        ]
         if load.prompt:
             for layer in [] if self._take is None else self._take(load.prompt):
                 self._write_layer(layer, load.start, slots[load.start :])

@@ -125,7 +125,7 @@ class Recipe:
         Raises:
             KVPolicyError: If it is too small for the selector.
         """
-        length = torch.tensor([tokens])
+        length = torch.tensor([tokens], device="cpu")
         shape = LayerShape(1, 2, torch.float32)  # a budget in tokens does not depend on it
         found = divide(self.policy, None, length, length, [shape])
         return RowBudget(found.keep[:, 0], found.extra, found.expected_len[:, 0], found.last)

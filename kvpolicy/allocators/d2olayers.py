@@ -87,9 +87,11 @@ class D2OLayers(ByAttention):
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
         """The bounds of layers that were measured; see `BoundsBudgets`."""
-        lightest = torch.tensor(LIGHTEST)
+        lightest = torch.tensor(LIGHTEST, dtype=torch.float32, device="cpu")
         weights = (-metrics.double()).exp()
-        return bounds_in_proportion(weights, lightest, torch.ones(()), total, floor, ceiling, layers)
+        return bounds_in_proportion(
+            weights, lightest, torch.ones((), dtype=torch.float32, device="cpu"), total, floor, ceiling, layers
+        )
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
         """Guarantees for any measurement; see `BoundsBudgets`."""

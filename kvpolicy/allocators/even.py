@@ -30,5 +30,5 @@ class Even(HeadAllocator):
         """Pages of each head, [B, H] int64; see `HeadAllocator.divide`."""
         ranks = request.view.ranks
         batch, own = request.priority.shape[:2]
-        wished = torch.ones(batch, ranks.kv_heads(own), dtype=torch.float64)
+        wished = torch.ones(batch, ranks.kv_heads(own), dtype=torch.float64, device="cpu")
         return divide_pages(wished, torch.zeros_like(request.pages), request)[:, ranks.held]

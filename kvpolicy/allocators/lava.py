@@ -91,7 +91,15 @@ class LAVa(ByAttention):
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
         """The bounds of layers that were measured; see `BoundsBudgets`."""
-        return bounds_in_proportion(metrics, torch.zeros(()), torch.ones(()), total, floor, ceiling, layers)
+        return bounds_in_proportion(
+            metrics,
+            torch.zeros((), dtype=torch.float32, device="cpu"),
+            torch.ones((), dtype=torch.float32, device="cpu"),
+            total,
+            floor,
+            ceiling,
+            layers,
+        )
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
         """Guarantees for any measurement; see `BoundsBudgets`."""

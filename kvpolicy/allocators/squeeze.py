@@ -87,7 +87,7 @@ class SqueezeAttention(Allocator):
             KVPolicyError: If the profile cannot be read, or is of a model with another number of layers.
         """
         if self.profile:
-            cosine = torch.tensor(load_profile(self.profile, layers), dtype=torch.float32)
+            cosine = torch.tensor(load_profile(self.profile, layers), dtype=torch.float32, device="cpu")
             is_squeezed = self._squeezed(cosine).expand(len(total), -1)
         else:
             assert metrics is not None, "squeeze requests the cosine of every layer"

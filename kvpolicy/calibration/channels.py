@@ -131,7 +131,7 @@ class _Recorder(TokenReader):
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> _Record:
-        return _Record(torch.zeros(batch, heads, head_dim, device=device))
+        return _Record(torch.zeros(batch, heads, head_dim, device=device, dtype=torch.float32))
 
     def fit(self, index: _Record, salience: Tensor, rows: Tensor) -> None:
         index.salience.copy_(salience)

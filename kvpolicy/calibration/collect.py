@@ -91,7 +91,7 @@ def collect(
         counts = tokens_per_window(windows, tokens)
         for ids, count in zip(tqdm(windows, desc="collect", disable=not progress), counts, strict=True):
             # The same tokens in all layers and parts, so that each weight of `fisher` belongs to its key or value.
-            sample = torch.randperm(len(ids), generator=generator)[:count].sort().values
+            sample = torch.randperm(len(ids), generator=generator, device="cpu")[:count].sort().values
             for part, vectors in reader.run(ids).items():
                 for layer, x in vectors.items():
                     sampled = x.index_select(-2, sample.to(x.device)).float().cpu()

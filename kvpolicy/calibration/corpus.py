@@ -58,9 +58,11 @@ def token_windows(tokenizer: Any, texts: Sequence[str], length: int, limit: int,
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
         windows += [bos + ids[start : start + step] for start in range(0, len(ids), step)]
     windows = [window for window in windows if len(window) >= 16] or windows
-    order: list[int] = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed)).tolist()
+    order: list[int] = torch.randperm(
+        len(windows), generator=torch.Generator().manual_seed(seed), device="cpu"
+    ).tolist()
     order.sort(key=lambda index: -len(windows[index]))  # stable, so that windows of equal length stay shuffled
-    return [torch.tensor(windows[index]) for index in sorted(order[:limit])]
+    return [torch.tensor(windows[index], device="cpu") for index in sorted(order[:limit])]
 
 
 def as_windows(windows: Iterable[Tensor]) -> list[Tensor]:

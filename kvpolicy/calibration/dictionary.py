@@ -112,11 +112,11 @@ def start(x: Tensor, count: int, seed: int) -> Tensor:
         ) from error
     check_enough(len(x), count)
     generator = torch.Generator().manual_seed(seed)
-    sample = x[torch.randperm(len(x), generator=generator)[: INIT_VECTORS * count]].cpu()
+    sample = x[torch.randperm(len(x), generator=generator, device="cpu")[: INIT_VECTORS * count]].cpu()
     means = MiniBatchKMeans(count, init="random", random_state=seed, n_init=1, batch_size=4096)  # pyright: ignore[reportArgumentType]
     centers = unit(torch.from_numpy(means.fit(sample.numpy()).cluster_centers_))
     # A center at zero has no direction and is replaced by a random one.
-    random = unit(torch.randn(centers.shape, generator=generator))
+    random = unit(torch.randn(centers.shape, generator=generator, dtype=torch.float32, device="cpu"))
     return torch.where((centers * centers).sum(-1, keepdim=True) > 0.5, centers, random).to(x.device)
 
 
@@ -141,7 +141,7 @@ def train(
         after: Called before the first epoch and after each one.
     """
     # The split depends on the seed alone, so a resumed training holds out the same vectors.
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(training.seed))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(training.seed), device="cpu")
     num_held_out = max(min(math.ceil(training.held_out * len(x)), len(x) // 2), 1)
     held_out = x[order[:num_held_out].to(x.device)]
     train_set = x[order[num_held_out:].to(x.device)]
@@ -174,7 +174,7 @@ def _epoch(train_set: Tensor, held_out: Tensor, pairs: int, training: Training, 
     # The order of the batches depends only on the seed and the epoch, and the curvature starts afresh, so that a
     # training is resumed from the atoms alone.
     generator = torch.Generator().manual_seed(training.seed * 1_000_003 + epoch + 1)
-    batches = torch.randperm(len(train_set), generator=generator).split(training.batch)
+    batches = torch.randperm(len(train_set), generator=generator, device="cpu").split(training.batch)
     atoms = state.atoms
     curvature = Curvature(atoms)
     for number, batch in enumerate(batches):

@@ -189,7 +189,7 @@ def ranked_scores(
     total = echo + induction
     layers = sorted(scores)
     heads = [len(scores[layer].echo) for layer in layers]
-    best = torch.full((sum(heads),), math.inf, dtype=torch.float64)
+    best = torch.full((sum(heads),), math.inf, dtype=torch.float64, device="cpu")
     for share, name in ((echo, "echo"), (induction, "induction")):
         if not share:
             continue
@@ -204,12 +204,14 @@ def repeated_text(model: nn.Module, random: int, repeats: int, seed: int) -> tup
     config: Any = model.config.get_text_config()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
     named = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
     special = {int(each) for found in named if found is not None for each in (found if _is_many(found) else [found])}
-    usable = torch.tensor([token for token in range(int(config.vocab_size)) if token not in special])
+    usable = torch.tensor([token for token in range(int(config.vocab_size)) if token not in special], device="cpu")
     generator = torch.Generator().manual_seed(seed)
     rounds = -(-random // len(usable))
-    drawn = torch.cat([usable[torch.randperm(len(usable), generator=generator)] for _ in range(rounds)])[:random]
+    drawn = torch.cat([usable[torch.randperm(len(usable), generator=generator, device="cpu")] for _ in range(rounds)])[
+        :random
+    ]
     begins = [] if not isinstance(named[0], int) else [named[0]]
-    return torch.cat([torch.tensor(begins, dtype=torch.int64), drawn.repeat(repeats)]), len(begins)
+    return torch.cat([torch.tensor(begins, dtype=torch.int64, device="cpu"), drawn.repeat(repeats)]), len(begins)
 
 
 @dataclass(frozen=True)

@@ -82,15 +82,15 @@ def _training(
     training = options.training
     generator = torch.Generator().manual_seed(0)
     batch = min(training.batch, vectors) * chunks
-    x = torch.randn(batch, dim, generator=generator).to(device)
-    table = unit(torch.randn(atoms, dim, generator=generator)).to(device)
+    x = torch.randn(batch, dim, generator=generator, dtype=torch.float32, device="cpu").to(device)
+    table = unit(torch.randn(atoms, dim, generator=generator, dtype=torch.float32, device="cpu")).to(device)
     curvature = Curvature(table)
     step = _timed(lambda: improved(x, table, options.pairs // chunks, training.rate, training.diverse, curvature))
     # Held-out vectors are encoded before the training and after each epoch.
     batches = math.ceil(vectors / training.batch)
     steps = batches * (training.epochs + training.held_out * (1 + training.epochs))
     few = min(atoms, _SMALL)
-    sample = torch.randn(INIT_VECTORS * few, dim, generator=generator)
+    sample = torch.randn(INIT_VECTORS * few, dim, generator=generator, dtype=torch.float32, device="cpu")
     # The time of k-means grows with the vectors and with the centers.
     beginning = _timed(lambda: start(sample, few, 0)) * (atoms / few) ** 2
     return step * steps + beginning * layers

@@ -159,7 +159,7 @@ def scored_windows(
     assert plan is not None
     chance = torch.Generator().manual_seed(seed)
     for ids, count in zip(tqdm(windows, desc="scores", disable=not progress), counts, strict=True):
-        tokens = torch.randperm(len(ids), generator=chance)[:count].sort().values
+        tokens = torch.randperm(len(ids), generator=chance, device="cpu")[:count].sort().values
         found: dict[int, Sample] = {}
 
         def take(layer: int, inputs: Tensor, scores: Tensor, tokens: Tensor = tokens, found: Any = found) -> None:

@@ -129,7 +129,10 @@ def mlp_gate(sample: Sample, training: Training | None = None) -> LayerGate:
     sizes = ((training.units, x.shape[1]), (training.units,), (y.shape[1], training.units), (y.shape[1],))
     fans = (x.shape[1], x.shape[1], training.units, training.units)
     # As `nn.Linear` draws them, but from a generator of our own.
-    weights = [(torch.rand(s, generator=chance) * 2 - 1) / math.sqrt(f) for s, f in zip(sizes, fans, strict=True)]
+    weights = [
+        (torch.rand(s, generator=chance, dtype=torch.float32, device="cpu") * 2 - 1) / math.sqrt(f)
+        for s, f in zip(sizes, fans, strict=True)
+    ]
     with torch.inference_mode(False), torch.enable_grad():
         x = x.clone()
         y = y.clone()
@@ -138,7 +141,7 @@ def mlp_gate(sample: Sample, training: Training | None = None) -> LayerGate:
         batches = -(-len(x) // training.batch)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, training.epochs * batches)
         for _ in range(training.epochs):
-            for rows in torch.randperm(len(x), generator=chance).split(training.batch):
+            for rows in torch.randperm(len(x), generator=chance, device="cpu").split(training.batch):
                 optimizer.zero_grad()
                 units = F.gelu(F.linear(x[rows], weights[0], weights[1]))
                 F.mse_loss(F.linear(units, weights[2], weights[3]), y[rows]).backward()

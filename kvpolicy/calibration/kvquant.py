@@ -84,7 +84,7 @@ def _percentile(x: Tensor, fraction: float) -> Tensor:
 def _sample(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """A fixed sample of at most `SAMPLE` elements and their weights, which are equal if none is positive."""
     if len(x) > SAMPLE:  # random, because regular steps would hit the same channels
-        sample = torch.randint(len(x), (SAMPLE,), generator=torch.Generator().manual_seed(0))
+        sample = torch.randint(len(x), (SAMPLE,), generator=torch.Generator().manual_seed(0), device="cpu")
         x = x[sample]
         weight = weight[sample]
     return x, weight if weight.sum() > 0 else torch.ones_like(weight)
@@ -93,7 +93,7 @@ def _sample(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def _levels(x: Tensor, weight: Tensor, count: int) -> Tensor:
     """Centers of a weighted k-means, [count] ascending; the last is repeated if there are fewer distinct numbers."""
     distinct, which = x.unique(return_inverse=True)
-    mass = torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, which, weight.double())
+    mass = torch.zeros(len(distinct), dtype=torch.float64, device="cpu").index_add_(0, which, weight.double())
     has_mass = mass > 0
     distinct = distinct[has_mass]
     mass = mass[has_mass]
@@ -104,7 +104,7 @@ def _levels(x: Tensor, weight: Tensor, count: int) -> Tensor:
     # Start from the quantiles of the distribution. If several of them fall on one number, they are moved apart, because
     # k-means needs distinct centers.
     cumulative = mass.cumsum(0) / mass.sum()
-    step = torch.arange(count)
+    step = torch.arange(count, device="cpu")
     ranks = torch.searchsorted(cumulative, (step + 0.5).double() / count)
     ranks = ((ranks - step).cummax(0).values.clamp(max=len(distinct) - count) + step).tolist()
     numbers = distinct[:, None].double().numpy()

@@ -108,7 +108,7 @@ def calibrate_lowrank(
     check_free(out, "lowrank", facts, force=force)
     tensors: dict[str, Tensor] = {}
     for layer, both in (fisher_information(model, windows, progress=progress) if fisher else {}).items():
-        tensors[f"fisher.{layer}"] = torch.tensor(both)
+        tensors[f"fisher.{layer}"] = torch.tensor(both, dtype=torch.float32, device="cpu")
     groups = tuple(facts["head_groups"])
     moments = collect_moments(model, windows, unrotated="unrotated" in key_spaces, groups=groups, progress=progress)
     unwanted = ("keys.post", "queries") if "rotated" not in key_spaces else ()

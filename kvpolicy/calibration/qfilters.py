@@ -151,7 +151,7 @@ def sample_queries(
     found: dict[int, list[Tensor]] = {}
     counts = tokens_per_window(windows, tokens)
     for ids, count in zip(tqdm(windows, desc="queries", disable=not progress), counts, strict=True):
-        sample = torch.randperm(len(ids), generator=generator)[:count].sort().values
+        sample = torch.randperm(len(ids), generator=generator, device="cpu")[:count].sort().values
         with listening(model, _Tap(sample=sample, found=found)) as run:
             run(ids)
     joined = {layer: torch.cat(parts, 1) for layer, parts in sorted(found.items())}

@@ -72,7 +72,7 @@ def of_budget(case: Case) -> list[str]:
     elif isinstance(budget, float) and budget == 1.0:
         text = f"The whole prompt is kept: {_tokens(case.prompt)} in each of {counted(layers, 'layer')}."
     else:
-        per_layer = int(tokens_of(budget, torch.tensor([case.prompt])))
+        per_layer = int(tokens_of(budget, torch.tensor([case.prompt], device="cpu")))
         fraction = "" if isinstance(budget, int) else f"{budget} of {_tokens(case.prompt)} is "
         text = f"{fraction}{_tokens(per_layer)} per layer on average, {per_layer * layers:,} in {layers} layers."
         if per_layer >= case.prompt:
@@ -100,8 +100,8 @@ def of_allocator(case: Case) -> list[str]:
     """Explain the budget of each layer; for an allocator that measures the prompt, with an example."""
     metric = case.policy.allocator.layer_metric
     layers = len(case.planned.layers)
-    cosines = torch.linspace(*EXAMPLE_COSINES, layers).expand(case.batch, -1)
-    length = torch.tensor([case.prompt] * case.batch)
+    cosines = torch.linspace(*EXAMPLE_COSINES, layers, dtype=torch.float32, device="cpu").expand(case.batch, -1)
+    length = torch.tensor([case.prompt] * case.batch, device="cpu")
     budgets = divide(
         case.policy,
         {"": None, "cosine": cosines}.get(metric, torch.ones_like(cosines)),
@@ -157,7 +157,7 @@ def of_selector(case: Case) -> list[str]:
         return [f"Here: the whole prompt of {_tokens(case.prompt)} is kept.", _statistics(selector.needs)]
     representatives = 0
     if isinstance(selector, KVCrush):
-        representatives = int(selector.representative_count(torch.tensor(budget)))
+        representatives = int(selector.representative_count(torch.tensor(budget, device="cpu")))
     chosen = _chosen(case, budget - representatives)
     if isinstance(selector, KVCrush):
         chosen = (
@@ -191,8 +191,13 @@ def _always_kept(case: Case) -> tuple[int, int, bool]:
     if case.prompt > MAX_RANKED:
         return 0, 0, False
     selector = case.policy.selector
-    positions = torch.arange(case.prompt, dtype=torch.int32)[None, None]
-    view = View(positions, torch.tensor([case.prompt]), torch.tensor([case.kept]), case.planned.layers[0].layer_idx)
+    positions = torch.arange(case.prompt, dtype=torch.int32, device="cpu")[None, None]
+    view = View(
+        positions,
+        torch.tensor([case.prompt], device="cpu"),
+        torch.tensor([case.kept], device="cpu"),
+        case.planned.layers[0].layer_idx,
+    )
     try:
         priority = selector.priority(alloc_state(selector, 1, 1, case.prompt, "cpu", SMALLEST_HEAD), view)[0, 0]
     except Exception:  # a selector of another package may not be able to rank tokens before it has seen attention
@@ -318,7 +323,7 @@ def _bits(case: Case, stage: int) -> str:
         averaged = tuple(layer.layer_idx for layer in case.planned.layers)
     codecs = [policy.at(layer).codec for layer in averaged] or [codec]
     allocated = [each.stages[stage].alloc(1, shape.heads, slots, shape.head_dim, "meta") for each in codecs]
-    kinds = bytes_by_kind((), allocated, torch.empty(0), (), ())
+    kinds = bytes_by_kind((), allocated, torch.empty(0, dtype=torch.float32, device="cpu"), (), ())
     numbers = 2 * shape.heads * slots * shape.head_dim * len(codecs)  # keys and values
     codes = 8 * kinds["codes"] / numbers
     scales = 8 * kinds["scales"] / numbers

@@ -197,4 +197,6 @@ def _random_tokens(model: Any, rows: int, length: int) -> Tensor:
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     # The lowest ids are special tokens in many vocabularies.
-    return torch.randint(min(3, vocabulary - 1), vocabulary, (rows, length), generator=generator).to(model.device)
+    return torch.randint(min(3, vocabulary - 1), vocabulary, (rows, length), generator=generator, device="cpu").to(
+        model.device
+    )

@@ -57,4 +57,4 @@ def _start(rank: int, like: Tensor) -> list[Tensor]:
     """Pseudo-random numbers from -1 to 1 without a generator: the cubes of 1, 2, 3 and so on modulo a prime."""
     width = like.shape[-1]
     count = torch.arange(1, rank * width + 1, device=like.device)
-    return list(((count**3 % 8191) / 4095 - 1).to(like.dtype).reshape(rank, width).unbind())
+    return list(((count**3 % 8191).to(like.dtype) / 4095 - 1).reshape(rank, width).unbind())

@@ -62,7 +62,9 @@ def _divided(
 ) -> tuple[Ranks, ...]:
     if how == "fisher":
         weights = [fisher_of(basis.folder, layer_idx) for layer_idx in layers]
-        found = by_weight(torch.tensor(weights, dtype=torch.float64).flatten().sqrt(), total, head_dim // step)
+        found = by_weight(
+            torch.tensor(weights, dtype=torch.float64, device="cpu").flatten().sqrt(), total, head_dim // step
+        )
     else:
         sides = [side for layer_idx in layers for side in energies(basis, layer_idx)]
         shares = torch.stack([_shares(energy, step * basis.group) for energy in sides])
@@ -134,7 +136,10 @@ def by_weight(weights: Tensor, total: int, most: int) -> list[int]:
         [2, 4, 6]
     """
     target = weights.double() * (total / weights.double().sum().clamp_min(1e-300))
-    return [int(n) for n in waterfill(target[None], torch.tensor([total]), 1, torch.tensor([most]))[0]]
+    return [
+        int(n)
+        for n in waterfill(target[None], torch.tensor([total], device="cpu"), 1, torch.tensor([most], device="cpu"))[0]
+    ]
 
 
 def load_ranks(path: str, model: ModelInfo) -> dict[int, Ranks]:

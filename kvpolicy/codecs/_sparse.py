@@ -122,7 +122,7 @@ def mix(dictionary: Dictionary, weights: Tensor, read: Read, parts: int) -> Tens
     """
     batch, heads, group, slots = weights.shape
     # One row of bins per chunk of channels: the same atom has separate coefficients in different chunks.
-    by_atom = torch.zeros(batch, heads, group, parts * dictionary.size, device=weights.device)
+    by_atom = torch.zeros(batch, heads, group, parts * dictionary.size, device=weights.device, dtype=torch.float32)
     offset = torch.arange(parts, device=weights.device)[:, None] * dictionary.size
     for at in chunks(slots):
         index, coef = read(at)

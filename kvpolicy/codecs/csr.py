@@ -270,7 +270,7 @@ class CSR(SingleStage):
             keys = rope.keys(codes.reconstruct(atoms, table, at), at)
             exact.append(products(queries, keys.to(queries.dtype)))
         # Slots that were not read score -inf, so that the softmax ignores them.
-        hidden = torch.full((*queries.shape[:3], codes.slots), -torch.inf, device=queries.device)
+        hidden = torch.full((*queries.shape[:3], codes.slots), -torch.inf, dtype=torch.float32, device=queries.device)
         return hidden.scatter(-1, best[:, :, None].expand(-1, -1, queries.shape[2], -1), torch.cat(exact, -1))
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:

@@ -228,7 +228,9 @@ def _norm(x: Tensor) -> Tensor:
 @constant_result
 def _levels(bits: int, device: torch.device) -> Tensor:
     """`normal_levels` as fp32."""
-    return constant(("normal levels", bits), device, lambda: torch.tensor(normal_levels(bits), device="cpu"))
+    return constant(
+        ("normal levels", bits), device, lambda: torch.tensor(normal_levels(bits), dtype=torch.float32, device="cpu")
+    )
 
 
 @cache

@@ -73,7 +73,7 @@ def slots_needed(expected_len: Sequence[int], budget: Sequence[int], held: Seque
         held: Tokens in each row's fullest head.
         grows: Whether generated tokens are kept in addition to the budget.
     """
-    steps = growth(torch.tensor(held)).tolist()
+    steps = growth(torch.tensor(held, device="cpu")).tolist()
     rows = zip(expected_len, budget, held, steps, strict=True)
     if grows:
         return [

@@ -23,7 +23,7 @@ def to_host(t: Tensor, device: torch.device) -> Tensor:
         return t.cpu()
     if t.is_pinned():
         return t
-    held = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+    held = torch.empty(t.shape, dtype=t.dtype, pin_memory=True, device="cpu")
     return held.copy_(t)
 
 
@@ -48,6 +48,6 @@ def _gathered(flat: Tensor, index: Tensor, device: torch.device) -> Tensor:
     if not (flat.is_cpu and pins(device)):
         return flat.index_select(0, index).to(device)
     # Into pinned memory, which torch reuses only after the copy from it has ended.
-    gathered = torch.empty(len(index), flat.shape[-1], dtype=flat.dtype, pin_memory=True)
+    gathered = torch.empty(len(index), flat.shape[-1], dtype=flat.dtype, pin_memory=True, device="cpu")
     torch.index_select(flat, 0, index, out=gathered)
     return gathered.to(device, non_blocking=True)

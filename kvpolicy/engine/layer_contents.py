@@ -137,7 +137,7 @@ class LayerContents:
         self.expected_len = [0] * batch
         self.schedule.start(batch)
         if self.spec.heads is not None:
-            self.row_pages = RowPages(*(torch.zeros(batch, dtype=torch.int64) for _ in range(3)))
+            self.row_pages = RowPages(*(torch.zeros(batch, dtype=torch.int64, device="cpu") for _ in range(3)))
         self.is_initialized = True
 
     def check_compatible(self, keys: Tensor, values: Tensor) -> None:
@@ -240,7 +240,7 @@ class LayerContents:
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace everything that rows have by `fn` of it, which selects or repeats rows."""
         self.tensors.map_rows(fn)
-        self.expected_len = fn(torch.tensor(self.expected_len)).tolist()
+        self.expected_len = fn(torch.tensor(self.expected_len, device="cpu")).tolist()
         self.schedule.map_rows(fn)
         self.sizes.map_rows(fn)
         if self.row_pages is not None:

@@ -102,7 +102,9 @@ class LayerTensors:
             values=torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device=own),
             positions=torch.empty(batch, heads, slots, dtype=torch.int32, device=device),
             state=alloc_state(spec.selector, batch, heads, slots, device, shape.head),
-            counts=torch.zeros(batch, heads, slots, device=device) if spec.merger_traits.counted else (),
+            counts=torch.zeros(batch, heads, slots, device=device, dtype=torch.float32)
+            if spec.merger_traits.counted
+            else (),
             merged=spec.merger.alloc(batch, heads, device),
             codes=tuple(stage.alloc(batch, heads, size, dim, device) for stage, size in stages),
             limits=alloc_limits(spec.codec, batch, heads, dim, device),
@@ -143,7 +145,7 @@ class LayerTensors:
             values=torch.empty(exact, dtype=shape.dtype, device=device),
             positions=torch.empty(batch, *every, dtype=torch.int32, device=device),
             state=alloc_paged_state(spec.selector, batch, heads, *every, device, shape.head),
-            counts=torch.zeros(batch, *every, device=device) if spec.merger_traits.counted else (),
+            counts=torch.zeros(batch, *every, device=device, dtype=torch.float32) if spec.merger_traits.counted else (),
             merged=spec.merger.alloc(batch, heads, device),
             codes=codes,
             limits=alloc_limits(codec, batch, heads, dim, device, paged=True),

@@ -274,9 +274,9 @@ class PageGeometry:
         budget = int(layer.tensors.budget[row])
         expected = layer.expected_len[row]
         if expected < budget:
-            return torch.full((layer.shape.heads,), -(-expected // size))
+            return torch.full((layer.shape.heads,), -(-expected // size), device="cpu")
         each, odd = divmod(budget * self._all_heads // size, self._all_heads)
-        return (each + (torch.arange(self._all_heads) < odd).long())[layer.ranks.held]
+        return (each + (torch.arange(self._all_heads, device="cpu") < odd).long())[layer.ranks.held]
 
     def _add_pages(self, wanted: Tensor) -> None:
         """Give heads more pages, [B, H] in the page size of each row; pages that a row does not use come first."""

@@ -51,8 +51,8 @@ def draw_probes(length: int, probes: Probes) -> Tensor:
     count = min(math.ceil(probes.random * length), length - recent)
     # From the row's own length, on the CPU: the draw depends neither on the batch nor on the device.
     generator = torch.Generator().manual_seed(probes.seed + length)
-    drawn = torch.randperm(length - recent, generator=generator)[:count]
-    return torch.cat([drawn, torch.arange(length - recent, length)]).sort().values
+    drawn = torch.randperm(length - recent, generator=generator, device="cpu")[:count]
+    return torch.cat([drawn, torch.arange(length - recent, length, device="cpu")]).sort().values
 
 
 def probe_columns(valid: Tensor | None, shape: tuple[int, int], probes: Probes, device: torch.device) -> Tensor:
@@ -65,7 +65,7 @@ def probe_columns(valid: Tensor | None, shape: tuple[int, int], probes: Probes, 
         device: Device of the result.
     """
     batch, new = shape
-    rows = [torch.arange(new)] * batch if valid is None else [row.nonzero()[:, 0].cpu() for row in valid]
+    rows = [torch.arange(new, device="cpu")] * batch if valid is None else [row.nonzero()[:, 0].cpu() for row in valid]
     chosen = [row[draw_probes(len(row), probes)] for row in rows]
     return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1).to(device)
 

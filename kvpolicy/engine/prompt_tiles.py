@@ -60,7 +60,9 @@ class PromptTiles:
         self._seen = 0
         self.valid = valid
         self._statistics = statistics
-        self._attn_sum = torch.zeros(batch, queries, size, device=like.device) if attn_sum else None
+        self._attn_sum = (
+            torch.zeros(batch, queries, size, device=like.device, dtype=torch.float32) if attn_sum else None
+        )
         self._forward: Forward | None = None
 
     @property

@@ -28,7 +28,7 @@ class RankSchedule:
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat rows."""
-        self.ranked_len = fn(torch.tensor(self.ranked_len)).tolist()
+        self.ranked_len = fn(torch.tensor(self.ranked_len, device="cpu")).tolist()
 
     @property
     def is_started(self) -> bool:

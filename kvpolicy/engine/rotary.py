@@ -47,7 +47,9 @@ class Rope:
         prefix = "" if layer_type is None else f"{layer_type}_"
         self.scaling: float = float(getattr(tables, f"{prefix}attention_scaling", 1.0))
         self._frequencies_name = f"{prefix}inv_freq"
-        self._angles: int = getattr(tables, self._frequencies_name, torch.empty(0)).numel()
+        self._angles: int = getattr(
+            tables, self._frequencies_name, torch.empty(0, dtype=torch.float32, device="cpu")
+        ).numel()
         self._rotates_halves: bool | None = None  # None: not tried yet
         self._found_planes: dict[int, Tensor] = {}
 
@@ -88,7 +90,9 @@ class Rope:
         # Tried, and not concluded from names: models may pair other channels, or rotate the other way round.
         positions = torch.tensor([0, 1, 7, 300, 5000], device=frequencies.device)[None]
         generator = torch.Generator().manual_seed(0)
-        vectors = torch.randn(1, 1, 5, 2 * self._angles, generator=generator).to(frequencies.device)
+        vectors = torch.randn(1, 1, 5, 2 * self._angles, generator=generator, dtype=torch.float32, device="cpu").to(
+            frequencies.device
+        )
         wanted = rotate_halves(vectors, positions[:, None], frequencies.float()[None, None, None]) * self.scaling
         return torch.allclose(self.rotate(vectors, positions[:, None]), wanted, atol=1e-5)
 
@@ -126,7 +130,7 @@ class Rope:
             return torch.empty(2, 0, dtype=torch.int64, device=device)
         if dim not in self._found_planes:
             # Tried, and not concluded from names: models pair a channel with the next one, or with that half a head on.
-            basis = torch.eye(dim, device=device)[None, None]
+            basis = torch.eye(dim, device=device, dtype=torch.float32)[None, None]
             turned = self.rotate(basis, torch.ones(1, 1, dim, dtype=torch.int64, device=device))[0, 0]
             far = turned.abs().fill_diagonal_(0)
             partner = far.argmax(-1)

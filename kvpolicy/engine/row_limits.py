@@ -87,8 +87,12 @@ def alloc_limits(
         stage_capacity=torch.zeros(0 if paged else batch, stages, dtype=torch.int64, device=device),
         pins=torch.full((batch, pin_heads, traits.pinned), -1, dtype=torch.int32, device=device),
         rope_offset=torch.zeros(batch if unrotated else 0, dtype=torch.int64, device=device),
-        query_absmax=torch.zeros(batch if traits.query_absmax else 0, heads, head_dim, device=device),
-        query_square=torch.zeros(batch if traits.query_squares else 0, heads, head_dim, device=device),
+        query_absmax=torch.zeros(
+            batch if traits.query_absmax else 0, heads, head_dim, device=device, dtype=torch.float32
+        ),
+        query_square=torch.zeros(
+            batch if traits.query_squares else 0, heads, head_dim, device=device, dtype=torch.float32
+        ),
     )
 
 

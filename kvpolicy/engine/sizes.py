@@ -31,7 +31,9 @@ class Sizes(NamedTuple):
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Sizes:
         """Select or repeat rows."""
-        expected_len, budget = (fn(torch.tensor(rows)).tolist() for rows in (self.expected_len, self.budget))
+        expected_len, budget = (
+            fn(torch.tensor(rows, device="cpu")).tolist() for rows in (self.expected_len, self.budget)
+        )
         return self._replace(expected_len=expected_len, budget=budget)
 
 

@@ -286,7 +286,7 @@ class Handle:
         if isinstance(policy.budget, int) and policy.budget >= int(cache.prompt.max()):
             return  # nothing is left out
         first = cache.policy_layers[0]
-        seen = first.length if first.is_initialized else torch.zeros(tokens.shape[0], dtype=torch.int64)
+        seen = first.length if first.is_initialized else torch.zeros(tokens.shape[0], dtype=torch.int64, device="cpu")
         valid = mask[:, -new:] if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= new else None
         is_chunk = cache.is_chunk(seen.cpu(), new, None if valid is None else valid.cpu())
         if is_chunk and self._attachment.first_warning("chunks"):

@@ -469,7 +469,7 @@ class PolicyCache(CacheForward):
         prompt = self.prompt
         if prompt is not None and prompt.dim():
             self.prompt = fn(prompt)
-        self._end = None if self._end is None else fn(torch.tensor(self._end)).tolist()
+        self._end = None if self._end is None else fn(torch.tensor(self._end, device="cpu")).tolist()
         self._measured.map_rows(fn)
 
     def reset(self) -> None:

@@ -205,7 +205,7 @@ def _deflated(tensor: Tensor) -> Tensor:
 
 
 def _inflated(blob: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    whole = torch.empty(shape, dtype=dtype)
+    whole = torch.empty(shape, dtype=dtype, device="cpu")
     # Never more bytes than the header says, whatever the compressed ones would become; 0 would mean any number.
     found = zlib.decompressobj().decompress(_bytes(blob), max(whole.nbytes, 1))
     _bytes(whole)[:] = found

@@ -86,7 +86,7 @@ class CacheForward(Cache):
     @property
     def prompt(self) -> Tensor | None:
         """Announced tokens of each row's whole prompt, [B] or [] int64; None if unknown."""
-        return None if self._prompt is None else torch.tensor(self._prompt)
+        return None if self._prompt is None else torch.tensor(self._prompt, device="cpu")
 
     @prompt.setter
     def prompt(self, prompt: Tensor | None) -> None:
@@ -453,7 +453,7 @@ class CacheForward(Cache):
 
     def _told(self) -> Expected:
         """The announced lengths of the rows."""
-        return Expected(self.prompt, self.new, None if self._end is None else torch.tensor(self._end))
+        return Expected(self.prompt, self.new, None if self._end is None else torch.tensor(self._end, device="cpu"))
 
     def _measure_layers(self, layers: list[PolicyLayer]) -> None:
         """Compare layers by what their tokens are worth, or by their attention, and note the metric of each layer.
@@ -466,7 +466,9 @@ class CacheForward(Cache):
         metrics = measured_metrics(self.policy.allocator, layers, self._forward.attention)
         if metrics is None or metrics.dim() > 2:
             # The budgets are not known yet: selectors reckon with equal ones.
-            self._divide(layers[0], pending.decoded(), torch.ones(len(unbegun), len(layers), device="cpu"))
+            self._divide(
+                layers[0], pending.decoded(), torch.ones(len(unbegun), len(layers), device="cpu", dtype=torch.float32)
+            )
             tokens = self._forward.tokens
             assert tokens is not None
             drawn = curves_of(self.policy, layers, tokens) if metrics is None else metrics

@@ -38,14 +38,14 @@ class Rows(NamedTuple):
 
     def after(self, columns: int, valid: Tensor | None) -> Rows:
         """The rows after so many more columns, of which `valid` [B, columns] are not padding; all without it."""
-        digest = torch.tensor(self.digest)
+        digest = torch.tensor(self.digest, device="cpu")
         extend_digest(digest, valid, columns)
-        added = torch.tensor(columns) if valid is None else valid.sum(-1)
-        return Rows(self.columns + columns, (torch.tensor(self.length) + added).tolist(), digest.tolist())
+        added = torch.tensor(columns, device="cpu") if valid is None else valid.sum(-1)
+        return Rows(self.columns + columns, (torch.tensor(self.length, device="cpu") + added).tolist(), digest.tolist())
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Rows:
         """Select or repeat rows."""
-        length, digest = (fn(torch.tensor(rows)).tolist() for rows in (self.length, self.digest))
+        length, digest = (fn(torch.tensor(rows, device="cpu")).tolist() for rows in (self.length, self.digest))
         return Rows(self.columns, length, digest)
 
 
@@ -68,17 +68,17 @@ class Turn(NamedTuple):
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Turn:
         """Select or repeat rows."""
-        end = None if self.end is None else fn(torch.tensor(self.end)).tolist()
+        end = None if self.end is None else fn(torch.tensor(self.end, device="cpu")).tolist()
         valid = self.valid
         if valid is not None:
-            valid = tuple(valid[row] for row in fn(torch.arange(len(valid))).tolist())
+            valid = tuple(valid[row] for row in fn(torch.arange(len(valid), device="cpu")).tolist())
         return Turn(self.before.map_rows(fn), self.after.map_rows(fn), valid, end, self.plan)
 
     def first_valid(self, columns: int) -> Tensor | None:
         """Which of its first columns are not padding, [B, columns] bool; None if all are."""
         if self.valid is None or all(0 not in row[:columns] for row in self.valid):
             return None
-        return torch.tensor([list(row[:columns]) for row in self.valid]).bool()
+        return torch.tensor([list(row[:columns]) for row in self.valid], device="cpu").bool()
 
 
 def obstacle(cache: Any) -> str:

@@ -192,7 +192,7 @@ def moved(keys: Tensor, by: int, rope: Rope) -> Tensor:
     """Keys [H, n, D] as if every token stood `by` positions earlier, in front of position 0 where necessary."""
     if not by or not rope.rotates:
         return keys
-    at = torch.full(keys.shape[:2], by)[None]
+    at = torch.full(keys.shape[:2], by, device="cpu")[None]
     # Undoing the rotation of a token at position `by` divides by the factor that the embedding has besides, once.
     return (rope.unrotate(keys[None], at)[0] * rope.scaling).to(keys.dtype)
 
@@ -200,7 +200,7 @@ def moved(keys: Tensor, by: int, rope: Rope) -> Tensor:
 def _attachment(header: Mapping[str, Any], model: Skeleton) -> Attachment:
     shape = describe(model.config, getattr(torch, header["dtype"]))
     weights = header["model"]["weights"]
-    info = shape.info(None if weights is None else torch.tensor(weights))
+    info = shape.info(None if weights is None else torch.tensor(weights, dtype=torch.float32, device="cpu"))
     policy = resolve_for(Policy.from_dict(header["policy"]), shape, info)
     policy.check(info)
     return Attachment(policy, shape, info, dict(header["model"]), model.rotations, None)

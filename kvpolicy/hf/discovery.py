@@ -84,7 +84,7 @@ def samples_of(weight: torch.Tensor, count: int = 64) -> torch.Tensor:
     """`count` elements of a weight at equal distances, [count]."""
     flat = weight.flatten()
     # In float64: float32 indices would be inexact in matrices of more than 2^24 elements.
-    return flat[torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()]
+    return flat[torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64, device="cpu").long()]
 
 
 def no_single_stack(name: str) -> KVPolicyError:

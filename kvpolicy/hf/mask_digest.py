@@ -50,7 +50,7 @@ def remove_from_digest(digest: Tensor, columns: int) -> None:
         >>> torch.equal(digest, mask_digest(torch.tensor([[0, 1]])))
         True
     """
-    digest.sub_(mask_digest(torch.ones(1, columns, device=digest.device)))
+    digest.sub_(mask_digest(torch.ones(1, columns, device=digest.device, dtype=torch.float32)))
     # The multiplier is odd, so that it has an inverse in 64-bit integers.
     digest.mul_(_wrapped(pow(MULTIPLIER, -columns, 2**64)))
 

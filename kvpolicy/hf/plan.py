@@ -109,12 +109,12 @@ def plan(
     if prefix is not None:
         check_text(prefix, policy, len(model.evictable))
     before = text_length(prefix)
-    prompt_len = torch.tensor(lengths, dtype=torch.int64)
+    prompt_len = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     shapes = [model.shape] * len(model.evictable)
     unmanaged = model.unmanaged_bytes(batch, before + max(lengths) + new)
     # Without a prompt nothing is measured: equal metrics let such an allocator divide evenly.
     measures = bool(policy.layer_metric)
-    metrics = torch.ones(batch, len(shapes)) if measures else None
+    metrics = torch.ones(batch, len(shapes), dtype=torch.float32, device="cpu") if measures else None
     tokens = divide(
         policy, metrics, prompt_len, prompt_len + new, shapes, sum(unmanaged.values()), model.evictable, model.whole
     )

@@ -229,7 +229,9 @@ def _ranks(saved: Mapping[str, Any], attachment: Attachment, layer_idx: int, dev
     rank = saved["rank"]
     # `resolve_ranks` counts the heads in tensors of a prompt, for which empty ones stand in. It gathers the counts, so
     # that all ranks must load.
-    queries, keys = (torch.empty(1, saved[name][rank], 0, 1, device=device) for name in ("queries", "heads"))
+    queries, keys = (
+        torch.empty(1, saved[name][rank], 0, 1, device=device, dtype=torch.float32) for name in ("queries", "heads")
+    )
     return attachment.resolve_ranks(layer_idx, queries, keys)
 
 

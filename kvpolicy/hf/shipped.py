@@ -106,7 +106,10 @@ class Skeleton(nn.Module):
             for pattern, shape in found["parameters"].items():
                 stack, star, leaf = pattern.partition(".*.")
                 for index in range(found["layers"][stack] if star else 1):
-                    self._add(f"{stack}.{index}.{leaf}" if star else pattern, nn.Parameter(torch.empty(shape), False))
+                    self._add(
+                        f"{stack}.{index}.{leaf}" if star else pattern,
+                        nn.Parameter(torch.empty(shape, dtype=torch.float32, device="cpu"), False),
+                    )
         for name, other in found["tied"].items():
             self._add(name, self.get_parameter(other))
 

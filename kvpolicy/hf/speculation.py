@@ -239,7 +239,9 @@ class _Run:
             return None if best == draft else best
         wanted = self._weights(logits)
         # With weights of 0 on both sides the draft would not have been drawn.
-        if float(torch.rand((), generator=self._dice)) * float(drawn[draft]) < float(wanted[draft]):
+        if float(torch.rand((), generator=self._dice, dtype=torch.float32, device="cpu")) * float(drawn[draft]) < float(
+            wanted[draft]
+        ):
             return None
         return self._draw((wanted - drawn).clamp_min(0))
 

@@ -76,7 +76,10 @@ class D2O(Merger):
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> D2OState:
         """No threshold yet."""
-        return D2OState(torch.zeros(batch, heads, device=device), torch.zeros(batch, heads, device=device))
+        return D2OState(
+            torch.zeros(batch, heads, device=device, dtype=torch.float32),
+            torch.zeros(batch, heads, device=device, dtype=torch.float32),
+        )
 
     def merge_prompt(self, state: D2OState, candidates: Candidates) -> Merged:
         """Move the threshold to the evicted tokens of a prompt, then merge those above it."""

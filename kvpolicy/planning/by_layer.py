@@ -80,7 +80,7 @@ def _row(
     keep, smallest = _fit(policy, prompt, end, shapes, indices, limit)
     most = int(most_tokens(policy, prompt, end))
     layers = [policy.at(index) for index in indices]
-    floor = torch.tensor([[most if layer.keeps_whole else layer.min_tokens for layer in layers]])
+    floor = torch.tensor([[most if layer.keeps_whole else layer.min_tokens for layer in layers]], device="cpu")
     if keep is None and any(most <= layer.min_tokens for layer in layers):
         return floor  # a prompt that a selector's minimum covers is kept whole, so a smaller share is no error
     if keep is None:
@@ -107,15 +107,17 @@ def _fit(
     and nobody announced how many will follow, all layers keep equally many of those, as in other caches.
     """
     layers = [policy.at(index) for index in indices]
-    whole = torch.tensor([layer.keeps_whole for layer in layers])
+    whole = torch.tensor([layer.keeps_whole for layer in layers], device="cpu")
     # Relative to the largest share; a layer that keeps every token has none.
-    weights = torch.tensor([float(layer.budget) for layer in layers], dtype=torch.float64).masked_fill(whole, 0)
+    weights = torch.tensor([float(layer.budget) for layer in layers], dtype=torch.float64, device="cpu").masked_fill(
+        whole, 0
+    )
     weights = weights / weights.amax().clamp_min(EPSILON)
     lasts = end is None and policy.decode == "evict" and not isinstance(policy.budget, float)
     # The slots are those of the longest row, so that the others may fill them with what follows.
     longest = most_tokens(policy, prompt, end)
     ceiling = (torch.full_like(longest, int(longest.max())) if lasts else longest)[:, None].expand(-1, len(layers))
-    floor = torch.tensor([layer.min_tokens for layer in layers])
+    floor = torch.tensor([layer.min_tokens for layer in layers], device="cpu")
 
     def keep(most: int) -> Tensor:
         tokens = (weights * most + EPSILON).long()

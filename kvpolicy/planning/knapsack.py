@@ -60,11 +60,11 @@ def _by_units(items: Sequence[Sequence[Option]], limit: int) -> list[int] | None
     """The optimum for costs that are rounded up to parts of the limit; None if nothing fits then."""
     unit = max(-(-limit // UNITS), 1)
     size = limit // unit + 1
-    least = torch.zeros(size, dtype=torch.float64)
+    least = torch.zeros(size, dtype=torch.float64, device="cpu")
     picks: list[Tensor] = []
     for options in items:
         after = torch.full_like(least, torch.inf)
-        pick = torch.zeros(size, dtype=torch.int64)
+        pick = torch.zeros(size, dtype=torch.int64, device="cpu")
         for index, option in enumerate(options):
             cost = -(-option.cost // unit)
             if cost >= size:

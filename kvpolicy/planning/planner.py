@@ -94,7 +94,7 @@ def tokens_of_share(policy: Policy, prompt: int, new: int, shapes: Sequence[Laye
         >>> tokens_of_share(Policy.parse("streaming:sinks=4@0.03"), 100, 5, shapes) is None
         True
     """
-    length = torch.tensor([prompt])
+    length = torch.tensor([prompt], device="cpu")
     try:
         return divide(policy, None, length, length + new, list(shapes))
     except KVPolicyError:

@@ -142,7 +142,7 @@ class Retrieval(TokenReader):
         vectors = (batch, heads, clusters, head_dim)
         return RetrievalIndex(
             directions=torch.zeros(vectors, dtype=dtype, device=device),
-            lengths=torch.zeros(batch, heads, clusters, 1, device=device),
+            lengths=torch.zeros(batch, heads, clusters, 1, device=device, dtype=torch.float32),
             used=torch.zeros(batch, heads, clusters, dtype=torch.bool, device=device),
             values=torch.zeros(vectors, dtype=dtype, device=device) if self.estimate else (),
             assigned=torch.zeros(batch, heads, entries, 1, dtype=number, device=device),

@@ -111,7 +111,9 @@ class SparQ(TokenReader):
         """Sums of zero."""
         if not self.correct:
             return ()
-        return SparQIndex(torch.zeros(batch, heads, -(-entries // _BLOCK), head_dim, device=device))
+        return SparQIndex(
+            torch.zeros(batch, heads, -(-entries // _BLOCK), head_dim, device=device, dtype=torch.float32)
+        )
 
     def score(self, index: SparQIndex | tuple[()], queries: Tensor, products: Products) -> Tensor:
         """The products in the largest channels, as large as those in all channels are expected to be, [B, H, G, X]."""

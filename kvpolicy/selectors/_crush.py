@@ -66,11 +66,11 @@ def anchor_bits(kind: Anchor, bits: Tensor, valid: Tensor, seed: int, ranks: Ran
     # The other anchors are made for all query heads of the model, so that they do not depend on the number of ranks.
     heads = ranks.query_heads(bits.shape[1])
     if kind == "random":
-        anchor = torch.randint(0, 2, (heads,), generator=torch.Generator().manual_seed(seed)).bool()
+        anchor = torch.randint(0, 2, (heads,), generator=torch.Generator().manual_seed(seed), device="cpu").bool()
     elif kind == "alternate":
-        anchor = torch.arange(heads) % 2 == 1
+        anchor = torch.arange(heads, device="cpu") % 2 == 1
     else:
-        anchor = torch.full((heads,), kind == "ones")
+        anchor = torch.full((heads,), kind == "ones", device="cpu")
     return ranks.mine(anchor).to(bits.device).expand(batch, -1)
 
 

@@ -125,7 +125,7 @@ class Compactor(Selector):
         if self.blend != "auto":
             return self.blend
         candidates = view.valid.sum(-1, keepdim=True).clamp_min(1)
-        return (1 - view.budget[:, None, None] / candidates).clamp_min(0)
+        return (1 - view.budget[:, None, None].float() / candidates).clamp_min(0)
 
 
 _MOST = 2.0**20

@@ -223,7 +223,7 @@ class Generation(handlers.BaseGeneration):
         if job.usage is None:
             raise Cancelled
         text = processor.decode(job.tokens, skip_special_tokens=True)
-        return text, inputs["input_ids"].shape[1], torch.tensor(job.tokens)
+        return text, inputs["input_ids"].shape[1], torch.tensor(job.tokens, device="cpu")
 
     def _start(
         self,

@@ -51,7 +51,7 @@ def _is_same(stored: list[float], weights: Tensor, exact: bool) -> bool:
     """Whether two weight fingerprints are of the same model; not if one has another length or contains NaN."""
     if exact:
         return stored == weights.tolist()
-    ours = torch.tensor(stored, dtype=torch.float64)
+    ours = torch.tensor(stored, dtype=torch.float64, device="cpu")
     theirs = weights.detach().double().cpu().flatten()
     return len(ours) == len(theirs) and bool(torch.cosine_similarity(ours, theirs, dim=0) >= _MIN_SIMILARITY)
 

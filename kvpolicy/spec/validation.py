@@ -202,8 +202,8 @@ def expected(prompt: Tensor | Sequence[int] | int | None, new: int | None) -> tu
     given: Any = prompt.tolist() if isinstance(prompt, Tensor) else prompt  # pyright: ignore[reportUnknownMemberType]
     if isinstance(given, list | tuple):
         lengths = [check_size("prompt", length, 0) for length in given]
-        return torch.tensor(lengths, dtype=torch.int64), new
-    return torch.tensor(check_size("prompt", given, 0), dtype=torch.int64), new
+        return torch.tensor(lengths, dtype=torch.int64, device="cpu"), new
+    return torch.tensor(check_size("prompt", given, 0), dtype=torch.int64, device="cpu"), new
 
 
 def longest(told: Tensor | None, prompt: Tensor | None) -> Tensor | None:

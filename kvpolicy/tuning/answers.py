@@ -83,7 +83,7 @@ def disturbed(past: Past, size: float, generator: torch.Generator) -> Attention:
 
     def run(q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform) -> Tensor:
         out = over(past)(q, k, v, transform)
-        noise = torch.randn(out.shape, generator=generator).to(out.device)
+        noise = torch.randn(out.shape, generator=generator, dtype=torch.float32, device="cpu").to(out.device)
         length = size * out.float().norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
         return (out.float() + noise * length).to(out.dtype)
 

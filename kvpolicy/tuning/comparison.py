@@ -94,7 +94,7 @@ def compare(a: Score, b: Score, *, seed: int = 0, draws: int = 2000) -> Comparis
         raise KVPolicyError(f"There must be at least two windows to compare policies on, got {count}; try more.")
     draws = check_size("draws", draws, 1)
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(count, (draws, count), generator=generator)
+    drawn = torch.randint(count, (draws, count), generator=generator, device="cpu")
     kl, top1, correct = (_difference(x.double() - y.double(), drawn) for x, y in zip(a[:3], b[:3], strict=True))
     return Comparison(kl, top1, correct, count)
 
@@ -131,5 +131,7 @@ def verdict_line(comparison: Comparison, name: str = "The tuned policy", other: 
 def _difference(values: Tensor, drawn: Tensor) -> Difference:
     """The mean of differences [W], and its interval over draws of their indices [draws, W]."""
     means = values[drawn].mean(1)
-    low, high = means.quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)).tolist()
+    low, high = means.quantile(
+        torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64, device="cpu")
+    ).tolist()
     return Difference(float(values.mean()), low, high)

@@ -92,7 +92,7 @@ def score(
                 logits, nbytes = _decode(model, window)
                 found = _compare(logits, full, window)
             rows.append((*found, nbytes, time.perf_counter() - start))
-    kl, top1, correct, nbytes, seconds = torch.tensor(rows, dtype=torch.float64).T
+    kl, top1, correct, nbytes, seconds = torch.tensor(rows, dtype=torch.float64, device="cpu").T
     if kl.isnan().any():
         raise KVPolicyError(
             f"Predictions must be finite, got NaN in window {int(kl.isnan().nonzero()[0])} under {policy}; try loading "

@@ -227,7 +227,7 @@ def sensitivities(
     if not 0 < size < math.inf:
         raise KVPolicyError(f"The size of the noise must be a number above 0, got {size}; try {NOISE}.")
     with tapped(model, tile) as tap:
-        found = torch.zeros(len(windows), len(tap.layers), dtype=torch.float64)
+        found = torch.zeros(len(windows), len(tap.layers), dtype=torch.float64, device="cpu")
         for row, window in _counted(windows, progress):
             prompts, cache = _prompts(tap, window)
             full = _full(prompts)
@@ -260,7 +260,7 @@ def _window_errors(tap: Tap, compressor: Compressor, window: Window) -> Tensor:
     """See `output_errors`, [L, C]."""
     facts = compressor.facts(window)
     length = len(window.prompt)
-    found = torch.full((len(tap.layers), len(compressor.policies)), math.nan, dtype=torch.float64)
+    found = torch.full((len(tap.layers), len(compressor.policies)), math.nan, dtype=torch.float64, device="cpu")
 
     def look(call: LayerCall) -> None:
         prompt = prompt_of(call, length)
@@ -282,7 +282,7 @@ def _window_kls(
     prompts, cache = _prompts(tap, window, compressor.pins)
     seen: list[dict[Any, Any]] = [{} for _ in prompts]  # what one candidate had to see of a layer serves others
     rows = together + alone * len(prompts)
-    found = torch.full((rows, len(compressor.policies)), math.nan, dtype=torch.float64)
+    found = torch.full((rows, len(compressor.policies)), math.nan, dtype=torch.float64, device="cpu")
 
     def kept(past: Past) -> Past:
         for known in seen if tap.store else ():  # of one layer at a time

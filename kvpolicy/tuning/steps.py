@@ -77,4 +77,4 @@ def _tensor(values: Any) -> Tensor:
     def numbers(some: Any) -> Any:
         return [numbers(value) for value in some] if isinstance(some, list) else math.nan if some is None else some
 
-    return torch.tensor(numbers(values), dtype=torch.float64)
+    return torch.tensor(numbers(values), dtype=torch.float64, device="cpu")

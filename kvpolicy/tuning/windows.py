@@ -24,7 +24,7 @@ PROMPT = 1024
 LIMIT = 64
 """The most windows that are read."""
 
-_NOTHING = torch.empty(0, dtype=torch.int64)
+_NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 _KEYS = ("prompt", "answer")
 
 
@@ -139,7 +139,9 @@ def split(windows: Sequence[Window], held_out: float, seed: int = 0) -> tuple[li
             f"There must be windows of at least two prompts, so that some can be held out, got {len(different)}; try "
             "a longer text."
         )
-    order: list[int] = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed)).tolist()
+    order: list[int] = torch.randperm(
+        len(different), generator=torch.Generator().manual_seed(seed), device="cpu"
+    ).tolist()
     wanted = held_out * len(windows)
     chosen = set[bytes]()
     count = 0
@@ -221,7 +223,7 @@ def _tokenize(tokenizer: Any, start: list[int], where: str, texts: dict[str, str
     answer = _following(tokenizer, texts["prompt"] + texts["question"], texts["answer"])
     if not prompt or not answer:
         raise KVPolicyError(f"{where} must have tokens in its prompt and its answer, got none; try other texts.")
-    return Window(*(torch.tensor(ids, dtype=torch.int64) for ids in (prompt, answer, question)))
+    return Window(*(torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in (prompt, answer, question)))
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:
@@ -249,5 +251,5 @@ def _before(tokenizer: Any) -> list[int]:
 def _some(count: int, limit: int, seed: int) -> list[int]:
     """At most `limit` of `count` indices, ascending."""
     # The beginning of one permutation, so that a larger limit includes the windows of a smaller one.
-    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
     return sorted(order[:limit])
