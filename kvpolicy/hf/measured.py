@@ -39,7 +39,7 @@ class Measured:
             layers: Indices of the layers.
             unbegun: Rows whose first prompt runs, [B] bool; None if all are measured anew.
         """
-        held = None if self.known is None else torch.tensor(self.known, dtype=torch.float32, device="cpu")
+        held = self._held()
         if not self.sums:
             assert held is not None, "no prompt was measured"
             return held
@@ -47,7 +47,7 @@ class Measured:
 
     def note(self, metrics: Tensor, unbegun: Tensor | None) -> None:
         """Note the metric [B, L] of rows in their first prompt: slots are made by it, and stay with their layers."""
-        held = None if self.known is None else torch.tensor(self.known, dtype=torch.float32, device="cpu")
+        held = self._held()
         self.known = self._replaced(metrics, held, unbegun).tolist()
 
     def end_prompt(self, layers: Iterable[int], unbegun: Tensor | None) -> None:
@@ -58,10 +58,13 @@ class Measured:
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat rows."""
-        self.known = (
-            None if self.known is None else fn(torch.tensor(self.known, dtype=torch.float32, device="cpu")).tolist()
-        )
+        held = self._held()
+        self.known = None if held is None else fn(held).tolist()
         self.sums = {layer: CosineSum(*map(fn, sums)) for layer, sums in self.sums.items()}  # of held chunks
+
+    def _held(self) -> Tensor | None:
+        """The metric of rows whose first prompt ended, [B, L] fp32."""
+        return None if self.known is None else torch.tensor(self.known, dtype=torch.float32, device="cpu")
 
     @staticmethod
     def _replaced(new: Tensor, held: Tensor | None, unbegun: Tensor | None) -> Tensor:

@@ -60,8 +60,8 @@ MUTATIONS = (
     Mutation(
         name="one head too many has a page of the remainder",
         file="kvpolicy/engine/page_geometry.py",
-        old="(torch.arange(self._all_heads) < odd).long())[layer.ranks.held]",
-        new="(torch.arange(self._all_heads) <= odd).long())[layer.ranks.held]",
+        old='(torch.arange(self._all_heads, device="cpu") < odd).long())[layer.ranks.held]',
+        new='(torch.arange(self._all_heads, device="cpu") <= odd).long())[layer.ranks.held]',
         tests=(
             "tests/engine/test_paged_rows.py::test_pages_that_cannot_be_divided_go_to_the_first_heads_also_where_they_are_added",
         ),
@@ -69,8 +69,8 @@ MUTATIONS = (
     Mutation(
         name="a shard takes the pages of the first heads",
         file="kvpolicy/engine/page_geometry.py",
-        old="(torch.arange(self._all_heads) < odd).long())[layer.ranks.held]",
-        new="(torch.arange(self._all_heads) < odd).long())[: layer.shape.heads]",
+        old='(torch.arange(self._all_heads, device="cpu") < odd).long())[layer.ranks.held]',
+        new='(torch.arange(self._all_heads, device="cpu") < odd).long())[: layer.shape.heads]',
         tests=("tests/engine/test_paged_shards.py",),
     ),
     Mutation(

@@ -46,8 +46,8 @@ MUTATIONS = (
     Mutation(
         name="every rank loads as many heads as the first",
         file="kvpolicy/hf/saved_cache.py",
-        old="torch.empty(1, saved[name][rank], 0, 1, device=device)",
-        new="torch.empty(1, saved[name][0], 0, 1, device=device)",
+        old="torch.empty(1, saved[name][rank], 0, 1, device=device, dtype=torch.float32)",
+        new="torch.empty(1, saved[name][0], 0, 1, device=device, dtype=torch.float32)",
         tests=("tests/parallel/test_exact.py::test_what_looks_at_all_heads",),
     ),
     Mutation(

@@ -22,14 +22,14 @@ MUTATIONS = (
     Mutation(
         name="the announced end is not selected with the rows",
         file="kvpolicy/hf/cache.py",
-        old="self._end = None if self._end is None else fn(torch.tensor(self._end)).tolist()",
+        old='self._end = None if self._end is None else fn(torch.tensor(self._end, device="cpu")).tolist()',
         new="self._end = None if self._end is None else list(self._end)",
         tests=("tests/engine/test_announcements.py",),
     ),
     Mutation(
         name="measured cosines are not selected with the rows",
         file="kvpolicy/hf/measured.py",
-        old="self.known = None if self.known is None else fn(torch.tensor(self.known)).tolist()",
+        old="self.known = None if held is None else fn(held).tolist()",
         new="self.known = None if self.known is None else list(self.known)",
         tests=("tests/engine/test_squeeze.py",),
     ),
@@ -219,7 +219,7 @@ MUTATIONS = (
     Mutation(
         name="a rollback takes all columns since the mark from the host's count",
         file="kvpolicy/hf/history.py",
-        old="cache.guard.columns -= fed - accepted",
+        old="cache.guard.columns -= fed - kept",
         new="cache.guard.columns -= fed",
         tests=("tests/engine/test_rollback.py::test_sliding_windows_take_tokens_back",),
     ),

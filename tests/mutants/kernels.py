@@ -204,8 +204,8 @@ MUTATIONS = (
     Mutation(
         name="a function that was compiled too often runs uncompiled without a word",
         file="kvpolicy/kernels/compiled.py",
-        old="_copy(function, options), fullgraph=True, backend",
-        new="_copy(function, options), backend",
+        old="        fullgraph=True,\n        backend",
+        new="        backend",
         tests=("tests/kernels/test_compiled.py",),
     ),
     Mutation(

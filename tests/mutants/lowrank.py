@@ -57,8 +57,8 @@ MUTATIONS = (
     Mutation(
         name="ranks follow the Fisher information and not its root",
         file="kvpolicy/codecs/_ranks.py",
-        old="dtype=torch.float64).flatten().sqrt()",
-        new="dtype=torch.float64).flatten()",
+        old='device="cpu").flatten().sqrt()',
+        new='device="cpu").flatten()',
         tests=("tests/codecs/test_lowrank_ranks.py",),
     ),
     Mutation(

@@ -177,7 +177,7 @@ def test_a_reader_without_the_methods_of_clusters_is_refused() -> None:
 
 
 def test_layers_that_follow_read_what_clusters_chose() -> None:
-    with pytest.raises(KVPolicyError, match="estimates nothing"):
+    with pytest.raises(KVPolicyError, match="without estimates of unread tokens"):
         Policy.parse("full+reuse/retrieval")
     model, tokenizer = kvpolicy.tiny()
     ids = tokenizer("tiger=4821\nfalcon=1937\n" * 12 + "?tiger=", return_tensors="pt")
