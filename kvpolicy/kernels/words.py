@@ -11,6 +11,7 @@ places before the loop, and sums back into the order of channels after it.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -41,20 +42,23 @@ class Place(NamedTuple):
     channels: range
 
 
-def as_words(codes: Tensor, bits: int, size: int = BYTES, sums_slots: bool = False) -> Tensor:
+def as_words(codes: Tensor, bits: int, size: int | None = None, sums_slots: bool = False) -> Tensor:
     """Codes as words if these are read faster, [..., D' / 4] fp32, else the codes as they are.
 
     Args:
         codes: The output of `kvpolicy.kernels.packing.pack`, [..., D'] uint8.
         bits: Bits per code.
-        size: Channels that share a scale.
+        size: Channels that share a scale, if only some do.
         sums_slots: Whether slots are summed and not channels, so that the words of a slot must fill vectors.
     """
     if codes.device.type != "cpu":
         return codes
     words = codes.shape[-1] // BYTES
     least = VECTOR if sums_slots or HAS_WIDE_VECTORS else 1
-    is_split = 8 % bits == 0 and codes.shape[-1] % BYTES == size % BYTES == 0
+    is_split = 8 % bits == 0 and codes.shape[-1] % BYTES == 0
+    if size is not None:
+        # Loops are over the words of one group. A wide vector needs as many, and bytes have four times as many.
+        is_split &= size % BYTES == 0 and not (HAS_WIDE_VECTORS and math.gcd(words, size // BYTES) % VECTOR)
     is_aligned = codes.stride(-1) == 1 and all(stride % BYTES == 0 for stride in codes.stride()[:-1])
     return codes.view(torch.float32) if is_split and is_aligned and words and words % least == 0 else codes
 

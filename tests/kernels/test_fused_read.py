@@ -76,7 +76,10 @@ def test_places_are_what_is_unpacked(bits: int, width: int, as_read: Callable[..
     [
         (128, 4, 128, False, False, True),
         (128, 4, 32, True, False, True),
-        (128, 4, 32, True, True, True),
+        (128, 4, 64, True, True, True),
+        (128, 4, 32, True, True, False),  # the words of a group fill half of a vector
+        (128, 4, 32, False, True, False),
+        (128, 4, None, True, True, True),  # no scale per group of channels
         (128, 3, 32, False, False, False),
         (128, 4, 2, False, False, False),  # a word has codes of more than one group
         (80, 4, 80, False, False, True),
@@ -89,7 +92,7 @@ def test_places_are_what_is_unpacked(bits: int, width: int, as_read: Callable[..
 def test_which_codes_are_read_as_words(
     width: int,
     bits: int,
-    size: int,
+    size: int | None,
     sums_slots: bool,
     wide: bool,
     is_read: bool,

@@ -127,8 +127,8 @@ MUTATIONS = (
     Mutation(
         name="words hold codes of more than one group",
         file="kvpolicy/kernels/words.py",
-        old="codes.shape[-1] % BYTES == size % BYTES == 0",
-        new="codes.shape[-1] % BYTES == 0",
+        old="is_split &= size % BYTES == 0 and not",
+        new="is_split &= not",
         tests=("tests/kernels/test_fused_read.py::test_which_codes_are_read_as_words",),
     ),
     Mutation(
