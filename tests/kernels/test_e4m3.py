@@ -38,6 +38,7 @@ def test_rounding_is_that_of_torch() -> None:
 
 
 @pytest.mark.skipif(bool(compiled._missing_compiler("cpu")), reason="a compiler is needed")
+@pytest.mark.slow
 @pytest.mark.parametrize("flushed", [False, True])
 def test_a_compiled_loop_reads_every_number(flushed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the subnormal ones, where the processor flushes those of fp32 to 0."""

@@ -29,7 +29,7 @@ def defaults(dtype: torch.dtype = torch.bfloat16) -> Generator[None]:
     try:
         yield
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)  # "cpu" would leave a mode behind
         torch.set_default_dtype(torch.float32)
 
 
