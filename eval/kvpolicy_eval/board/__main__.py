@@ -22,7 +22,7 @@ from kvpolicy_eval.board.pictures import picture
 from kvpolicy_eval.board.policies import Entry, entries
 from kvpolicy_eval.board.rows import write_rows
 from kvpolicy_eval.common.markdown import add_fill_argument, check_places, pages_with, publish
-from kvpolicy_eval.common.results import add_results_arguments, check_results
+from kvpolicy_eval.common.results import add_results_arguments, check_results, parse_checked
 from kvpolicy_eval.data.tasks import LENGTHS
 from kvpolicy_eval.peers.env import find
 from kvpolicy_eval.peers.process import Process
@@ -60,12 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the tables, and fill a page with them on request."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    try:
-        _check(args)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    args = parse_checked(_parser(), argv, _check)
     torch.set_num_threads(1)
     docs = {length: args.n or DOCS.get(length, 4) for length in args.lengths}
     board = Board(args.results, docs, args.model)
@@ -107,8 +102,7 @@ def _check(args: argparse.Namespace) -> None:
         ValueError: If a page has no place for a table, there is no folder for the pictures, or no file of results to
             fill pages from.
     """
-    check_results(args)
-    check_places([args.fill] if args.fill else [], *TABLES)
+    check_results(args, *TABLES)
     check_places([args.fill_full] if args.fill_full else [], "board-full")
     for name in (places.PLACE, choices.PLACE) if args.fill_places else ():
         check_places(pages_with(args.fill_places, name), name)

@@ -24,13 +24,14 @@ from kvpolicy.embedded import tiny
 from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.board.policies import SELECTORS
-from kvpolicy_eval.common.markdown import add_fill_argument, check_places, publish, table
+from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.common.results import (
     Known,
     Result,
     add_results_arguments,
     check_results,
     keep_result,
+    parse_checked,
     read_results,
 )
 from kvpolicy_eval.data.prompts import rings
@@ -189,12 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--passes", type=int, default=Walk().passes, help="passes along a ring")
     parser.add_argument("--n", type=int, default=Walk().walks, help="walks")
     add_fill_argument(parser, "walk")
-    args = parser.parse_args(argv)
-    try:
-        check_results(args)
-        check_places([args.fill] if args.fill else [], "walk")
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    args = parse_checked(parser, argv, lambda args: check_results(args, "walk"))
     torch.set_num_threads(1)
     walk = Walk(args.records, args.passes, walks=args.n)
     known = read_results(args.results)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from kvpolicy_eval.common.markdown import check_places
 
 Result = dict[str, Any]
 Known = dict[str, Result]
@@ -19,12 +22,25 @@ def add_results_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-only", action="store_true", help="measure nothing, and show the results of the file")
 
 
-def check_results(args: argparse.Namespace) -> None:
-    """Check that there are results to show.
+def parse_checked(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, check: Callable[[argparse.Namespace], None]
+) -> argparse.Namespace:
+    """Parse arguments and check them, before anything is measured or written; what fails ends the command."""
+    args = parser.parse_args(argv)
+    try:
+        check(args)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return args
+
+
+def check_results(args: argparse.Namespace, *places: str) -> None:
+    """Check the file of results and the page of `--fill`.
 
     Raises:
-        ValueError: If nothing is to be measured and the file does not exist.
+        ValueError: If nothing is to be measured and the file does not exist, or the page lacks one of the places.
     """
+    check_places([args.fill] if args.fill else [], *places)
     if args.page_only and not args.results.is_file():
         raise ValueError(f"--results must be an existing file with --page-only, got {args.results}.")
 

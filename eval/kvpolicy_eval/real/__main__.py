@@ -11,8 +11,8 @@ import argparse
 
 import torch
 
-from kvpolicy_eval.common.markdown import add_fill_argument, check_places, publish
-from kvpolicy_eval.common.results import add_results_arguments, check_results
+from kvpolicy_eval.common.markdown import add_fill_argument, publish
+from kvpolicy_eval.common.results import add_results_arguments, check_results, parse_checked
 from kvpolicy_eval.real.measure import RealModel
 from kvpolicy_eval.real.page import rows
 from kvpolicy_eval.real.policies import POLICIES
@@ -33,12 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
     add_fill_argument(parser, "real")
-    args = parser.parse_args(argv)
-    try:
-        check_results(args)
-        check_places([args.fill] if args.fill else [], "real")
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    args = parse_checked(parser, argv, lambda args: check_results(args, "real"))
     torch.set_num_threads(args.threads)
     model = RealModel(args.model, args.gguf, args.results, args.n, getattr(torch, args.dtype))
     tasks = (*TASKS, PROSE) if args.tasks is None else args.tasks
