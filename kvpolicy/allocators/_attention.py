@@ -76,8 +76,8 @@ def divide_in_proportion(weights: Tensor, total: Tensor, floor: int, ceiling: Te
 
 def bounds_in_proportion(
     weights: Tensor,
-    lightest: Tensor,
-    heaviest: Tensor,
+    lightest: Tensor | float,
+    heaviest: Tensor | float,
     total: Tensor,
     floor: int,
     ceiling: Tensor,
@@ -88,8 +88,8 @@ def bounds_in_proportion(
 
     Args:
         weights: Of the layers that were measured, [B, K].
-        lightest: The least weight that another layer may have, [B] or [].
-        heaviest: The largest weight that another layer may have, [B] or [].
+        lightest: The least weight that another layer may have, a number or [B].
+        heaviest: The largest weight that another layer may have, a number or [B].
         total: Tokens of all layers together, [B] int64.
         floor: The fewest tokens of a layer.
         ceiling: The most tokens that a layer of each row can use, [B] int64.
@@ -98,8 +98,9 @@ def bounds_in_proportion(
     """
     batch, measured = weights.shape
 
-    def divided(other: Tensor) -> Tensor:
-        others = other.double().to(weights.device).expand(batch)[:, None].expand(-1, layers - measured)
+    def divided(other: Tensor | float) -> Tensor:
+        number = torch.as_tensor(other, dtype=torch.float64, device=weights.device)
+        others = number.expand(batch)[:, None].expand(-1, layers - measured)
         every = torch.cat([weights.double(), others], -1)
         return divide_in_proportion(every, total, floor, ceiling, even)[:, :measured]
 

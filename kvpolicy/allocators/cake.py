@@ -120,9 +120,7 @@ class CAKE(ByAttention):
         largest = entropy.log() / self.entropy + math.log(variance) / self.variance + _ROUNDING
         heaviest = (largest - highest).clamp_max(_LARGEST_EXPONENT).exp()
         weights = (metrics - highest[:, None]).exp()
-        return bounds_in_proportion(
-            weights, torch.zeros((), dtype=torch.float32, device="cpu"), heaviest, total, floor, ceiling, layers
-        )
+        return bounds_in_proportion(weights, 0.0, heaviest, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
         """Guarantees for any measurement; see `BoundsBudgets`."""

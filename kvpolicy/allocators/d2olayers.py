@@ -89,9 +89,7 @@ class D2OLayers(ByAttention):
         """The bounds of layers that were measured; see `BoundsBudgets`."""
         lightest = torch.tensor(LIGHTEST, dtype=torch.float32, device="cpu")
         weights = (-metrics.double()).exp()
-        return bounds_in_proportion(
-            weights, lightest, torch.ones((), dtype=torch.float32, device="cpu"), total, floor, ceiling, layers
-        )
+        return bounds_in_proportion(weights, lightest, 1.0, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
         """Guarantees for any measurement; see `BoundsBudgets`."""

@@ -91,15 +91,7 @@ class LAVa(ByAttention):
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
         """The bounds of layers that were measured; see `BoundsBudgets`."""
-        return bounds_in_proportion(
-            metrics,
-            torch.zeros((), dtype=torch.float32, device="cpu"),
-            torch.ones((), dtype=torch.float32, device="cpu"),
-            total,
-            floor,
-            ceiling,
-            layers,
-        )
+        return bounds_in_proportion(metrics, 0.0, 1.0, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
         """Guarantees for any measurement; see `BoundsBudgets`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvpolicy.allocators._attention import (
@@ -80,9 +79,7 @@ class AttentionMass(ByAttention):
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
         """The bounds of layers that were measured; see `BoundsBudgets`."""
-        return bounds_in_proportion(
-            metrics, torch.ones((), dtype=torch.float32, device="cpu"), ceiling, total, floor, ceiling, layers
-        )
+        return bounds_in_proportion(metrics, 1.0, ceiling, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
         """Guarantees for any measurement; see `BoundsBudgets`."""

@@ -87,8 +87,7 @@ class ZigZagKV(ByAttention):
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
         """The bounds of layers that were measured; see `BoundsBudgets`."""
-        one = torch.ones((), dtype=torch.float32, device="cpu")
-        return bounds_in_proportion(metrics, one, ceiling, total, floor, ceiling, layers, self.bound)
+        return bounds_in_proportion(metrics, 1.0, ceiling, total, floor, ceiling, layers, self.bound)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
         """Guarantees for any measurement; see `BoundsBudgets`."""
