@@ -22,7 +22,7 @@ from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.reading import load_basis
 from kvpolicy.engine.row_limits import with_tokens
 from kvpolicy.engine.selection import Ranking, rank_candidates
-from kvpolicy.engine.sizes import SizeHistory, Sizes, crop_obstacle
+from kvpolicy.engine.sizes import SizeHistory, Sizes, crop_obstacle, map_numbers
 from kvpolicy.engine.undo_log import UNDO_LOG, UndoLog
 from kvpolicy.protocols import (
     SINGLE_RANK,
@@ -240,7 +240,7 @@ class LayerContents:
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace everything that rows have by `fn` of it, which selects or repeats rows."""
         self.tensors.map_rows(fn)
-        self.expected_len = fn(torch.tensor(self.expected_len, device="cpu")).tolist()
+        self.expected_len = map_numbers(fn, self.expected_len)
         self.schedule.map_rows(fn)
         self.sizes.map_rows(fn)
         if self.row_pages is not None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.sizes import map_numbers
+
 
 class RankSchedule:
     """Counts steps on the host, and asks for the lengths of rows only when a row may be due.
@@ -28,7 +30,7 @@ class RankSchedule:
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat rows."""
-        self.ranked_len = fn(torch.tensor(self.ranked_len, device="cpu")).tolist()
+        self.ranked_len = map_numbers(fn, self.ranked_len)
 
     @property
     def is_started(self) -> bool:

@@ -12,6 +12,11 @@ from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.readers.all import ReadAll
 
 
+def map_numbers(fn: Callable[[Tensor], Tensor], numbers: list[int]) -> list[int]:
+    """Select or repeat numbers of rows that are held on the host, one for each row, as `fn` does with tensors."""
+    return fn(torch.tensor(numbers, device="cpu")).tolist()
+
+
 class Sizes(NamedTuple):
     """The sizes of a layer before a prompt, or before slots were added.
 
@@ -31,9 +36,7 @@ class Sizes(NamedTuple):
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Sizes:
         """Select or repeat rows."""
-        expected_len, budget = (
-            fn(torch.tensor(rows, device="cpu")).tolist() for rows in (self.expected_len, self.budget)
-        )
+        expected_len, budget = (map_numbers(fn, rows) for rows in (self.expected_len, self.budget))
         return self._replace(expected_len=expected_len, budget=budget)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kvpolicy.engine.accounting import HOST
 from kvpolicy.engine.editing import move_tokens
 from kvpolicy.engine.host import on_host
+from kvpolicy.engine.sizes import map_numbers
 from kvpolicy.hf import history
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache_file import rank_path, write
@@ -469,7 +470,7 @@ class PolicyCache(CacheForward):
         prompt = self.prompt
         if prompt is not None and prompt.dim():
             self.prompt = fn(prompt)
-        self._end = None if self._end is None else fn(torch.tensor(self._end, device="cpu")).tolist()
+        self._end = None if self._end is None else map_numbers(fn, self._end)
         self._measured.map_rows(fn)
 
     def reset(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine import cropping as layers
-from kvpolicy.engine.sizes import crop_obstacle
+from kvpolicy.engine.sizes import crop_obstacle, map_numbers
 from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.result import CachePlan
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Rows:
         """Select or repeat rows."""
-        length, digest = (fn(torch.tensor(rows, device="cpu")).tolist() for rows in (self.length, self.digest))
+        length, digest = (map_numbers(fn, rows) for rows in (self.length, self.digest))
         return Rows(self.columns, length, digest)
 
 
@@ -68,7 +68,7 @@ class Turn(NamedTuple):
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Turn:
         """Select or repeat rows."""
-        end = None if self.end is None else fn(torch.tensor(self.end, device="cpu")).tolist()
+        end = None if self.end is None else map_numbers(fn, self.end)
         valid = self.valid
         if valid is not None:
             valid = tuple(valid[row] for row in fn(torch.arange(len(valid), device="cpu")).tolist())

@@ -208,7 +208,7 @@ MUTATIONS = (
     Mutation(
         name="lengths at the last ranking do not follow their rows",
         file="kvpolicy/engine/rank_schedule.py",
-        old='        self.ranked_len = fn(torch.tensor(self.ranked_len, device="cpu")).tolist()',
+        old="        self.ranked_len = map_numbers(fn, self.ranked_len)",
         new="        self.ranked_len = self.ranked_len[: len(fn(torch.tensor(self.ranked_len)))]",
         tests=("tests/engine/test_rank_schedule.py",),
     ),

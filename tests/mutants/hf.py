@@ -22,7 +22,7 @@ MUTATIONS = (
     Mutation(
         name="the announced end is not selected with the rows",
         file="kvpolicy/hf/cache.py",
-        old='self._end = None if self._end is None else fn(torch.tensor(self._end, device="cpu")).tolist()',
+        old="self._end = None if self._end is None else map_numbers(fn, self._end)",
         new="self._end = None if self._end is None else list(self._end)",
         tests=("tests/engine/test_announcements.py",),
     ),
