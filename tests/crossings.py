@@ -63,9 +63,9 @@ def measure(policy: str = POLICY) -> dict[str, set[CodeType]]:
 
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model, new=8)
-        prompt = crossed(lambda: model(ids[:, :400], past_key_values=cache), has_keys)
-        model(ids[:, 400:401], past_key_values=cache)
-        step = crossed(lambda: model(ids[:, 401:402], past_key_values=cache), lambda frame: True)
+        prompt = crossed(lambda: model(ids[:, :400], cache=cache), has_keys)
+        model(ids[:, 400:401], cache=cache)
+        step = crossed(lambda: model(ids[:, 401:402], cache=cache), lambda frame: True)
     return {"keys of a prompt": prompt, "decode step": step}
 
 

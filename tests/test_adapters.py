@@ -83,7 +83,7 @@ def _policy(press: Any, budget: Any = 8, **options: Any) -> kvpolicy.Policy:
 
 @torch.no_grad()
 def test_keeps_the_top_of_its_scores(model: Any) -> None:
-    full = model(IDS).past_key_values
+    full = model(IDS).cache
     with kvpolicy.attach(model, _policy(Knorm())) as handle:
         model(IDS)
     for index, layer in enumerate(full.layers):
@@ -95,7 +95,7 @@ def test_keeps_the_top_of_its_scores(model: Any) -> None:
 @torch.no_grad()
 def test_is_given_what_kvpress_gives(model: Any) -> None:
     press = Knorm()
-    full = model(IDS).past_key_values
+    full = model(IDS).cache
     with kvpolicy.attach(model, _policy(press)):
         model(IDS)
     module, hidden, keys, values, attentions, kwargs, ratio = press.given
@@ -105,7 +105,7 @@ def test_is_given_what_kvpress_gives(model: Any) -> None:
     torch.testing.assert_close(keys, full.layers[2].keys)
     torch.testing.assert_close(values, full.layers[2].values)
     assert [t.shape for t in kwargs["position_embeddings"]] == [(1, 24, 16)] * 2
-    assert not {"past_key_values", "kv_slots", "attention_mask"} & set(kwargs)
+    assert not {"cache", "past_key_values", "kv_slots", "attention_mask"} & set(kwargs)
     assert int(24 * (1 - ratio)) == 8 and press.compression_ratio == 0.25  # its own again
 
 
@@ -135,9 +135,9 @@ def test_chunks_are_scored_with_all_that_is_on_offer(model: Any) -> None:
     press = Knorm()
     with kvpolicy.attach(model, _policy(press)) as handle:
         cache = kvpolicy.PolicyCache(model, prompt=24)
-        model(IDS[:, :14], past_key_values=cache)
+        model(IDS[:, :14], cache=cache)
         first = _kept(cache, 0)
-        model(IDS[:, 14:], past_key_values=cache)
+        model(IDS[:, 14:], cache=cache)
         model(IDS)
     chunked, (_, hidden, keys, *_) = _kept(cache, 0), press.given
     assert hidden.shape[1] == keys.shape[2] == 24
@@ -154,7 +154,7 @@ def test_grows_by_default_and_evicts_where_asked(model: Any) -> None:
         best = model.model.layers[0].self_attn and _kept(handle.cache, 0)
         cache = handle.cache
         for step in range(9):
-            model(torch.tensor([[step + 1]]), past_key_values=cache)
+            model(torch.tensor([[step + 1]]), cache=cache)
         kept = _kept(cache, 0)
     for head in range(2):
         assert kept[head][-3:] == [30, 31, 32] and len(kept[head]) == 8

@@ -25,8 +25,8 @@ def own() -> LlamaForCausalLM:
 def use(model: Any, policy: str) -> kvpolicy.PolicyCache:
     with kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model, new=0)
-        model(torch.arange(8)[None], past_key_values=cache)
-        model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache)
+        model(torch.arange(8)[None], cache=cache)
+        model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
     return cache
 
 

@@ -74,7 +74,7 @@ def main() -> None:
             tokens = model.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
-                past_key_values=cache,
+                cache=cache,
                 max_new_tokens=4 if tiny else 256,
                 do_sample=False,
             )

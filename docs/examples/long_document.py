@@ -40,7 +40,7 @@ def read(model: Any, document: torch.Tensor, chunk: int) -> kvpolicy.PolicyCache
     """The cache of a document [1, P]. It is given the length, so that a fraction refers to the whole document."""
     cache = kvpolicy.PolicyCache(model, prompt=document.shape[1])
     for part in document.split(chunk, dim=1):
-        model(part, past_key_values=cache, logits_to_keep=1)
+        model(part, cache=cache, logits_to_keep=1)
     return cache
 
 
@@ -69,9 +69,7 @@ def main() -> None:
         for question, answer in questions.items():
             ids = tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
             both = torch.cat([document, ids], 1)  # `generate` runs only the tokens that are not in the cache
-            output = model.generate(
-                both, past_key_values=copy.deepcopy(cache), max_new_tokens=max_new_tokens, do_sample=False
-            )
+            output = model.generate(both, cache=copy.deepcopy(cache), max_new_tokens=max_new_tokens, do_sample=False)
             text = tokenizer.decode(output[0, both.shape[1] :], skip_special_tokens=True)
             right += text == answer
             print(f"{question.strip()} {text}")

@@ -19,6 +19,7 @@ from tqdm import tqdm
 import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.hf.attachment import Hold, check_hold
+from kvpolicy.hf.cache_names import CACHE
 from kvpolicy.hf.shared_plan import check_readable
 from kvpolicy.hf.tile_size import TileSize, check_tile
 from kvpolicy.spec.embedded_names import EMBEDDED
@@ -457,7 +458,7 @@ class KVPolicyLM(HFLM):
                 ids, seen = batch
                 cache = shared.cache.fork([0] * len(prompt), shared=True)
                 most = ids.shape[1] + max_length - columns
-                new = generate(ids, most, stop, **kwargs | {"attention_mask": seen}, past_key_values=cache)
+                new = generate(ids, most, stop, **kwargs | {"attention_mask": seen, CACHE: cache})
                 out = torch.cat([context, new[:, ids.shape[1] :]], 1)
                 tally.add_cache(len(prompt), cache.nbytes, cache.full_nbytes)
             else:
@@ -468,7 +469,7 @@ class KVPolicyLM(HFLM):
                     )
                     if held_back:
                         self._prefill(context, mask, columns - held_back, beams, cache)
-                    out = generate(context, max_length, stop, **kwargs, past_key_values=cache)
+                    out = generate(context, max_length, stop, **kwargs, **{CACHE: cache})
                 tally.add_cache(len(prompt), cache.nbytes, cache.full_nbytes)
         tally.prompt_tokens += int(lengths.sum())
         tally.new_tokens += int((out[:, columns:] != self.tokenizer.pad_token_id).sum())

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_lm_eval.prefixes import Tokens, group_by_prefix
 
@@ -167,7 +168,7 @@ class Scorer:
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
+                **cache_argument(self.model, cache),
                 use_cache=True,
                 logits_to_keep=1 if last else 0,
             )

@@ -36,7 +36,7 @@ def prompt(path: str | PathLike[str], question_ids: Any, llm: Any = None) -> tup
         >>> ids = tokenizer("tiger=1000\nlion=1001\n", return_tensors="pt").input_ids
         >>> with tempfile.TemporaryDirectory() as folder, torch.no_grad(), kvpolicy.attach(model, "keydiff@8"):
         ...     cache = kvpolicy.PolicyCache(model)
-        ...     _ = model(ids, past_key_values=cache)
+        ...     _ = model(ids, cache=cache)
         ...     cache.save(f"{folder}/records.safetensors", tokens=ids)
         ...     text, params = prompt(f"{folder}/records.safetensors", [7, 8])
         >>> len(text["prompt_token_ids"]), len(text["cache_salt"]), sorted(params)

@@ -17,6 +17,7 @@ from kvpolicy.calibration.finished import check_free
 from kvpolicy.codecs import _files
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.identity import identity
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import ReaderTraits
@@ -98,7 +99,7 @@ def _measured(model: nn.Module, windows: Sequence[Tensor], tokens: int, progress
     with eval_mode(model), torch.no_grad(), attach(model, Policy(reader=_Recorder())):
         for ids in tqdm(windows, desc="channels", disable=not progress):
             cache = PolicyCache(model)
-            _: Any = model(ids[None].to(device), past_key_values=cache)
+            _: Any = model(ids[None].to(device), **cache_argument(model, cache))
             for layer in cache.policy_layers:
                 reads: Any = layer.store.tensors.reads
                 part = reads.index.salience[0].double().cpu() * (len(ids) / tokens)

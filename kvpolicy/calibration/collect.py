@@ -17,6 +17,7 @@ from kvpolicy.calibration.listener import check_finite
 from kvpolicy.codecs._dictionaries import key_dictionary
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attention_interface import PREFIX
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.config_swap import configs_of
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.model_spec import describe
@@ -192,7 +193,7 @@ class _Reader:
         gradients = self._gradients(ids, cache) if self.fisher else {}
         if not self.fisher:
             with torch.no_grad():
-                self.sites.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+                self.sites.decoder(input_ids=ids, **cache_argument(self.sites.decoder, cache), use_cache=True)
         # Copies of a head are equal, so the first one stands for all. Their gradients differ, and are summed instead.
         keys = {layer: self._by_head(cache.layers[layer].keys.detach())[:, :, 0] for layer in self.layers}
         values = {layer: self._by_head(cache.layers[layer].values.detach())[0, :, 0] for layer in self.layers}
@@ -216,7 +217,7 @@ class _Reader:
     def _gradients(self, ids: Tensor, cache: Any) -> dict[int, tuple[Tensor, Tensor]]:
         """Gradients of the loss with respect to keys and values."""
         with torch.enable_grad():
-            loss = self.model(input_ids=ids, labels=ids, past_key_values=cache, use_cache=True).loss
+            loss = self.model(input_ids=ids, labels=ids, **cache_argument(self.model, cache), use_cache=True).loss
             if not loss.requires_grad:
                 raise KVPolicyError(
                     "A weight of the model must require gradients for Fisher information, got none that does; try "

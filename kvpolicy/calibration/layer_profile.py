@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.calibration.finished import check_is_file
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
@@ -51,7 +52,7 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
         for ids in prompts:
             _check_prompt(ids)
             cache = PolicyCache(model)
-            _: Any = model(ids.to(next(model.parameters()).device), past_key_values=cache)
+            _: Any = model(ids.to(next(model.parameters()).device), **cache_argument(model, cache))
             rows.append(cache.cosines().mean(0))
     if not rows:
         raise KVPolicyError("The prompts must contain at least one tensor of token ids, got none; try one.")

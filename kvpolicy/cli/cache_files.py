@@ -41,11 +41,12 @@ def make_file(
 
     from kvpolicy.hf.attach import attach
     from kvpolicy.hf.cache import PolicyCache
+    from kvpolicy.hf.cache_names import cache_argument
 
     ids = ids.to(model.device)
     with torch.inference_mode(), attach(model, policy, tile=tile, hold=hold) as handle:
         cache = PolicyCache(model)
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
         cache.save(out, tokens=ids.cpu(), compress=compress)
     return describe(out) | {"note": note_for(handle.policy)}
 

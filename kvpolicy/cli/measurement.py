@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 
 import kvpolicy
+from kvpolicy.hf.cache_names import cache_argument, output_cache
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 
@@ -116,12 +117,14 @@ def _measure_policy(model: Any, policy: Policy, ids: Tensor, steps: int, tile: T
 def _measure(model: Any, ids: Tensor, steps: int, cache: Any = None) -> Times:
     with torch.inference_mode():
         start = _now(model)
-        cache = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        given = cache_argument(model, cache)
+        cache = output_cache(model(ids, **given, use_cache=True, logits_to_keep=1))
+        given = cache_argument(model, cache)
         prefilled = _now(model)
-        model(ids[:, :1], past_key_values=cache)  # warm-up: the first step allocates what later steps reuse
+        model(ids[:, :1], **given)  # warm-up: the first step allocates what later steps reuse
         decode_start = _now(model)
         for _ in range(steps):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **given)
         return Times(prefilled - start, (_now(model) - decode_start) / steps)
 
 
@@ -164,7 +167,7 @@ def _logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         output = model(
             ids[:, -1 - step : -step or None],
             attention_mask=mask,
-            past_key_values=output.past_key_values,
+            **cache_argument(model, output_cache(output)),
             **_position_ids(model, mask, 1),
         )
         logits.append(output.logits[:, -1])

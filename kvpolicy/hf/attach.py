@@ -31,6 +31,7 @@ from kvpolicy.hf.attachment import (
 )
 from kvpolicy.hf.attention_interface import PREFIX, attached
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_names import cache_name, rename_cache
 from kvpolicy.hf.config_swap import configs_of, swap_implementation
 from kvpolicy.hf.deferred_masks import defer_masks
 from kvpolicy.hf.discovery import Site, Sites, find_sites, is_falcon, sample_weights
@@ -187,6 +188,7 @@ class Handle:
         self._undo.append(sites.decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
         self._undo.append(sites.decoder.register_forward_hook(self._after).remove)
         self._names = list(inspect.signature(sites.decoder.forward).parameters)
+        self._cache_name = cache_name(sites.decoder)
         for site in sites.layers:
             self._undo.append(site.attention.register_forward_pre_hook(bind_cache, with_kwargs=True).remove)
             attached.add(site.attention)
@@ -238,7 +240,8 @@ class Handle:
         if torch.compiler.is_compiling():
             return check_step(module, args, kwargs)
         args, kwargs = by_name(self._names, args, kwargs)
-        given = cache = kwargs.get("past_key_values")
+        rename_cache(kwargs, self._cache_name)
+        given = cache = kwargs.get(self._cache_name)
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         defer_masks(False)
@@ -248,10 +251,10 @@ class Handle:
             self._choose_tile(cache, tokens)
             return args, kwargs
         if cache is None and caches(module, kwargs):
-            cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
+            cache = kwargs[self._cache_name] = self.cache = PolicyCache(self._model)
         elif cache is not None and not isinstance(cache, PolicyCache):
             check_stock(cache)
-            cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
+            cache = kwargs[self._cache_name] = self.cache = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):
             self._check_own(cache)
             mask = own_mask(module, kwargs.get("attention_mask"))

@@ -38,7 +38,7 @@ from kvpolicy.spec.validation import expected, longest
 
 @named_options
 class PolicyCache(CacheForward):
-    """A KV cache under a policy, to be passed as `past_key_values`.
+    """A KV cache under a policy, to be passed as `cache`, or `past_key_values` before transformers 5.24.
 
     A model that a policy is attached to makes one by itself. Make your own to keep two conversations on one model
     apart, or to announce how long they will be.
@@ -60,7 +60,7 @@ class PolicyCache(CacheForward):
         >>> model = LlamaForCausalLM(config).eval()
         >>> with torch.no_grad(), kvpolicy.attach(model, "window@0.5"):
         ...     cache = kvpolicy.PolicyCache(model)
-        ...     _ = model(torch.tensor([[1, 2, 3, 4]]), past_key_values=cache)
+        ...     _ = model(torch.tensor([[1, 2, 3, 4]]), cache=cache)
         >>> cache.layers[0].positions.tolist()
         [[[2, 3], [2, 3]]]
     """
@@ -244,7 +244,7 @@ class PolicyCache(CacheForward):
             >>> model = LlamaForCausalLM(config).eval()
             >>> with tempfile.TemporaryDirectory() as folder, torch.no_grad(), kvpolicy.attach(model, "window@0.5"):
             ...     cache = kvpolicy.PolicyCache(model)
-            ...     _ = model(torch.tensor([[1, 2, 3, 4]]), past_key_values=cache)
+            ...     _ = model(torch.tensor([[1, 2, 3, 4]]), cache=cache)
             ...     cache.save(f"{folder}/prompt.safetensors")
             ...     loaded = kvpolicy.PolicyCache.load(model, f"{folder}/prompt.safetensors")
             >>> loaded.layers[0].positions.tolist()
@@ -331,10 +331,10 @@ class PolicyCache(CacheForward):
             >>> model, _ = kvpolicy.tiny()
             >>> with torch.no_grad(), kvpolicy.attach(model, "h2o@4"):
             ...     cache = kvpolicy.PolicyCache(model)
-            ...     _ = model(torch.arange(5, 14)[None], past_key_values=cache)
+            ...     _ = model(torch.arange(5, 14)[None], cache=cache)
             ...     cache.mark(most=3)
             ...     for token in (20, 21, 22):
-            ...         _ = model(torch.tensor([[token]]), past_key_values=cache)
+            ...         _ = model(torch.tensor([[token]]), cache=cache)
             ...     cache.rollback(1)
             >>> cache.layers[0].length.tolist()
             [10]
@@ -407,9 +407,9 @@ class PolicyCache(CacheForward):
             >>> model = LlamaForCausalLM(config).eval()
             >>> with torch.no_grad(), kvpolicy.attach(model, "window@0.5"):
             ...     cache = kvpolicy.PolicyCache(model)
-            ...     _ = model(torch.tensor([[1, 2, 3, 4]]), past_key_values=cache)
+            ...     _ = model(torch.tensor([[1, 2, 3, 4]]), cache=cache)
             ...     cache.hold_next()
-            ...     _ = model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+            ...     _ = model(torch.tensor([[5, 6, 7]]), cache=cache)
             >>> cache.layers[0].positions[0, 0].sort().values.tolist()
             [2, 3, 4, 5, 6]
         """

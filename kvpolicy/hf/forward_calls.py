@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_names import CACHE, LAYER_NAMES, passed_cache
 from kvpolicy.hf.cropping import policy_obstacle
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
-from kvpolicy.hf.tiles import CACHE_NAMES
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward
 from kvpolicy.selectors.full import KeepAll
@@ -27,7 +27,7 @@ _REPLACED = "_kvpolicy_replaced"
 
 def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pass the cache that this call carries, and what its selector needs, on to the attention function."""
-    for name in CACHE_NAMES:
+    for name in LAYER_NAMES:
         cache = kwargs.get(name)
         if isinstance(cache, PolicyCache):
             layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -53,7 +53,7 @@ def _module_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _module_call(cache: PolicyCache, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
     """The arguments of a prompt's attention; a decode step scores nothing by them."""
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-    own = ("hidden_states", "attention_mask", *CACHE_NAMES)
+    own = ("hidden_states", "attention_mask", *LAYER_NAMES)
     others = {name: value for name, value in kwargs.items() if name not in own}
     return Forward(module, hidden.detach(), others, cache.attachment.rotary)
 
@@ -66,10 +66,10 @@ def caches(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse to compile what is not a decode step on a cache under the policy; raised, it breaks the graph."""
-    cache: Any = kwargs.get("past_key_values")
+    cache: Any = passed_cache(kwargs)
     if not isinstance(cache, PolicyCache) and (cache is not None or caches(module, kwargs)):
         raise KVPolicyError(
-            "A compiled step must be given a kvpolicy.PolicyCache as past_key_values, got "
+            f"A compiled step must be given a kvpolicy.PolicyCache as {CACHE}, got "
             f"{'none' if cache is None else type(cache).__name__}; try kvpolicy.PolicyCache(model), and the prompt "
             "through the model itself."
         )
@@ -106,7 +106,7 @@ def check_stock(cache: Any) -> None:
         kind = ("offloaded " if is_offloading else "") + type(cache).__name__
         raise KVPolicyError(
             f"The cache must be a kvpolicy.PolicyCache or an ordinary DynamicCache under a policy, got the {kind}; try "
-            "to leave past_key_values and cache_implementation out."
+            f"to leave {CACHE} and cache_implementation out."
         )
     if cache.get_seq_length() > 0:
         raise KVPolicyError(
@@ -116,7 +116,7 @@ def check_stock(cache: Any) -> None:
     if hasattr(cache, _REPLACED):
         raise KVPolicyError(
             "A DynamicCache must be new, got one that was given to an earlier call and stays empty, since the policy "
-            "created its own cache; try that call's out.past_key_values, or a kvpolicy.PolicyCache(model)."
+            f"created its own cache; try that call's out.{CACHE}, or a kvpolicy.PolicyCache(model)."
         )
 
 

@@ -44,7 +44,7 @@ def check_adapters(model: Any) -> None:
         kind: Any = getattr(config, "peft_type", "")
         if str(getattr(kind, "value", kind)) == "PREFIX_TUNING":
             raise KVPolicyError(
-                "The model's adapter must not pass its own keys and values as past_key_values, got prefix tuning; try "
+                "The model's adapter must not pass its own keys and values as a cache, got prefix tuning; try "
                 "an adapter that changes weights, such as LoRA."
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_names import CACHE, OLD, rename_cache
 from kvpolicy.hf.forward_calls import (
     check_asked,
     check_conversation,
@@ -49,7 +51,7 @@ def offer_cache(model: nn.Module, note: Callable[[PolicyCache], None]) -> list[C
     def prepare_cache(
         generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int, *rest: Any
     ) -> Any:
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         columns = prompt_columns(model_kwargs, generation_config)
         # transformers passes `max_length - 1`, since the last generated token is never an input.
         new = max(length + 1 - columns, 0) if columns else None
@@ -62,20 +64,33 @@ def offer_cache(model: nn.Module, note: Callable[[PolicyCache], None]) -> list[C
             given.expect(row_lengths(model_kwargs, columns), new or 0)
         # First, transformers checks its arguments and decides whether there is a cache at all.
         result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
-        if given is None and isinstance(model_kwargs.get("past_key_values"), Cache):
-            check_stock(model_kwargs["past_key_values"])
+        if given is None and isinstance(model_kwargs.get(CACHE), Cache):
+            check_stock(model_kwargs[CACHE])
             prompt = row_lengths(model_kwargs, columns)
-            cache = model_kwargs["past_key_values"] = PolicyCache(model, prompt=prompt, new=new)
+            cache = model_kwargs[CACHE] = PolicyCache(model, prompt=prompt, new=new)
             if getattr(generation_config, "is_assistant", False):  # as transformers does with its own cache
                 cache.activate_past_recording()
             note(cache)
         return result
 
     _set(inner, "_prepare_cache_for_generation", prepare_cache, undo)
+    if CACHE == OLD:
+        _set(inner, "generate", _with_old_name(inner.generate), undo)
     for name in _CONTINUOUS:
         if hasattr(inner, name):
             _set(inner, name, _refuse_continuous_batching, undo)
     return undo
+
+
+def _with_old_name(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `generate` take `cache=` too, in a version of transformers that refuses it as unused."""
+
+    @functools.wraps(generate)
+    def with_either(*args: Any, **kwargs: Any) -> Any:
+        rename_cache(kwargs, OLD)
+        return generate(*args, **kwargs)
+
+    return with_either
 
 
 def _set(module: Any, name: str, value: Any, undo: list[Callable[[], None]]) -> None:

@@ -17,7 +17,7 @@ from kvpolicy.protocols import Forward
 
 
 class PassingCache(Cache):
-    """Base of caches that a forward takes as `past_key_values` to read the layers of another cache.
+    """Base of caches that a forward takes to read the layers of another cache.
 
     Attributes:
         wants_inputs: Whether `attend` is given the inputs of the attention modules.

@@ -24,6 +24,7 @@ from kvpolicy.engine.replay import (
 )
 from kvpolicy.engine.replay_parts import ChunkPlace, attend_and_score
 from kvpolicy.engine.replayed_queries import ReplayedQueries, no_queries
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
@@ -53,18 +54,19 @@ def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, pl
     context = transcript.valid.to(first.store.tensors.length.device) & (first.store.tensors.length == 0)[:, None]
     cache = ReplayCache(layers, context, plan)
     tokens = _joined(transcript.ids, decoder)
+    given = cache_argument(decoder, cache)
     with torch.no_grad(), steady_angles(decoder):
         for chunk in chunks(context, plan):
             text, valid = _text(tokens, chunk, plan, decoder)
             cache.begin(chunk, valid)
-            decoder(**_call(text, valid, context, transcript, decoder), past_key_values=cache, use_cache=True)
+            decoder(**_call(text, valid, context, transcript, decoder), **given, use_cache=True)
     for layer, scores in cache.scores.items():
         replayed = cache.queries.get(layer)
         layers[layer].pending = layers[layer].pending._replace(replay=scores, replayed=replayed)
 
 
 class ReplayCache(PassingCache):
-    """Cache that a replay takes as `past_key_values`: it shows the layers' held prompts, and stores only scores.
+    """Cache that a replay passes to the decoder: it shows the layers' held prompts, and stores only scores.
 
     Attributes:
         context: Which tokens of the held prompts are replayed, [B, P] bool.

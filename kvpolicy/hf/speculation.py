@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.attachment import attachments
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.forward_checks import vocabulary_of
 from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.policy import Policy
@@ -264,7 +265,7 @@ class _Run:
         model: Any = self._model
         keeps = getattr(model, "_supports_logits_to_keep", None)
         given = {"logits_to_keep": 1} if last_only and keeps is not None and keeps() else {}
-        return model(ids, past_key_values=cache, use_cache=True, **given).logits[0]
+        return model(ids, **cache_argument(model, cache), use_cache=True, **given).logits[0]
 
     def _as_ids(self, tokens: list[int]) -> Tensor:
         return torch.tensor([tokens], device=self._device)

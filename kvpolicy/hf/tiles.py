@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvpolicy.hf.cache_names import LAYER_NAMES, passed_cache
 from kvpolicy.hf.deferred_masks import DeferredMask
 from kvpolicy.hf.discovery import Site
 from kvpolicy.hf.held_weights import hold_weights
 from kvpolicy.hf.recorded import Recorded
 from kvpolicy.spec.errors import KVPolicyError
-
-CACHE_NAMES = ("past_key_values", "layer_past")
-"""Names of the cache among the arguments of decoder layers."""
 
 COLUMNS = {"hidden_states": 1, "position_ids": -1, "cache_position": -1, "position_embeddings": -2}
 """The dimension of tokens in the arguments of decoder layers that have one."""
@@ -93,7 +91,7 @@ def take_tiles(site: Site) -> Callable[[], None]:
             if torch.compiler.is_compiling():  # a step has one token
                 return original(*args, **kwargs)
             arguments = dict(zip(names, args, strict=False)) | kwargs
-            cache = next((arguments[key] for key in CACHE_NAMES if arguments.get(key) is not None), None)
+            cache = passed_cache(arguments, LAYER_NAMES)
             size = getattr(cache, "tile_size", None)
             if size is not None:
                 return _run(site, _with_places(original, names[: len(args)]), arguments, cache, size)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvpolicy.hf.cache_names import CACHE
 from kvpolicy.serving import handlers
 from kvpolicy.serving.bodies import positions_of
 from kvpolicy.serving.metrics import Metrics
@@ -288,7 +289,7 @@ class Generation(handlers.BaseGeneration):
             torch.manual_seed(job.call.seed)
         cache = None
         if self._prefix is not None:
-            cache = arguments["past_key_values"] = self._prefix.start()
+            cache = arguments[CACHE] = self._prefix.start()
         self._metrics.prompt_tokens += arguments["input_ids"].shape[1]
         watcher = Watcher(
             job, lambda: self._handle.cache if cache is None else cache, self._metrics, self._stopping, inner

@@ -27,12 +27,12 @@ def check_cache(cache: PolicyCache) -> None:
         >>> from kvpolicy.testing import check_cache
         >>> model, tokenizer = kvpolicy.tiny()
         >>> with kvpolicy.attach(model, "uniform/adakv+snapkv@0.2"), torch.no_grad():
-        ...     cache = model(torch.arange(100)[None] + 5).past_key_values
+        ...     cache = model(torch.arange(100)[None] + 5).cache
         >>> check_cache(cache)
     """
     if not isinstance(cache, PolicyCache):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise KVPolicyTypeError(
-            f"The cache must be a PolicyCache, got a {type(cache).__name__}; try the past_key_values of a model with a "
+            f"The cache must be a PolicyCache, got a {type(cache).__name__}; try the cache that a model returns with a "
             "policy."
         )
     stores = [layer.store for layer in cache.policy_layers]

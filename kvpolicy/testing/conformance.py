@@ -16,6 +16,7 @@ from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_names import cache_argument, output_cache
 from kvpolicy.policy import Policy, describe_missing, missing
 from kvpolicy.protocols import Allocator, Codec, HeadAllocator, Merger, Reader, Selector, nested_from
 from kvpolicy.registry import Kind, either, kinds
@@ -207,11 +208,11 @@ def _conversation(model: Any, ids: Tensor, mask: Tensor, policy: Policy | None) 
     for first, last in [(0, columns), *((at, at + 1) for at in range(columns, ids.shape[1]))]:
         out = model(
             ids[:, first:last],
-            past_key_values=cache,
+            **cache_argument(model, cache),
             attention_mask=mask[:, :last],
             position_ids=position_ids[:, first:last],
         )
-        cache = out.past_key_values
+        cache = output_cache(out)
         yield cache, out.logits
 
 
@@ -236,7 +237,7 @@ def _run(model: Any, policy: Policy, ids: Tensor) -> list[list[set[int]]]:
         kept = [_kept(layer) for layer in cache.layers]
     with torch.no_grad():
         first = _first_encoded(cache)
-        full = model(ids).past_key_values.layers[first]
+        full = output_cache(model(ids)).layers[first]
         check_reading(policy.codec, cache.layers[first].store, full.keys, full.values)
     return kept
 

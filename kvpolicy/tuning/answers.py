@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kvpolicy.engine.attention import Past, ScoreTransform, attend
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.protocols import Forward
 from kvpolicy.tuning.peak import LOGITS, ROW_NBYTES, ROWS
@@ -25,7 +26,7 @@ Changes = Mapping[int, Attention]
 
 
 class AnswerCache(PassingCache):
-    """Cache that an answer's forward takes as `past_key_values`; each row is the answer with other changes."""
+    """Cache that an answer's forward takes; each row is the answer with other changes."""
 
     def __init__(self, cache: PolicyCache, full: Mapping[int, Past], rows: Sequence[Changes]) -> None:
         """Read a prompt's cache.
@@ -143,7 +144,8 @@ class Answer:
         cache = AnswerCache(self._cache, self._full, rows)
         device = self._model.get_input_embeddings().weight.device
         ids = self._ids.to(device).expand(len(rows), -1)
-        return self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits.double().log_softmax(-1)
+        out = self._model(input_ids=ids, **cache_argument(self._model, cache), use_cache=True)
+        return out.logits.double().log_softmax(-1)
 
 
 def _expanded(past: Past, rows: int) -> Past:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
@@ -180,20 +181,20 @@ def share_bytes(model: nn.Module, window: Window, share: float) -> int:
 def _decode(model: nn.Module, window: Window) -> tuple[Tensor, int]:
     """Logits from the last token of the prompt on, [1 + Q + M, V], and bytes after the prompt."""
     cache = PolicyCache(model, new=len(window.follow))
-    parts = [_logits(model, window.prompt, 1, past_key_values=cache)]
+    parts = [_logits(model, window.prompt, 1, cache)]
     nbytes = cache.nbytes
     if len(window.question):
-        parts.append(_logits(model, window.question, len(window.question), past_key_values=cache))
-    parts += [_logits(model, token, 1, past_key_values=cache) for token in window.answer.split(1)]
+        parts.append(_logits(model, window.question, len(window.question), cache))
+    parts += [_logits(model, token, 1, cache) for token in window.answer.split(1)]
     return torch.cat(parts), nbytes
 
 
-def _logits(model: Any, ids: Tensor, count: int, **kwargs: Any) -> Tensor:
+def _logits(model: Any, ids: Tensor, count: int, cache: PolicyCache | None = None) -> Tensor:
     """Logits behind the last `count` of some tokens, [count, V]."""
     keeps = getattr(model, "_supports_logits_to_keep", None)
     given = {"logits_to_keep": count} if keeps is not None and keeps() else {}
     device = next(model.parameters()).device
-    return model(ids[None].to(device), **given, **kwargs).logits[0, -count:]
+    return model(ids[None].to(device), **given, **cache_argument(model, cache)).logits[0, -count:]
 
 
 def _compare(logits: Tensor, full: Tensor, window: Window) -> tuple[float, float, float]:

@@ -16,6 +16,7 @@ from kvpolicy.engine.hidden_stats import massive_tokens
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import ropes_of
 from kvpolicy.hf.tile_size import TileSize
@@ -130,7 +131,8 @@ class Tap:
         return ropes_of(self._sites.decoder, sites, min(parts)) if parts else {}
 
     def _read(self, ids: Tensor, cache: PolicyCache) -> None:
-        self._sites.decoder(input_ids=ids[None].to(self.device), past_key_values=cache, use_cache=True)
+        decoder = self._sites.decoder
+        decoder(input_ids=ids[None].to(self.device), **cache_argument(decoder, cache), use_cache=True)
 
 
 @contextmanager

@@ -207,7 +207,7 @@ def budgets_in(model: Any, policy: str, pieces: int = 1, **how: Any) -> list[lis
     with torch.no_grad(), kvpolicy.attach(model, policy, **how):
         cache = PolicyCache(model, prompt=60, new=0)
         for piece in ids.chunk(pieces, 1):
-            model(piece, past_key_values=cache)
+            model(piece, cache=cache)
         return [layer.budget.tolist() for layer in cache.policy_layers]
 
 
@@ -321,9 +321,9 @@ def test_a_row_that_begins_in_a_later_forward_is_measured_as_alone(name: str) ->
     with kvpolicy.attach(model, f"{small('allocator', name)}+window@0.4"), torch.no_grad():
         together = PolicyCache(model)
         alone = PolicyCache(model)
-        model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=together)
+        model(ids[:, :30], attention_mask=mask[:, :30], cache=together)
         first = together.cosines()[0]
-        model(ids[:, 30:], attention_mask=mask, past_key_values=together)
-        model(ids[1:, 30:], past_key_values=alone)
+        model(ids[:, 30:], attention_mask=mask, cache=together)
+        model(ids[1:, 30:], cache=alone)
     assert_close(together.cosines()[1], alone.cosines()[0])
     assert torch.equal(together.cosines()[0], first)

@@ -133,7 +133,7 @@ def test_chunks_stay_within_the_budget(policy: str) -> None:
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = PolicyCache(model, prompt=200, new=0)
         for part in ids.chunk(5, 1):
-            model(part, past_key_values=cache)
+            model(part, cache=cache)
     assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
     if isinstance(cache.policy.budget, str):
         assert cache.nbytes <= 30 * 1000

@@ -85,7 +85,7 @@ def test_streaming_heads_keep_sinks_and_recent_tokens() -> None:
     model = kvpolicy.tiny()[0]
     with torch.no_grad(), kvpolicy.attach(model, "uniform/duo+streaming@0.4") as handle:
         out = model(torch.arange(5, 205)[None])
-        model(torch.tensor([[7]]), past_key_values=out.past_key_values)
+        model(torch.tensor([[7]]), cache=out.cache)
     assert handle.cache is not None and handle.plan is not None
     assert handle.cache.nbytes == handle.plan.nbytes
     streams = DuoAttention().streaming_heads(4)

@@ -33,6 +33,6 @@ def test_step(benchmark: Any, policy: str) -> None:
     ids = tokens(512)
     with torch.inference_mode(), kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=cache)
-        out = benchmark(lambda: model(tokens(1), past_key_values=cache))
+        model(ids, cache=cache)
+        out = benchmark(lambda: model(tokens(1), cache=cache))
     assert out.logits.isfinite().all()

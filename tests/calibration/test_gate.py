@@ -52,7 +52,7 @@ def test_samples_are_inputs_and_the_logarithm_of_the_scores_of_kvzip(make: Any) 
         expected = inputs_of(model, ids)
         with torch.no_grad(), kvpolicy.attach(model, "kvzip:plus=true:sinks=4@1.0"):
             cache = PolicyCache(model)
-            model(ids[None], past_key_values=cache)
+            model(ids[None], cache=cache)
         for layer in cache.policy_layers:
             sample = layers[layer.layer_idx]
             torch.testing.assert_close(sample.inputs, expected[layer.layer_idx], atol=1e-5, rtol=1e-5)

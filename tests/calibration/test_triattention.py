@@ -68,7 +68,7 @@ def test_kept_tokens_of_a_padded_batch(make: Callable[[], Any], generated: bool,
     how = {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0)} if generated else {}
     with torch.no_grad(), kvpolicy.attach(model, f"triattention:file={file}@12"):
         cache = kvpolicy.PolicyCache(model, prompt=mask.sum(1), new=4)
-        model(ids, attention_mask=mask, past_key_values=cache, **how)
+        model(ids, attention_mask=mask, cache=cache, **how)
     for row, first in ((0, 0), (1, 7)):
         own = ids[row, first:]
         for index, layer in enumerate(cache.policy_layers):

@@ -85,7 +85,7 @@ def test_a_server_starts_from_a_cache_of_the_same_layers(spec: str, tmp_path: Pa
     path = tmp_path / "cache.safetensors"
     with torch.no_grad(), kvpolicy.attach(model, spec):
         cache = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         cache.save(path, tokens=ids)
         assert PrefixFile(path, Policy.parse(spec)).load(model).cache.policy == cache.policy
     other = spec.replace("@0.9", "@0.8")

@@ -35,11 +35,11 @@ def test_a_file_is_made_described_and_verified(tmp_path: Path, capsys: pytest.Ca
     assert torch.equal(read(out).tensors[TOKENS], ids) and made["columns"] == ids.shape[1]
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         loaded = PolicyCache.load(model, out)
         assert cache.nbytes == loaded.nbytes == made["nbytes"]
         more = tokenizer("?wolf=", return_tensors="pt").input_ids
-        one, other = (model(more, past_key_values=each).logits for each in (cache, loaded))
+        one, other = (model(more, cache=each).logits for each in (cache, loaded))
     assert torch.allclose(one, other, atol=1e-4)
     assert main(["cache", "verify", str(out)]) == 0
     assert "is as it was written" in capsys.readouterr().out

@@ -105,7 +105,7 @@ def by_hand(model: nn.Module, prompt: Tensor) -> list[int]:
         cache = PolicyCache(model, prompt=prompt.shape[1], new=8)
         tokens = prompt
         for _ in range(8):
-            logits: Tensor = model(tokens, past_key_values=cache).logits
+            logits: Tensor = model(tokens, cache=cache).logits
             tokens = logits[:, -1:].argmax(-1)
             chosen.append(int(tokens))
             cache.tick()

@@ -156,12 +156,12 @@ def test_a_model_holds_what_the_plan_says_and_a_file_keeps_it(spec: str, tmp_pat
     ids = torch.randint(3, 20, (1, 60), generator=torch.Generator().manual_seed(1))
     with kvpolicy.attach(model, spec), torch.inference_mode():
         cache = PolicyCache(model, prompt=60, new=12)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         assert cache.plan is not None and cache.plan.nbytes == cache.nbytes
         cache.save(tmp_path / "one.safetensors")
         again = PolicyCache.load(model, tmp_path / "one.safetensors")
         for step in range(8):
-            one, other = (model(ids[:, step : step + 1], past_key_values=c).logits for c in (cache, again))
+            one, other = (model(ids[:, step : step + 1], cache=c).logits for c in (cache, again))
             assert torch.equal(one, other)
 
 

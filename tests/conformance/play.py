@@ -36,7 +36,7 @@ def forward(model: Any, ids: Tensor, mask: Tensor, start: int, stop: int, cache:
         return model(
             ids[:, start:stop],
             attention_mask=None if full else mask[:, :stop],
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
             **given,
         ).logits

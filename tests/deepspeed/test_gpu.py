@@ -25,9 +25,9 @@ def _play(model: Any, policy: str) -> tuple[PolicyCache, torch.Tensor]:
     tokens = torch.randint(3, model.config.vocab_size, (2, PROMPT + STEPS), generator=draw).to(model.device)
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = PolicyCache(model, new=STEPS)
-        logits = model(tokens[:, :PROMPT], past_key_values=cache).logits
+        logits = model(tokens[:, :PROMPT], cache=cache).logits
         for at in range(PROMPT, PROMPT + STEPS):
-            logits = model(tokens[:, at : at + 1], past_key_values=cache).logits
+            logits = model(tokens[:, at : at + 1], cache=cache).logits
     return cache, logits.float()
 
 

@@ -45,7 +45,7 @@ def _play(model: Any, policy: str) -> tuple[PolicyCache, torch.Tensor]:
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = PolicyCache(model, new=STEPS)
         for begin, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, PROMPT + STEPS))]:
-            out = model(tokens[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
+            out = model(tokens[:, begin:end], attention_mask=mask[:, :end], cache=cache)
             found.append(out.logits[:, -1].float())
     return cache, torch.stack(found)
 
@@ -189,11 +189,11 @@ def _compiled(rank: int, world: int, folder: str, backend: str, policy: str) -> 
     counter = CompileCounterWithBackend("eager")
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = PolicyCache(model, new=12)
-        model(tokens, past_key_values=cache)
+        model(tokens, cache=cache)
         step = torch.compile(model, backend=counter, fullgraph=True)
         for column in range(PROMPT, PROMPT + 12):
             place = torch.full((2, 1), column)
-            step(tokens[:, :1].clone(), position_ids=place, past_key_values=cache, use_cache=True)
+            step(tokens[:, :1].clone(), position_ids=place, cache=cache, use_cache=True)
             cache.tick()
     return int(counter.frame_count)
 

@@ -49,7 +49,7 @@ def test_a_shift_counts_in_the_trained_length() -> None:
         cache.shift(10, limit - 20)
         assert cache.get_seq_length() == limit
         with torch.no_grad(), pytest.warns(KVPolicyWarning, match="was trained for"):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], cache=cache)
 
 
 @pytest.mark.parametrize("rows", [[1], [1, 0, 1], [0, 0, 1, 1]])
@@ -189,13 +189,11 @@ def test_learned_positions_end_where_the_longest_row_does() -> None:
     ids, mask = make_batch([limit, 5], [limit, 1])
     with kvpolicy.attach(model, "window@8"), torch.no_grad():
         cache = PolicyCache(model)
-        model(ids[:, :limit], attention_mask=mask[:, :limit], past_key_values=cache)
+        model(ids[:, :limit], attention_mask=mask[:, :limit], cache=cache)
         with pytest.raises(KVPolicyError, match=f"must be below {limit}, .* got {limit}"):
-            model(ids[:, limit:], attention_mask=mask, past_key_values=cache)
+            model(ids[:, limit:], attention_mask=mask, cache=cache)
         padded = torch.nn.functional.pad(mask[:1, :limit], (3, 0))
-        model(
-            torch.nn.functional.pad(ids[:1, :limit], (3, 0)), attention_mask=padded, past_key_values=PolicyCache(model)
-        )
+        model(torch.nn.functional.pad(ids[:1, :limit], (3, 0)), attention_mask=padded, cache=PolicyCache(model))
 
 
 def test_a_budget_of_bytes_holds_once_windows_are_full() -> None:

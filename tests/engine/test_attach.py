@@ -180,12 +180,12 @@ def test_a_cache_outlives_its_policy_only_as_an_error() -> None:
         logits(model, use_cache=True)
         cache = handle.cache
     with pytest.raises(ValueError, match="detached"):
-        model(torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
+        model(torch.ones(2, 1, dtype=torch.int64), cache=cache)
     again = "must be attached to its model, got a detached one"  # attaching alone does not bring it back
     with kvpolicy.attach(model, "window"):
         for _ in range(2):  # which a refusal does not change
             with pytest.raises(ValueError, match=again):
-                model(torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
+                model(torch.ones(2, 1, dtype=torch.int64), cache=cache)
 
 
 def test_a_cache_needs_an_attached_model() -> None:
@@ -202,7 +202,7 @@ def test_a_cache_of_another_model_is_refused() -> None:
     with kvpolicy.attach(build("llama"), "window"), kvpolicy.attach(other, "h2o"):
         cache = PolicyCache(other)
         with pytest.raises(ValueError):
-            build("llama")(torch.ones(1, 3, dtype=torch.int64), past_key_values=cache)
+            build("llama")(torch.ones(1, 3, dtype=torch.int64), cache=cache)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -245,8 +245,8 @@ def test_slots_hold_no_graph() -> None:
     ids, _ = make_batch([20], [20])
     with kvpolicy.attach(model, "h2o@0.5"):
         cache = PolicyCache(model)
-        model(ids, past_key_values=cache)
-        model(ids[:, :1], past_key_values=cache)
+        model(ids, cache=cache)
+        model(ids[:, :1], cache=cache)
     layer = cache.policy_layers[0]
     assert not any(
         t.requires_grad for t in (layer.keys, layer.values, *selector_state(layer)) if isinstance(t, torch.Tensor)

@@ -79,7 +79,7 @@ def _nbytes(spec: str, keep: int, layer_idx: int, length: int, end: int) -> int:
     policy = parts if parts.keeps_whole else parts.with_budget(keep)
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model, new=end - length)
-        model(torch.arange(length)[None] % 60, past_key_values=cache)
+        model(torch.arange(length)[None] % 60, cache=cache)
         return sum(cache.policy_layers[layer_idx].held().values())
 
 
@@ -96,7 +96,7 @@ def test_bytes_fit_and_no_larger_factor_does(specs: list[str], budget: Any) -> N
     end = 48
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model, new=end - length)
-        model(torch.arange(length)[None] % 60, past_key_values=cache)
+        model(torch.arange(length)[None] % 60, cache=cache)
         got = [int(layer.budget) for layer in cache.policy_layers]
         held = cache.nbytes
         planned = kvpolicy.plan(model.config, policy, prompt=length, new=end - length, dtype=torch.float32)
@@ -189,7 +189,7 @@ def test_a_row_of_one_token() -> None:
     model = build("llama", layers=2)
     with kvpolicy.attach(model, Policy.by_layer(["snapkv:window=6:kernel=3@0.5", "uniform/adakv+h2o@0.9"], budget=0.5)):
         out = model(torch.tensor([[5]]))
-        assert out.logits.isfinite().all() and out.past_key_values.nbytes > 0
+        assert out.logits.isfinite().all() and out.cache.nbytes > 0
 
 
 def test_generate_beams_and_sliding_layers() -> None:

@@ -18,9 +18,9 @@ from tests.conformance.policies import words
 def steps(model: torch.nn.Module, cache: PolicyCache, prompt: int, count: int) -> None:
     """Run a prompt and some single tokens."""
     with torch.no_grad():
-        model(torch.arange(prompt)[None] % 50, past_key_values=cache)
+        model(torch.arange(prompt)[None] % 50, cache=cache)
         for token in range(count):
-            model(torch.tensor([[token % 50]]), past_key_values=cache)
+            model(torch.tensor([[token % 50]]), cache=cache)
 
 
 @pytest.mark.parametrize("lengths", [[20], [26, 15]])
@@ -33,9 +33,9 @@ def test_bytes_beyond_a_prompt_are_for_what_follows(budget: str, lengths: list[i
     for policy in (Policy.by_layer(["h2o@0.5"] * 2, budget=budget), f"h2o@{budget}"):
         with kvpolicy.attach(model, policy), torch.no_grad():
             cache = PolicyCache(model)
-            model(ids[:, : max(lengths)], attention_mask=mask[:, : max(lengths)], past_key_values=cache)
+            model(ids[:, : max(lengths)], attention_mask=mask[:, : max(lengths)], cache=cache)
             for column in range(max(lengths), ids.shape[1]):
-                model(ids[:, column : column + 1], attention_mask=mask[:, : column + 1], past_key_values=cache)
+                model(ids[:, column : column + 1], attention_mask=mask[:, : column + 1], cache=cache)
             kept.append([layer.budget.tolist() for layer in cache.policy_layers])
             assert cache.nbytes <= int(budget[:-1])
     assert kept[0] == kept[1]

@@ -31,24 +31,24 @@ def test_chunks_turns_forks_drafts_and_beams(specs: list[str]) -> None:
     policy = Policy.by_layer(specs, budget=0.75)
     with kvpolicy.attach(model, policy) as handle, torch.no_grad():
         cache = PolicyCache(model, prompt=40, new=30)
-        model(ids(25), past_key_values=cache)
-        model(ids(15), past_key_values=cache)
+        model(ids(25), cache=cache)
+        model(ids(15), cache=cache)
         for _ in range(3):
-            model(ids(1), past_key_values=cache)
+            model(ids(1), cache=cache)
         assert kvpolicy.plan(model, policy, prompt=40, new=30).nbytes == cache.nbytes
-        model(ids(5), past_key_values=cache)
+        model(ids(5), cache=cache)
         two = cache.fork([0, 0])
         two.reorder_cache(torch.tensor([1, 0]))
-        own = model(ids(1), past_key_values=cache.fork()).logits
-        logits = model(ids(1).expand(2, 1), past_key_values=two).logits
+        own = model(ids(1), cache=cache.fork()).logits
+        logits = model(ids(1).expand(2, 1), cache=two).logits
         assert (logits - own).abs().max() < 1e-4
         cache.mark(most=4)
         for _ in range(4):
-            model(ids(1), past_key_values=cache)
+            model(ids(1), cache=cache)
         cache.rollback(0)
-        assert torch.equal(model(ids(1), past_key_values=cache).logits, own)
+        assert torch.equal(model(ids(1), cache=cache).logits, own)
         cache.reset()
-        model(ids(30), past_key_values=cache)
+        model(ids(30), cache=cache)
         out = model.generate(ids(30, 2), max_new_tokens=5, num_beams=3, do_sample=False, pad_token_id=0)
         assert out.shape == (2, 35) and handle.cache is not None
         assert kvpolicy.plan(model, policy, batch=6, prompt=30, new=5).nbytes == handle.cache.nbytes
@@ -69,7 +69,7 @@ def test_the_part_that_forbids_a_move_is_named() -> None:
         budget = 1.0 if specs[0] == "full" else 0.9
         with kvpolicy.attach(model, Policy.by_layer(specs, budget=budget)), torch.no_grad():
             cache = PolicyCache(model, new=9)
-            model(ids(30), past_key_values=cache)
+            model(ids(30), cache=cache)
             with pytest.raises(KVPolicyError, match=shift):
                 cache.shift(5, 2)
             with pytest.raises(KVPolicyError, match=crop):
@@ -83,12 +83,12 @@ def test_moves_where_every_layer_allows_them() -> None:
         caches = [PolicyCache(model, new=9) for _ in range(2)]
         with torch.no_grad():
             for cache, length in zip(caches, (20, 23), strict=True):
-                model(ids(length), past_key_values=cache)
+                model(ids(length), cache=cache)
             caches[1].crop(-3)
-            one, other = (model(ids(1), past_key_values=cache).logits for cache in caches)
+            one, other = (model(ids(1), cache=cache).logits for cache in caches)
             assert (one - other).abs().max() < 1e-5
             caches[0].shift(4, 3)
-            model(ids(1), past_key_values=caches[0])
+            model(ids(1), cache=caches[0])
 
 
 def test_a_cache_of_another_policy_than_the_attached_one() -> None:
@@ -111,4 +111,4 @@ def test_a_cache_of_another_policy_than_the_attached_one() -> None:
     with kvpolicy.attach(model, pins), torch.no_grad():
         cache = PolicyCache(model, Policy.by_layer(in_one[1], budget=0.7), new=9)
         for count in (20, 3, 1):
-            model(ids(count), past_key_values=cache)
+            model(ids(count), cache=cache)

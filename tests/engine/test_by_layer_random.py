@@ -75,12 +75,12 @@ def test_held_planned_and_allowed(seed: int) -> None:
             planned = kvpolicy.plan(model, policy, batch=rows, prompt=lengths, new=new)
         except KVPolicyError as error:
             with pytest.raises(KVPolicyError, match="must be at least"):
-                model(ids[:, : max(lengths)], attention_mask=mask[:, : max(lengths)], past_key_values=cache)
+                model(ids[:, : max(lengths)], attention_mask=mask[:, : max(lengths)], cache=cache)
             assert "must be at least" in str(error)
             return
         most = 0
         for start, end in [(0, max(lengths)), *((at, at + 1) for at in range(max(lengths), max(lengths) + new))]:
-            model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+            model(ids[:, start:end], attention_mask=mask[:, :end], cache=cache)
             check_cache(cache)
             most = max(most, cache.nbytes)
     assert planned.nbytes == cache.nbytes

@@ -49,9 +49,7 @@ def decode(model: Any, compiled: Any, rows: list[int], steps: int) -> tuple[Tens
     with torch.no_grad():
         for column in range(PROMPT, PROMPT + steps):
             now = slice(column, column + 1)
-            out = compiled(
-                ids[:, now].clone(), position_ids=places[:, now].clone(), past_key_values=cache, use_cache=True
-            )
+            out = compiled(ids[:, now].clone(), position_ids=places[:, now].clone(), cache=cache, use_cache=True)
             logits.append(out.logits)
             cache.tick()
     assert addresses(cache) == before, "a recorded CUDA graph would be recorded again"
@@ -219,11 +217,11 @@ def test_a_compiled_model_without_a_cache(given: bool) -> None:
         want = forward(model, ids, mask, 0, PROMPT, PolicyCache(model))
         compiled = torch.compile(model, backend="eager")
         try:
-            out = compiled(ids, use_cache=True, past_key_values=DynamicCache() if given else None)
+            out = compiled(ids, use_cache=True, cache=DynamicCache() if given else None)
         except (ValueError, RuntimeError) as error:
             assert "PolicyCache" in str(error)
         else:
-            assert isinstance(out.past_key_values, PolicyCache)
+            assert isinstance(out.cache, PolicyCache)
             torch.testing.assert_close(out.logits, want, rtol=0, atol=1e-4)
 
 
@@ -242,7 +240,7 @@ def test_a_forgotten_tick_is_an_error(policy: str) -> None:
         with pytest.raises(RuntimeError, match=r"tick\(\)"), torch.no_grad():
             for column in range(PROMPT, PROMPT + STEPS):
                 at = torch.tensor([[column]])
-                compiled(ids[:, column : column + 1].clone(), position_ids=at, past_key_values=cache, use_cache=True)
+                compiled(ids[:, column : column + 1].clone(), position_ids=at, cache=cache, use_cache=True)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -89,13 +89,11 @@ def test_a_growing_cache_stays_within_its_budget_in_later_turns(spec: str) -> No
     with kvpolicy.attach(model, spec):
         cache = PolicyCache(model)
         for columns in (20, 33, 60):
-            model.generate(
-                ids[:, :columns], past_key_values=cache, do_sample=False, max_new_tokens=12, min_new_tokens=12
-            )
+            model.generate(ids[:, :columns], cache=cache, do_sample=False, max_new_tokens=12, min_new_tokens=12)
             assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
         seen = cache.get_seq_length()
         longer = torch.cat([ids, ids], 1)[:, : seen + 1]
-        model.generate(longer, past_key_values=cache, do_sample=False, max_new_tokens=30, min_new_tokens=30)
+        model.generate(longer, cache=cache, do_sample=False, max_new_tokens=30, min_new_tokens=30)
         store = cache.policy_layers[0].store
         assert cache.get_seq_length() == seen + 30 and max(store.contents.expected_len) >= int(store.tensors.budget)
 
@@ -120,7 +118,7 @@ def test_a_growing_cache_grows_behind_its_announcement(spec: str, sizes: list[in
         cache = PolicyCache(model, new=4)
         start = 0
         for size in sizes:
-            model(ids[:, start : start + size], past_key_values=cache)
+            model(ids[:, start : start + size], cache=cache)
             start += size
             layer = cache.policy_layers[0]
             held = layer.store.geometry.tokens_by_head().amax(-1)
@@ -137,12 +135,12 @@ def test_generate_wants_the_whole_conversation(given: int) -> None:
     ids, mask = make_batch([24], [24, 10])
     with kvpolicy.attach(model, "h2o@0.5"):
         cache = PolicyCache(model)
-        model.generate(ids[:, :24], past_key_values=cache, do_sample=False, max_new_tokens=5, min_new_tokens=5)
+        model.generate(ids[:, :24], cache=cache, do_sample=False, max_new_tokens=5, min_new_tokens=5)
         before = cache.nbytes, cache.get_seq_length()
         with pytest.raises(kvpolicy.KVPolicyError, match=rf"the cache has seen 28 tokens, got .* of {given}; try"):
-            model.generate(ids[:, :given], attention_mask=mask[:, :given], past_key_values=cache, max_new_tokens=5)
+            model.generate(ids[:, :given], attention_mask=mask[:, :given], cache=cache, max_new_tokens=5)
         assert (cache.nbytes, cache.get_seq_length()) == before
-        assert model.generate(ids, past_key_values=cache, max_new_tokens=5, min_new_tokens=5).shape == (1, 39)
+        assert model.generate(ids, cache=cache, max_new_tokens=5, min_new_tokens=5).shape == (1, 39)
 
 
 def test_a_reset_cache_forgets_what_was_announced() -> None:
@@ -151,10 +149,10 @@ def test_a_reset_cache_forgets_what_was_announced() -> None:
     with kvpolicy.attach(model, "h2o:decode=grow@0.5"), torch.no_grad():
         told = PolicyCache(model, prompt=24, new=50)
         fresh = PolicyCache(model)
-        model(ids, past_key_values=told)
+        model(ids, cache=told)
         told.reset()
         for cache in (told, fresh):
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
     assert told.policy_layers[0].store.contents.capacity == fresh.policy_layers[0].store.contents.capacity
 
 
@@ -165,7 +163,7 @@ def test_a_reset_cache_forgets_how_long_the_prompt_was() -> None:
         cache = PolicyCache(model)
         for columns, budget in ((24, 12), (10, 5)):
             cache.reset()
-            model.generate(ids[:, :columns], past_key_values=cache, do_sample=False, max_new_tokens=3)
+            model.generate(ids[:, :columns], cache=cache, do_sample=False, max_new_tokens=3)
             assert cache.policy_layers[0].budget.tolist() == [budget]
 
 
@@ -176,10 +174,10 @@ def test_every_chunk_of_a_second_turn_knows_the_whole_of_it() -> None:
     with kvpolicy.attach(model, "window@0.5"):
         cache = PolicyCache(model)
         budgets = list[int]()
-        model.generate(ids[:, :20], past_key_values=cache, **chunked)
+        model.generate(ids[:, :20], cache=cache, **chunked)
         finish = cache.finish
         cache.finish = lambda decoder: (finish(decoder), budgets.append(int(cache.policy_layers[0].budget)))[0]
-        model.generate(ids, past_key_values=cache, **chunked)
+        model.generate(ids, cache=cache, **chunked)
     assert budgets and set(budgets) == {22}
 
 
@@ -189,5 +187,5 @@ def test_beams_of_a_cache_that_was_told_its_rows() -> None:
     with kvpolicy.attach(model, "window@0.5"):
         cache = PolicyCache(model, prompt=[24, 17])
         beams: dict[str, Any] = {"num_beams": 2, "do_sample": False, "max_new_tokens": 3}
-        told = model.generate(ids, attention_mask=mask, past_key_values=cache, **beams)
+        told = model.generate(ids, attention_mask=mask, cache=cache, **beams)
         assert torch.equal(told, model.generate(ids, attention_mask=mask, **beams))

@@ -185,7 +185,7 @@ def test_positions_are_integers() -> None:
     wrong: Any
     with torch.no_grad(), kvpolicy.attach(model, "window@9"):
         cache = PolicyCache(model)
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
         for wrong in (("a", 1), (3, "a"), (1.5, 1), (3, None)):
             with pytest.raises(KVPolicyTypeError, match=r"must be an integer, got .*; try shift"):
                 cache.shift(*wrong)

@@ -102,9 +102,9 @@ def test_beams_carry_their_own_slots() -> None:
             cache = PolicyCache(model, new=NEW)
             logits = []
             with torch.no_grad():
-                logits.append(model(ids, past_key_values=cache).logits[:, -1])
+                logits.append(model(ids, cache=cache).logits[:, -1])
                 for token in beam[24:-1]:
-                    logits.append(model(token.view(1, 1), past_key_values=cache).logits[:, -1])
+                    logits.append(model(token.view(1, 1), cache=cache).logits[:, -1])
             chances = torch.cat(logits).log_softmax(-1)
             alone = chances.gather(-1, beam[24:, None]).sum() / NEW
             assert torch.allclose(alone, score, atol=1e-4)
@@ -132,13 +132,13 @@ def test_second_turn(policy: str) -> None:
     more = torch.full((1, 5), 7)
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model)
-        first = generate(model, ids, mask, past_key_values=cache, **GREEDY)
+        first = generate(model, ids, mask, cache=cache, **GREEDY)
         whole = torch.cat([first, more], 1)
-        second = generate(model, whole, torch.ones_like(whole), past_key_values=cache, **GREEDY)
+        second = generate(model, whole, torch.ones_like(whole), cache=cache, **GREEDY)
         length = 24 + NEW + 5 + NEW - 1
         assert cache.policy_layers[0].length.tolist() == [length]
         if policy == "full":
-            fresh = generate(model, whole, torch.ones_like(whole), past_key_values=PolicyCache(model), **GREEDY)
+            fresh = generate(model, whole, torch.ones_like(whole), cache=PolicyCache(model), **GREEDY)
             assert torch.equal(second, fresh)
             assert kept_positions(cache.policy_layers[0])[0][0] == list(range(length))
 
@@ -148,10 +148,10 @@ def test_padded_second_turn() -> None:
     ids, mask = make_batch([24, 15], [24])
     with kvpolicy.attach(model, "full"):
         cache = PolicyCache(model)
-        first = generate(model, ids, mask, past_key_values=cache, **GREEDY)
+        first = generate(model, ids, mask, cache=cache, **GREEDY)
         longer = torch.cat([first, torch.full((2, 4), 9)], 1)
         wide = torch.cat([mask, torch.ones(2, NEW + 4, dtype=mask.dtype)], 1)
-        second = generate(model, longer, wide, past_key_values=cache, **GREEDY)
+        second = generate(model, longer, wide, cache=cache, **GREEDY)
     assert torch.equal(second, generate(model, longer, wide, **GREEDY))
 
 
@@ -162,10 +162,10 @@ def test_more_tokens_than_announced(policy: str) -> None:
     ids, _ = make_batch([24], [24])
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model, new=3)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         prompt = kept_positions(cache.policy_layers[0])[0]
         for _ in range(14):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], cache=cache)
     for old, now in zip(prompt, kept_positions(cache.policy_layers[0])[0], strict=True):
         assert now == [*old, *range(24, 38)]
 
@@ -176,8 +176,8 @@ def test_new_turn_may_be_longer_than_the_budget(selector: str) -> None:
     ids, _ = make_batch([90], [90])
     with kvpolicy.attach(model, f"{selector}@10"):
         cache = PolicyCache(model)
-        model.generate(ids[:, :20], past_key_values=cache, **GREEDY)
-        model.generate(torch.cat([ids[:, : 20 + NEW], ids[:, :50]], 1), past_key_values=cache, **GREEDY)
+        model.generate(ids[:, :20], cache=cache, **GREEDY)
+        model.generate(torch.cat([ids[:, : 20 + NEW], ids[:, :50]], 1), cache=cache, **GREEDY)
     assert cache.policy_layers[0].positions.shape[-1] == 10
 
 

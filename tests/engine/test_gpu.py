@@ -112,7 +112,7 @@ def test_steps_as_cuda_graphs(policy: str) -> None:
             for place in range(26, 38):
                 torch.compiler.cudagraph_mark_step_begin()
                 positions = torch.full((2, 1), place, device="cuda")
-                logits.append(step(ids[:, place, None], position_ids=positions, past_key_values=cache).logits.clone())
+                logits.append(step(ids[:, place, None], position_ids=positions, cache=cache).logits.clone())
                 if step is not model:
                     cache.tick()
         return torch.cat(logits, 1)

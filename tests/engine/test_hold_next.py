@@ -197,11 +197,11 @@ def test_a_plan_after_a_file_has_the_slots_that_stay(policy: str, tmp_path: Path
     model = build("llama")
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = PolicyCache(model, prompt=25, new=20)
-        model(torch.randint(3, 40, (1, 25)), past_key_values=cache)
+        model(torch.randint(3, 40, (1, 25)), cache=cache)
         cache.hold_next()
-        model(torch.randint(3, 40, (1, 8)), past_key_values=cache)
+        model(torch.randint(3, 40, (1, 8)), cache=cache)
         cache.save(tmp_path / "cache")
         cache = PolicyCache.load(model, tmp_path / "cache")
         for size in (9, 1):
-            model(torch.randint(3, 40, (1, size)), past_key_values=cache)
+            model(torch.randint(3, 40, (1, size)), cache=cache)
             assert cache.plan is not None and cache.plan.nbytes == cache.nbytes

@@ -80,7 +80,7 @@ def prefill(policy: Policy | str, *, padded: bool = False) -> tuple[int, PolicyC
     mask[1, : TOKENS // 3] = not padded
     with torch.no_grad(), kvpolicy.attach(model, policy), attending(watch.around):
         cache = watch.follow(PolicyCache(model))
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
     return watch.peak, cache
 
 
@@ -123,7 +123,7 @@ def test_whole_peak(selector: str) -> None:
         model(ids, use_cache=False)
     with torch.no_grad(), kvpolicy.attach(model, words(selector, budget="0.25")), Alive(model) as ours:
         cache = PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     statistics = 10 * 1024**2  # a tile of scores, its softmax and its queries, for what sums over all of them
     # A replay needs every layer's prompt, and a copy of one of them behind which its own keys stand.
     held = ONE_LAYER * (LAYERS + 1 if replays(selector) else 1)
@@ -139,5 +139,5 @@ def test_a_prompt_in_chunks_never_holds_more() -> None:
     with torch.no_grad(), kvpolicy.attach(model, "snapkv@0.25"), attending(watch.around):
         cache = watch.follow(PolicyCache(model, prompt=TOKENS))
         for chunk in ids.split(64, 1):
-            model(chunk, past_key_values=cache)
+            model(chunk, cache=cache)
     assert watch.peak <= 1.1 * (cache.nbytes + ONE_LAYER * 64 / TOKENS)

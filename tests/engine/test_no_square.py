@@ -57,9 +57,9 @@ def largest(policy: str, tokens: int, rows: list[int]) -> tuple[int, str]:
         mask[row, : tokens - length] = 0
     with torch.no_grad(), kvpolicy.attach(llama, policy), Largest() as seen:
         cache = PolicyCache(llama)
-        llama(ids, attention_mask=mask, past_key_values=cache)
+        llama(ids, attention_mask=mask, cache=cache)
         more = torch.ones(len(rows), tokens // 2, dtype=torch.int64)
-        llama(more, attention_mask=torch.cat([mask, more], 1), past_key_values=cache)
+        llama(more, attention_mask=torch.cat([mask, more], 1), cache=cache)
     return seen.most, seen.where
 
 

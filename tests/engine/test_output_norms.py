@@ -63,7 +63,7 @@ def test_a_model_gives_its_own_projection(family: str, how: dict[str, Any], monk
     model = build(family, layers=2)
     ids = torch.randint(3, 30, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), kvpolicy.attach(model, "defensive:window=4@0.5", **how):
-        model(ids, past_key_values=PolicyCache(model))
+        model(ids, cache=PolicyCache(model))
     modules = [part for part in model.modules() if type(part).__name__.endswith("Attention")]
     assert len(given) == len(modules) == 2
     for (values, projection), module in zip(given, modules, strict=True):

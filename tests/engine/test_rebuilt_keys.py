@@ -73,7 +73,7 @@ def test_keys_are_projected_without_their_rotation(
             else:
                 places = torch.arange(start, stop).expand(2, -1)
                 more = {} if family in ("opt", "gpt2") else {"position_ids": places}
-                model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True, **more)
+                model(ids[:, start:stop], attention_mask=mask[:, :stop], cache=cache, use_cache=True, **more)
     shifts = [0, 0] if positions == "own" else [prompt - length for length in lengths]
     assert found
     for reader, chosen, keys in found[-len(cache.policy_layers) :]:
@@ -295,8 +295,8 @@ def test_positions_with_a_gap_are_refused() -> None:
     with torch.no_grad(), kvpolicy.attach(model, SPEC):
         cache = PolicyCache(model, new=2)
         ids = torch.arange(3, 33)[None]
-        model(ids[:, :20], past_key_values=cache, position_ids=torch.arange(20)[None] + 4)
+        model(ids[:, :20], cache=cache, position_ids=torch.arange(20)[None] + 4)
         with pytest.raises(KVPolicyError, match="positions must go on by one"):
-            model(ids[:, 20:], past_key_values=cache, position_ids=torch.arange(10)[None] + 29)
-        model(ids[:, 20:], past_key_values=cache, position_ids=torch.arange(10)[None] + 24)
+            model(ids[:, 20:], cache=cache, position_ids=torch.arange(10)[None] + 29)
+        model(ids[:, 20:], cache=cache, position_ids=torch.arange(10)[None] + 24)
         assert [layer.store.rope_offset.tolist() for layer in cache.policy_layers] == [[4]]  # pyright: ignore[reportOptionalMemberAccess]

@@ -140,10 +140,10 @@ def test_foreign_caches(kind: str) -> None:
     cache = filled() if kind == "filled" else StaticCache(config=model.config, max_cache_len=20)
     with kvpolicy.attach(model, "window@0.5"):
         with pytest.raises(ValueError) as error, torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
         one_sentence(error.value)
         with pytest.raises(ValueError):
-            model.generate(ids, past_key_values=cache, max_new_tokens=2)
+            model.generate(ids, cache=cache, max_new_tokens=2)
 
 
 class Duck:
@@ -172,7 +172,7 @@ def test_what_is_no_ordinary_cache(cache: Any, name: str) -> None:
     ids, _ = make_batch([10], [10])
     with kvpolicy.attach(model, "window@0.5"), torch.no_grad():
         with pytest.raises(kvpolicy.KVPolicyError, match=f"got the {name};") as error:
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
         one_sentence(error.value)
 
 
@@ -182,9 +182,9 @@ def test_an_empty_stock_cache_is_replaced() -> None:
     ids, mask = make_batch([20], [20])
     with kvpolicy.attach(model, "window@0.5") as handle:
         with torch.no_grad():
-            out = model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
-        assert out.past_key_values is handle.cache
-        model.generate(ids, attention_mask=mask, past_key_values=DynamicCache(), max_new_tokens=3, do_sample=False)
+            out = model(ids, cache=DynamicCache(config=model.config), use_cache=True)
+        assert out.cache is handle.cache
+        model.generate(ids, attention_mask=mask, cache=DynamicCache(), max_new_tokens=3, do_sample=False)
         assert handle.cache is not None and handle.cache.policy_layers[0].budget.tolist() == [10]
 
 
@@ -195,17 +195,17 @@ def test_a_stock_cache_is_replaced_once(policy: str) -> None:
     ids, _ = make_batch([20], [20])
     cache = DynamicCache(config=model.config)
     with torch.no_grad(), kvpolicy.attach(model, policy):
-        out = model(ids, past_key_values=cache)
+        out = model(ids, cache=cache)
         for again in (cache, copy.deepcopy(cache)):
             with pytest.raises(ValueError, match="given to an earlier call") as error:
-                model(ids[:, :1], past_key_values=again)
+                model(ids[:, :1], cache=again)
             one_sentence(error.value)
             with pytest.raises(ValueError, match="given to an earlier call"):
-                model.generate(ids, past_key_values=again, max_new_tokens=2)
-        model(ids[:, :1], past_key_values=out.past_key_values)
-        assert out.past_key_values.policy_layers[0].length.tolist() == [21]
+                model.generate(ids, cache=again, max_new_tokens=2)
+        model(ids[:, :1], cache=out.cache)
+        assert out.cache.policy_layers[0].length.tolist() == [21]
     with torch.no_grad(), kvpolicy.attach(model, policy), pytest.raises(ValueError, match="given to an earlier call"):
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], cache=cache)
 
 
 def test_a_stock_cache_of_a_refused_call_is_as_new() -> None:
@@ -214,8 +214,8 @@ def test_a_stock_cache_of_a_refused_call_is_as_new() -> None:
     cache = DynamicCache(config=model.config)
     with torch.no_grad(), kvpolicy.attach(model, "window@0.5") as handle:
         with pytest.raises(ValueError, match="must be a 2-D tensor, got list"):
-            model(ids, attention_mask=[[1] * 20], past_key_values=cache)
-        assert model(ids, past_key_values=cache).past_key_values is handle.cache
+            model(ids, attention_mask=[[1] * 20], cache=cache)
+        assert model(ids, cache=cache).cache is handle.cache
 
 
 @pytest.mark.parametrize("tile", [None, 4])

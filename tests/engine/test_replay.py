@@ -62,11 +62,11 @@ def expected(family: str, policy: str, ids: Tensor, budget: int) -> list[list[li
     scores = [torch.zeros(heads, count) for _ in range(model.config.num_hidden_layers)]
     with torch.no_grad():
         context = DynamicCache(config=model.config)
-        model(ids, past_key_values=context)
+        model(ids, cache=context)
         for number, text in enumerate(kvzip.texts(config, ids[0].tolist())):
             start = number * config["chunk"]
             stop = min((number + 1) * config["chunk"], count)
-            out = model(torch.tensor([text]), past_key_values=copy.deepcopy(context), output_attentions=True)
+            out = model(torch.tensor([text]), cache=copy.deepcopy(context), output_attentions=True)
             for layer, matrix in enumerate(out.attentions):
                 if matrix.shape[-1] < count + len(text):  # a sliding layer
                     continue
@@ -127,7 +127,7 @@ def test_chunks_whose_mask_is_one_tensor() -> None:
                 own = mask[:, start : start + 13].bool()
                 given = own if memory is None else memory.copy_(own)
                 at = slice(start, start + 13)
-                model(ids[:, at], attention_mask=given, position_ids=places[:, at], past_key_values=cache)
+                model(ids[:, at], attention_mask=given, position_ids=places[:, at], cache=cache)
         found.append(kept(cache))
     assert found[0] == found[1] and cache.policy_layers[0].length.tolist() == LENGTHS
 
@@ -248,15 +248,13 @@ def test_generate_in_chunks_and_in_turns() -> None:
     with torch.no_grad(), kvpolicy.attach(model, f"{SMALL}@0.5"):
         one = PolicyCache(model)
         other = PolicyCache(model)
-        first = model.generate(ids[:, :26], attention_mask=mask[:, :26], past_key_values=one, **how)
+        first = model.generate(ids[:, :26], attention_mask=mask[:, :26], cache=one, **how)
         chunked = {"prefill_chunk_size": 10, **how}
-        assert torch.equal(
-            first, model.generate(ids[:, :26], attention_mask=mask[:, :26], past_key_values=other, **chunked)
-        )
+        assert torch.equal(first, model.generate(ids[:, :26], attention_mask=mask[:, :26], cache=other, **chunked))
         assert kept(one) == kept(other)
         whole = torch.cat([first, ids[:, 29:]], 1)
         longer = torch.cat([mask[:, :29], mask[:, 29:]], 1)
-        model.generate(whole, attention_mask=longer, past_key_values=one, **how)
+        model.generate(whole, attention_mask=longer, cache=one, **how)
     # The last generated token of a turn is read with the next turn.
     assert all(head[-7:] == list(range(28, 35)) for layer in kept(one) for head in layer[0][:1])
 
@@ -282,13 +280,13 @@ def test_an_interrupted_replay(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("kvpolicy.hf.replay.received", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                model(ids, past_key_values=cache)
+                model(ids, cache=cache)
         with pytest.raises(KVPolicyError, match="interrupted"):
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
         cache.reset()
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         other = PolicyCache(model)
-        model(ids, past_key_values=other)
+        model(ids, cache=other)
     assert kept(cache) == kept(other)
 
 
@@ -341,9 +339,9 @@ def test_embeddings_are_replayed_as_ids_are() -> None:
     with torch.no_grad(), kvpolicy.attach(model, f"{ASKED}@8"):
         one = PolicyCache(model)
         other = PolicyCache(model, prompt=26)
-        model(ids, past_key_values=one)
-        model(inputs_embeds=model.get_input_embeddings()(ids[:, :20]), past_key_values=other)
-        model(ids[:, 20:], past_key_values=other)
+        model(ids, cache=one)
+        model(inputs_embeds=model.get_input_embeddings()(ids[:, :20]), cache=other)
+        model(ids[:, 20:], cache=other)
     assert kept(one) == kept(other)
 
 
@@ -428,9 +426,9 @@ def test_refused() -> None:
             model(ids)
         model(ids[:, :200])
         held = PolicyCache(model, prompt=100)
-        model(ids[:, :50], past_key_values=held)
+        model(ids[:, :50], cache=held)
         with pytest.raises(KVPolicyError, match="before the announced prompt is complete"):
-            check_step(model.model.decoder, (), {"input_ids": ids[:, :1], "past_key_values": held})
+            check_step(model.model.decoder, (), {"input_ids": ids[:, :1], "cache": held})
     rotary = build("llama")
     with torch.no_grad(), kvpolicy.attach(rotary, "kvzip@0.5"), pytest.raises(KVPolicyError, match="M-RoPE"):
         rotary(ids[:, :9], position_ids=torch.arange(9).expand(3, 1, -1))
@@ -484,13 +482,13 @@ def answers(policy: str, count: int) -> float:
         )
         with torch.no_grad(), kvpolicy.attach(model, policy):
             cache = PolicyCache(model)
-            model(context, past_key_values=cache)
-            logits = model(asked, past_key_values=cache).logits
+            model(context, cache=cache)
+            logits = model(asked, cache=cache).logits
             found = ""
             for _ in prompt[1]:
                 token = logits[:, -1:].argmax(-1)
                 found += tokenizer.decode(token[0])
-                logits = model(token, past_key_values=cache).logits
+                logits = model(token, cache=cache).logits
         right += found == prompt[1]
     return right / count
 

@@ -302,18 +302,18 @@ def test_rolled_back_in_another_mode() -> None:
         cache, twin = (PolicyCache(model, new=STEPS) for _ in range(2))
         for each in (cache, twin):
             with torch.inference_mode():
-                model(ids[:, :PROMPT], past_key_values=each)
+                model(ids[:, :PROMPT], cache=each)
         cache.mark(most=8)
         for column in range(PROMPT, PROMPT + 6):
             with torch.inference_mode():
-                model(ids[:, column : column + 1], past_key_values=cache)
+                model(ids[:, column : column + 1], cache=cache)
         cache.rollback(1)
         with torch.inference_mode():
-            model(ids[:, PROMPT : PROMPT + 1], past_key_values=twin)
+            model(ids[:, PROMPT : PROMPT + 1], cache=twin)
         same(cache, twin)
         cache.mark(most=2)
         with torch.no_grad():
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], cache=cache)
         cache.rollback(0)
 
 

@@ -101,7 +101,7 @@ def test_windows_that_fill_later_count_in_a_budget_of_bytes(sizes: list[int], kn
         cache = PolicyCache(model, **known)
         start = 0
         for size in sizes:
-            model(ids[:, start : start + size], past_key_values=cache)
+            model(ids[:, start : start + size], cache=cache)
             start += size
             assert cache.nbytes <= limit
     assert cache.nbytes > 0.9 * limit
@@ -116,7 +116,7 @@ def test_windows_that_alone_are_too_much_are_refused() -> None:
         kvpolicy.attach(model, "h2o@16KB"),
         pytest.raises(ValueError, match=r"must be at least [0-9]+B"),
     ):
-        model(torch.ones(1, 10, dtype=torch.int64), past_key_values=PolicyCache(model))
+        model(torch.ones(1, 10, dtype=torch.int64), cache=PolicyCache(model))
 
 
 def test_bytes_are_a_limit_and_no_other_where_the_end_is_unknown() -> None:

@@ -62,7 +62,7 @@ def keys_before_and_after(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[t
     cache = DynamicCache(config=model.config)
     ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     monkeypatch.undo()
     for hook in hooks:
         hook.remove()

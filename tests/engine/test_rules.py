@@ -83,7 +83,7 @@ def test_a_mask_of_the_new_tokens_alone() -> None:
         start = 0
         for size in TURNS:
             now = slice(start, start + size)
-            out = model(ids[:, now], attention_mask=mask[:, now], position_ids=places[:, now], past_key_values=cache)
+            out = model(ids[:, now], attention_mask=mask[:, now], position_ids=places[:, now], cache=cache)
             got.append(out.logits)
             start += size
     assert torch.equal(torch.cat(got, 1), want)

@@ -217,13 +217,13 @@ def test_generate_goes_on_behind_the_text() -> None:
         text = read_text(model, ids)
         copies = text.fork([0] * ROWS)
         copies.hold_next()
-        want = model.generate(ids, attention_mask=mask, past_key_values=copies, **options)
+        want = model.generate(ids, attention_mask=mask, cache=copies, **options)
         shared = text.fork([0] * ROWS, shared=True)
-        assert torch.equal(model.generate(ids, attention_mask=mask, past_key_values=shared, **options), want)
+        assert torch.equal(model.generate(ids, attention_mask=mask, cache=shared, **options), want)
         assert shared.plan is not None and shared.plan.nbytes == shared.nbytes
         for row in range(ROWS):
             there = mask[row].bool()
-            alone = model.generate(ids[row : row + 1, there], past_key_values=text.fork(shared=True), **options)
+            alone = model.generate(ids[row : row + 1, there], cache=text.fork(shared=True), **options)
             assert torch.equal(alone[0, -8:], want[row, -8:])
 
 
@@ -235,9 +235,9 @@ def test_beams_share_the_text() -> None:
         text = read_text(model, ids)
         copies = text.fork([0] * 3)
         copies.hold_next()
-        want = model.generate(ids[:, : TEXT + 6], past_key_values=copies, **options)
+        want = model.generate(ids[:, : TEXT + 6], cache=copies, **options)
         shared = text.fork([0] * 3, shared=True)
-        assert torch.equal(model.generate(ids[:, : TEXT + 6], past_key_values=shared, **options), want)
+        assert torch.equal(model.generate(ids[:, : TEXT + 6], cache=shared, **options), want)
 
 
 def test_rows_are_selected_before_and_behind_the_question() -> None:
@@ -378,9 +378,7 @@ def test_a_step_compiles_once(policy: str, own: str) -> None:
         for number, column in enumerate(range(TEXT + 6, TEXT + 6 + steps)):
             now = slice(column, column + 1)
             with torch.no_grad():
-                out = compiled(
-                    ids[:, now].clone(), position_ids=places[:, now].clone(), past_key_values=shared, use_cache=True
-                )
+                out = compiled(ids[:, now].clone(), position_ids=places[:, now].clone(), cache=shared, use_cache=True)
             shared.tick()
             torch.testing.assert_close(out.logits, want[1 + number], atol=1e-5, rtol=1e-5)
         assert counter.frame_count == 1 and addresses(shared) == before
@@ -400,7 +398,7 @@ def test_the_first_forward_and_the_text_are_not_compiled() -> None:
             (text, "must not change"),
         ):
             with pytest.raises(Exception, match=message):
-                compiled(ids[:, :1], past_key_values=cache, use_cache=True)
+                compiled(ids[:, :1], cache=cache, use_cache=True)
     torch.compiler.reset()
 
 
@@ -440,9 +438,9 @@ def test_inference_mode() -> None:
         want = go_on(model, read_text(model, ids).fork([0] * ROWS, shared=True), ids, mask)
         text = PolicyCache(model, new=0)
         with torch.inference_mode():
-            model(ids[:1, :TEXT], past_key_values=text)
+            model(ids[:1, :TEXT], cache=text)
             inside = text.fork([0] * ROWS, shared=True)
-            model(ids[:, TEXT : TEXT + 6], past_key_values=inside)
+            model(ids[:, TEXT : TEXT + 6], cache=inside)
         shared = text.fork([0] * ROWS, shared=True)
         for one, two in zip(go_on(model, shared, ids, mask), want, strict=True):
             torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)

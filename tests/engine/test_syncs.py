@@ -51,6 +51,6 @@ def test_an_eager_step_waits_for_little(policy: str) -> None:
         counts: list[int] = []
         for column in range(PROMPT, PROMPT + STEPS):
             with Reads() as reads:
-                model(ids[:, column, None], position_ids=torch.tensor([[column]]), past_key_values=cache)
+                model(ids[:, column, None], position_ids=torch.tensor([[column]]), cache=cache)
             counts.append(reads.count)
     assert min(counts) <= 2

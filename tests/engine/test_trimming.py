@@ -194,10 +194,10 @@ def test_a_row_that_begins_later_is_not_trimmed_for(monkeypatch: pytest.MonkeyPa
     held = watch_trims(monkeypatch)
     with attach(model, "d2olayers+window@0.3"), torch.no_grad():
         cache = PolicyCache(model)
-        model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
+        model(ids[:, :30], attention_mask=mask[:, :30], cache=cache)
         assert min(held) < 30
         held.clear()
-        model(ids[:, 30:], attention_mask=mask, past_key_values=cache)
+        model(ids[:, 30:], attention_mask=mask, cache=cache)
     assert set(held) <= {30}
 
 
@@ -240,7 +240,7 @@ def test_a_cache_is_the_same(spec: str, rows: list[int], tile: int | None, monke
     def run() -> dict[str, Tensor]:
         with attach(model, spec, tile=tile), torch.no_grad():
             cache = PolicyCache(model)
-            out = model(ids, attention_mask=mask, past_key_values=cache)
+            out = model(ids, attention_mask=mask, cache=cache)
             found = {"logits": out.logits}
             for layer in cache.policy_layers:
                 for name, part in layer.store.tensors.parts().items():

@@ -207,7 +207,7 @@ def test_compressed_codes_are_the_same_in_fewer_bytes(tmp_path: Path) -> None:
     sizes: list[int] = []
     with torch.no_grad(), kvpolicy.attach(model, "kivi:residual_length=0:group_size=16"):
         cache = PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         for name in (None, "zlib"):
             cache.save(tmp_path / f"{name}.safetensors", compress=name)
             sizes.append((tmp_path / f"{name}.safetensors").stat().st_size)

@@ -127,9 +127,7 @@ def _forwards(
         given: dict[str, Any] = {}
         if "position_ids" in inspect.signature(model.forward).parameters:
             given["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -size:]
-        out = model(
-            tokens[:, start : start + size], attention_mask=mask, past_key_values=cache, use_cache=True, **given
-        )
+        out = model(tokens[:, start : start + size], attention_mask=mask, cache=cache, use_cache=True, **given)
         logits.append(out.logits[own.bool()])
         start += size
     return mask, logits

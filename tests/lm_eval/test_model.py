@@ -208,12 +208,12 @@ def test_a_question_of_a_document_is_fed_after_the_rest_was_compressed(make, tin
         asked = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
         with torch.no_grad(), kvpolicy.attach(model, "snapkv@0.4"):
             cache = kvpolicy.PolicyCache(model)
-            model(context, past_key_values=cache)
-            logits = model(asked, past_key_values=cache).logits
+            model(context, cache=cache)
+            logits = model(asked, cache=cache).logits
             tokens: list[int] = []
             for _ in range(6):
                 tokens.append(int(logits[0, -1].argmax()))
-                logits = model(torch.tensor([tokens[-1:]]), past_key_values=cache).logits
+                logits = model(torch.tensor([tokens[-1:]]), cache=cache).logits
         assert text == tokenizer.decode(tokens).split("\n")[0]
 
 

@@ -132,7 +132,7 @@ def play(model: Any, policy: str | Policy, file: Path | None = None) -> tuple[Po
             for _ in range(1 + STEPS):
                 seen = torch.cat([seen, own.long()], 1)
                 places = (seen.cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
-                out = model(tokens, attention_mask=seen, position_ids=places, past_key_values=cache)
+                out = model(tokens, attention_mask=seen, position_ids=places, cache=cache)
                 logits = out.logits[:, -1:]
                 found.append(logits)
                 tokens = logits[:, -1].argmax(-1, keepdim=True)

@@ -35,11 +35,11 @@ def _steps(rank: int, world: int, heads: Heads, backend: str, policies: list[str
             kept: list[list[object]] = []
             for run in (model, torch.compile(model, backend=counter, fullgraph=True)):
                 cache = PolicyCache(model, new=STEPS)
-                model(tokens[:, :PROMPT], past_key_values=cache)
+                model(tokens[:, :PROMPT], cache=cache)
                 for column in range(PROMPT, PROMPT + STEPS):
                     place = torch.full((2, 1), column)
                     token = tokens[:, column : column + 1].clone()
-                    run(token, position_ids=place, past_key_values=cache, use_cache=True)
+                    run(token, position_ids=place, cache=cache, use_cache=True)
                     if run is not model:
                         cache.tick()
                 kept.append([kept_positions(layer) for layer in cache.policy_layers])

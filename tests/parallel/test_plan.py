@@ -91,7 +91,7 @@ def _hold(rank: int, world: int, folder: str, cases: list[tuple[str, str, str]])
             cache = kvpolicy.PolicyCache(model, new=NEW)
             ids = torch.arange(ROWS * PROMPT).view(ROWS, PROMPT) % 100
             for step in (ids, *ids[:, :NEW].split(1, dim=1)):
-                model(step, past_key_values=cache, logits_to_keep=1)
+                model(step, cache=cache, logits_to_keep=1)
         assert cache.plan is not None
         assert stored_bytes(cache) == cache.nbytes == cache.plan.nbytes
         found.append({"weights": sum(p.nbytes for p in local), "kinds": cache.plan.by_kind(), "nbytes": cache.nbytes})

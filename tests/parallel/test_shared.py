@@ -28,9 +28,9 @@ def _play(model: Any, policy: str) -> tuple[PolicyCache, list[Tensor]]:
     steps = torch.randint(3, 64, (ROWS, STEPS), generator=draw)
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = PolicyCache(model)
-        model(text, past_key_values=cache)
+        model(text, cache=cache)
         rows = cache.fork([0] * ROWS, shared=True)
-        return rows, [model(ids, past_key_values=rows).logits for ids in (questions, *steps.split(1, 1))]
+        return rows, [model(ids, cache=rows).logits for ids in (questions, *steps.split(1, 1))]
 
 
 def _compare(rank: int, world: int, heads: Heads) -> list[float]:

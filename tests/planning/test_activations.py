@@ -49,13 +49,13 @@ def alive(model: Any, policy: str | None, prompt: int, chunk: int | None, batch:
             with Alive(model) as watch:
                 cache = None
                 for piece in ids.split(chunk or prompt, 1):
-                    cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+                    cache = model(piece, cache=cache, use_cache=True, logits_to_keep=1).cache
             return watch.peak
         with kvpolicy.attach(model, policy, **how):
             held = kvpolicy.PolicyCache(model, prompt=prompt, new=8)
             with Alive(model) as watch:
                 for piece in ids.split(chunk or prompt, 1):
-                    model(piece, past_key_values=held, logits_to_keep=1)
+                    model(piece, cache=held, logits_to_keep=1)
     return watch.peak
 
 

@@ -82,7 +82,7 @@ def test_bytes_of_a_cache_are_within_the_budget(budget: str, length: int, tmp_pa
     spec = f"tuned:file={tmp_path}/plan.json@{budget}"
     with kvpolicy.attach(model, spec) as handle, torch.no_grad():
         cache = kvpolicy.PolicyCache(model, new=8)
-        model(torch.arange(length - 8)[None] % 40, past_key_values=cache)
+        model(torch.arange(length - 8)[None] % 40, cache=cache)
         token = 2 * 3 * cache.policy_layers[0].store.shape.heads * model.config.head_dim * 4
         limit = {"0.15": 0.15 * token * length, "0.4": 0.4 * token * length, "12": token * 12, "9000B": 9000}.get(
             budget

@@ -35,7 +35,7 @@ def most_held(spec: str, rows: int, tile: int | None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(CacheForward, "compress", counted)
     with attach(model, spec, tile=tile), torch.no_grad():
         cache = PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     planned = kvpolicy.plan(model, spec, prompt=TOKENS, batch=rows)
     return max(held), planned.peak_nbytes, planned.full_peak_nbytes
 

@@ -100,7 +100,7 @@ def held_by_cache(
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model, prompt=len(prompt), new=new)
         try:
-            model(prompt[None], past_key_values=cache)
+            model(prompt[None], cache=cache)
         except kvpolicy.KVPolicyError:
             return None
         for layer in cache.policy_layers:

@@ -74,10 +74,10 @@ def test_a_model_made_from_the_config_of_an_attached_one(how: str, implementatio
         with refused(f"set_attn_implementation.'{implementation}'"):
             answer(other)
         with torch.no_grad():
-            cache = other(prompt(), use_cache=True).past_key_values
+            cache = other(prompt(), use_cache=True).cache
             for new in (1, 3):
                 with refused("of a model without one"):
-                    other(prompt(new), past_key_values=cache)
+                    other(prompt(new), cache=cache)
         handle.detach()
     other.set_attn_implementation(implementation)
     stock: Any = type(model)(copy.deepcopy(own().config)).eval()
@@ -103,15 +103,15 @@ def test_a_cache_with_a_model_that_has_no_policy(policy: str) -> None:
     with kvpolicy.attach(build("llama"), policy), torch.no_grad():
         cache = PolicyCache(build("llama"))
         with refused("got one without a policy"):
-            build("qwen2")(prompt(), past_key_values=cache)
+            build("qwen2")(prompt(), cache=cache)
         with kvpolicy.attach(build("qwen2"), policy), refused("another model"):
-            build("qwen2")(prompt(), past_key_values=cache)
-        build("llama")(prompt(), past_key_values=cache)
+            build("qwen2")(prompt(), cache=cache)
+        build("llama")(prompt(), cache=cache)
         with refused("got one without a policy"):
-            build("qwen2")(prompt(1), past_key_values=cache)
-        build("llama")(prompt(1), past_key_values=cache)
+            build("qwen2")(prompt(1), cache=cache)
+        build("llama")(prompt(1), cache=cache)
     with refused("detached"), kvpolicy.attach(build("llama"), "window@0.5"), torch.no_grad():
-        build("llama")(prompt(1), past_key_values=cache)
+        build("llama")(prompt(1), cache=cache)
 
 
 @SOME
@@ -142,10 +142,10 @@ def test_a_layer_that_attends_twice(policy: str) -> None:
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model, new=2)
         attention = model.model.layers[1].self_attn
-        model(prompt(), past_key_values=cache)
+        model(prompt(), cache=cache)
         once = attention.forward
         attention.forward = lambda *args, **kwargs: (once(*args, **kwargs), once(*args, **kwargs))[1]
-        for call in (lambda: model(prompt(1), past_key_values=cache), lambda: model(prompt(), use_cache=True)):
+        for call in (lambda: model(prompt(1), cache=cache), lambda: model(prompt(), use_cache=True)):
             with refused("must attend once"):
                 call()
 
@@ -232,7 +232,7 @@ def test_embeddings_alone(policy: str) -> None:
                 inputs_embeds=given[:, now],
                 attention_mask=mask[:, : now.stop],
                 position_ids=places[:, now],
-                past_key_values=cache,
+                cache=cache,
             ).logits
             assert torch.equal(logits, want[:, now])
             start += size

@@ -41,15 +41,15 @@ def test_a_cache_is_copied_but_not_pickled(policy: str) -> None:
     model = own()
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model)
-        model(prompt(), past_key_values=cache)
+        model(prompt(), cache=cache)
         with refused("cannot be pickled"):
             torch.save(cache, io.BytesIO())
         other = copy.deepcopy(cache)
-        model(prompt(3), past_key_values=other)
-        one = model(prompt(1), past_key_values=cache).logits
+        model(prompt(3), cache=other)
+        one = model(prompt(1), cache=cache).logits
         fresh = PolicyCache(model)
-        model(prompt(), past_key_values=fresh)
-        assert torch.equal(model(prompt(1), past_key_values=fresh).logits, one)
+        model(prompt(), cache=fresh)
+        assert torch.equal(model(prompt(1), cache=fresh).logits, one)
         assert cache.policy_layers[0].length.tolist() == [27] and other.policy_layers[0].length.tolist() == [29]
 
 

@@ -51,10 +51,10 @@ def run(model: Any, policy: str, ids: Tensor, mask: Tensor) -> Tensor:
     """Logits of a prompt, of steps, and of a step after some were taken back."""
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model)
-        logits = [model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], past_key_values=cache).logits[:, -1]]
+        logits = [model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], cache=cache).logits[:, -1]]
         for end in range(PROMPT + 1, PROMPT + STEPS + 1):
             seen = mask[:, :end]
-            logits.append(model(ids[:, end - 1 : end], attention_mask=seen, past_key_values=cache).logits[:, -1])
+            logits.append(model(ids[:, end - 1 : end], attention_mask=seen, cache=cache).logits[:, -1])
         return torch.stack(logits)
 
 
@@ -88,16 +88,16 @@ def test_the_defaults_of_pytorch_change_no_edits_of_a_cache(tiny: tuple[Any, Any
     def edited(path: Path) -> tuple[Tensor, int]:
         with torch.no_grad(), kvpolicy.attach(model, "h2o+kivi:residual_length=32@0.5"):
             cache = kvpolicy.PolicyCache(model, new=STEPS)
-            model(ids[:, :PROMPT], past_key_values=cache)
+            model(ids[:, :PROMPT], cache=cache)
             cache.mark(most=2)
-            model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache)
+            model(ids[:, PROMPT : PROMPT + 1], cache=cache)
             cache.rollback(0)
-            model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache)
+            model(ids[:, PROMPT : PROMPT + 1], cache=cache)
             cache.batch_repeat_interleave(2)
             cache.save(path)
             loaded = kvpolicy.PolicyCache.load(model, path)
             last = ids[:, PROMPT + 1 : PROMPT + 2].repeat_interleave(2, 0)
-            return model(last, past_key_values=loaded).logits, kvpolicy.plan(model, "h2o@0.5", prompt=PROMPT).nbytes
+            return model(last, cache=loaded).logits, kvpolicy.plan(model, "h2o@0.5", prompt=PROMPT).nbytes
 
     wanted = edited(tmp_path / "plain")
     with defaults():

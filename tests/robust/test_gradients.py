@@ -44,10 +44,10 @@ def test_a_training_step(policy: str, how: str) -> None:
 def test_backward_through_a_prompt_with_a_cache(policy: str) -> None:
     """A prompt attends to itself alone, so its gradient is whole."""
     model = own()
-    stock = gradient(model, past_key_values=DynamicCache())
+    stock = gradient(model, cache=DynamicCache())
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model)
-        assert torch.allclose(gradient(model, past_key_values=cache), stock, atol=1e-6, rtol=1e-3)
+        assert torch.allclose(gradient(model, cache=cache), stock, atol=1e-6, rtol=1e-3)
     held = [t for layer in cache.policy_layers for t in (layer.keys, layer.values)]
     assert not any(t.requires_grad for t in held)
 
@@ -61,9 +61,9 @@ def test_backward_through_slots(policy: str, turns: list[int]) -> None:
     ids, _ = make_batch([26], [26, *turns])
     with kvpolicy.attach(model, roomy(policy)):
         cache = PolicyCache(model)
-        model(ids[:, :26], past_key_values=cache)
+        model(ids[:, :26], cache=cache)
         for size in turns:
-            total = total + model(ids[:, start : start + size], past_key_values=cache).logits.sum()
+            total = total + model(ids[:, start : start + size], cache=cache).logits.sum()
             start += size
         with refused("Gradients cannot flow"):
             total.backward()
@@ -94,7 +94,7 @@ def test_checkpoints_with_a_cache(policy: str) -> None:
         assert torch.equal(answer(model), want)
         model.train()
         with refused("must attend to the cache"):
-            model(prompt(), past_key_values=PolicyCache(model))
+            model(prompt(), cache=PolicyCache(model))
 
 
 def test_measures_hold_no_graph() -> None:
@@ -102,5 +102,5 @@ def test_measures_hold_no_graph() -> None:
     model = own()
     with kvpolicy.attach(model, "squeeze+h2o@0.5"):
         cache = PolicyCache(model)
-        model(prompt(), past_key_values=cache)
+        model(prompt(), cache=cache)
     assert not cache.cosines().requires_grad

@@ -51,12 +51,12 @@ def test_between_steps(policy: str, how: str) -> None:
         want = answer(model)
         cache = PolicyCache(model, new=9)
         with pytest.raises(KeyboardInterrupt):
-            model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=9, min_new_tokens=9, **more)
+            model.generate(ids, cache=cache, do_sample=False, max_new_tokens=9, min_new_tokens=9, **more)
         assert torch.equal(answer(model), want)
         length = int(cache.policy_layers[0].length)
         assert all(int(layer.length) == length for layer in cache.policy_layers)
         with torch.no_grad():
-            model(prompt(1), past_key_values=cache)
+            model(prompt(1), cache=cache)
 
 
 def broken(model: Any, cache: Any, ids: Tensor, where: str) -> None:
@@ -67,7 +67,7 @@ def broken(model: Any, cache: Any, ids: Tensor, where: str) -> None:
 
     hook = model.get_submodule(where).register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, cache=cache, use_cache=True)
     hook.remove()
 
 
@@ -79,21 +79,21 @@ def test_inside_a_layer(policy: str, where: str, when: str) -> None:
         want = answer(model)
         other = PolicyCache(model)
         cache = PolicyCache(model)
-        model(prompt(), past_key_values=other)
-        after = model(prompt(1), past_key_values=copy.deepcopy(other)).logits
+        model(prompt(), cache=other)
+        after = model(prompt(1), cache=copy.deepcopy(other)).logits
         if when == "step":
-            model(prompt(), past_key_values=cache)
+            model(prompt(), cache=cache)
         broken(model, cache, prompt(1 if when == "step" else 19), f"model.layers.1.{where}")
-        assert torch.equal(model(prompt(1), past_key_values=other).logits, after)
+        assert torch.equal(model(prompt(1), cache=other).logits, after)
         start = 26 if when == "step" else 0
         for ids in (prompt(1), prompt()):
             places = torch.arange(start, start + ids.shape[1])[None]
             for how in ({}, {"position_ids": places}):
                 with refused("was interrupted"):
-                    model(ids, past_key_values=cache, **how)
+                    model(ids, cache=cache, **how)
         cache.reset()
-        model(prompt(), past_key_values=cache)
-        assert torch.equal(model(prompt(1), past_key_values=cache).logits, after)
+        model(prompt(), cache=cache)
+        assert torch.equal(model(prompt(1), cache=cache).logits, after)
         assert torch.equal(answer(model), want)
 
 
@@ -108,15 +108,15 @@ def test_a_later_forward_does_not_finish_what_was_broken_off(after: str, where: 
     with kvpolicy.attach(model, "full"), torch.no_grad():
         cache = PolicyCache(model)
         other = PolicyCache(model, new=4)
-        model(prompt(), past_key_values=cache)
-        model(prompt(), past_key_values=other)
+        model(prompt(), cache=cache)
+        model(prompt(), cache=other)
         broken(model, cache, prompt(5), where)
         if after == "no cache":
             model(prompt(), use_cache=False)
         else:
-            torch.compile(model, backend="eager", fullgraph=True)(prompt(1), past_key_values=other)
+            torch.compile(model, backend="eager", fullgraph=True)(prompt(1), cache=other)
         with refused("was interrupted"):
-            model(prompt(5), past_key_values=cache)
+            model(prompt(5), cache=cache)
 
 
 @SOME
@@ -126,7 +126,7 @@ def test_the_models_own_cache_is_broken_off(policy: str) -> None:
         want = answer(model)
         broken(model, None, prompt(), "model.layers.1.mlp")
         with refused("was interrupted"), torch.no_grad():
-            model(prompt(1), past_key_values=handle.cache)
+            model(prompt(1), cache=handle.cache)
         assert torch.equal(answer(model), want)
 
 
@@ -197,7 +197,7 @@ class PolicyCacheInUse:
 
     def step(self) -> Tensor:
         with torch.no_grad():
-            return self.model(prompt(1), past_key_values=self.cache).logits
+            return self.model(prompt(1), cache=self.cache).logits
 
 
 def test_one_of_many_threads_attaches() -> None:

@@ -67,7 +67,7 @@ def test_impossible_masks(policy: str, kind: str) -> None:
         with refused(match):
             model(prompt().expand(2, -1), attention_mask=mask, use_cache=True)
         with refused(match):
-            model(prompt().expand(2, -1), attention_mask=mask, past_key_values=PolicyCache(model))
+            model(prompt().expand(2, -1), attention_mask=mask, cache=PolicyCache(model))
 
 
 @each("columns", [31, 20], often=FEW)
@@ -113,10 +113,10 @@ def test_a_mask_that_hides_what_was_seen(policy: str, new: int) -> None:
     hides[0, 3:20] = 0
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model)
-        model(ids[:, :26], attention_mask=mask[:, :26], past_key_values=cache)
+        model(ids[:, :26], attention_mask=mask[:, :26], cache=cache)
         with refused("earlier tokens"):
-            model(ids[:, 26:], attention_mask=hides, past_key_values=cache)
-        model(ids[:, 26:], attention_mask=mask, past_key_values=cache)
+            model(ids[:, 26:], attention_mask=hides, cache=cache)
+        model(ids[:, 26:], attention_mask=mask, cache=cache)
 
 
 @each("rows", [(2, 1), (1, 2), (2, 3)], often=FEW)
@@ -126,17 +126,17 @@ def test_a_batch_that_changes_between_turns(policy: str, rows: tuple[int, int]) 
     ids = prompt()
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model)
-        model(ids.expand(before, -1), past_key_values=cache)
+        model(ids.expand(before, -1), cache=cache)
         for new in (1, 3):
             with refused(f"must have the {before} row"):
-                model(ids[:, :new].expand(after, -1), past_key_values=cache)
+                model(ids[:, :new].expand(after, -1), cache=cache)
         if after < before:
             cache.batch_select_indices(torch.arange(after))
         else:
             cache.batch_select_indices(torch.zeros(after, dtype=torch.int64))
         fresh = PolicyCache(model)
-        model(ids.expand(after, -1), past_key_values=fresh)
-        got, want = (model(ids[:, :1].expand(after, -1), past_key_values=c).logits for c in (cache, fresh))
+        model(ids.expand(after, -1), cache=fresh)
+        got, want = (model(ids[:, :1].expand(after, -1), cache=c).logits for c in (cache, fresh))
     assert torch.allclose(got, want, atol=1e-5)
 
 
@@ -149,7 +149,7 @@ def test_arguments_by_place(policy: str) -> None:
         for by_name in (True, False):
             cache = PolicyCache(model)
             if by_name:
-                model.model(ids[:, :26], attention_mask=mask[:, :26], past_key_values=cache)
+                model.model(ids[:, :26], attention_mask=mask[:, :26], cache=cache)
             else:
                 model.model(ids[:, :26], mask[:, :26], None, cache)
             outs.append(model.model(ids[:, 26:], mask, None, cache)[0])
@@ -168,12 +168,12 @@ def test_positions_that_jump(codec: str) -> None:
         cache = PolicyCache(model)
         for wrong in ({"position_ids": jump}, {"attention_mask": holes}):
             with refused("must go on by one"):
-                model(ids, past_key_values=cache, **wrong)
-        model(ids, past_key_values=cache, attention_mask=holes, position_ids=counted)
+                model(ids, cache=cache, **wrong)
+        model(ids, cache=cache, attention_mask=holes, position_ids=counted)
         for place in (torch.arange(30, 34), torch.arange(22, 26) + torch.tensor([0, 0, 0, 1])):
             with refused("must go on by one"):
-                model(ids[:, :4], past_key_values=cache, position_ids=place[None])
-        model(ids[:, :4], past_key_values=cache, position_ids=torch.arange(22, 26)[None])
+                model(ids[:, :4], cache=cache, position_ids=place[None])
+        model(ids[:, :4], cache=cache, position_ids=torch.arange(22, 26)[None])
         assert cache.policy_layers[0].length.tolist() == [26]
 
 

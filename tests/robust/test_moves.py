@@ -66,10 +66,10 @@ def test_another_dtype_in_a_conversation(policy: str, new: int) -> None:
     model = own()
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model)
-        model(prompt(), past_key_values=cache)
+        model(prompt(), cache=cache)
         model.to(torch.bfloat16)
         with refused("got torch.bfloat16"):
-            model(prompt(new), past_key_values=cache)
+            model(prompt(new), cache=cache)
 
 
 @SOME
@@ -78,10 +78,10 @@ def test_to_meta_in_a_conversation(policy: str) -> None:
     model = own()
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model)
-        model(prompt(), past_key_values=cache)
+        model(prompt(), cache=cache)
         model.to("meta")
         with refused("meta device"):
-            model(prompt(1).to("meta"), past_key_values=cache)
+            model(prompt(1).to("meta"), cache=cache)
 
 
 @pytest.mark.gpu
@@ -90,10 +90,10 @@ def test_another_device_between_prompts_and_in_a_conversation(policy: str) -> No
     model = own()
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model)
-        model(prompt(), past_key_values=cache)
+        model(prompt(), cache=cache)
         model.cuda()
         with refused("on cuda"):
-            model(prompt(1).cuda(), past_key_values=cache)
+            model(prompt(1).cuda(), cache=cache)
         fresh = PolicyCache(model)
         ids, mask = (t.cuda() for t in make_batch([26, 17]))
         assert torch.isfinite(talk(model, ids, mask, TURNS, fresh)[0]).all()
@@ -116,8 +116,8 @@ def test_out_of_inference_mode(policy: str) -> None:
             start += size
         fresh = PolicyCache(model)
         with torch.inference_mode():
-            model(prompt(), past_key_values=fresh)
-        model(prompt(1), past_key_values=fresh)
+            model(prompt(), cache=fresh)
+        model(prompt(1), cache=fresh)
 
 
 @SOME
@@ -134,7 +134,7 @@ def test_autocast(policy: str) -> None:
         assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
         assert {layer.keys.dtype for layer in cache.policy_layers if layer.keys is not None} == {torch.bfloat16}
         with refused("autocast"), torch.no_grad():
-            model(prompt(1), past_key_values=cache)
+            model(prompt(1), cache=cache)
 
 
 DTYPES = [torch.bfloat16, torch.float16]

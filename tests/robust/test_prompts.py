@@ -166,7 +166,7 @@ def test_nothing_to_read(policy: str) -> None:
         with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
             model(use_cache=True)
         cache = PolicyCache(model)
-        model(prompt(), past_key_values=cache)
+        model(prompt(), cache=cache)
         with refused("at least one token"):
-            model(prompt()[:, :0], past_key_values=cache)
-        model(prompt(1), past_key_values=cache)  # which the refusal did not harm
+            model(prompt()[:, :0], cache=cache)
+        model(prompt(1), cache=cache)  # which the refusal did not harm

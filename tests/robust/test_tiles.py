@@ -62,10 +62,10 @@ def test_steps_compile_once_behind_tiles() -> None:
     counter = CompileCounter()
     with kvpolicy.attach(model, "squeeze+h2o@0.5", tile=7), torch.no_grad():
         cache = PolicyCache(model, new=4)
-        model(prompt(), past_key_values=cache)
+        model(prompt(), cache=cache)
         compiled = torch.compile(model, backend=counter, fullgraph=True)
         for _ in range(3):
-            compiled(torch.tensor([[5]]), past_key_values=cache)
+            compiled(torch.tensor([[5]]), cache=cache)
             cache.tick()
     assert counter.frame_count == 1
 
@@ -89,9 +89,7 @@ def test_hidden_states_and_hooks_see_a_layer_once() -> None:
 def test_layers_are_measured_over_all_tiles(family: str) -> None:
     model = build(family)
     ids, mask = make_batch([PROMPT, 23], [PROMPT])
-    found = whole_and_tiled(
-        model, "squeeze+window@0.5", 13, lambda: model(ids, attention_mask=mask).past_key_values.cosines()
-    )
+    found = whole_and_tiled(model, "squeeze+window@0.5", 13, lambda: model(ids, attention_mask=mask).cache.cosines())
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
@@ -129,14 +127,14 @@ def test_an_error_in_a_layer_leaves_no_trace() -> None:
         cache = PolicyCache(model)
         hook = model.model.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            model(prompt(), past_key_values=cache)
+            model(prompt(), cache=cache)
         hook.remove()
         assert cache.tile is None
         with pytest.raises(KVPolicyStateError, match="was interrupted"):
-            model(prompt(), past_key_values=cache)
+            model(prompt(), cache=cache)
         cache.reset()
-        after = model(prompt(), past_key_values=cache).logits
-        expected = model(prompt(), past_key_values=PolicyCache(model)).logits
+        after = model(prompt(), cache=cache).logits
+        expected = model(prompt(), cache=PolicyCache(model)).logits
     assert torch.equal(after, expected)
     with torch.no_grad():
         model(prompt())  # a model without a policy makes its masks at once
@@ -169,11 +167,11 @@ def test_offloaded_weights_move_once_for_all_tiles(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(accelerate.hooks, "set_module_tensor_to_device", counting)
     with kvpolicy.attach(model, "h2o@0.5", tile=7), torch.no_grad():
         cache = PolicyCache(model)
-        found = model(prompt(), past_key_values=cache).logits
+        found = model(prompt(), cache=cache).logits
         inside = set(model.model.layers.modules())
         times = {count for (module, _), count in moved.items() if module in inside}
         assert times == {1} and model.model.layers[0].mlp.up_proj.weight.is_meta
-        model(torch.tensor([[5]]), past_key_values=cache)
+        model(torch.tensor([[5]]), cache=cache)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert {count for (module, _), count in moved.items() if module in inside} == {2}
 
@@ -269,8 +267,8 @@ def test_the_log_says_what_auto_chose(caplog: pytest.LogCaptureFixture, monkeypa
     monkeypatch.setattr(tile_size, "SIZES", (16, 8))
     monkeypatch.setattr(tile_size, "free_bytes", lambda device: 0)
     with caplog.at_level("INFO", "kvpolicy"), kvpolicy.attach(model, "window@0.5", tile="auto"), torch.no_grad():
-        cache = model(prompt()).past_key_values
-        model(torch.tensor([[5]]), past_key_values=cache)
+        cache = model(prompt()).cache
+        model(torch.tensor([[5]]), cache=cache)
     assert caplog.text.count("a prompt of 40 tokens is read in tiles of 8") == 1
     assert cache.tile_size is None, "a step has one token"
 
@@ -329,8 +327,8 @@ def test_a_layer_may_count_positions_from_the_cache() -> None:
 
     def steps() -> list[Tensor]:
         cache = PolicyCache(model)
-        found = [model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache).logits]
-        return [*found, model(ids[:, 20:], attention_mask=mask, past_key_values=cache).logits]
+        found = [model(ids[:, :20], attention_mask=mask[:, :20], cache=cache).logits]
+        return [*found, model(ids[:, 20:], attention_mask=mask, cache=cache).logits]
 
     with torch.no_grad():
         stock = model(ids, attention_mask=mask).logits
@@ -366,7 +364,7 @@ def test_pictures_are_looked_at_in_one_piece(policy: str) -> None:
 
     def steps() -> list[Tensor]:
         out = model(input_ids=ids, pixel_values=pixels)
-        return [out.logits, model(input_ids=ids[:, :1], past_key_values=out.past_key_values).logits]
+        return [out.logits, model(input_ids=ids[:, :1], cache=out.cache).logits]
 
     with torch.no_grad():
         stock = steps()

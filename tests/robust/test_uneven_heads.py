@@ -56,7 +56,7 @@ def converse(model: Any, policy: str, lengths: list[int], dice: Random) -> None:
         cache = PolicyCache(model, new=dice.choice([None, 30]))
         start = 0
         for size in [max(lengths), *(dice.choice([1, 1, 1, 1, 4]) for _ in range(7))]:
-            model(ids[:, start : start + size], attention_mask=mask[:, : start + size], past_key_values=cache)
+            model(ids[:, start : start + size], attention_mask=mask[:, : start + size], cache=cache)
             start += size
             check_cache(cache)
             if dice.random() < 0.2:

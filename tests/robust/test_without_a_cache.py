@@ -37,7 +37,7 @@ def test_scoring(family: str) -> None:
             ours = run(model, mask)
         seen = torch.ones_like(padded).bool() if mask is None else mask.bool()
         assert torch.allclose(ours.logits[seen], stock.logits[seen], atol=3e-5, rtol=1e-4)
-        assert ours.past_key_values is None
+        assert ours.cache is None
 
 
 def test_attention_matrices() -> None:

@@ -180,7 +180,7 @@ def test_a_row_is_itself_whatever_its_positions_begin_with(family: str, pieces: 
         start = 0
         for size in pieces:
             with torch.no_grad():  # its position_ids count the padding
-                model(ids[:, start : start + size], attention_mask=mask[:, : start + size], past_key_values=cache)
+                model(ids[:, start : start + size], attention_mask=mask[:, : start + size], cache=cache)
             start += size
         forward(model, ids[1:, 7:], mask[1:, 7:], 0, 13, alone)
     second_is(cache, alone)

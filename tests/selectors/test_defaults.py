@@ -57,7 +57,7 @@ def kept(policy: Policy) -> list[Any]:
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model)
         for ids in (torch.arange(60, 180)[None], torch.tensor([[5]]), torch.tensor([[9]])):
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
     return [layer.positions.sort(-1).values.tolist() for layer in cache.policy_layers]
 
 
@@ -75,16 +75,16 @@ def test_scores_by_keys_keep_the_shortest_keys_and_the_newest_token() -> None:
     ids = torch.arange(60, 180)[None]
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         whole = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=whole)
-        model(torch.tensor([[5]]), past_key_values=whole)
+        model(ids, cache=whole)
+        model(torch.tensor([[5]]), cache=whole)
     with torch.no_grad(), kvpolicy.attach(model, Policy(selector=KeyNorm(), budget=20)):
         cache = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         first = whole.policy_layers[0].keys[0].norm(dim=-1)  # the keys of the first layer do not depend on the policy
         for head, norms in enumerate(first):
             wanted = [*norms[:119].argsort(stable=True)[:19].tolist(), 119]
             assert sorted(cache.policy_layers[0].positions[0, head].tolist()) == sorted(wanted)
-        model(torch.tensor([[5]]), past_key_values=cache)
+        model(torch.tensor([[5]]), cache=cache)
         for head, norms in enumerate(first):
             before = sorted(wanted := [*norms[:119].argsort(stable=True)[:19].tolist(), 119], key=lambda at: norms[at])
             assert sorted(cache.policy_layers[0].positions[0, head].tolist()) == sorted([*before[:-1], 120]), wanted

@@ -163,7 +163,7 @@ def test_a_row_is_itself_whatever_its_positions_begin_with(family: str) -> None:
         cache = PolicyCache(model)
         alone = PolicyCache(model)
         with torch.no_grad():
-            model(ids, attention_mask=mask, past_key_values=cache)  # its position_ids count the padding
+            model(ids, attention_mask=mask, cache=cache)  # its position_ids count the padding
         forward(model, ids[1:, 7:], mask[1:, 7:], 0, 13, alone)
     for some, one in zip(cache.policy_layers, alone.policy_layers, strict=True):
         for name in ("positions", "state.score"):

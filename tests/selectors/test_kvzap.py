@@ -171,7 +171,7 @@ def test_a_compiled_step_scores_its_token(write: Write) -> None:
         forward(model, play.ids, play.mask, 0, play.prompt, cache)
         for step in range(play.steps):
             at = play.prompt + step
-            compiled(play.ids[:, at : at + 1], position_ids=torch.tensor([[at]]), past_key_values=cache, use_cache=True)
+            compiled(play.ids[:, at : at + 1], position_ids=torch.tensor([[at]]), cache=cache, use_cache=True)
             cache.tick()
             play.compare(cache, step + 1, 1)
     torch.compiler.reset()
@@ -229,7 +229,7 @@ def test_plans_count_the_bytes_of_the_scores_and_the_gates_apart() -> None:
     ids = torch.arange(3, 67)[None]
     with torch.no_grad(), kvpolicy.attach(model, "kvzap@0.5"):
         cache = PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
         assert cache.resident_nbytes == cache.plan.resident_nbytes == 8 * (4 * 128 + 4) * 4
         held = [layer.held() for layer in cache.policy_layers]
@@ -335,7 +335,7 @@ def test_it_predicts_what_a_replay_finds() -> None:
     for spec in ("kvzap", "kvzip:plus=true"):
         with torch.no_grad(), kvpolicy.attach(model, f"{spec}@1.0"):
             cache = PolicyCache(model)
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
         selector: Any = Policy.parse(spec + "@1.0").selector
         found[spec] = [selector.attention(layer.store.tensors.state)[0].log() for layer in cache.policy_layers]
     better = 0

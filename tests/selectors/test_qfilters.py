@@ -78,7 +78,7 @@ def test_kept_keys_of_the_embedded_model_get_larger_products() -> None:
     ids = tokenizer("tiger=4821\nfalcon=1937\nlion=2261\nwolf=7764\n" * 8, return_tensors="pt").input_ids
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         cache = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     queries = sample_queries(model, [ids[0]], tokens=ids.shape[1])
     better = []
     for layer in cache.policy_layers:

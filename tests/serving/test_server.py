@@ -248,10 +248,10 @@ def test_requests_start_from_a_saved_cache(tmp_path: Path, capsys: pytest.Captur
     silent = tmp_path / "silent.safetensors"
     with torch.no_grad(), kvpolicy.attach(model, POLICY):
         cache = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         cache.save(path, tokens=ids)
         cache.save(silent)
-        made = model.generate(whole, past_key_values=cache, max_new_tokens=8, do_sample=False)
+        made = model.generate(whole, cache=cache, max_new_tokens=8, do_sample=False)
     expected = tokenizer.decode(made[0, whole.shape[1] :], skip_special_tokens=True)
     with (
         running((model, tokenizer), PrefixFile(path, kvpolicy.Policy.parse(POLICY)).load) as port,
@@ -283,10 +283,10 @@ def test_requests_share_a_saved_cache(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "text.safetensors"
     with torch.no_grad(), kvpolicy.attach(model, POLICY):
         cache = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         cache.save(path, tokens=ids)
         shared = cache.fork(shared=True)
-        made = model.generate(whole, past_key_values=shared, max_new_tokens=8, do_sample=False)
+        made = model.generate(whole, cache=shared, max_new_tokens=8, do_sample=False)
         kept = len(cache.policy_layers[0].positions[0, 0]) + whole.shape[1] - ids.shape[1] + 7
     expected = tokenizer.decode(made[0, whole.shape[1] :], skip_special_tokens=True)
     load = PrefixFile(path, kvpolicy.Policy.parse(POLICY), shared=True).load
@@ -311,7 +311,7 @@ def test_a_prefix_that_cannot_be_shared_is_refused_at_the_start(tmp_path: Path) 
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         cache.save(tmp_path / "text.safetensors", tokens=ids)
         file = PrefixFile(tmp_path / "text.safetensors", kvpolicy.Policy.parse(policy), shared=True)
         with pytest.raises(kvpolicy.KVPolicyError, match="Every slot must be read in a step"):

@@ -118,7 +118,7 @@ def test_tokens_of_an_answer_are_steps_and_readers_act_on_them(monkeypatch: pyte
     plain = evidence._logits
 
     def spy(model: Any, ids: Tensor, count: int, **kwargs: Any) -> Tensor:
-        fed.append((len(ids), kwargs["past_key_values"].new))
+        fed.append((len(ids), kwargs["cache"].new))
         return plain(model, ids, count, **kwargs)
 
     monkeypatch.setattr(evidence, "_logits", spy)

@@ -117,7 +117,7 @@ def test_the_file_serves_any_budget(tmp_path: Path) -> None:
         with kvpolicy.attach(MODEL, f"tuned:file={str(file).replace(' ', '%20')}@{budget}") as handle, torch.no_grad():
             assert isinstance(handle.policy, LayeredPolicy)
             cache = kvpolicy.PolicyCache(MODEL, new=6)
-            MODEL(WINDOWS[0].prompt[None], past_key_values=cache)
+            MODEL(WINDOWS[0].prompt[None], cache=cache)
         limit = {"0.2": 0.2 * TOKEN * 46, "0.5": 0.5 * TOKEN * 46, "20": TOKEN * 20, "30KB": 30_000}
         assert cache.nbytes <= limit.get(budget, 2 * TOKEN * 46)
 

@@ -92,7 +92,7 @@ def wanted(model: Any, recipe: Recipe, ids: Sequence[int], tokens: int = 8) -> A
         cache = kvpolicy.PolicyCache(model)
         step = torch.tensor([[*ids]])
         for _ in range(tokens):
-            scores = model(step, past_key_values=cache).logits[0, -1].float().log_softmax(-1)
+            scores = model(step, cache=cache).logits[0, -1].float().log_softmax(-1)
             best = int(scores.argmax())
             found.tokens.append(best)
             found.logprobs.append(float(scores[best]))

@@ -25,7 +25,7 @@ def save(pair: tuple[Any, Any], text: str, policy: str, path: Path) -> Any:
     ids = tokenizer(text, return_tensors="pt").input_ids
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         cache.save(path, tokens=ids)
     return ids
 

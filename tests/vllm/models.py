@@ -166,7 +166,7 @@ def save(model: Any, policy: str, ids: Sequence[int], path: Path) -> Path:
     text = torch.tensor([[*ids]])
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = PolicyCache(model)
-        model(text, past_key_values=cache)
+        model(text, cache=cache)
         cache.save(path, tokens=text)
     return path
 
@@ -220,7 +220,7 @@ def _go_on(model: Any, cache: Any, question: Sequence[int], seen: int, tokens: i
 
     def step(token: int) -> Tensor:
         at = torch.tensor([[next(places)]])
-        logits: Tensor = model(torch.tensor([[token]]), past_key_values=cache, position_ids=at).logits
+        logits: Tensor = model(torch.tensor([[token]]), cache=cache, position_ids=at).logits
         return logits[0, -1].float().log_softmax(-1)
 
     scores = [step(token) for token in question][-1]

@@ -62,11 +62,11 @@ def test_attention_to_moved_keys_is_that_of_the_cache(family: str, parts: list[s
     token = torch.tensor([[7]])
     with torch.no_grad():
         with kvpolicy.attach(model, policy):
-            wanted = model(token, past_key_values=PolicyCache.load(model, path)).logits
+            wanted = model(token, cache=PolicyCache.load(model, path)).logits
         plain: Any = transformers.DynamicCache([(each.keys[None], each.values[None]) for each in dense(path, model)])
         at = torch.tensor([[plain.get_seq_length()]])
         assert at < 45
-        found = model(token, past_key_values=plain, position_ids=at).logits
+        found = model(token, cache=plain, position_ids=at).logits
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -77,7 +77,7 @@ def test_what_is_kept_is_what_a_plain_cache_has_at_these_positions(family: str, 
     path = save(model, POLICIES[0], ids, tmp_path / "doc.safetensors")
     plain: Any = transformers.DynamicCache()
     with torch.no_grad():
-        model(torch.tensor([ids]), past_key_values=plain)
+        model(torch.tensor([ids]), cache=plain)
         with kvpolicy.attach(model, POLICIES[0]):
             cache = PolicyCache.load(model, path)
     for layer, own, whole in zip(dense(path, model, move=False), cache.policy_layers, plain.layers, strict=True):
@@ -96,7 +96,7 @@ def test_documents_are_those_of_a_model_with_a_shifted_text(tmp_path: Path) -> N
     def first_keys(start: int) -> Tensor:
         cache: Any = transformers.DynamicCache()
         with torch.no_grad():
-            model(ids, past_key_values=cache, position_ids=torch.arange(start, start + 30)[None])
+            model(ids, cache=cache, position_ids=torch.arange(start, start + 30)[None])
         return cache.layers[0].keys[0]
 
     torch.testing.assert_close(moved(first_keys(200), 150, rope), first_keys(50), atol=1e-4, rtol=1e-4)
@@ -151,7 +151,7 @@ def test_padding_is_refused(tmp_path: Path) -> None:
     with torch.no_grad(), kvpolicy.attach(model, "h2o:decode=grow@0.5"):
         cache = PolicyCache(model)
         places = (mask.cumsum(-1) - 1).clamp_min(0)
-        model(ids, attention_mask=mask, position_ids=places, past_key_values=cache)
+        model(ids, attention_mask=mask, position_ids=places, cache=cache)
         cache.save(tmp_path / "doc.safetensors", tokens=ids)
     with pytest.raises(KVPolicyError, match="must be without padding, got 30 columns of 23 tokens"):
         dense(tmp_path / "doc.safetensors", model)
@@ -162,7 +162,7 @@ def test_several_rows_are_refused(tmp_path: Path) -> None:
     ids = torch.randint(3, 48, (2, 30), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), kvpolicy.attach(model, "h2o:decode=grow@0.5"):
         cache = PolicyCache(model)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         cache.save(tmp_path / "doc.safetensors", tokens=ids)
     with pytest.raises(KVPolicyError, match="must have one row, got 2"):
         dense(tmp_path / "doc.safetensors", model)

@@ -57,7 +57,7 @@ def test_a_document_without_tokens(saved: Saved, tmp_path: Path) -> None:
 
     with torch.no_grad(), kvpolicy.attach(saved.model, "keydiff@9"):
         cache = kvpolicy.PolicyCache(saved.model)
-        saved.model(torch.tensor([saved.text]), past_key_values=cache)
+        saved.model(torch.tensor([saved.text]), cache=cache)
         cache.save(tmp_path / "d.safetensors")
     for verify in (True, False):
         found = read_document(tmp_path / "d.safetensors", verify=verify)

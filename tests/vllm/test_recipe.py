@@ -33,7 +33,7 @@ def test_a_recipe_keeps_what_attach_keeps(policy: str) -> None:
     for tokens in (LEAST, 77, 130):
         with torch.no_grad(), kvpolicy.attach(model, recipe.policy):
             cache = kvpolicy.PolicyCache(model)
-            model(torch.tensor([make_text(model, tokens)]), past_key_values=cache)
+            model(torch.tensor([make_text(model, tokens)]), cache=cache)
         for layer in cache.policy_layers:
             assert ((layer.positions >= 0).sum(-1) == recipe.kept(tokens)).all()
             assert (layer.positions.amax(-1) == tokens - 1).all()

@@ -72,7 +72,7 @@ def answer(pair: tuple[Any, Any]) -> Callable[[Path, str], str]:
                 found: list[int] = []
                 for step in range(len(ids) + NEW - 1):
                     token = ids[step] if step < len(ids) else torch.tensor(found[-1])
-                    logits = model(token.view(1, 1), past_key_values=cache).logits
+                    logits = model(token.view(1, 1), cache=cache).logits
                     if step >= len(ids) - 1:
                         found.append(int(logits[0, -1].argmax()))
             known[path, question] = tokenizer.decode(found)

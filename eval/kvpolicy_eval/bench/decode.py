@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 import kvpolicy
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy_eval.bench.floor import Work, decode_work
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.bench.timing import Row, compare
@@ -97,7 +98,7 @@ def steps(
 ) -> None:
     """Decode a few tokens."""
     for _ in range(count):
-        model(token, past_key_values=cache)
+        model(token, **cache_argument(model, cache))
 
 
 def filled(model: torch.nn.Module, length: int) -> kvpolicy.PolicyCache:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvpolicy
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy_eval.bench.timing import resident_memory
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, UsageError, collect, threads, without_equal
 
@@ -127,7 +128,7 @@ def run(policy: str, tokens: int, backend: str = "", block: int = BLOCK, prompt:
         counter = CompileCounterWithBackend(backend or "eager")
         called = torch.compile(model, backend=counter, fullgraph=True) if backend else model
         cache = kvpolicy.PolicyCache(model, new=tokens)
-        token = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+        token = model(ids, **cache_argument(model, cache), logits_to_keep=1).logits.argmax(-1)
         step = _compiled_step(called) if backend else _eager_step(called)
         reference_start = copy.deepcopy(cache)
         first_token = token
@@ -149,12 +150,12 @@ def run(policy: str, tokens: int, backend: str = "", block: int = BLOCK, prompt:
 
 
 def _eager_step(model: Any) -> Step:
-    return lambda token, cache: model(token, past_key_values=cache).logits.argmax(-1)
+    return lambda token, cache: model(token, **cache_argument(model, cache)).logits.argmax(-1)
 
 
 def _compiled_step(model: Any) -> Step:
     def step(token: Tensor, cache: Any) -> Tensor:
-        out = model(token, past_key_values=cache).logits.argmax(-1)
+        out = model(token, **cache_argument(model, cache)).logits.argmax(-1)
         cache.tick()
         return out
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 import kvpolicy
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.spec.tables import format_bytes
 from kvpolicy_eval.bench.decode import STEPS, filled, steps
 from kvpolicy_eval.bench.models import llama
@@ -92,7 +93,7 @@ def measure_caches(policy: str, prefix: int, rows: int, rounds: int) -> Measured
         shared = text.fork([0] * rows, shared=True)
         for cache in (copies, shared):
             cache.expect(prefix + QUESTION, STEPS * (rounds + 1))
-            model(question, past_key_values=cache)
+            model(question, **cache_argument(model, cache))
         ratio = compare(lambda: steps(model, token, copies), lambda: steps(model, token, shared), rounds)
         seconds = ratio._replace(base=ratio.base / STEPS, ours=ratio.ours / STEPS)
         return Measured(policy, copies.nbytes, shared.nbytes, seconds)

@@ -25,6 +25,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import kvpolicy
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy_eval.bench.floor import Machine, decode_work, measure_machine
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, threads, torch_note
 
@@ -91,7 +92,7 @@ def filled(model: Any, side: str, batch: int, tokens: int) -> Any:
         cache = DynamicCache(config=model.config)
     else:
         cache = kvpolicy.PolicyCache(model, prompt=tokens, new=PROMPT + NEW - tokens)
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **cache_argument(model, cache), logits_to_keep=1)
     cache.batch_repeat_interleave(batch)
     return cache
 
@@ -116,7 +117,7 @@ def measure_side(model: Any, side: str, batch: int, steps: int, seconds: float) 
             begin = time.perf_counter()
             done = 0
             while done < steps and (done == 0 or time.perf_counter() - begin < seconds):
-                model(token, past_key_values=cache)
+                model(token, **cache_argument(model, cache))
                 done += 1
             result["seconds"].append((time.perf_counter() - begin) / done)
             result["steps"].append(done)

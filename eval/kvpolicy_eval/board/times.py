@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 import kvpolicy
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.bench.decode import steps
 from kvpolicy_eval.bench.models import llama, tokens
@@ -31,7 +32,7 @@ class Times:
         self.model = llama(LAYERS)
         self.cache: Any = DynamicCache(config=self.stock.config)
         with torch.inference_mode():
-            self.stock(self.ids, past_key_values=self.cache, logits_to_keep=1)
+            self.stock(self.ids, **cache_argument(self.stock, self.cache), logits_to_keep=1)
         self.full_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
     def measure(self, entry: Entry, share: float) -> dict[str, Any]:
@@ -41,7 +42,7 @@ class Times:
         try:
             with torch.inference_mode(), kvpolicy.attach(self.model, sized):
                 cache = kvpolicy.PolicyCache(self.model, prompt=LENGTH, new=1024)
-                self.model(self.ids, past_key_values=cache, logits_to_keep=1)
+                self.model(self.ids, **cache_argument(self.model, cache), logits_to_keep=1)
                 if extra := self.cache.get_seq_length() - LENGTH:  # steps of the policy before
                     self.cache.crop(-extra)
                 ratio = compare(

@@ -21,6 +21,7 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import registry
 from kvpolicy.embedded import tiny
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.board.policies import SELECTORS
@@ -134,12 +135,12 @@ def measure(walk: Walk, policy: str, share: float, model: Any, given: Texts) -> 
     try:
         with kvpolicy.attach(model, sized):
             cache = kvpolicy.PolicyCache(model, prompt=prompt, new=given.new)
-            said = model(given.prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1)
+            said = model(given.prompt, **cache_argument(model, cache), logits_to_keep=1).logits[:, -1].argmax(-1)
             held = cache.nbytes
             for hop, step in enumerate(given.steps):
                 right[:, hop] = said == step[:, 0]
                 for token in step.split(1, 1):
-                    said = model(token, past_key_values=cache).logits[:, -1].argmax(-1)
+                    said = model(token, **cache_argument(model, cache)).logits[:, -1].argmax(-1)
                 held = max(held, cache.nbytes)
     except KVPolicyError as error:
         return {"refused": str(error)}

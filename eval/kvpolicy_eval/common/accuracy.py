@@ -17,6 +17,7 @@ import torch
 
 import kvpolicy
 from kvpolicy.hf.attachment import Hold
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy_eval.data.modes import BEYOND, Placed, place, second_question
 from kvpolicy_eval.data.tasks import draw_prompts
@@ -179,7 +180,7 @@ def answer(
             ids[:, start:end],
             attention_mask=mask[:, :end],
             position_ids=positions[:, start:end],
-            past_key_values=cache,
+            **cache_argument(model, cache),
             logits_to_keep=1,
         ).logits
         if end == columns:
@@ -194,7 +195,7 @@ def answer(
         attention_mask=mask,
         max_new_tokens=columns + longest - ids.shape[1],
         do_sample=False,
-        past_key_values=cache,
+        **cache_argument(model, cache),
     )
     completions = tokenizer.batch_decode(out[:, columns:], skip_special_tokens=True)
     right = [text.strip().startswith(wanted) for text, wanted in zip(completions, answers, strict=True)]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Policy
+from kvpolicy.hf.cache_names import cache_argument
 
 
 class Trace(NamedTuple):
@@ -37,5 +38,5 @@ def run(model: Any, policy: Policy | str, pieces: Sequence[Tensor], sized: str |
     """
     with kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model, sized, **expected)
-        logits = [model(piece, past_key_values=cache, logits_to_keep=1).logits[:, -1] for piece in pieces]
+        logits = [model(piece, **cache_argument(model, cache), logits_to_keep=1).logits[:, -1] for piece in pieces]
     return Trace(logits, cache)

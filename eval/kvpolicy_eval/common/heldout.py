@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import kvpolicy
 from kvpolicy.distortion import Distortion, distortion, group_distortion
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy.protocols import Codec, DiffersByLayer, GroupsLayers, ModelInfo, differs_by_layer
@@ -48,7 +49,7 @@ class HeldOutText:
         """Rotated keys, unrotated keys and values of each layer without a sliding window, fp32."""
         cache = DynamicCache(config=self.model.config)
         sites = find_sites(self.model)
-        self.model(self.ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1)
+        self.model(self.ids[:, :PROMPT], **cache_argument(self.model, cache), logits_to_keep=1)
         layers: Any = cache.layers
         tensors: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for site in sites.layers:

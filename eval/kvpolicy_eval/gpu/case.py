@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from kvpolicy.hf.cache_names import cache_argument
+
 MakeCache = Callable[[], Any]
 CountBytes = Callable[[Any], int]
 MARK = "RESULT "
@@ -143,7 +145,8 @@ def prefill(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     for start in range(0, length, size):
         stop = min(start + size, length)
         positions = torch.arange(start, stop, device=ids.device)[None].expand(batch, -1)
-        out = model(ids[:, start:stop], position_ids=positions, past_key_values=cache, logits_to_keep=1, use_cache=True)
+        given = cache_argument(model, cache)
+        out = model(ids[:, start:stop], position_ids=positions, **given, logits_to_keep=1, use_cache=True)
     return out.logits[:, -1:].argmax(-1)
 
 
@@ -158,12 +161,13 @@ def decode(step: Any, token: torch.Tensor, cache: Any, start: int, new: int, gra
         new: Steps.
         graphs: Whether the step is compiled.
     """
+    given = cache_argument(step, cache)
     position = torch.full_like(token, start)
     tick = getattr(cache, "tick", None) if graphs else None  # an eager forward calls `tick` itself
     for _ in range(new):
         if graphs and token.is_cuda:
             torch.compiler.cudagraph_mark_step_begin()
-        out = step(token, position_ids=position, past_key_values=cache, use_cache=True)
+        out = step(token, position_ids=position, **given, use_cache=True)
         token = out.logits[:, -1:].argmax(-1)
         position = position + 1
         if tick is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy.hf.adapters import KVPressScorer
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy_eval.common.conversation import run
 from kvpolicy_eval.peers.side import NOT_INSTALLED, Answer, Side, serve, storage_bytes
 from kvpolicy_eval.peers.stock import QUANTIZERS, is_quantized, stock_cache
@@ -77,7 +78,7 @@ class Ours(Side):
         with kvpolicy.attach(self.model, policy):
             cache = kvpolicy.PolicyCache(self.model, prompt=tokens.shape[1] - after, new=new + after)
             if after:
-                self.model(tokens[:, :-after], past_key_values=cache, logits_to_keep=1)
+                self.model(tokens[:, :-after], **cache_argument(self.model, cache), logits_to_keep=1)
             out = self.greedy(tokens, new, cache)
         return {"ids": out, "held": cache.nbytes, "walked": storage_bytes(list(cache.policy_layers))}
 
@@ -120,12 +121,12 @@ class Ours(Side):
         with kvpolicy.attach(self.model, policy_of(method, 0.5)):
             alone = kvpolicy.PolicyCache(self.model)
             other = kvpolicy.PolicyCache(self.model)
-            self.model(torch.tensor([first]), past_key_values=alone)
-            expected = self.model(one, past_key_values=alone).logits
+            self.model(torch.tensor([first]), **cache_argument(self.model, alone))
+            expected = self.model(one, **cache_argument(self.model, alone)).logits
             interrupted = kvpolicy.PolicyCache(self.model)
-            self.model(torch.tensor([first]), past_key_values=interrupted)
-            self.model(torch.tensor([second]), past_key_values=other)
-            logits = self.model(one, past_key_values=interrupted).logits
+            self.model(torch.tensor([first]), **cache_argument(self.model, interrupted))
+            self.model(torch.tensor([second]), **cache_argument(self.model, other))
+            logits = self.model(one, **cache_argument(self.model, interrupted)).logits
         return {"value": float((logits - expected).abs().max())}
 
     def _trap_compiled(self, ids: list[int], method: str) -> Answer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 import json
 import os
 import sys
@@ -88,11 +89,15 @@ class Side:
         with torch.no_grad() if do in ("generate", "trap") else torch.inference_mode():
             return getattr(self, do)(**request)
 
+    def passing(self, cache: Any) -> dict[str, Any]:
+        """A cache as an argument of the model or of `generate`, under the name of this version of transformers."""
+        parameters = inspect.signature(self.model.forward).parameters
+        return {"cache" if "cache" in parameters else "past_key_values": cache}
+
     def greedy(self, ids: Tensor, new: int, cache: Any) -> list[int]:
         """The next `new` tokens, decoded greedily by `generate`."""
-        out = self.model.generate(
-            input_ids=ids, past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=0
-        )
+        given = self.passing(cache)
+        out = self.model.generate(input_ids=ids, **given, max_new_tokens=new, do_sample=False, pad_token_id=0)
         return out[0, ids.shape[1] :].tolist()
 
     def timed(
@@ -118,13 +123,13 @@ class Side:
         cache = start()
         prefill_start = time.perf_counter()
         with prefill or nullcontext():
-            self.model(ids, past_key_values=cache, logits_to_keep=1)
+            self.model(ids, **self.passing(cache), logits_to_keep=1)
         prefill_end = time.perf_counter()
         peak = peak_bytes()
         token = torch.ones(1, 1, dtype=torch.int64)
         for step in range(steps):
             position = torch.tensor([[length + step]])  # the length of a pruned cache is not the position
-            self.model(token, past_key_values=cache, position_ids=position)
+            self.model(token, **self.passing(cache), position_ids=position)
         end = time.perf_counter()
         return {
             "prefill": prefill_end - prefill_start,
@@ -157,7 +162,7 @@ class Side:
             stream = Stream(lambda: storage_bytes(list(cache.layers)))
             out = self.model.generate(
                 torch.tensor([ids]),
-                past_key_values=cache,
+                **self.passing(cache),
                 max_new_tokens=new,
                 do_sample=False,
                 eos_token_id=None,

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import kvpolicy
 from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy_eval.common.conversation import run
@@ -51,7 +52,7 @@ def originals(layer_idx: int = LAYER) -> Originals:
     full = DynamicCache(config=model.config)
     sites = find_sites(model)
     with torch.inference_mode():
-        model(ids[:, :PROMPT], past_key_values=full)
+        model(ids[:, :PROMPT], **cache_argument(model, full))
     layers: Any = full.layers
     keys = layers[layer_idx].keys
     values = layers[layer_idx].values

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
+from kvpolicy.hf.cache_names import cache_argument
 
 BINS = 48
 """Equal parts of a prompt in which kept positions are counted."""
@@ -71,7 +72,7 @@ def layers(lm: Any, rows: Sequence[Tensor]) -> dict[str, Any]:
 
 def _prefill(lm: Any, policy: Any, row: Tensor) -> Any:
     cache = kvpolicy.PolicyCache(lm.model, policy, new=1)
-    lm.model(row, past_key_values=cache)
+    lm.model(row, **cache_argument(lm.model, cache))
     return cache
 
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvpolicy.hf.cache_names import cache_argument, output_cache
 from kvpolicy_eval.common.markdown import header, row
 from kvpolicy_eval.data import prompts
 from kvpolicy_eval.data.tasks import tasks
@@ -53,8 +54,9 @@ class Prefill:
         out = model(ids, use_cache=True, output_attentions=True)
         model.set_attn_implementation("sdpa")  # takes no mask for a single query, so that cache lengths may differ
         self.next = int(out.logits[0, -1].argmax())
-        self.keys = [layer.keys for layer in out.past_key_values.layers]
-        self.values = [layer.values for layer in out.past_key_values.layers]
+        cache = output_cache(out)
+        self.keys = [layer.keys for layer in cache.layers]
+        self.values = [layer.values for layer in cache.layers]
         grouped = [a[0].unflatten(0, (heads, -1)).mean(1) for a in out.attentions]  # each [H, P, P]
         self.mass = [a.sum(1) for a in grouped]
         self.observed = [a[:, -OBSERVATION:].sum(1) for a in grouped]
@@ -93,13 +95,14 @@ def decode(prefill: Prefill, kept: Kept, question: list[int], count: int) -> lis
     With an empty question the first token is that of the full prefill, as in `generate`.
     """
     cache = prefill.cache(kept)
+    given = cache_argument(prefill.model, cache)
     position = prefill.length
     answer = [] if question else [prefill.next]
     pending = list(question or answer)
     while len(answer) < count:
         token = torch.tensor([[pending.pop(0)]])
         position_ids = torch.tensor([[position]])
-        logits = prefill.model(token, past_key_values=cache, position_ids=position_ids, use_cache=True).logits
+        logits = prefill.model(token, **given, position_ids=position_ids, use_cache=True).logits
         position += 1
         if not pending:
             answer.append(int(logits[0, -1].argmax()))

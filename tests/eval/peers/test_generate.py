@@ -85,7 +85,7 @@ def test_our_bytes_are_the_most_that_the_cache_reports(ours: Ours, spec: str) ->
         cache = kvpolicy.PolicyCache(ours.model, prompt=len(IDS), new=NEW)
         inputs = torch.tensor([IDS])
         for _ in range(NEW):
-            logits = ours.model(inputs, past_key_values=cache, logits_to_keep=1).logits
+            logits = ours.model(inputs, cache=cache, logits_to_keep=1).logits
             reported.append(cache.nbytes)
             inputs = logits[:, -1:].argmax(-1)
             tokens.append(int(inputs))
@@ -123,7 +123,7 @@ def test_backends_of_transformers(ours: Ours, backend: str, bits: int) -> None:
     pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend])
     cache = stock_cache(ours.model.config, f"{backend}-{bits}")
     with torch.no_grad():
-        ours.model(torch.tensor([IDS]), past_key_values=cache)
+        ours.model(torch.tensor([IDS]), cache=cache)
     group = 32
     codes = len(IDS) * TOKEN * bits // 32
     groups = len(IDS) * TOKEN // 4 // group

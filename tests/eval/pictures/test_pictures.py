@@ -71,7 +71,7 @@ def test_kvcrush_is_drawn_with_the_distances_that_decided() -> None:
     model, _ = scenes.embedded()
     with kvpolicy.attach(model, "kvcrush@0.25"), torch.inference_mode():
         cache = kvpolicy.PolicyCache(model)
-        model(scene().ids, past_key_values=cache)
+        model(scene().ids, cache=cache)
     store: Any = cache.policy_layers[LAYER].store
     distance = crush_distances(23).tolist()
     drawn = torch.zeros(scene().length)
@@ -133,7 +133,7 @@ def test_the_idea_is_drawn_from_one_run() -> None:
     model, _ = scenes.embedded()
     with kvpolicy.attach(model, idea.POLICY), torch.inference_mode():
         cache = kvpolicy.PolicyCache(model)
-        model(scene().ids, past_key_values=cache)
+        model(scene().ids, cache=cache)
     assert [int(layer.budget[0]) for layer in cache.policy_layers] == budgets
     assert sum(sum(layer.values()) for layer in stored) == cache.nbytes
     assert all(sum(layer.values()) < size for layer, size in zip(stored, uncoded, strict=True))

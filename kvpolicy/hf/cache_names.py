@@ -1,0 +1,72 @@
+"""The argument through which transformers passes a cache: `past_key_values`, renamed to `cache` in 5.24.
+
+Later versions take the old name with a warning, so that hooks see either. Which one a module takes is read from its
+forward, since a model with code of its own may keep the old name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers.generation.utils import ALL_CACHE_NAMES
+
+NEW = "cache"
+OLD = "past_key_values"
+
+NAMES = (NEW, OLD)
+"""Names of the cache among the arguments of a decoder, and of `generate`."""
+
+LAYER_NAMES = (*NAMES, "layer_past")
+"""Names of the cache among the arguments of decoder layers and of their attention."""
+
+CACHE = NEW if NEW in ALL_CACHE_NAMES else OLD
+"""The name in this version of transformers: of the argument of `generate`, and of the field of outputs."""
+
+
+def cache_name(module: nn.Module) -> str:
+    """The name of the cache in a module's forward; in that of what is inside, where a wrapper names no arguments."""
+    inside = (_name_in(type(part)) for part in module.modules())
+    return next(filter(None, inside), CACHE)
+
+
+@functools.cache
+def _name_in(kind: type[nn.Module]) -> str:
+    """The name of the cache in the forward of a class; empty if it names none."""
+    parameters = inspect.signature(kind.forward).parameters
+    return next((name for name in NAMES if name in parameters), "")
+
+
+def cache_argument(module: nn.Module, cache: Any) -> dict[str, Any]:
+    """A cache as the keyword argument of a module's forward.
+
+    Args:
+        module: A model, a decoder, or a wrapper around one.
+        cache: The cache.
+
+    Returns:
+        `{"cache": cache}`, or `{"past_key_values": cache}`.
+    """
+    return {cache_name(module): cache}
+
+
+def passed_cache(arguments: dict[str, Any], names: tuple[str, ...] = NAMES) -> Any:
+    """The cache among the arguments of a call, under either name; None without one."""
+    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
+
+
+def rename_cache(arguments: dict[str, Any], name: str) -> None:
+    """Pass the cache of a call under one name only, in place: of two names, transformers drops one with a warning."""
+    if any(other in arguments for other in NAMES if other != name):
+        cache = passed_cache(arguments)
+        for other in NAMES:
+            arguments.pop(other, None)
+        arguments[name] = cache
+
+
+def output_cache(output: Any) -> Any:
+    """The cache in the output of a model or of `generate`; None if it has none."""
+    # Not both in turn: with a version that has the new name, reading the old one logs a warning.
+    return getattr(output, CACHE, None) if hasattr(output, CACHE) else getattr(output, OLD, None)
