@@ -20,6 +20,7 @@ from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rollback import roll_back
 from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.sizes import crop_obstacle
 from kvpolicy.hf.layer_prefix import LayerPrefix
 from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.hf.transcript import Transcript
@@ -27,6 +28,7 @@ from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.result import SHARED
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
+from kvpolicy.selectors.full import KeepAll
 
 
 def make_store(
@@ -53,12 +55,17 @@ class PolicyLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False  # generate() would compile by itself, and nothing would call tick()
-    is_croppable = False  # not always: an eviction cannot be undone
     supports_early_init = False
     # Properties of the store take the place of the base class's attributes.
     keys: Tensor = property(lambda self: self.store.tensors.keys if self.is_initialized else None)  # pyright: ignore
     values: Tensor = property(lambda self: self.store.tensors.values if self.is_initialized else None)  # pyright: ignore
     is_initialized: bool = property(lambda self: self.store.is_initialized)  # pyright: ignore
+
+    @property
+    def is_croppable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether `crop` can take back every token, as assisted decoding needs: nothing is ever evicted or encoded."""
+        spec = self.store.spec
+        return isinstance(spec.selector, KeepAll) and not crop_obstacle(spec)
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ except (ImportError, AttributeError):  # another version; `check_transformers` s
     chat_completion = completion = model_manager = utils = None
     BaseGeneration = BaseModels = BaseState = object
 
-TESTED = "5.18 to 5.23"
+TESTED = "5.18 to 5.24"
 """The versions of transformers with which this module was tested."""
 
 RESERVED = frozenset(inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters) | {
