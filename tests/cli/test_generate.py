@@ -43,7 +43,8 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
 
 
 def generate(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[str, str]:
-    assert main(["generate", *words]) == code
+    exact = [] if {"--least", "--speculate"} & {*words} else ["--least", "0"]
+    assert main(["generate", *words, *exact]) == code
     return capsys.readouterr()
 
 
@@ -73,6 +74,24 @@ def test_the_text_is_that_of_model_generate(
     assert run["seen"] == found["prompt_tokens"] + len(tokens) - 1
     assert run["prefill_tokens_per_second"] > 0 and run["decode_tokens_per_second"] > 0
     assert found["compared_with_the_first"] == []
+
+
+def test_a_short_prompt_keeps_at_least_1024_tokens(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    def runs(*words: str) -> list[dict[str, Any]]:
+        assert main(["generate", PROMPT, "--new", "3", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)["runs"]
+
+    first, other = runs("--policy", "h2o@0.3", "--compare", "window@40")
+    assert (first["policy"], other["policy"]) == ("h2o@0.3:least=1024", "window@40")
+    assert first["kept"] == first["seen"] and other["kept"] == 40
+    (own,) = runs("--policy", "h2o@0.3:least=41")
+    assert (own["policy"], own["kept"]) == ("h2o@0.3:least=41", 41)
+    (set_by_option,) = runs("--policy", "h2o@0.3", "--least", "42")
+    assert (set_by_option["policy"], set_by_option["kept"]) == ("h2o@0.3:least=42", 42)
+    (exact,) = runs("--policy", "h2o@0.3", "--least", "0")
+    assert exact["policy"] == "h2o@0.3" and exact["kept"] == int(0.3 * len(tiny[1](PROMPT).input_ids))
+    assert main(["generate", "--new", "1", "--json"]) == 0  # the sample
+    assert json.loads(capsys.readouterr().out)["runs"][0]["policy"] == "squeeze+kvcrush@0.2"
 
 
 def test_compare_shows_where_texts_differ(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:

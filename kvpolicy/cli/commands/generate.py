@@ -110,8 +110,8 @@ def generate(
         compare or is_given or policies[0] not in ("full", _canonical(arguments.POLICY, least))
     ):
         raise KVPolicyError(
-            "--speculate must be given without --policy, --least and --compare, since its text is that of the full cache; try "
-            "another command for the other policies."
+            "--speculate must be given without --policy, --least and --compare, since its text is that of the full "
+            "cache; try another command for the other policies."
         )
     if gamma is not None and drafter is None:
         raise KVPolicyError(
