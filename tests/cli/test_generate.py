@@ -90,8 +90,10 @@ def test_a_short_prompt_keeps_at_least_1024_tokens(tiny: tuple[Any, Any], capsys
     assert (set_by_option["policy"], set_by_option["kept"]) == ("h2o@0.3:least=42", 42)
     (exact,) = runs("--policy", "h2o@0.3", "--least", "0")
     assert exact["policy"] == "h2o@0.3" and exact["kept"] == int(0.3 * len(tiny[1](PROMPT).input_ids))
-    assert main(["generate", "--new", "1", "--json"]) == 0  # the sample
-    assert json.loads(capsys.readouterr().out)["runs"][0]["policy"] == "squeeze+kvcrush@0.2"
+
+
+def test_the_sample_keeps_its_fraction(run: Run) -> None:
+    assert "squeeze+kvcrush@0.2\n" in run("generate --compare full --new 1")
 
 
 def test_compare_shows_where_texts_differ(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +115,7 @@ def test_compare_shows_where_texts_differ(tiny: tuple[Any, Any], capsys: pytest.
 
 
 def test_texts_are_side_by_side_in_a_wide_terminal(run: Run) -> None:
-    line = f"generate tiger=4821 --new 3 --policy {POLICY} --compare full"
+    line = f"generate tiger=4821 --new 3 --policy {POLICY} --least 0 --compare full"
     narrow, wide = (run(line, columns=columns).splitlines() for columns in (60, 120))
     assert max(map(len, narrow)) <= 60 < max(map(len, wide)) <= 120
     assert wide[0].split() == [POLICY, "full"]
