@@ -207,7 +207,8 @@ def check_merger(merger: Merger, selector: Selector, budget: Budget, decode: Dec
             f"The merger {merger} must be combined with a selector that evicts tokens, got full, which keeps "
             "them all; try snapkv."
         )
-    if fraction_of(budget) == 1.0 and (when == "prompt" or decode == "grow"):
+    whole = fraction_of(budget) == 1.0
+    if whole and (when == "prompt" or decode == "grow"):
         raise KVPolicyError(
             f"A policy with the merger {merger} must evict tokens, got the budget {budget}, which keeps them all; try "
             "0.2."
