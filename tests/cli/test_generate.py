@@ -92,10 +92,6 @@ def test_a_short_prompt_keeps_at_least_1024_tokens(tiny: tuple[Any, Any], capsys
     assert exact["policy"] == "h2o@0.3" and exact["kept"] == int(0.3 * len(tiny[1](PROMPT).input_ids))
 
 
-def test_the_sample_keeps_its_fraction(run: Run) -> None:
-    assert "squeeze+kvcrush@0.2\n" in run("generate --compare full --new 1")
-
-
 def test_compare_shows_where_texts_differ(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
     others = ["full", POLICY, "window@8"]
     words = [PROMPT, "--policy", POLICY, "--new", "14", *(word for name in others for word in ("--compare", name))]
@@ -156,6 +152,13 @@ def test_the_built_in_sample(piped: Callable[[bytes], None], capsys: pytest.Capt
     out, err = generate([], capsys)
     assert f"\n{sample().rpartition('?')[2]}{out.strip()}\n" in sample()
     assert "built-in sample" in err
+
+
+def test_the_sample_keeps_its_fraction(piped: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]) -> None:
+    for words, policy in (([], "squeeze+kvcrush@0.2"), (["--least", "99"], "squeeze+kvcrush@0.2:least=99")):
+        piped(b"")
+        assert main(["generate", "--new", "1", "--json", *words]) == 0
+        assert json.loads(capsys.readouterr().out)["runs"][0]["policy"] == policy
 
 
 def test_prompt_notes() -> None:
