@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from kvpolicy.selectors.tova import TOVA as TOVA
     from kvpolicy.selectors.triattention import TriAttention as TriAttention
     from kvpolicy.selectors.window import SlidingWindow as SlidingWindow
+    from kvpolicy.spec.budget import Share as Share
     from kvpolicy.spec.errors import KVPolicyError as KVPolicyError
     from kvpolicy.spec.errors import KVPolicyStateError as KVPolicyStateError
     from kvpolicy.spec.errors import KVPolicyTypeError as KVPolicyTypeError
@@ -127,6 +128,7 @@ _LAZY = {
     "plan": "kvpolicy.hf.plan",
     "CachePlan": "kvpolicy.planning.result",
     "Policy": "kvpolicy.policy",
+    "Share": "kvpolicy.spec.budget",
     "profile": "kvpolicy.calibration.layer_profile",
     "Weights": "kvpolicy.parallel.weights",
     "weights_per_rank": "kvpolicy.hf.weights",

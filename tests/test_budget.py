@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.spec.budget import bytes_of, check_budget, format_budget, parse_budget, waterfill
+from kvpolicy import KVPolicyError, KVPolicyTypeError, Share
+from kvpolicy.spec.budget import bytes_of, check_budget, format_budget, json_budget, parse_budget, waterfill
 
 
 def fill(target: list[float], total: int, floor: int = 1, ceiling: int = 10**6) -> list[int]:
@@ -173,3 +176,62 @@ def test_a_batch_is_its_rows(one: tuple[list[float], int, int, int], two: tuple[
     assert together[0].tolist() == fill(targets[0], totals[0], 5, one[3])
     assert together[1].tolist() == fill(targets[1], totals[1], 5, two[3])
     assert together.dtype == torch.int64
+
+
+@given(st.floats(0, 1, exclude_min=True), st.integers(1, 10**18 - 1), st.integers(0, 10**6))
+def test_a_share_is_read_as_it_is_written(fraction: float, least: int, tokens: int) -> None:
+    budget = Share(fraction, least=least)
+    for text in (format_budget(budget), str(json_budget(budget)), f" {fraction!r} : least = {least} "):
+        assert parse_budget(text) == budget == check_budget(text)
+    assert check_budget(budget) is budget and hash(parse_budget(str(budget))) == hash(budget)
+    assert budget.of_prompt(tokens) == (fraction if int(tokens * fraction + 1e-9) >= least else least)
+    assert budget != fraction and budget != Share(fraction, least=least + (1 if least == 1 else -1))
+
+
+def test_a_share_may_be_a_percentage() -> None:
+    assert parse_budget("20%:least=64") == Share(0.2, least=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "2048:least=64",
+            r"A least number of tokens must follow a fraction of the prompt, got 2048; try 0\.2:least=1024",
+        ),
+        ("512MiB:least=64", "must follow a fraction of the prompt, got 512MiB"),
+        ("0.2:least=0", "The least number of tokens of a budget must be an integer from 1, got 0"),
+        ("0.2:least=-5", "must be an integer from 1, got '-5'"),
+        ("0.2:least=1.5", r"must be an integer from 1, got '1\.5'"),
+        ("0.2:least=1,024", "must be an integer from 1, got '1,024'"),
+        ("0.2:least=5:least=6", "must be an integer from 1, got '5:least=6'"),
+        ("0.2:least=1" + "0" * 18, "must be an integer from 1, got 1000000000000000000"),
+        ("0.2:most=64", "The option of a budget must be least=TOKENS, got 'most=64'"),
+        ("0.2:least", "must be least=TOKENS, got 'least'"),
+        ("0.2:", "must be least=TOKENS, got ''"),
+        ("1.5:least=64", "The budget must be a fraction"),
+        (":least=64", "The budget must be a fraction"),
+    ],
+)
+def test_other_least_numbers_are_told(text: str, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        parse_budget(text)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "least", "message"),
+    [
+        (0.2, True, "must be an integer from 1, got True of type bool"),
+        (0.2, 64.0, r"must be an integer from 1, got 64\.0 of type float"),
+        (0.2, "64", "must be an integer from 1, got '64' of type str"),
+        (0.2, 0, "must be an integer from 1, got 0"),
+        (1, 64, "must follow a fraction of the prompt, got 1;"),
+        (True, 64, "must follow a fraction of the prompt, got True"),
+        ("0.2", 64, "must follow a fraction of the prompt, got '0.2'"),
+        (1.5, 64, r"got the fraction 1\.5"),
+        (0.0, 64, r"got the fraction 0\.0"),
+    ],
+)
+def test_other_shares_are_told(fraction: Any, least: Any, message: str) -> None:
+    with pytest.raises((KVPolicyError, KVPolicyTypeError), match=message):
+        Share(fraction, least=least)

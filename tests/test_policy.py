@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
+from kvpolicy import Share
 from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.pyramid import Pyramid
 from kvpolicy.allocators.squeeze import SqueezeAttention
@@ -309,3 +312,35 @@ def test_head_budgets_need_a_codec_of_one_stage() -> None:
     assert Policy(**parts, codec=Stages(count=1)).heads == Even()
     with pytest.raises(ValueError, match=r"must encode every token by itself to be combined with Even\(\)"):
         Policy(**parts, codec=Stages(count=2))
+
+
+@pytest.mark.parametrize("spec", ["snapkv", "squeeze+kvcrush/h2o+kivi:bits=4", "uniform/adakv+snapkv", "h2o+mikv"])
+def test_a_policy_has_a_share_with_a_least_number(spec: str) -> None:
+    policy = Policy.parse(f"{spec}@0.2:least=1024")
+    assert policy.budget == Share(0.2, least=1024) and Policy.parse(spec).with_budget(policy.budget) == policy
+    assert str(policy).endswith("@0.2:least=1024") and Policy.parse(str(policy)) == policy == eval(repr(policy))
+    assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+    others = [policy.with_budget(0.2), policy.with_budget(Share(0.2, least=1023)), policy.with_budget(1024)]
+    assert policy not in others and len({policy, Policy.parse(str(policy)), *others}) == 4
+    assert copy.deepcopy(policy) == policy
+    assert "at least 1,024 tokens per layer" in policy.to_html()
+
+
+def test_a_least_number_says_nothing_where_every_token_is_kept() -> None:
+    assert Policy.parse("kivi@1.0:least=9") == Policy.parse("kivi")
+    assert Policy.parse("h2o+mikv@1.0:least=9") == Policy.parse("h2o+mikv")
+    assert Policy.parse("h2o@1.0:least=9").budget == Share(1.0, least=9)
+    with pytest.raises(kvpolicy.KVPolicyError, match=r"must evict tokens, got the budget 1\.0:least=9"):
+        Policy.parse("snapkv:decode=grow+merge@1.0:least=9")
+    with pytest.raises(kvpolicy.KVPolicyError, match=r"0\.5:least=9 must have a selector that evicts tokens"):
+        Policy.parse("kivi@0.5:least=9")
+
+
+def test_layers_have_relative_shares_without_a_least_number() -> None:
+    with pytest.raises(kvpolicy.KVPolicyError, match=r"a fraction or tokens, got h2o@0\.5:least=9"):
+        Policy.by_layer(["h2o@0.5:least=9", "h2o@0.5"], budget=0.5)
+    policy = Policy.by_layer(["h2o@0.5", "window@0.25"], budget="0.5:least=9")
+    assert policy.budget == Share(0.5, least=9) and eval(repr(policy)) == policy
+    assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+    tuned = Policy.parse("tuned:file=plan.json@0.1:least=64")
+    assert str(tuned) == "tuned:file=plan.json@0.1:least=64" and tuned.budget == Share(0.1, least=64)

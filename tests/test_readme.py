@@ -26,7 +26,7 @@ if not README.exists():
 TEXT = README.read_text(encoding="utf-8")
 
 
-REPORT = re.compile(r"of the full cache:\nlayer  budget  kept +seen ")
+REPORT = re.compile(r"of the full cache:\nlayer  budget +kept +seen ")
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -17,6 +17,7 @@ from kvpolicy import Policy
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.planning.curves import load_tuned
 from kvpolicy.policy import TunedPolicy
+from kvpolicy.spec.budget import Budget
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 
 Backend = Literal["deepspeed", "hf"]
@@ -165,7 +166,7 @@ def describe_others(others: Mapping[str, Any]) -> str:
     return "".join(f" {name}={named[name]}" for name in sorted(named) if isinstance(named[name], str | int | float))
 
 
-def read_policy(policy: str | Policy | None, budget: float | str | None) -> Policy:
+def read_policy(policy: str | Policy | None, budget: Budget | None) -> Policy:
     """Parse a spec, and override its budget if one is given."""
     found = policy if isinstance(policy, Policy) else Policy.parse(policy)
     return found if budget is None else found.with_budget(budget)

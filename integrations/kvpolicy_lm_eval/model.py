@@ -22,6 +22,8 @@ from kvpolicy.hf.attachment import Hold, check_hold
 from kvpolicy.hf.cache_names import CACHE
 from kvpolicy.hf.shared_plan import check_readable
 from kvpolicy.hf.tile_size import TileSize, check_tile
+from kvpolicy.reporting.logging import without_warning_of_few_tokens
+from kvpolicy.spec.budget import Budget, json_budget
 from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyWarning
 from kvpolicy_lm_eval import ranks
@@ -94,7 +96,7 @@ class KVPolicyLM(HFLM):
         self,
         pretrained: Any = None,
         policy: str | Policy | None = "full",
-        budget: float | str | None = None,
+        budget: Budget | None = None,
         holdback: int = 1,
         rolling_chunk: int = 64,
         tp: int | None = None,
@@ -225,7 +227,7 @@ class KVPolicyLM(HFLM):
                 "version": kvpolicy.__version__,
                 "format": 1,
                 "policy": str(self.policy),
-                "budget": self.policy.budget,
+                "budget": json_budget(self.policy.budget),
                 "holdback": self.holdback,
                 "rolling_chunk": self.rolling_chunk,
                 "group_by_prefix": self.least_prefix,
@@ -273,7 +275,7 @@ class KVPolicyLM(HFLM):
             self.stats.now.requests += len(indices)
             self._held_back = held_back
             for text, members in self._texts(kind, requests, indices):
-                with self._sharing(text):
+                with self._sharing(text), without_warning_of_few_tokens():
                     task_answers = answer([requests[index] for index in members], disable_tqdm=quiet)
                 for index, task_answer in zip(members, task_answers, strict=True):
                     answers[index] = task_answer

@@ -16,10 +16,12 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.mergers.drop import Drop
 from kvpolicy.planning.planner import divide
 from kvpolicy.policy import Policy
+from kvpolicy.policy.least import keep_at_least
 from kvpolicy.protocols import LayerShape, Selector
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.registry import name_of
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.limits import LEAST_TOKENS
 
 SELECTORS = ("window", "streaming", "snapkv", "kvcrush", "keydiff", "h2o", "tova", "expected")
 """Selectors that decide at the end of a prompt, from its queries, keys and values alone, and always keep its last token
@@ -30,10 +32,11 @@ ACROSS_HEADS = ("kvcrush", "tova")
 
 POLICY = "KVPOLICY_POLICY"
 THRESHOLD = "KVPOLICY_THRESHOLD"
+LEAST = "KVPOLICY_LEAST"
 PREFILLS = "KVPOLICY_PREFILLS"
 """Variables of the environment, for what the engine's config does not say."""
 
-LEAST = 1024
+SHORTEST = 1024
 """The threshold where none is set."""
 
 AT_A_TIME = 4
@@ -45,10 +48,13 @@ class Recipe:
     """How prompts are compressed.
 
     Attributes:
-        policy: The policy, with `decode=grow`: in an engine, nothing is evicted while an answer grows.
+        policy: The policy, with `decode=grow`: in an engine, nothing is evicted while an answer grows. A budget that is
+            a fraction has a least number of tokens.
         threshold: Prompts of so many tokens and more are compressed.
         prefills: How many prompts are prefilled, or are compressed and wait for blocks, at a time; what waits is held
             beside the engine's blocks.
+
+        least: The least number of tokens of a budget that is a fraction without one; 0 for none.
 
     Raises:
         KVPolicyError: If the policy has a part that an engine cannot have, or the budget is too small for a prompt of
@@ -56,18 +62,20 @@ class Recipe:
 
     Examples:
         >>> recipe = Recipe.parse("snapkv@0.2", threshold="1024")
-        >>> str(recipe.policy), recipe.kept(2048)
-        ('snapkv:decode=grow@0.2', 409)
+        >>> str(recipe.policy), recipe.kept(2048), recipe.kept(8192)
+        ('snapkv:decode=grow@0.2:least=1024', 1024, 1638)
     """
 
     policy: Policy
-    threshold: int = LEAST
+    threshold: int = SHORTEST
     prefills: int = AT_A_TIME
+    least: int = LEAST_TOKENS
 
     def __post_init__(self) -> None:
-        """Check the policy, and let it grow."""
+        """Check the policy, let it grow, and keep enough of short prompts."""
         _check_parts(self.policy)
-        object.__setattr__(self, "policy", dataclasses.replace(self.policy, selector=_growing(self.policy.selector)))
+        growing = dataclasses.replace(self.policy, selector=_growing(self.policy.selector))
+        object.__setattr__(self, "policy", keep_at_least(growing, self.least))
         if self.kept(self.threshold) < 2:
             raise KVPolicyError(
                 f"{THRESHOLD} must be large enough for {self.policy} to keep two tokens, got {self.threshold}; try "
@@ -75,7 +83,14 @@ class Recipe:
             )
 
     @classmethod
-    def parse(cls, policy: str, *, threshold: object = LEAST, prefills: object = AT_A_TIME) -> Recipe:
+    def parse(
+        cls,
+        policy: str,
+        *,
+        threshold: object = SHORTEST,
+        prefills: object = AT_A_TIME,
+        least: object = LEAST_TOKENS,
+    ) -> Recipe:
         """Read a recipe from texts.
 
         Raises:
@@ -85,14 +100,15 @@ class Recipe:
             policy=Policy.parse(policy),
             threshold=_count(threshold, THRESHOLD),
             prefills=_count(prefills, PREFILLS),
+            least=_count(least, LEAST, 0),
         )
 
     @classmethod
     def of(cls, transfer: Any, environment: Mapping[str, str] | None = None) -> Recipe | None:
-        """The recipe of an engine: `policy`, `threshold` and `prefills` of its `kv_connector_extra_config`.
+        """The recipe of an engine: `policy`, `threshold`, `prefills` and `least` of its `kv_connector_extra_config`.
 
-        Where one of them is missing, the variables `KVPOLICY_POLICY`, `KVPOLICY_THRESHOLD` and `KVPOLICY_PREFILLS` say
-        it. None if there is no policy.
+        Where one of them is missing, the variables `KVPOLICY_POLICY`, `KVPOLICY_THRESHOLD`, `KVPOLICY_PREFILLS` and
+        `KVPOLICY_LEAST` say it. None if there is no policy.
 
         Args:
             transfer: The `kv_transfer_config` of the engine, or None.
@@ -110,9 +126,12 @@ class Recipe:
         policy = setting("policy", POLICY)
         if not policy:
             return None
-        threshold = setting("threshold", THRESHOLD, LEAST)
-        prefills = setting("prefills", PREFILLS, AT_A_TIME)
-        return cls.parse(str(policy), threshold=threshold, prefills=prefills)
+        return cls.parse(
+            str(policy),
+            threshold=setting("threshold", THRESHOLD, SHORTEST),
+            prefills=setting("prefills", PREFILLS, AT_A_TIME),
+            least=setting("least", LEAST, LEAST_TOKENS),
+        )
 
     @property
     def compares_heads(self) -> bool:
@@ -191,8 +210,8 @@ def _growing(selector: Any) -> Selector:
     return dataclasses.replace(selector, **changes)
 
 
-def _count(value: object, name: str) -> int:
+def _count(value: object, name: str, smallest: int = 1) -> int:
     text = str(value)
-    if not text.isdecimal() or not int(text):
-        raise KVPolicyError(f"{name} must be a number of at least 1, got {text!r}.")
+    if not text.isdecimal() or int(text) < smallest:
+        raise KVPolicyError(f"{name} must be a number of at least {smallest}, got {text!r}.")
     return int(text)

@@ -10,6 +10,7 @@ import typer
 
 from kvpolicy.cli.completion import complete_model, complete_policy
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.limits import LEAST_TOKENS
 
 POLICY = "squeeze+kvcrush"
 """The default policy."""
@@ -108,6 +109,22 @@ def _tokens(least: int) -> Callable[[str], int]:
         return parse_tokens(str(text), least)  # Typer passes defaults through, too
 
     return parse
+
+
+def least_option(otherwise: str) -> Any:
+    """The option `--least` of a command for prompts of any length; its default is None.
+
+    Args:
+        otherwise: Where the default number is 0.
+    """
+    return typer.Option(
+        "--least",
+        parser=_tokens(0),
+        metavar="TOKENS",
+        help="Tokens that a budget such as 0.2 keeps of a short prompt at least; 0 for none. A policy may have its "
+        f"own, as in @0.2:least=512. By default {LEAST_TOKENS:,}, or 0 {otherwise}.",
+        show_default=False,
+    )
 
 
 Batch = Annotated[int, typer.Option("--batch", min=1, max=2**16, metavar="ROWS", help="Batch size.")]

@@ -20,6 +20,7 @@ from kvpolicy.planning.tokens import tokens_of
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SMALLEST_HEAD, Needs, Traits, View, alloc_state, differs_by_layer, traits_for
 from kvpolicy.selectors.kvcrush import KVCrush
+from kvpolicy.spec.budget import Budget, Share, fraction_of
 
 EXAMPLE_COSINES = (0.5, 0.95)
 """The cosines of the first and the last layer in the example of an allocator that measures layers."""
@@ -69,15 +70,27 @@ def of_budget(case: Case) -> list[str]:
     if isinstance(budget, str):
         held = "on the device" if case.planned.host_nbytes else "included"
         text = f"{budget} for the whole cache, all bytes {held}, is {_tokens(case.kept)} per layer on average."
-    elif isinstance(budget, float) and budget == 1.0:
+    elif fraction_of(budget) == 1.0:
         text = f"The whole prompt is kept: {_tokens(case.prompt)} in each of {counted(layers, 'layer')}."
     else:
         per_layer = int(tokens_of(budget, torch.tensor([case.prompt], device="cpu")))
-        fraction = "" if isinstance(budget, int) else f"{budget} of {_tokens(case.prompt)} is "
-        text = f"{fraction}{_tokens(per_layer)} per layer on average, {per_layer * layers:,} in {layers} layers."
+        text = f"{_tokens(per_layer)} per layer on average, {per_layer * layers:,} in {layers} layers."
+        text = f"{_of_fraction(budget, case.prompt)}{text}"
         if per_layer >= case.prompt:
             text += f" The prompt of {_tokens(case.prompt)} fits."
     return [text, _of_new_tokens(case)]
+
+
+def _of_fraction(budget: Budget, prompt: int) -> str:
+    """The beginning of a sentence about the tokens of a fraction; empty of a budget in tokens."""
+    fraction = fraction_of(budget)
+    if fraction is None:
+        return ""
+    if not isinstance(budget, Share):
+        return f"{fraction} of {_tokens(prompt)} is "
+    own = int(tokens_of(fraction, torch.tensor([prompt], device="cpu")))
+    than = "less than" if own < budget.least else "at least"
+    return f"{fraction} of {_tokens(prompt)} is {own:,}, {than} the least number of {budget.least:,}: "
 
 
 def _tokens(count: int) -> str:

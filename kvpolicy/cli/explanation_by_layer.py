@@ -11,6 +11,7 @@ from kvpolicy.cli.transfers import transfer_text
 from kvpolicy.planning.curves import Curves, load_tuned
 from kvpolicy.planning.tuned import Reason, lengths, reasons
 from kvpolicy.policy import TunedPolicy
+from kvpolicy.spec.budget import Share, fraction_of, json_budget
 
 DISTORTION = {
     "output": "the squared error of the layer's attention output, relative to its norm and weighted by what such an "
@@ -55,7 +56,7 @@ def facts_by_layer(given: Any, planned: Any, model: Any) -> dict[str, Any]:
             reason = own[index]
             layer["distortion"] = None if reason is None else reason._asdict()
     return {
-        "budget": {"value": policy.budget, "said": [_budget(policy.budget)]},
+        "budget": {"value": json_budget(policy.budget), "said": [_budget(policy.budget)]},
         "tuned": tuned,
         "note": planned.note,
         "layers": layers,
@@ -100,9 +101,10 @@ def _budget(budget: Any) -> str:
         return "Bytes of the whole cache."
     if isinstance(budget, int):
         return "As many bytes as so many tokens per layer take in a full cache."
-    if budget == 1.0:
+    if fraction_of(budget) == 1.0:
         return "No token is evicted."
-    return "The fraction of the full cache's bytes, prompt and new tokens, in the layers under the policy."
+    least = f", but at least those of {budget.least:,} tokens per layer" if isinstance(budget, Share) else ""
+    return f"The fraction of the full cache's bytes, prompt and new tokens, in the layers under the policy{least}."
 
 
 def _origin(tuned: dict[str, Any]) -> str:

@@ -173,8 +173,11 @@ def generate_text(
 
 def warm_up(model: Any, tokenizer: Any, ids: Any, policy: str) -> None:
     """Generate a few tokens, so that the time of PyTorch's initialization is not measured."""
+    from kvpolicy.reporting.logging import without_warning_of_few_tokens
+
     try:
-        result = generate_text(model, tokenizer, ids[:, :16], policy, GenerationOptions(new=2))
+        with without_warning_of_few_tokens():
+            result = generate_text(model, tokenizer, ids[:, :16], policy, GenerationOptions(new=2))
     except ValueError:  # a short prompt may leave too small a budget, which says nothing about the whole prompt
         return
     if result.interrupted:

@@ -192,10 +192,12 @@ def _generate(model: Any, tokenizer: Any, ids: Any, policy: str, new: int, tile:
 
     from kvpolicy.cli.generation import GenerationOptions
     from kvpolicy.hf.attach import attach
+    from kvpolicy.reporting.logging import without_warning_of_few_tokens
 
     ids = ids.to(model.device)
     arguments = GenerationOptions(new=new).arguments(tokenizer)
-    with torch.inference_mode(), attach(model, policy, tile=tile) as handle:
+    # What is shown are the tokens that are kept.
+    with torch.inference_mode(), attach(model, policy, tile=tile) as handle, without_warning_of_few_tokens():
         output = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
     return handle, output[0].tolist()
 

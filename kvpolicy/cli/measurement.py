@@ -17,6 +17,7 @@ import kvpolicy
 from kvpolicy.hf.cache_names import cache_argument, output_cache
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
+from kvpolicy.reporting.logging import without_warning_of_few_tokens
 
 PADDED_LENGTH = 192
 """Columns of the prompt of a check."""
@@ -107,7 +108,7 @@ def _median(times: Sequence[Times]) -> Times:
 
 def _measure_policy(model: Any, policy: Policy, ids: Tensor, steps: int, tile: TileSize) -> tuple[Times, int, int]:
     """Return the times under a policy, and the bytes of its cache and of the full cache."""
-    with kvpolicy.attach(model, policy, tile=tile):
+    with kvpolicy.attach(model, policy, tile=tile), without_warning_of_few_tokens():
         cache = kvpolicy.PolicyCache(model, new=steps + 1)  # one step is for warm-up
         times = _measure(model, ids, steps, cache)
         report = cache.report()
@@ -146,7 +147,7 @@ def checks(model: Any, policies: Sequence[Policy]) -> list[dict[str, Any]]:
         with kvpolicy.attach(model, Policy()):
             full_difference = _difference(stock, _logits(model, ids))
         for policy in policies:
-            with kvpolicy.attach(model, policy):
+            with kvpolicy.attach(model, policy), without_warning_of_few_tokens():
                 padded = _logits(model, ids, mask)[:1]
                 alone = _logits(model, ids[:1, padding:])
             differences.append(_difference(alone, padded))

@@ -68,6 +68,7 @@ from kvpolicy.reporting.logging import (
 )
 from kvpolicy.reporting.report import Report
 from kvpolicy.spec.arguments import named_arguments
+from kvpolicy.spec.budget import Budget, least_of
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.tables import shorten
 
@@ -286,7 +287,7 @@ class Handle:
         every = [own.selector.needs for own in policy.distinct]
         if not any(needs.window_queries or needs.newest_row or needs.newest_queries for needs in every):
             return
-        if isinstance(policy.budget, int) and policy.budget >= int(cache.prompt.max()):
+        if least_of(policy.budget) >= int(cache.prompt.max()):
             return  # nothing is left out
         first = cache.policy_layers[0]
         seen = first.length if first.is_initialized else torch.zeros(tokens.shape[0], dtype=torch.int64, device="cpu")
@@ -342,7 +343,7 @@ def attach(
     model: nn.Module,
     policy: Policy | str,
     *,
-    budget: float | int | str | None = None,
+    budget: Budget | None = None,
     tile: TileSize = None,
     chunks: Chunks = SELECT,
     hold: Hold = PLAIN,

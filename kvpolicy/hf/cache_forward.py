@@ -490,10 +490,10 @@ class CacheForward(Cache):
             keep = whole_budgets(self.policy_layers, new)
         elif metrics is None and self.policy.layer_metric:
             metrics = self.cosines()
-        model = self.attachment.model_shape
         columns = first.get_seq_length()
+        before = first.prefix_columns
         self._forward.tokens, plan, end = divide_budget(
-            self.policy, model, first.store, pending, self._told(), metrics, columns, keep, first.prefix_columns
+            self.policy, self.attachment, first.store, pending, self._told(), metrics, columns, keep, before
         )
         self.plan = with_prefix(plan, self.policy_layers, len(pending.keys))
         self._end = None if end is None else end.tolist()

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.hf.attachment import Attachment
 from kvpolicy.hf.build_plan import Prefilling, build_plan
-from kvpolicy.hf.model_spec import ModelShape
+from kvpolicy.planning.notes import leaves_few
 from kvpolicy.planning.planner import divide
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.planning.tokens import Tokens, expect_tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
+from kvpolicy.reporting.logging import warn_of_few_tokens
 from kvpolicy.spec.errors import KVPolicyStateError
 from kvpolicy.spec.limits import MAX_SIZE
 from kvpolicy.spec.validation import at_least
@@ -77,7 +79,7 @@ class Division(NamedTuple):
 
 def divide_budget(
     policy: Policy,
-    model: ModelShape,
+    attachment: Attachment,
     store: LayerStore,
     pending: PendingPrompt,
     told: Expected,
@@ -90,7 +92,7 @@ def divide_budget(
 
     Args:
         policy: The policy of the cache.
-        model: The model's cache.
+        attachment: The attachment of the cache.
         store: The first layer.
         pending: Its prompt.
         told: The announced lengths.
@@ -100,6 +102,7 @@ def divide_budget(
         before: Those columns that are a shared prefix, and no part of the budget.
     """
     batch, heads, _, dim = pending.keys.shape
+    model = attachment.model_shape
     indices = model.evictable
     own, length, end = RowLengths.of(store, pending, told)
     dtype = pending.keys.dtype
@@ -114,6 +117,8 @@ def divide_budget(
     whole = model.whole._replace(dtype=dtype)
     if keep is None:
         tokens = divide(policy, metrics, length, end, [fullest] * len(indices), sum(most.values()), indices, whole)
+        if leaves_few(policy, tokens.keep, length) and attachment.first_warning("few tokens"):
+            warn_of_few_tokens(policy)
     else:
         tokens = expect_tokens(policy, keep, length, end)
     if metrics is not None and not store.ranks.agree(tokens.keep.to(store.tensors.positions.device)):

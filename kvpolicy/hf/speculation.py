@@ -18,7 +18,7 @@ from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.forward_checks import vocabulary_of
 from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.policy import Policy
-from kvpolicy.reporting.logging import warn_of_processors
+from kvpolicy.reporting.logging import warn_of_processors, without_warning_of_few_tokens
 from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.limits import MAX_SIZE
@@ -151,6 +151,7 @@ def speculate(
         if model not in attachments:
             stack.enter_context(attach(model, policy))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(without_warning_of_few_tokens())  # the full cache verifies what they draft
         run = _Run(model, policy, input_ids, max_new_tokens, temperature, seed)
         tokens, stats = run.tokens(max_new_tokens, gamma, ends)
     new = torch.tensor([tokens], dtype=input_ids.dtype, device=input_ids.device)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.planning.layer_plans import plan_layers
-from kvpolicy.planning.tokens import EPSILON, Tokens, expect_tokens, largest, most_tokens
-from kvpolicy.policy import LayeredPolicy
+from kvpolicy.planning.tokens import Tokens, expect_tokens, largest, most_tokens
+from kvpolicy.policy import LayeredPolicy, Policy
 from kvpolicy.protocols import LayerShape
-from kvpolicy.spec.budget import bytes_of
+from kvpolicy.spec.budget import EPSILON, Budget, Share, bytes_of
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.limits import MAX_SIZE
 
@@ -45,7 +45,7 @@ def divide_by_layer(
     """
     if isinstance(policy.budget, str):
         limit = bytes_of(policy.budget) - unmanaged_nbytes
-        keep, smallest = _fit(policy, prompt, end, shapes, indices, limit)
+        keep, smallest = _fit(policy, policy.budget, prompt, end, shapes, indices, limit)
         if keep is None:
             raise KVPolicyError(
                 f"The budget must be at least {smallest + unmanaged_nbytes}B for {len(prompt)} row(s) of this model "
@@ -68,16 +68,17 @@ def _row(
     policy: LayeredPolicy, prompt: Tensor, end: Tensor | None, shapes: list[LayerShape], indices: Sequence[int]
 ) -> Tensor:
     """Tokens that each layer keeps of one row under a budget of a share or a number of tokens, [1, L]."""
-    budget = policy.budget
     if end is None and policy.decode == "grow":
         end = prompt  # what a growing cache reserves for tokens that nobody announced is on top, as in other caches
     token = sum(shape.token_nbytes for shape in shapes)
-    full = token * max(int(prompt), 0 if end is None else int(end))
+    length = max(int(prompt), 0 if end is None else int(end))
+    full = token * length
+    budget = policy.budget.of_prompt(length) if isinstance(policy.budget, Share) else policy.budget
     if isinstance(budget, float):
         limit = None if budget == 1.0 else int(full * budget + EPSILON)
     else:
         limit = token * int(budget)
-    keep, smallest = _fit(policy, prompt, end, shapes, indices, limit)
+    keep, smallest = _fit(policy, budget, prompt, end, shapes, indices, limit)
     most = int(most_tokens(policy, prompt, end))
     layers = [policy.at(index) for index in indices]
     floor = torch.tensor([[most if layer.keeps_whole else layer.min_tokens for layer in layers]], device="cpu")
@@ -88,13 +89,14 @@ def _row(
         wanted = -(-smallest // token) if isinstance(budget, int) else min(round(smallest / full + 5e-7, 6), 1.0)
         what = f"{wanted} tokens" if isinstance(budget, int) else f"{wanted} of the full cache's bytes"
         raise KVPolicyError(
-            f"The budget must be at least {what} for {int(prompt)} prompt tokens under {policy}, got {budget}."
+            f"The budget must be at least {what} for {int(prompt)} prompt tokens under {policy}, got {policy.budget}."
         )
     return keep
 
 
 def _fit(
     policy: LayeredPolicy,
+    budget: Budget,
     prompt: Tensor,
     end: Tensor | None,
     shapes: list[LayerShape],
@@ -103,17 +105,17 @@ def _fit(
 ) -> tuple[Tensor | None, int]:
     """The most tokens of each row and layer within `limit` bytes, [B, L], or None; and the fewest bytes possible.
 
+    The budget is what that of the policy means for these rows, with `limit` as its bytes.
+
     All shares are multiplied by one factor, found by bisection over the tokens of the largest share. If all tokens fit
     and nobody announced how many will follow, all layers keep equally many of those, as in other caches.
     """
     layers = [policy.at(index) for index in indices]
     whole = torch.tensor([layer.keeps_whole for layer in layers], device="cpu")
     # Relative to the largest share; a layer that keeps every token has none.
-    weights = torch.tensor([float(layer.budget) for layer in layers], dtype=torch.float64, device="cpu").masked_fill(
-        whole, 0
-    )
+    weights = torch.tensor([_share(layer) for layer in layers], dtype=torch.float64, device="cpu").masked_fill(whole, 0)
     weights = weights / weights.amax().clamp_min(EPSILON)
-    lasts = end is None and policy.decode == "evict" and not isinstance(policy.budget, float)
+    lasts = end is None and policy.decode == "evict" and not isinstance(budget, float)
     # The slots are those of the longest row, so that the others may fill them with what follows.
     longest = most_tokens(policy, prompt, end)
     ceiling = (torch.full_like(longest, int(longest.max())) if lasts else longest)[:, None].expand(-1, len(layers))
@@ -142,3 +144,9 @@ def _fit(
         more = largest(lambda tokens: nbytes(found.clamp_min(tokens)) <= limit, 0, min(limit, MAX_SIZE))
         found = found.clamp_min(more)
     return found, smallest
+
+
+def _share(layer: Policy) -> float:
+    """The relative share of a layer."""
+    assert isinstance(layer.budget, float | int), "a policy by layer has no other budgets of its layers"
+    return float(layer.budget)

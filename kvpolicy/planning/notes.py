@@ -9,12 +9,16 @@ from torch import Tensor
 from kvpolicy.kernels.compiled import MIN_SLOTS, obstacle
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.policy import Policy
+from kvpolicy.spec.budget import fraction_of
 
 MAX_EXACT = 0.5
 """A full-precision buffer that takes a larger fraction of the layers' bytes is noted."""
 
 PERCENT_TOKENS = 64
 """A budget of fewer tokens than these may have been meant as a percentage."""
+
+FEW_TOKENS = 64
+"""A fraction without a least number of tokens that leaves fewer than these of a prompt is warned of."""
 
 MIN_TOKENS = 16
 """A budget that is not given in tokens, and keeps fewer than these per layer on average, is noted."""
@@ -79,15 +83,40 @@ def _maybe_percent(policy: Policy, prompt: Tensor) -> str:
     return f"the budget @{budget} is {budget} tokens per layer; for {budget}% of the prompt, write @{budget / 100:g}"
 
 
+def keeps_few(keep: Tensor, prompt: Tensor, tokens: int) -> Tensor:
+    """Rows of whose prompt a layer keeps fewer than `tokens` on average, and not all, [B] bool.
+
+    Args:
+        keep: Tokens per layer, [B, L].
+        prompt: Prompt length of each row, [B].
+        tokens: The number.
+    """
+    mean = keep.double().mean(-1)
+    return (mean < tokens) & (mean < prompt)
+
+
+def leaves_few(policy: Policy, keep: Tensor, prompt: Tensor) -> bool:
+    """Whether a fraction without a least number of tokens leaves so few that an answer from them is hardly right.
+
+    Args:
+        policy: The policy.
+        keep: Tokens per layer, [B, L].
+        prompt: Prompt length of each row, [B].
+    """
+    return isinstance(policy.budget, float) and bool(keeps_few(keep, prompt, FEW_TOKENS).any())
+
+
 def _few_tokens(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
     """Rows of which a budget that is not given in tokens keeps only a few."""
-    mean = keep.double().mean(-1)
-    few = (mean < MIN_TOKENS) & (mean < prompt)
+    few = keeps_few(keep, prompt, MIN_TOKENS)
     if isinstance(policy.budget, int) or not bool(few.any()):
         return ""
+    mean = keep.double().mean(-1)
     row = int(mean.masked_fill(~few, float("inf")).argmin())
     kept = f"{mean[row]:.3g} of {int(prompt[row]):,} prompt tokens per layer"
-    return f"{_rows(few)}: the budget {policy.budget} keeps as few as {kept}, so consider a budget in tokens"
+    fraction = fraction_of(policy.budget)
+    advice = "a budget in tokens" if fraction is None else f"a least number of them, as in {fraction}:least=1024"
+    return f"{_rows(few)}: the budget {policy.budget} keeps as few as {kept}, so consider {advice}"
 
 
 def _even_layers(policy: Policy, keep: Tensor, prompt: Tensor) -> str:

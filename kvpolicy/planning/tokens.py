@@ -10,27 +10,28 @@ from torch import Tensor
 
 from kvpolicy.engine.capacity import growth
 from kvpolicy.policy import Policy
+from kvpolicy.spec.budget import EPSILON, Share
 from kvpolicy.spec.limits import MAX_SIZE
 
 INITIAL_SLOTS = 4096
 """Slots allocated beyond the prompt if the number of new tokens is unknown; a larger budget is reached by extension."""
 
 
-EPSILON = 1e-9
-"""Added before rounding down, so that a fraction such as 0.29 of 100 tokens is 29, and not 28.999..."""
-
-
-def tokens_of(budget: float | int, prompt: Tensor) -> Tensor:
+def tokens_of(budget: float | int | Share, prompt: Tensor) -> Tensor:
     """Tokens of each row that a layer keeps on average, [B] int64.
 
     Args:
-        budget: A number of tokens, or a fraction of each row's prompt.
+        budget: A number of tokens, or a fraction of each row's prompt, with a least number of tokens or without.
         prompt: Tokens of each row's prompt, [B] int64.
 
     Examples:
         >>> tokens_of(0.29, torch.tensor([100, 1])).tolist(), tokens_of(7, torch.tensor([100, 1])).tolist()
         ([29, 1], [7, 7])
+        >>> tokens_of(Share(0.29, least=7), torch.tensor([100, 1])).tolist()
+        [29, 7]
     """
+    if isinstance(budget, Share):
+        return torch.maximum(tokens_of(budget.fraction, prompt), tokens_of(budget.least, prompt))
     if isinstance(budget, int):
         return torch.full_like(prompt, min(budget, MAX_SIZE))
     return (prompt.double() * budget + EPSILON).long().clamp_min(1)

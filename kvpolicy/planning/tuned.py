@@ -11,10 +11,9 @@ from kvpolicy.planning.curves import Curves, Layers, load_tuned, version_of
 from kvpolicy.planning.knapsack import Option, choose
 from kvpolicy.planning.layer_plans import plan_layers
 from kvpolicy.planning.planner import tokens_of_share
-from kvpolicy.planning.tokens import EPSILON
 from kvpolicy.policy import LayeredPolicy, Policy, TunedPolicy
 from kvpolicy.protocols import LayerShape, ModelInfo
-from kvpolicy.spec.budget import bytes_of
+from kvpolicy.spec.budget import EPSILON, Share, bytes_of
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.model_identity import check_same_model
 
@@ -100,11 +99,12 @@ def lengths(curves: Curves, policy: TunedPolicy) -> tuple[int, int]:
 def byte_limit(policy: Policy, shape: LayerShape, layers: int, length: int) -> int | None:
     """Bytes that the layers under a policy may hold of a text of some length; None if they need evict nothing."""
     full = layers * shape.token_nbytes
-    if isinstance(policy.budget, str):
-        return bytes_of(policy.budget)
-    if isinstance(policy.budget, int):
-        return full * policy.budget
-    return None if policy.budget == 1.0 else int(full * length * policy.budget + EPSILON)
+    budget = policy.budget.of_prompt(length) if isinstance(policy.budget, Share) else policy.budget
+    if isinstance(budget, str):
+        return bytes_of(budget)
+    if isinstance(budget, int):
+        return full * budget
+    return None if budget == 1.0 else int(full * length * budget + EPSILON)
 
 
 def solve(curves: Curves, shape: LayerShape, prompt: int, new: int, limit: int | None) -> list[Policy]:
@@ -201,7 +201,8 @@ def options(
         if loss is not None:
             key = candidate.allocator, candidate.selector, candidate.merger, candidate.codec, candidate.reader
             parts[key] = candidate
-            families.setdefault(key, []).append((float(candidate.budget), loss))
+            assert isinstance(candidate.budget, float), "a file of curves has no other candidates"
+            families.setdefault(key, []).append((candidate.budget, loss))
     found: list[Choice] = []
     for key, points in families.items():
         for share, loss in _interpolated(sorted(points)):

@@ -31,7 +31,7 @@ from kvpolicy.protocols import (
 )
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.selectors.full import KeepAll
-from kvpolicy.spec.budget import Budget
+from kvpolicy.spec.budget import Budget, fraction_of
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.tables import shorten
 
@@ -207,7 +207,7 @@ def check_merger(merger: Merger, selector: Selector, budget: Budget, decode: Dec
             f"The merger {merger} must be combined with a selector that evicts tokens, got full, which keeps "
             "them all; try snapkv."
         )
-    whole = isinstance(budget, float) and budget == 1.0
+    whole = fraction_of(budget) == 1.0
     if whole and (when == "prompt" or decode == "grow"):
         raise KVPolicyError(
             f"A policy with the merger {merger} must evict tokens, got the budget {budget}, which keeps them all; try "

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from html import escape
 from typing import Any
 
-from kvpolicy.spec.budget import Budget
+from kvpolicy.spec.budget import Budget, Share
 from kvpolicy.spec.tables import Cells, section, table
 
 
@@ -40,4 +40,6 @@ def _part_cells(kind: str, part: Any) -> Cells:
 def _budget_unit(budget: Budget) -> str:
     if isinstance(budget, str):
         return "bytes of the whole cache"
+    if isinstance(budget, Share):
+        return f"of each prompt's tokens, but at least {budget.least:,} tokens per layer on average"
     return "tokens per layer on average" if isinstance(budget, int) else "of each prompt's tokens"

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.protocols import GroupsLayers, differs_by_layer
+from kvpolicy.spec.budget import Share
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -37,7 +38,7 @@ def check_layers(layers: Sequence[Any]) -> None:
                 f"The codec of a layer must not depend on the other layers, got {policy} for layer {index}, whose "
                 "codec divides ranks over them; try ranks=same with a rank for this layer."
             )
-        if isinstance(policy.budget, str):
+        if isinstance(policy.budget, str | Share):
             raise KVPolicyError(
                 f"The budget of a layer must be a relative share, a fraction or tokens, got {policy} for layer "
                 f"{index}; try 0.2."

@@ -32,7 +32,7 @@ from kvpolicy.registry import Kind, whole_policy
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.spec import grammar
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.budget import Budget, check_budget
+from kvpolicy.spec.budget import Budget, check_budget, fraction_of, json_budget
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.page_sizes import fewest_tokens
 from kvpolicy.spec.part_fields import part_from_dict, part_to_dict
@@ -59,9 +59,9 @@ class Policy:
         merger: Treatment of evicted tokens.
         codec: How a kept token is stored.
         reader: Which of the kept tokens a decode step reads.
-        budget: A fraction of the prompt in (0, 1] (float), tokens per layer on average (int), or bytes of the whole
-            cache (`"512MiB"`). The default is 0.2; it is 1.0 without a selector, and with a codec that keeps every
-            token and uses the selector's priorities for its precision.
+        budget: A fraction of the prompt in (0, 1] (float, or `Share` with a least number of tokens), tokens per layer
+            on average (int), or bytes of the whole cache (`"512MiB"`). The default is 0.2; it is 1.0 without a
+            selector, and with a codec that keeps every token and uses the selector's priorities for its precision.
 
     Raises:
         KVPolicyTypeError: If a part is of another kind.
@@ -92,7 +92,10 @@ class Policy:
             check_part(kind, getattr(self, kind))
         # Before the checks: `decode`, which they use, depends on the budget.
         default = 1.0 if self._keeps_all or self._ranks else DEFAULT_BUDGET
-        object.__setattr__(self, "budget", default if self.budget is _UNSET else check_budget(self.budget))
+        budget = default if self.budget is _UNSET else check_budget(self.budget)
+        # Where every token is kept, a least number of them says nothing more.
+        budget = 1.0 if default == fraction_of(budget) == 1.0 else budget
+        object.__setattr__(self, "budget", budget)
         self._check_budget()
         check_together(self)
 
@@ -101,7 +104,8 @@ class Policy:
         """Read a policy from a spec; `full`, `none` and None are the policy that changes nothing.
 
         Args:
-            text: `part {"+" part} ["@" budget]`, where a part is `name {":" key "=" value}`, and `a/b` wraps b in a.
+            text: `part {"+" part} ["@" budget]`, where a part is `name {":" key "=" value}`, and `a/b` wraps b in a. A
+                budget that is a fraction may have a least number of tokens, as in `@0.2:least=1024`.
 
         Raises:
             KVPolicyError: If the text is not a valid spec.
@@ -134,8 +138,9 @@ class Policy:
                 are multiplied by one number, so that all layers together fit the budget. A policy that evicts nothing
                 keeps every token.
             budget: A fraction of the full cache's bytes, of prompt and announced new tokens, in the layers under the
-                policy (float; 1.0 evicts nothing), the bytes of so many tokens per layer in a full cache (int), or
-                bytes of the whole cache (`"512MiB"`).
+                policy (float; 1.0 evicts nothing), the bytes of so many tokens per layer in a full cache (int), the
+                fraction or, if that is more, the bytes of a least number of tokens (`Share`), or bytes of the whole
+                cache (`"512MiB"`).
 
         Raises:
             KVPolicyTypeError: If an element is no policy.
@@ -179,7 +184,7 @@ class Policy:
             >>> Policy.parse("window@64").to_dict()["selector"], Policy.parse("window@64").to_dict()["budget"]
             ({'window': {'decode': 'evict'}}, 64)
         """
-        return {kind: part_to_dict(getattr(self, kind)) for kind in PROTOCOLS} | {"budget": self.budget}
+        return {kind: part_to_dict(getattr(self, kind)) for kind in PROTOCOLS} | {"budget": json_budget(self.budget)}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Policy:
@@ -461,7 +466,7 @@ class LayeredPolicy(Policy):
 
     def to_dict(self) -> dict[str, Any]:
         """Every field of every part of every layer, as JSON can hold it."""
-        content = {"layers": [policy.to_dict() for policy in self.layers], "budget": self.budget}
+        content = {"layers": [policy.to_dict() for policy in self.layers], "budget": json_budget(self.budget)}
         return content | ({"spec": self._spec} if self._spec else {})
 
     @property

@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
+from kvpolicy.planning.notes import FEW_TOKENS
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.sources import CacheSource, ShapeSource
+from kvpolicy.spec.budget import with_least
 from kvpolicy.spec.errors import KVPolicyWarning
+from kvpolicy.spec.limits import LEAST_TOKENS
 from kvpolicy.spec.tables import shorten
 
 log: logging.Logger = logging.getLogger("kvpolicy")
@@ -74,6 +79,26 @@ def warn_of_chunks(policy: Policy) -> None:
         KVPolicyWarning,
         stacklevel=2,
     )
+
+
+def warn_of_few_tokens(policy: Policy) -> None:
+    """Warn that a fraction of a short prompt is only a few tokens."""
+    # Without the numbers of a prompt, so that programs that attach once for each print it once.
+    warnings.warn(
+        f"The budget {policy.budget} leaves fewer than {FEW_TOKENS} tokens of a short prompt under "
+        f"{shorten(str(policy))}, too few for most answers; try {with_least(policy.budget, LEAST_TOKENS)}, which keeps "
+        f"at least {LEAST_TOKENS:,}.",
+        KVPolicyWarning,
+        stacklevel=2,
+    )
+
+
+@contextmanager
+def without_warning_of_few_tokens() -> Generator[None]:
+    """Do not warn of few tokens where a budget is measured as it is."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The budget .* leaves fewer than", KVPolicyWarning)
+        yield
 
 
 def check_caching(model: Any) -> None:

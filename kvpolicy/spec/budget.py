@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Integral, Real
 from typing import cast
@@ -14,8 +15,59 @@ from torch import Tensor
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.tables import shorten
 
-Budget = float | int | str
-"""A fraction of the prompt (float), tokens per layer on average (int), or bytes of the whole cache (`"512MiB"`)."""
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A fraction of the prompt as a budget, with a least number of tokens, so that short prompts keep enough of theirs.
+
+    A layer keeps `max(fraction * prompt, least)` tokens of each row on average, and never more than there are. A prompt
+    of which the fraction is less than `least` is thus treated as under the budget `least` in tokens, and a longer one
+    as under the fraction.
+
+    Args:
+        fraction: The fraction of the prompt, in (0, 1].
+        least: The least number of tokens per layer on average, from 1.
+
+    Raises:
+        KVPolicyTypeError: If `fraction` is no float, or `least` no integer.
+        KVPolicyError: If one of them is out of range.
+
+    Examples:
+        >>> str(Share(0.2, least=1024)), parse_budget("20%:least=1024") == Share(0.2, least=1024)
+        ('0.2:least=1024', True)
+        >>> Share(0.2, least=1024).of_prompt(42), Share(0.2, least=1024).of_prompt(10_000)
+        (1024, 0.2)
+    """
+
+    fraction: float
+    least: int
+
+    def __post_init__(self) -> None:
+        """Check and convert both numbers."""
+        if isinstance(self.fraction, Integral) or not isinstance(self.fraction, Real):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise KVPolicyTypeError(_no_fraction(repr(self.fraction)))
+        if isinstance(self.least, bool) or not isinstance(self.least, Integral):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise KVPolicyTypeError(_no_least(f"{self.least!r} of type {type(self.least).__name__}"))
+        if not 1 <= self.least < _MAX_TOKENS:
+            raise KVPolicyError(_no_least(str(self.least)))
+        object.__setattr__(self, "fraction", check_budget(float(self.fraction)))
+        object.__setattr__(self, "least", int(self.least))
+
+    def of_prompt(self, tokens: int) -> float | int:
+        """The plain budget that this one is for a prompt of so many tokens: `least`, or the fraction if it is more."""
+        return self.least if int(tokens * self.fraction + EPSILON) < self.least else self.fraction
+
+    def __str__(self) -> str:
+        """The budget as a spec has it."""
+        return f"{self.fraction!r}:{_LEAST}{self.least}"
+
+
+Budget = float | int | str | Share
+"""A fraction of the prompt (float, or `Share` with a least number of tokens), tokens per layer on average (int), or
+bytes of the whole cache (`"512MiB"`)."""
+
+EPSILON = 1e-9
+"""Added before rounding down, so that a fraction such as 0.29 of 100 tokens is 29, and not 28.999..."""
 
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = _DECIMAL | {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -25,6 +77,7 @@ _PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*%")
 _TOKENS = re.compile(r"[0-9]{1,1000}")
 _BYTES = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)")
 _MAX_TOKENS = 10**18
+_LEAST = "least="
 _TOLERANCE = 1e-9  # fractional tokens that differ by less are equal
 
 
@@ -33,7 +86,7 @@ def parse_budget(text: str) -> Budget:
 
     Args:
         text: `0.2` or `20%` (a fraction), `2048` (tokens) or `512MiB` (bytes). `1` is one token and `1.0` is the whole
-            prompt.
+            prompt. A fraction may have a least number of tokens, as in `0.2:least=1024`.
 
     Raises:
         KVPolicyError: If it is none of these, or out of range.
@@ -43,7 +96,29 @@ def parse_budget(text: str) -> Budget:
         (0.2, 2048, '1.5GiB')
         >>> parse_budget("20%"), parse_budget("512 MiB")
         (0.2, '512MiB')
+        >>> parse_budget("0.2:least=1024")
+        Share(fraction=0.2, least=1024)
     """
+    text, colon, option = text.strip().partition(":")
+    return _with_least(parse_budget(text), option, text) if colon else _parse_plain(text)
+
+
+def _with_least(plain: Budget, option: str, text: str) -> Share:
+    """The budget of a spec with an option, `text:option`."""
+    name, equals, number = (part.strip() for part in option.partition("="))
+    if name != "least" or not equals:
+        raise KVPolicyError(
+            f"The option of a budget must be least=TOKENS, got {shorten(option.strip())!r}; try 0.2:least=1024."
+        )
+    if not isinstance(plain, float):
+        raise KVPolicyError(_no_fraction(shorten(text.strip())))
+    if not _TOKENS.fullmatch(number):
+        raise KVPolicyError(_no_least(repr(shorten(number))))
+    return Share(plain, int(number))
+
+
+def _parse_plain(text: str) -> Budget:
+    """Read a budget without options."""
     text = text.strip()
     if _TOKENS.fullmatch(text):
         return check_budget(int(text))
@@ -57,7 +132,7 @@ def parse_budget(text: str) -> Budget:
 
 
 def check_budget(budget: object) -> Budget:
-    """The budget as a plain float, int or str; scalars of NumPy are converted.
+    """The budget as a plain float, int or str, or a `Share`; scalars of NumPy are converted.
 
     Raises:
         KVPolicyTypeError: If it is of another type.
@@ -69,6 +144,8 @@ def check_budget(budget: object) -> Budget:
     """
     if isinstance(budget, str):
         return parse_budget(budget)
+    if isinstance(budget, Share):
+        return budget
     if isinstance(budget, bool) or not isinstance(budget, Real):
         raise KVPolicyTypeError(_must_be(f"{shorten(repr(budget))} of type {type(budget).__name__}"))
     if isinstance(budget, Integral):
@@ -89,7 +166,52 @@ def format_budget(budget: Budget) -> str:
         >>> format_budget(1.0), format_budget(1)
         ('1.0', '1')
     """
-    return budget if isinstance(budget, str) else repr(budget)
+    return repr(budget) if isinstance(budget, float | int) else str(budget)
+
+
+def json_budget(budget: Budget) -> float | int | str:
+    """A budget as JSON can hold it, which `check_budget` reads back."""
+    return str(budget) if isinstance(budget, Share) else budget
+
+
+def fraction_of(budget: Budget) -> float | None:
+    """The fraction of the prompt of a budget, with a least number of tokens or without; None of another budget.
+
+    Examples:
+        >>> fraction_of(0.2), fraction_of(Share(0.2, least=64)), fraction_of(2048)
+        (0.2, 0.2, None)
+    """
+    if isinstance(budget, Share):
+        return budget.fraction
+    return budget if isinstance(budget, float) else None
+
+
+def least_of(budget: Budget) -> int:
+    """The number of tokens of which a budget keeps all, whatever the prompt: 0 if it says none.
+
+    Examples:
+        >>> least_of(2048), least_of(Share(0.2, least=64)), least_of(0.2)
+        (2048, 64, 0)
+    """
+    if isinstance(budget, Share):
+        return budget.least
+    return budget if isinstance(budget, int) else 0
+
+
+def with_least(budget: Budget, least: int) -> Budget:
+    """A budget with a least number of tokens, if it is a fraction without one; others are returned as they are.
+
+    Args:
+        budget: The budget.
+        least: The least number of tokens; 0 for none.
+
+    Examples:
+        >>> str(with_least(0.2, 1024)), str(with_least(0.2, 0)), str(with_least(64, 1024))
+        ('0.2:least=1024', '0.2', '64')
+        >>> str(with_least(Share(0.2, least=64), 1024))
+        '0.2:least=64'
+    """
+    return Share(budget, least) if isinstance(budget, float) and least else budget
 
 
 def bytes_of(text: str) -> int:
@@ -123,6 +245,14 @@ def _must_be(got: str) -> str:
         "The budget must be a fraction of the prompt in (0, 1], a number of tokens from 1, or a number of bytes from "
         f"1B, got {got}; try 0.2, 20%, 2048 or 512MiB."
     )
+
+
+def _no_fraction(got: str) -> str:
+    return f"A least number of tokens must follow a fraction of the prompt, got {got}; try 0.2:least=1024."
+
+
+def _no_least(got: str) -> str:
+    return f"The least number of tokens of a budget must be an integer from 1, got {got}; try 0.2:least=1024."
 
 
 def waterfill(target: Tensor, total: Tensor, floor: int, ceiling: Tensor, even: float = 0.0) -> Tensor:

@@ -4,7 +4,8 @@
     part   = term {"/" term}                  the left wraps the right, through its field `base`
     term   = name {":" key "=" value}
 
-A policy that is made from a file stands alone: `tuned:file=plan.json@0.1`.
+A budget that is a fraction may have a least number of tokens: `snapkv@0.2:least=1024`. A policy that is made from a
+file stands alone: `tuned:file=plan.json@0.1`.
 
 Parts come in any order, at most one of each kind. A selector wraps a selector, a codec a codec and a reader a reader;
 an allocator wraps a head allocator through its field `heads`. Spaces around `+`, `/`, `:`, `=` and `@` are ignored. As

@@ -10,3 +10,6 @@ MAX_SIZE = 2**40
 
 MAX_BYTES = 2**60
 """The most memory of a rank."""
+
+LEAST_TOKENS = 1024
+"""The least number of tokens that servers and `kvpolicy generate` give a budget that is a fraction without one."""

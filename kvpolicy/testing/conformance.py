@@ -20,6 +20,7 @@ from kvpolicy.hf.cache_names import cache_argument, output_cache
 from kvpolicy.policy import Policy, describe_missing, missing
 from kvpolicy.protocols import Allocator, Codec, HeadAllocator, Merger, Reader, Selector, nested_from
 from kvpolicy.registry import Kind, either, kinds
+from kvpolicy.reporting.logging import without_warning_of_few_tokens
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
 from kvpolicy.spec.errors import KVPolicyTypeError
@@ -47,6 +48,7 @@ _STEPS = 12
 _PAD = 7
 
 
+@without_warning_of_few_tokens()
 def check(part: Allocator | HeadAllocator | Selector | Merger | Codec | Reader, *, budget: float | int = 0.5) -> None:
     """Check the rules that the engine and other parts rely on.
 

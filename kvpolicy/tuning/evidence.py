@@ -16,6 +16,7 @@ from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
+from kvpolicy.reporting.logging import without_warning_of_few_tokens
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.tuning.windows import Window
 
@@ -86,7 +87,7 @@ def score(
     reference = reference_logits(model, windows, tile) if reference is None else reference
     sized = [policy if share is None else at_bytes(policy, share_bytes(model, window, share)) for window in windows]
     rows: list[tuple[float, float, float, float, float]] = []
-    with eval_mode(model), torch.inference_mode():
+    with eval_mode(model), torch.inference_mode(), without_warning_of_few_tokens():
         for window, each, full in zip(windows, sized, reference, strict=True):
             with attach(model, each, tile=tile):  # a policy from a file may have other parts for another budget
                 start = time.perf_counter()

@@ -12,7 +12,7 @@ from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.planning.curves import Curves, load_tuned, save_curves
 from kvpolicy.policy import TunedPolicy
 from kvpolicy.policy.tuned import TunedFile
-from kvpolicy.spec.budget import bytes_of, format_budget
+from kvpolicy.spec.budget import Share, bytes_of, format_budget, fraction_of, least_of
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.tuning.comparison import Comparison, compare, verdict_line
 from kvpolicy.tuning.evidence import Score, reference_logits, score, share_bytes
@@ -81,8 +81,8 @@ def as_share(model: nn.Module, windows: Sequence[Window], budget: Any) -> float:
     if isinstance(budget, float):
         return budget
     length = sum(len(window.prompt) + len(window.follow) for window in windows) / len(windows)
-    if isinstance(budget, int):
-        return min(budget / length, 1.0)
+    if isinstance(budget, int | Share):
+        return min(max(least_of(budget) / length, fraction_of(budget) or 0.0), 1.0)
     full = sum(share_bytes(model, window, 1.0) for window in windows) / len(windows)
     return min(bytes_of(budget) / full, 1.0)
 

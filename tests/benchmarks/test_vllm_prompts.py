@@ -38,7 +38,7 @@ def test_all_sides_have_the_same_memory(size: Size, side: str) -> None:
     token = 4096
     output = 1024
     policy = SIDES[side]
-    recipe = None if policy is None else Recipe.parse(policy, threshold=300)
+    recipe = None if policy is None else Recipe.parse(policy, threshold=300, least=0)
     blocks = bench.pool_of(size, size.tokens, recipe, token, output)
     whole = 1 + size.held * -(-(size.tokens + size.new) // BLOCK)
     if recipe is None:

@@ -43,7 +43,8 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
 
 
 def generate(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[str, str]:
-    assert main(["generate", *words]) == code
+    exact = [] if {"--least", "--speculate"} & {*words} else ["--least", "0"]
+    assert main(["generate", *words, *exact]) == code
     return capsys.readouterr()
 
 
@@ -75,6 +76,22 @@ def test_the_text_is_that_of_model_generate(
     assert found["compared_with_the_first"] == []
 
 
+def test_a_short_prompt_keeps_at_least_1024_tokens(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    def runs(*words: str) -> list[dict[str, Any]]:
+        assert main(["generate", PROMPT, "--new", "3", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)["runs"]
+
+    first, other = runs("--policy", "h2o@0.3", "--compare", "window@40")
+    assert (first["policy"], other["policy"]) == ("h2o@0.3:least=1024", "window@40")
+    assert first["kept"] == first["seen"] and other["kept"] == 40
+    (own,) = runs("--policy", "h2o@0.3:least=41")
+    assert (own["policy"], own["kept"]) == ("h2o@0.3:least=41", 41)
+    (set_by_option,) = runs("--policy", "h2o@0.3", "--least", "42")
+    assert (set_by_option["policy"], set_by_option["kept"]) == ("h2o@0.3:least=42", 42)
+    (exact,) = runs("--policy", "h2o@0.3", "--least", "0")
+    assert exact["policy"] == "h2o@0.3" and exact["kept"] == int(0.3 * len(tiny[1](PROMPT).input_ids))
+
+
 def test_compare_shows_where_texts_differ(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
     others = ["full", POLICY, "window@8"]
     words = [PROMPT, "--policy", POLICY, "--new", "14", *(word for name in others for word in ("--compare", name))]
@@ -94,7 +111,7 @@ def test_compare_shows_where_texts_differ(tiny: tuple[Any, Any], capsys: pytest.
 
 
 def test_texts_are_side_by_side_in_a_wide_terminal(run: Run) -> None:
-    line = f"generate tiger=4821 --new 3 --policy {POLICY} --compare full"
+    line = f"generate tiger=4821 --new 3 --policy {POLICY} --least 0 --compare full"
     narrow, wide = (run(line, columns=columns).splitlines() for columns in (60, 120))
     assert max(map(len, narrow)) <= 60 < max(map(len, wide)) <= 120
     assert wide[0].split() == [POLICY, "full"]
@@ -135,6 +152,13 @@ def test_the_built_in_sample(piped: Callable[[bytes], None], capsys: pytest.Capt
     out, err = generate([], capsys)
     assert f"\n{sample().rpartition('?')[2]}{out.strip()}\n" in sample()
     assert "built-in sample" in err
+
+
+def test_the_sample_keeps_its_fraction(piped: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]) -> None:
+    for words, policy in (([], "squeeze+kvcrush@0.2"), (["--least", "99"], "squeeze+kvcrush@0.2:least=99")):
+        piped(b"")
+        assert main(["generate", "--new", "1", "--json", *words]) == 0
+        assert json.loads(capsys.readouterr().out)["runs"][0]["policy"] == policy
 
 
 def test_prompt_notes() -> None:

@@ -110,7 +110,12 @@ def test_chunks_that_are_compressed_by_their_own_queries_warn_once() -> None:
         with pytest.warns(KVPolicyWarning, match="compressed by its own last queries under .*; attach with tile="):
             forward(model, ids, mask, 0, 20, PolicyCache(model, prompt=26))
         forward(model, ids, mask, 0, 20, PolicyCache(model, prompt=26))
-    silent: list[tuple[str, Any]] = [(SMALL, "hold"), ("h2o@0.5", "select"), ("kvzip@0.5", "select")]
+    silent: list[tuple[str, Any]] = [
+        (f"{SMALL}:least=26", "select"),
+        (SMALL, "hold"),
+        ("h2o@0.5", "select"),
+        ("kvzip@0.5", "select"),
+    ]
     for policy, chunks in silent:
         with kvpolicy.attach(model, policy, chunks=chunks):
             forward(model, ids, mask, 0, 20, PolicyCache(model, prompt=26))

@@ -14,6 +14,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.models import huggingface
+from lm_eval.utils import simple_parse_args_string
 from transformers import LlamaConfig
 
 import kvpolicy
@@ -170,6 +171,14 @@ def test_tasks_are_counted_apart(make, questions):
     assert found == answers(make("full"), [questions[1], questions[0], questions[2]])
     counts = {name: tally.requests for name, tally in lm.stats.tallies.items()}
     assert counts == {"task/generate_until": 2, "other/generate_until": 1}
+
+
+def test_a_budget_with_a_least_number_of_tokens(make):
+    """It survives lm-eval's own parsing and stands in the results."""
+    arguments = simple_parse_args_string("policy=squeeze+h2o@0.2:least=1024,budget=0.3:least=64")
+    assert str(make(arguments["policy"]).policy) == "squeeze+h2o@0.2:least=1024"
+    lm = make(**arguments)
+    assert str(lm.policy) == "squeeze+h2o@0.3:least=64" and lm.get_model_info()["kvpolicy"]["budget"] == "0.3:least=64"
 
 
 def test_budget_overrides_that_of_the_policy(make):

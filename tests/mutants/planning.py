@@ -5,9 +5,45 @@ from __future__ import annotations
 from tests.mutants import Mutation
 
 TUNED = ("tests/planning/test_tuned.py",)
+LEAST = ("tests/engine/test_least_tokens.py",)
 LAYERS = ("tests/engine/test_by_layer.py", "tests/engine/test_by_layer_edges.py")
 
 MUTATIONS = (
+    Mutation(
+        name="the least number of tokens of a budget is not kept",
+        file="kvpolicy/planning/tokens.py",
+        old="return torch.maximum(tokens_of(budget.fraction, prompt), tokens_of(budget.least, prompt))",
+        new="return tokens_of(budget.fraction, prompt)",
+        tests=LEAST,
+    ),
+    Mutation(
+        name="the least number of tokens of a budget is its most",
+        file="kvpolicy/planning/tokens.py",
+        old="return torch.maximum(tokens_of(budget.fraction, prompt), tokens_of(budget.least, prompt))",
+        new="return tokens_of(budget.least, prompt)",
+        tests=LEAST,
+    ),
+    Mutation(
+        name="a policy by layer has no least number of tokens",
+        file="kvpolicy/planning/by_layer.py",
+        old="budget = policy.budget.of_prompt(length) if isinstance(policy.budget, Share) else policy.budget",
+        new="budget = policy.budget.fraction if isinstance(policy.budget, Share) else policy.budget",
+        tests=LEAST,
+    ),
+    Mutation(
+        name="a tuned policy has no least number of tokens",
+        file="kvpolicy/planning/tuned.py",
+        old="budget = policy.budget.of_prompt(length) if isinstance(policy.budget, Share) else policy.budget",
+        new="budget = policy.budget.fraction if isinstance(policy.budget, Share) else policy.budget",
+        tests=TUNED,
+    ),
+    Mutation(
+        name="a least number of tokens is warned of",
+        file="kvpolicy/planning/notes.py",
+        old="return isinstance(policy.budget, float) and bool(keeps_few(keep, prompt, FEW_TOKENS).any())",
+        new="return bool(keeps_few(keep, prompt, FEW_TOKENS).any())",
+        tests=LEAST,
+    ),
     Mutation(
         name="costs are rounded down to units of the limit",
         file="kvpolicy/planning/knapsack.py",
@@ -122,8 +158,8 @@ MUTATIONS = (
     Mutation(
         name="a short text that is kept whole is noted as one of few tokens",
         file="kvpolicy/planning/notes.py",
-        old="few = (mean < MIN_TOKENS) & (mean < prompt)",
-        new="few = mean < MIN_TOKENS",
+        old="return (mean < tokens) & (mean < prompt)",
+        new="return mean < tokens",
         tests=(
             "tests/planning/test_division.py",
             "tests/test_notices.py",

@@ -6,6 +6,34 @@ from tests.mutants import Mutation
 
 MUTATIONS = (
     Mutation(
+        name="a budget in JSON has no least number of tokens",
+        file="kvpolicy/spec/budget.py",
+        old="return str(budget) if isinstance(budget, Share) else budget",
+        new="return budget.fraction if isinstance(budget, Share) else budget",
+        tests=("tests/test_policy.py", "tests/test_budget.py"),
+    ),
+    Mutation(
+        name="a least number of tokens is more than the fraction where both are equal",
+        file="kvpolicy/spec/budget.py",
+        old="return self.least if int(tokens * self.fraction + EPSILON) < self.least else self.fraction",
+        new="return self.least if int(tokens * self.fraction + EPSILON) <= self.least else self.fraction",
+        tests=("tests/test_budget.py",),
+    ),
+    Mutation(
+        name="budgets in tokens have a least number of tokens",
+        file="kvpolicy/spec/budget.py",
+        old="if not isinstance(plain, float):",
+        new="if isinstance(plain, str):",
+        tests=("tests/test_budget.py",),
+    ),
+    Mutation(
+        name="the share of a layer has a least number of tokens",
+        file="kvpolicy/policy/layers.py",
+        old="if isinstance(policy.budget, str | Share):",
+        new="if isinstance(policy.budget, str):",
+        tests=("tests/test_policy.py",),
+    ),
+    Mutation(
         name="heads that keep different tokens share latent vectors",
         file="kvpolicy/policy/combination.py",
         old="if not same_in_heads(policy.selector):",

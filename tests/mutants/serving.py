@@ -6,6 +6,20 @@ from tests.mutants import Mutation
 
 MUTATIONS = (
     Mutation(
+        name="a fraction of a short prompt is kept as it is by generate",
+        file="kvpolicy/cli/commands/generate.py",
+        old="(0 if is_sample else LEAST_TOKENS) if least is None else least",
+        new="least or 0",
+        tests=("tests/cli/test_generate.py",),
+    ),
+    Mutation(
+        name="a fraction of a short prompt is kept as it is by the server",
+        file="kvpolicy/cli/commands/serve.py",
+        old="default = LEAST_TOKENS if prefix is None else 0",
+        new="default = 0",
+        tests=("tests/serving/test_server.py",),
+    ),
+    Mutation(
         name="an answer may not reach the last position",
         file="kvpolicy/serving/generation.py",
         old="if limit is not None and prompt + new > limit:",

@@ -8,6 +8,13 @@ PACKAGE = "integrations/kvpolicy_vllm"
 
 MUTATIONS = (
     Mutation(
+        name="a fraction of a short prompt is kept as it is in an engine",
+        file="integrations/kvpolicy_vllm/recipe.py",
+        old="keep_at_least(growing, self.least)",
+        new="growing",
+        tests=("tests/vllm/test_recipe.py",),
+    ),
+    Mutation(
         name="keys lose the factor of their embedding when they are moved",
         file="kvpolicy/hf/dense_cache.py",
         old="(rope.unrotate(keys[None], at)[0] * rope.scaling)",

@@ -70,12 +70,14 @@ def test_within_one_percent_of_the_optimum(seed: int) -> None:
         assert best - 1e-12 <= sum(choice.loss for choice in found) <= 1.01 * best
 
 
-BUDGETS = ["0.15", "0.4", "1.0", "12", "9000B"]
+BUDGETS = ["0.15", "0.4", "1.0", "12", "9000B", "0.15:least=20"]
 LENGTHS = [68, 40, 200]
 """As long as the texts that it was tuned on, and others."""
 
 
-@product("budget,length", BUDGETS, LENGTHS, sample=[*each_once(BUDGETS, LENGTHS), ("9000B", 200)])
+@product(
+    "budget,length", BUDGETS, LENGTHS, sample=[*each_once(BUDGETS, LENGTHS), ("9000B", 200), ("0.15:least=20", 40)]
+)
 def test_bytes_of_a_cache_are_within_the_budget(budget: str, length: int, tmp_path: Path) -> None:
     model = build("llama", layers=3)
     save_curves(tmp_path / "plan.json", draw_curves(1, model=identity(model)))
@@ -87,6 +89,7 @@ def test_bytes_of_a_cache_are_within_the_budget(budget: str, length: int, tmp_pa
         limit = {"0.15": 0.15 * token * length, "0.4": 0.4 * token * length, "12": token * 12, "9000B": 9000}.get(
             budget
         )
+        limit = max(0.15 * token * length, 20 * token) if "least" in budget else limit
         assert isinstance(handle.policy, LayeredPolicy) and str(handle.policy) == spec
         if limit is None:
             assert all(bool((layer.head_positions >= 0).sum(-1).eq(length - 8).all()) for layer in cache.policy_layers)
@@ -95,6 +98,15 @@ def test_bytes_of_a_cache_are_within_the_budget(budget: str, length: int, tmp_pa
             assert cache.nbytes >= 0.8 * min(limit, token * (length - 8)), "much is left"
     planned = kvpolicy.plan(model.config, spec, prompt=length - 8, new=8, dtype=torch.float32)
     assert planned.nbytes == cache.nbytes and planned.policy == handle.policy
+
+
+def test_bytes_of_a_share_with_a_least_number() -> None:
+    """Of the same text as a fraction, or as a number of tokens if these are more."""
+    budgets = [("0.3:least=20", 68, "0.3"), ("0.3:least=21", 68, "21"), ("1.0:least=20", 68, "1.0")]
+    for budget, length, plain in budgets:
+        both = (Policy.parse(f"h2o@{each}") for each in (budget, plain))
+        first, second = (byte_limit(policy, SHAPE, 3, length) for policy in both)
+        assert first == second
 
 
 def test_the_layer_that_loses_more_gets_more() -> None:

@@ -232,7 +232,7 @@ def test_sigterm_ends_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
     thread.join(20)
     assert told == ["The server is shutting down; try again later."]
     started = capsys.readouterr().err
-    assert f"tiny under {POLICY}: http://127.0.0.1:{number}/v1\n" in started
+    assert f"tiny under {POLICY}:least=1024: http://127.0.0.1:{number}/v1\n" in started
     assert "One request is answered at a time" in started and "no chat template" in started
     assert "Traceback" not in started
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -35,7 +35,7 @@ POLICIES = (
 
 
 def recipe_of(policy: str, **options: Any) -> Recipe:
-    return Recipe.parse(policy, **{"threshold": LEAST, **options})
+    return Recipe.parse(policy, **{"threshold": LEAST, "least": 0, **options})
 
 
 def compressor_of(llm: Any) -> Any:

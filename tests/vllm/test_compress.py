@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 TEXTS = [70, 128, 150, 201, 300]
 """Tokens of prompts, which fill blocks or end in the middle of one."""
 
-EXTRA = {"policy": POLICIES[0], "threshold": LEAST}
+EXTRA = {"policy": POLICIES[0], "threshold": LEAST, "least": 0}
 
 
 class Model:

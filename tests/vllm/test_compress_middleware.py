@@ -32,7 +32,7 @@ class Server:
     """
 
     def __init__(self, keys: list[str] | None = None, extra: Mapping[str, Any] | None = None) -> None:
-        found = {"policy": "window@0.5", "threshold": 64} if extra is None else extra
+        found = {"policy": "window@0.5", "threshold": 64, "least": 0} if extra is None else extra
         transfer = SimpleNamespace(
             kv_connector="KVPolicyConnector", get_from_extra_config=lambda name, default: found.get(name, default)
         )
@@ -88,7 +88,7 @@ class Server:
 @pytest.fixture(autouse=True)
 def texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the server renders."""
-    for name in ("KVPOLICY_POLICY", "KVPOLICY_THRESHOLD", "KVPOLICY_PREFILLS", "VLLM_API_KEY"):
+    for name in ("KVPOLICY_POLICY", "KVPOLICY_THRESHOLD", "KVPOLICY_PREFILLS", "KVPOLICY_LEAST", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
     async def rendered(state: Any, content: Mapping[str, Any], is_chat: bool) -> Rendered | None:

@@ -30,7 +30,7 @@ def test_answers_of_several_processes(tmp_path: Path, ranks: int, policy: str) -
     model.save_pretrained(tmp_path / "model")
     prompts = [make_text(model, tokens, tokens) for tokens in (70, 128, 200)]
     recipe = recipe_of(policy)
-    extra = {"policy": policy, "threshold": LEAST}
+    extra = {"policy": policy, "threshold": LEAST, "least": 0}
     options: dict[str, Any] = {"processes": True, "tensor_parallel_size": ranks, "max_num_batched_tokens": 96}
     with engine(tmp_path / "model", extra=extra, **options) as llm:
         found = answers_of(run(llm, prompts, recipe, [plain([5, 6])]))
@@ -46,7 +46,7 @@ def test_speculation_by_ngrams(tmp_path: Path) -> None:
     recipe = recipe_of(policy)
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     options: dict[str, Any] = {"processes": True, "speculative_config": speculation}
-    with engine(tmp_path / "model", extra={"policy": policy, "threshold": LEAST}, **options) as llm:
+    with engine(tmp_path / "model", extra={"policy": policy, "threshold": LEAST, "least": 0}, **options) as llm:
         found = answers_of(run(llm, prompts, recipe, tokens=24))
     assert close(found, [wanted(model, recipe, ids, 24) for ids in prompts])
 
@@ -67,6 +67,7 @@ def test_other_policies_do_not_start(saved: Saved, policy: str, message: str) ->
 def test_an_environment_is_enough(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOLICY_POLICY", "window@0.5")
     monkeypatch.setenv("KVPOLICY_THRESHOLD", str(LEAST))
+    monkeypatch.setenv("KVPOLICY_LEAST", "0")
     recipe = recipe_of("window@0.5")
     ids = make_text(saved.model, 100)
     with engine(saved.folder / "model") as llm:

@@ -45,7 +45,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[
     # Few blocks, so that requests wait and are preempted.
     options = ["--num-gpu-blocks-override", "16", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     log = tmp_path_factory.mktemp("log") / "server.log"
-    variables = {"KVPOLICY_POLICY": POLICY, "KVPOLICY_THRESHOLD": "100"}
+    variables = {"KVPOLICY_POLICY": POLICY, "KVPOLICY_THRESHOLD": "100", "KVPOLICY_LEAST": "0"}
     with serving(folder / "model", folder / "documents", log, options, BOTH, **variables) as running:
         yield running
 

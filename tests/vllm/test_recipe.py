@@ -56,7 +56,7 @@ def test_a_short_prompt_is_kept_whole() -> None:
         ("snapkv+quest@0.2", "must read all tokens"),
         ("snapkv@1MiB", "a share of a prompt or a number of tokens"),
         ("window@1", "to keep two tokens"),
-        ("expected@0.003", "The budget must be at least 5 tokens"),
+        ("expected@0.003:least=3", "The budget must be at least 5 tokens"),
         ("nothing@0.2", "nothing"),
     ],
 )
@@ -71,16 +71,28 @@ def test_counts_must_be_counts(value: object) -> None:
         Recipe.parse("window@0.2", threshold=value)
     with pytest.raises(KVPolicyError, match="KVPOLICY_PREFILLS must be a number"):
         Recipe.parse("window@0.2", prefills=value)
+    with pytest.raises(KVPolicyError, match="KVPOLICY_LEAST must be a number"):
+        Recipe.parse("window@0.2", least=value)
     with pytest.raises(KVPolicyError, match="at least 1"):
         Recipe.parse("window@0.2", prefills=0)
 
 
+def test_a_fraction_has_a_least_number_of_tokens() -> None:
+    kept = {length: Recipe.parse("window@0.2").kept(length) for length in (700, 2048, 10_000)}
+    assert kept == {700: 700, 2048: 1024, 10_000: 2000}
+    assert str(Recipe.parse("window@0.2").policy) == "window:decode=grow@0.2:least=1024"
+    assert Recipe.parse("window@0.2", least="512").kept(2048) == 512 == Recipe.parse("window@0.2:least=512").kept(2048)
+    assert Recipe.parse("window@0.2", least=0).kept(2048) == 409
+    assert Recipe.parse("window@300").kept(2048) == 300
+
+
 def test_settings_of_an_engine_come_before_the_environment() -> None:
     variables = {"KVPOLICY_POLICY": "window@0.3", "KVPOLICY_THRESHOLD": "70", "KVPOLICY_PREFILLS": "2"}
+    variables["KVPOLICY_LEAST"] = "50"
     found = Recipe.of(transfer(), variables)
-    assert found == Recipe.parse("window@0.3", threshold=70, prefills=2) == Recipe.of(None, variables)
-    assert Recipe.of(transfer(policy="h2o@0.2", threshold=80), variables) == Recipe.parse(
-        "h2o@0.2", threshold=80, prefills=2
+    assert found == Recipe.parse("window@0.3", threshold=70, prefills=2, least=50) == Recipe.of(None, variables)
+    assert Recipe.of(transfer(policy="h2o@0.2", threshold=80, least=0), variables) == Recipe.parse(
+        "h2o@0.2", threshold=80, prefills=2, least=0
     )
     assert Recipe.of(transfer(), {}) is None is Recipe.of(None, {"KVPOLICY_POLICY": ""})
     assert Recipe.of(transfer(policy="window@0.3"), {}) == Recipe.parse("window@0.3")

@@ -219,12 +219,12 @@ def measure_side(side: str, folder: Path, repeats: int) -> Result:
     transfer = recipe = None
     if policy is not None:
         least = min(len(each["ids"]) for each in prompts)
-        recipe = Recipe.parse(policy, threshold=least)
+        recipe = Recipe.parse(policy, threshold=least, least=0)
         transfer = KVTransferConfig(
             kv_connector="KVPolicyConnector",
             kv_connector_module_path="kvpolicy_vllm.connector",
             kv_role="kv_both",
-            kv_connector_extra_config={"policy": policy, "threshold": least},
+            kv_connector_extra_config={"policy": policy, "threshold": least, "least": 0},
         )
     pool = pool_of(size, longest, recipe, token_nbytes, output_nbytes)
     llm = engine(folder, pool, longest + size.new, size.clients, transfer)

@@ -84,6 +84,7 @@ def _parse(policy: str) -> Any:
 
 def _facts(case: Any) -> dict[str, Any]:
     from kvpolicy.cli import explanation
+    from kvpolicy.spec.budget import json_budget
 
     policy = case.policy
     shape = case.model.shape
@@ -97,7 +98,7 @@ def _facts(case: Any) -> dict[str, Any]:
     return {
         "shape": {"layers": len(case.planned.layers), "kv_heads": shape.heads, "head_dim": shape.head_dim},
         "token_bytes": case.model.token_bytes(),
-        "budget": {"value": policy.budget, "said": explanation.of_budget(case)},
+        "budget": {"value": json_budget(policy.budget), "said": explanation.of_budget(case)},
         "parts": [_part(kind, getattr(policy, kind), effect) for kind, effect in effects.items()],
         "measured": case.planned.measured,
         "note": case.planned.note,

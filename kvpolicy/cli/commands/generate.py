@@ -14,6 +14,7 @@ from kvpolicy.cli.formatting import as_json
 from kvpolicy.cli.model_names import TINY
 from kvpolicy.cli.prompts import check_length, encode, prompt_notes, read_prompt
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.limits import LEAST_TOKENS
 
 if TYPE_CHECKING:
     from kvpolicy.cli.generation import Generation, GenerationOptions
@@ -71,6 +72,7 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    least: Annotated[int | None, arguments.least_option("for the sample")] = None,
     new: Annotated[
         int | None,
         typer.Option(
@@ -100,12 +102,16 @@ def generate(
     replace_unencodable()
     tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
     text, is_sample = read_prompt(prompt, file, model)
-    policies = [_canonical(name) for name in (policy, *(compare or ()))]
+    is_given = least is not None
+    least = (0 if is_sample else LEAST_TOKENS) if least is None else least
+    policies = [_canonical(name, least) for name in (policy, *(compare or ()))]
     drafter = None if speculate is None else _canonical(speculate)
-    if drafter is not None and (compare or policies[0] not in ("full", _canonical(arguments.POLICY))):
+    if drafter is not None and (
+        compare or is_given or policies[0] not in ("full", _canonical(arguments.POLICY, least))
+    ):
         raise KVPolicyError(
-            "--speculate must be given without --policy and --compare, since its text is that of the full cache; try "
-            "another command for the other policies."
+            "--speculate must be given without --policy, --least and --compare, since its text is that of the full "
+            "cache; try another command for the other policies."
         )
     if gamma is not None and drafter is None:
         raise KVPolicyError(
@@ -134,11 +140,17 @@ def generate(
         raise typer.Exit(130)
 
 
-def _canonical(policy: str) -> str:
-    """Return a spec in its canonical form; an invalid one raises an error before a model is loaded."""
-    from kvpolicy.policy import Policy
+def _canonical(policy: str, least: int = 0) -> str:
+    """Return a spec in its canonical form; an invalid one raises an error before a model is loaded.
 
-    return str(Policy.parse(policy))
+    Args:
+        policy: The spec.
+        least: The least number of tokens of a budget that is a fraction; 0 for none.
+    """
+    from kvpolicy.policy import Policy
+    from kvpolicy.policy.least import keep_at_least
+
+    return str(keep_at_least(Policy.parse(policy), least))
 
 
 def replace_unencodable() -> None:

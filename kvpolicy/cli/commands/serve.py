@@ -10,6 +10,7 @@ import typer
 from kvpolicy.cli import arguments
 from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.model_names import TINY, check_order
+from kvpolicy.spec.limits import LEAST_TOKENS
 
 ModelName = Annotated[
     str,
@@ -20,6 +21,7 @@ ModelName = Annotated[
 def serve(
     model: ModelName = TINY,
     policy: arguments.Policy = arguments.POLICY,
+    least: Annotated[int | None, arguments.least_option("with --prefix, where the policy is that of the file")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 for one that is free.")] = 8000,
     host: Annotated[
         str, typer.Option(metavar="HOST", help="Address to listen on. By default only this machine can connect.")
@@ -52,10 +54,12 @@ def serve(
 
     The endpoints are /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics. The usage of an answer
     has the kept tokens and the bytes of its cache. With --prefix, every prompt must begin with the tokens of the file,
-    which are not computed again. SIGTERM ends the server with exit code 0. For many clients at once, serve documents
+    which are not computed again. A policy whose budget is a fraction, such as 0.2, keeps at least 1,024 tokens of a
+    prompt, see --least. SIGTERM ends the server with exit code 0. For many clients at once, serve documents
     with vLLM: see docs/guide/vllm.md.
     """
     from kvpolicy.policy import Policy
+    from kvpolicy.policy.least import keep_at_least
     from kvpolicy.serving.hosts import check_names
     from kvpolicy.serving.prefix import PrefixFile
     from kvpolicy.serving.server import bind, log_to_terminal, run, serving
@@ -63,7 +67,9 @@ def serve(
 
     tile_size = arguments.tile_of(tile)
     check_order("serve", model)
-    parsed = Policy.parse(policy)  # an invalid spec or file raises an error before the model is loaded
+    # An invalid spec or file raises an error before the model is loaded.
+    default = LEAST_TOKENS if prefix is None else 0
+    parsed = keep_at_least(Policy.parse(policy), default if least is None else least)
     if share_prefix and prefix is None:
         raise KVPolicyError("--share-prefix must be given with --prefix, got no prefix; try --prefix FILE.")
     file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed, share_prefix)
