@@ -134,6 +134,7 @@ class Handle:
 
     @cache.setter
     def cache(self, cache: PolicyCache | None) -> None:
+        """Let go of a cache, or report another one."""
         self._recent.cache = cache
 
     @property

@@ -104,12 +104,7 @@ def make_turn(cache: Any, new: int, seen: Tensor, valid: Tensor | None) -> Turn:
     before = Rows(first.get_seq_length(), seen.tolist(), digest.tolist())
     valid = None if valid is None or bool(valid.all()) else valid.cpu()
     rows = None if valid is None else tuple(bytes(row) for row in valid.byte().tolist())
-    return Turn(before, before.after(new, valid), rows, cache._end, cache.plan, _deltas(first))
-
-
-def _deltas(first: Any) -> list[int] | None:
-    """The offsets of a cache's rows by its first layer, on the host."""
-    return None if first.rope_deltas is None else first.rope_deltas[:, 0].tolist()
+    return Turn(before, before.after(new, valid), rows, cache._end, cache.plan, first.rope_deltas)
 
 
 def remember(cache: Any, turn: Turn) -> None:
@@ -198,7 +193,7 @@ def _crop_rows(cache: Any, columns: int) -> None:
             "Tokens of a prompt must not be cropped under a selector whose statistics they changed, got "
             f"{scoring[0]!r}; try to crop generated tokens only."
         )
-    deltas = _deltas(first) if last is None else last.rope_deltas
+    deltas = first.rope_deltas if last is None else last.rope_deltas
     inside = None  # the turn that loses its last columns
     if columns == now.columns:  # a turn begins here
         kept = now
@@ -212,7 +207,8 @@ def _crop_rows(cache: Any, columns: int) -> None:
         count = columns - turn.before.columns
         kept = turn.before.after(count, turn.first_valid(count))
         inside = turn
-        if (turn.rope_deltas or [0] * len(now.length)) != (deltas or [0] * len(now.length)):
+        none = [0] * len(now.length)
+        if (turn.rope_deltas or none) != (deltas or none):
             raise KVPolicyError(
                 "A prompt with pictures must be cropped as a whole, since the positions behind it depend on them, got "
                 f"crop({columns - first.get_seq_length()}); try crop({turn.before.columns - first.get_seq_length()})."
@@ -235,7 +231,7 @@ def _crop_rows(cache: Any, columns: int) -> None:
         for layer in cache.policy_layers:
             layers.crop(layer.store, columns, layer.store.tensors.length.new_tensor(kept.length))
     first.mask_digest.copy_(first.mask_digest.new_tensor(kept.digest))
-    first.rope_deltas = None if deltas is None else first.mask_digest.new_tensor(deltas)[:, None]
+    first.rope_deltas = deltas
     cache.history.turns = turns
 
 

@@ -59,7 +59,7 @@ def _tensor_difference(content: CacheFile, attachment: Attachment) -> str:
     if header["has_tokens"]:
         expected[TOKENS] = torch.int64, [rows, columns]
     if header.get("has_rope_deltas"):
-        expected[ATTRIBUTE] = torch.int64, [rows, 1]
+        expected[ATTRIBUTE] = torch.int64, [rows]
     for index in attachment.model_shape.evictable:
         expected[f"layers.{index}.length"] = torch.int64, [rows]
         expected[f"layers.{index}.columns"] = torch.int64, []

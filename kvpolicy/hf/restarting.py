@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.forward_calls import row_lengths
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
+from kvpolicy.spec.validation import expected
 
 
 def restart(cache: PolicyCache, inputs: dict[str, Any], end: int | None) -> None:
@@ -36,7 +37,8 @@ def restart(cache: PolicyCache, inputs: dict[str, Any], end: int | None) -> None
     known = cache.history.known
     cache.reset()
     cache.history.known = known
-    cache.expect(row_lengths(inputs, columns), None if end is None else max(end - columns, 0))
+    new = None if end is None else max(end - columns, 0)
+    cache.prompt, cache.new = expected(row_lengths(inputs, columns), new)
 
 
 def _check_whole(cache: PolicyCache, inputs: dict[str, Any], columns: int) -> None:

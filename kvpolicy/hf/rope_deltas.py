@@ -27,6 +27,8 @@ class RopeDeltas:
         """Find the module around a decoder that keeps the offsets."""
         self._owner = owner_of(model, decoder)
         self._thread = threading.local()
+        # What the model counts from, and the same on the host: neither is copied while nothing changes, as in steps.
+        self._shown: tuple[Tensor | None, list[int] | None] = (None, None)
 
     def connect(self) -> list[Callable[[], None]]:
         """Let each forward count from the offsets of its cache; returns how to undo it."""
@@ -37,8 +39,15 @@ class RopeDeltas:
 
     def show(self, cache: Any) -> None:
         """Let the model count from the offsets of a cache that has seen a prompt."""
-        if self._owner is not None and isinstance(cache, PolicyCache) and cache.is_initialized:
-            setattr(self._owner, ATTRIBUTE, cache.policy_layers[0].rope_deltas)
+        if self._owner is None or not isinstance(cache, PolicyCache) or not cache.is_initialized:
+            return
+        first = cache.policy_layers[0]
+        shown, deltas = self._shown
+        if deltas is not first.rope_deltas or shown is not getattr(self._owner, ATTRIBUTE):
+            deltas = first.rope_deltas
+            shown = None if deltas is None else torch.tensor(deltas, device=first.length.device)[:, None]
+            self._shown = (shown, deltas)
+            setattr(self._owner, ATTRIBUTE, shown)
 
     def note(self, cache: PolicyCache, rows: int, *, answers: bool) -> None:
         """Keep the offsets that the forward of `rows` rows that has begun counts from with its cache.
@@ -55,7 +64,7 @@ class RopeDeltas:
         if counts is None:  # the decoder was called alone
             return
         if counts or not cache.is_initialized or (answers and not cache.is_step):
-            cache.policy_layers[0].rope_deltas = _of_rows(getattr(self._owner, ATTRIBUTE), rows)
+            cache.policy_layers[0].rope_deltas = self._of_rows(rows)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _, named = by_name(self._names, args, kwargs)
@@ -66,13 +75,18 @@ class RopeDeltas:
         if torch.compiler.is_compiling():
             return
         self._thread.counts = counts
-        # The model would keep the offsets of the last picture for a prompt of text.
-        if counts and named.get("inputs_embeds") is None and (cache is None or not cache.get_seq_length()):
+        is_new = not cache.is_initialized if isinstance(cache, PolicyCache) else not (cache and cache.get_seq_length())
+        if is_new and counts and named.get("inputs_embeds") is None:
+            # The model would keep the offsets of the last picture for a prompt of text.
             setattr(module, ATTRIBUTE, None)
 
-
-def _of_rows(deltas: Any, rows: int) -> Tensor | None:
-    """Offsets of each of some rows, where those of a batch may be those of its rows before it was expanded."""
-    if not isinstance(deltas, Tensor) or not len(deltas) or rows % len(deltas):
-        return None
-    return deltas.repeat_interleave(rows // len(deltas), 0) if rows > len(deltas) else deltas
+    def _of_rows(self, rows: int) -> list[int] | None:
+        """The offset of each of some rows; the model may have those of a batch before its rows were repeated."""
+        found = getattr(self._owner, ATTRIBUTE)
+        shown, deltas = self._shown
+        if found is None or len(found) == 0 or rows % len(found):
+            return None
+        if found is not shown or deltas is None:
+            deltas = found.reshape(len(found), -1)[:, 0].tolist()
+            self._shown = (found, deltas)
+        return deltas if len(deltas) == rows else [delta for delta in deltas for _ in range(rows // len(deltas))]

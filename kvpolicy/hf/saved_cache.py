@@ -60,7 +60,7 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
         kept[str(index)] = [int(by_head.min()), int(by_head.max())]
     first = cache.policy_layers[0]
     if first.rope_deltas is not None:
-        held[ATTRIBUTE] = first.rope_deltas
+        held[ATTRIBUTE] = torch.tensor(first.rope_deltas, device="cpu")
     ranks: Ranks = first.store.ranks
     header = {
         "policy": policy,
@@ -126,7 +126,7 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     cache.set_numbers(header["cache"])
     own = cache.policy_layers[0]
     own.hold_digest(held["digest"].to(own.length.device))
-    own.rope_deltas = held[ATTRIBUTE].to(own.length.device) if header.get("has_rope_deltas") else None
+    own.rope_deltas = held[ATTRIBUTE].tolist() if header.get("has_rope_deltas") else None
     cache.history.known = KnownTokens.of(held[TOKENS]) if header["has_tokens"] else None
     plan = header["plan"]
     prefill = attachment.model_shape.prefill

@@ -116,7 +116,7 @@ def share(cache: Any, other: Any, rows: Tensor | Sequence[int] | None) -> None:
         store = layer.store
         slots = SharedPrefix(store.contents, store.geometry)
         seen = int(digest[0]) if layer is cache.policy_layers[0] else None
-        deltas = None if layer.rope_deltas is None else layer.rope_deltas.expand(count, -1).clone()
+        deltas = None if layer.rope_deltas is None else layer.rope_deltas * count
         own.share(LayerPrefix(store, slots, count, columns, seen, deltas))
     other.guard.columns = columns
     known = cache.history.known

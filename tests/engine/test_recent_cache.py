@@ -36,7 +36,7 @@ def test_a_negative_prompt_is_not_the_answer(given: str | None) -> None:
     with kvpolicy.attach(model, "h2o@0.5") as handle:
         own = {} if given is None else {CACHE: PolicyCache(model, given)}
         out = model.generate(ids, guidance_scale=1.5, negative_prompt_ids=ids[:, :7], **own, **HOW)
-        assert handle.cache is output_cache(out)
+        assert handle.cache is not None and handle.cache is output_cache(out)
         assert handle.plan is handle.cache.plan
         assert handle.cache.get_seq_length() == 28 and handle.report().nbytes == handle.cache.nbytes
         assert str(handle.cache.policy) == (given or "h2o@0.5")
@@ -82,7 +82,7 @@ def test_a_loop_of_ones_own() -> None:
 
     with kvpolicy.attach(model, "h2o@0.5") as handle:
         out = model.generate(ids, custom_generate=loop, do_sample=False, max_new_tokens=3)
-        assert handle.cache is output_cache(out) and handle.cache.get_seq_length() == 25
+        assert handle.cache is not None and handle.cache is output_cache(out) and handle.cache.get_seq_length() == 25
 
 
 def test_a_cache_of_ones_own_is_reported() -> None:

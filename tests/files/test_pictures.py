@@ -120,7 +120,7 @@ def test_rows_keep_their_offsets() -> None:
         cache = PolicyCache(model)
         run(model, cache, **mixed())
         deltas = cache.policy_layers[0].rope_deltas
-        assert deltas is not None and deltas.tolist() == [[-12], [0]]
+        assert deltas is not None and deltas == [-12, 0]
         alone = [go_on(model, cache.fork([row])) for row in range(2)]
         repeated = cache.fork()
         repeated.batch_repeat_interleave(2)
@@ -155,7 +155,7 @@ def test_beams_and_several_answers() -> None:
             assert torch.equal(model.generate(**given, max_new_tokens=5, do_sample=False, **how), stock)
             assert handle.cache is not None
             deltas = handle.cache.policy_layers[0].rope_deltas
-            assert deltas is not None and deltas.tolist() == [[-12]] * handle.cache.batch_size
+            assert deltas is not None and deltas == [-12] * handle.cache.batch_size
 
 
 def test_crops_bring_offsets_back() -> None:
@@ -197,14 +197,30 @@ def test_text_after_a_picture_is_text() -> None:
         assert torch.equal(go_on(model, again), expected)
 
 
-def test_bytes_of_offsets_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["forward", "generate"])
+def test_offsets_are_no_bytes_of_the_cache(how: str) -> None:
+    """Plan and report agree to the byte with a picture, too."""
+    model = fresh("qwen2_5_vl")
+    with torch.no_grad(), kvpolicy.attach(model, "h2o@0.5") as handle:
+        if how == "forward":
+            run(model, PolicyCache(model), **mixed())
+        else:
+            model.generate(**pictures.prompt(), max_new_tokens=3)
+        assert handle.cache is not None and handle.plan is not None
+        assert handle.cache.policy_layers[0].rope_deltas is not None
+        assert handle.cache.nbytes == handle.report().nbytes == handle.plan.nbytes
+
+
+def test_steps_copy_no_offsets() -> None:
+    """Between the device and the host they are copied when they change, and not in steps."""
     model = fresh("qwen2_5_vl")
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         cache = PolicyCache(model)
         run(model, cache, **mixed())
-        before = cache.nbytes
-        cache.policy_layers[0].rope_deltas = None
-        assert before - cache.nbytes == 2 * 8
+        shown, deltas = model.model.rope_deltas, cache.policy_layers[0].rope_deltas
+        for _ in range(3):
+            run(model, cache, input_ids=pictures.words(1, 2))
+            assert model.model.rope_deltas is shown and cache.policy_layers[0].rope_deltas is deltas
 
 
 def test_a_file_must_say_where_its_text_goes_on(tmp_path: Path) -> None:
@@ -219,7 +235,7 @@ def test_a_file_must_say_where_its_text_goes_on(tmp_path: Path) -> None:
         cache_file.write(path, cache_file.CacheFile(old, content.tensors))
         with pytest.raises(KVPolicyError, match="must say at which positions"):
             PolicyCache.load(model, path)
-        for tensors in ({}, {"rope_deltas": torch.zeros(2, 1, dtype=torch.int64)}):
+        for tensors in ({}, {"rope_deltas": torch.zeros(2, dtype=torch.int64)}):
             kept = {key: value for key, value in content.tensors.items() if key != "rope_deltas"}
             cache_file.write(path, content._replace(tensors=kept | tensors))
             with pytest.raises(KVPolicyError, match="must have the tensor rope_deltas"):
