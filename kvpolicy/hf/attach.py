@@ -49,7 +49,9 @@ from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
+from kvpolicy.hf.recent_cache import RecentCache
 from kvpolicy.hf.residual_hooks import measure
+from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
 from kvpolicy.hf.tiles import around, check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
@@ -81,14 +83,17 @@ class Handle:
 
     Attributes:
         policy: The policy.
-        cache: The most recent cache that the model made by itself, or None.
+        cache: The most recent cache that the model ran with, whether it made the cache by itself or was given it; None
+            before the first one. `generate` counts as a whole, so that afterwards this is the cache of its answer,
+            and not that of a negative prompt or of another run of the model within it. A compiled step
+            does not count. The handle keeps the cache alive; `handle.cache = None` frees it.
     """
 
     def __init__(
         self, model: nn.Module, policy: Policy, tile: TileSize = None, chunks: Chunks = SELECT, hold: Hold = PLAIN
     ) -> None:
         """Attach; use `kvpolicy.attach`."""
-        self.cache: PolicyCache | None = None
+        self._recent = RecentCache()
         self._model = model
         self._undo: list[Callable[[], None]] = []
         # Hooks belong to the model, and several threads may run it, each with a cache of its own.
@@ -124,6 +129,16 @@ class Handle:
         log_attached(model, policy, shape)
 
     @property
+    def cache(self) -> PolicyCache | None:
+        """The most recent cache that the model ran with; None before the first one."""
+        return self._recent.cache
+
+    @cache.setter
+    def cache(self, cache: PolicyCache | None) -> None:
+        """Let go of a cache, or report another one."""
+        self._recent.cache = cache
+
+    @property
     def plan(self) -> CachePlan | None:
         """The plan (tokens and bytes) of the most recent cache; None before its first prompt."""
         return None if self.cache is None else self.cache.plan
@@ -132,11 +147,11 @@ class Handle:
         """Report the budget, the tokens kept and the bytes by kind of each layer, and the size of the full cache.
 
         Raises:
-            KVPolicyError: If the model has made no cache yet.
+            KVPolicyError: If the model has not run with a cache yet.
         """
         if self.cache is None:
             raise KVPolicyError(
-                "There is nothing to report yet: run the model first, or call report() of your own cache."
+                "There is nothing to report yet, since the model has not run with a cache; try generate first."
             )
         return self.cache.report()
 
@@ -188,6 +203,8 @@ class Handle:
         self._undo.append(swap_implementation(self._model))
         self._undo.append(sites.decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
         self._undo.append(sites.decoder.register_forward_hook(self._after).remove)
+        self._deltas = RopeDeltas(self._model, sites.decoder)
+        self._undo += self._deltas.connect()
         self._names = list(inspect.signature(sites.decoder.forward).parameters)
         self._cache_name = cache_name(sites.decoder)
         for site in sites.layers:
@@ -212,14 +229,11 @@ class Handle:
                 self._undo.append(outer.register_forward_pre_hook(self._before_outer, with_kwargs=True).remove)
                 self._undo.append(outer.register_forward_hook(_end_masks, always_call=True).remove)
             self._undo.append(sites.decoder.register_forward_hook(_end_masks, always_call=True).remove)
-        self._undo += offer_cache(self._model, self._note_cache)
+        self._undo += offer_cache(self._model, self._recent, self._deltas)
 
     def _tile_size(self) -> int | None:
         """The tile size of this thread's forward; None if its layers take all tokens at once, or none runs."""
         return None if self._running is None else self._running.tile_size
-
-    def _note_cache(self, cache: PolicyCache) -> None:
-        self.cache = cache
 
     def _look(self, site: Site) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -252,10 +266,10 @@ class Handle:
             self._choose_tile(cache, tokens)
             return args, kwargs
         if cache is None and caches(module, kwargs):
-            cache = kwargs[self._cache_name] = self.cache = PolicyCache(self._model)
+            cache = kwargs[self._cache_name] = PolicyCache(self._model)
         elif cache is not None and not isinstance(cache, PolicyCache):
             check_stock(cache)
-            cache = kwargs[self._cache_name] = self.cache = PolicyCache(self._model)
+            cache = kwargs[self._cache_name] = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):
             self._check_own(cache)
             mask = own_mask(module, kwargs.get("attention_mask"))
@@ -271,6 +285,8 @@ class Handle:
             # Dividing a budget makes a new plan, by which `_after` knows that a prompt was compressed.
             plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
+            self._recent.note(cache)
+            self._deltas.note(cache, tokens.shape[0], answers=self._recent.answers(cache))
             self._choose_tile(cache, tokens)
             self._thread.cache = cache
             self._thread.plan = plan

@@ -20,7 +20,6 @@ from kvpolicy.hf.cache_file import rank_path, write
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.edit_checks import check_rows, check_shift
 from kvpolicy.hf.forward_guard import ForwardGuard
-from kvpolicy.hf.history import History
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.mask_digest import extend_digest, remove_from_digest
 from kvpolicy.hf.measured import Measured
@@ -201,7 +200,7 @@ class PolicyCache(CacheForward):
         check_shift(self, from_position, by)
         if not by:
             return
-        self.history.turns = []  # their columns are others now, so that a crop is refused
+        self.history.forget()
         with torch.no_grad():
             for layer in self.policy_layers:
                 layer.leave_inference_mode()
@@ -279,7 +278,8 @@ class PolicyCache(CacheForward):
     def numbers(self) -> dict[str, Any]:
         """The numbers of the cache besides those of its layers, as JSON values."""
         told = {"prompt": self._prompt, "new": self.new, "end": self._end}
-        return told | {"cosines": self._measured.known, "columns": self.guard.columns}
+        told |= {"cosines": self._measured.known, "columns": self.guard.columns}
+        return told | {"whole": self.history.is_whole}
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`."""
@@ -289,6 +289,7 @@ class PolicyCache(CacheForward):
         self._end = numbers["end"]
         self._measured.known = numbers["cosines"]
         self.guard.columns = numbers["columns"]
+        self.history.is_whole = numbers.get("whole", False)
 
     def unmanaged_bytes(self) -> dict[int, int]:
         """Bytes of the layers that the policy does not manage, by layer."""
@@ -480,7 +481,7 @@ class PolicyCache(CacheForward):
         """
         refuse_windows(self)
         super().reset()
-        self.history = History()
+        self.history = self.history.begun(self.policy_layers[0].prefix_columns)
         self.plan = None
         self.prompt = self.new = None
         self.guard = ForwardGuard()

@@ -58,6 +58,7 @@ class Turn(NamedTuple):
         valid: Which of its columns are not padding, one byte for each column of a row; None if all are.
         end: Announced tokens of each row at the end, as known before; None if unknown.
         plan: The cache's plan before.
+        rope_deltas: Offset of the positions behind each row's pictures before, or None.
     """
 
     before: Rows
@@ -65,14 +66,16 @@ class Turn(NamedTuple):
     valid: tuple[bytes, ...] | None
     end: list[int] | None
     plan: CachePlan | None
+    rope_deltas: list[int] | None
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Turn:
         """Select or repeat rows."""
+        deltas = None if self.rope_deltas is None else map_numbers(fn, self.rope_deltas)
         end = None if self.end is None else map_numbers(fn, self.end)
         valid = self.valid
         if valid is not None:
             valid = tuple(valid[row] for row in fn(torch.arange(len(valid), device="cpu")).tolist())
-        return Turn(self.before.map_rows(fn), self.after.map_rows(fn), valid, end, self.plan)
+        return Turn(self.before.map_rows(fn), self.after.map_rows(fn), valid, end, self.plan, deltas)
 
     def first_valid(self, columns: int) -> Tensor | None:
         """Which of its first columns are not padding, [B, columns] bool; None if all are."""
@@ -101,7 +104,7 @@ def make_turn(cache: Any, new: int, seen: Tensor, valid: Tensor | None) -> Turn:
     before = Rows(first.get_seq_length(), seen.tolist(), digest.tolist())
     valid = None if valid is None or bool(valid.all()) else valid.cpu()
     rows = None if valid is None else tuple(bytes(row) for row in valid.byte().tolist())
-    return Turn(before, before.after(new, valid), rows, cache._end, cache.plan)
+    return Turn(before, before.after(new, valid), rows, cache._end, cache.plan, first.rope_deltas)
 
 
 def remember(cache: Any, turn: Turn) -> None:
@@ -190,6 +193,7 @@ def _crop_rows(cache: Any, columns: int) -> None:
             "Tokens of a prompt must not be cropped under a selector whose statistics they changed, got "
             f"{scoring[0]!r}; try to crop generated tokens only."
         )
+    deltas = first.rope_deltas if last is None else last.rope_deltas
     inside = None  # the turn that loses its last columns
     if columns == now.columns:  # a turn begins here
         kept = now
@@ -203,6 +207,12 @@ def _crop_rows(cache: Any, columns: int) -> None:
         count = columns - turn.before.columns
         kept = turn.before.after(count, turn.first_valid(count))
         inside = turn
+        none = [0] * len(now.length)
+        if (turn.rope_deltas or none) != (deltas or none):
+            raise KVPolicyError(
+                "A prompt with pictures must be cropped as a whole, since the positions behind it depend on them, got "
+                f"crop({columns - first.get_seq_length()}); try crop({turn.before.columns - first.get_seq_length()})."
+            )
     else:
         kept = turn.after.after(columns - turn.after.columns, None)
         if now != turn.after.after(now.columns - turn.after.columns, None):
@@ -221,6 +231,7 @@ def _crop_rows(cache: Any, columns: int) -> None:
         for layer in cache.policy_layers:
             layers.crop(layer.store, columns, layer.store.tensors.length.new_tensor(kept.length))
     first.mask_digest.copy_(first.mask_digest.new_tensor(kept.digest))
+    first.rope_deltas = deltas
     cache.history.turns = turns
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.hf.attachment import Attachment
 from kvpolicy.hf.cache_file import TOKENS, CacheFile
+from kvpolicy.hf.rope_owner import ATTRIBUTE
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -57,6 +58,8 @@ def _tensor_difference(content: CacheFile, attachment: Attachment) -> str:
     expected: dict[str, tuple[torch.dtype, list[int]]] = {"digest": (torch.int64, [rows])}
     if header["has_tokens"]:
         expected[TOKENS] = torch.int64, [rows, columns]
+    if header.get("has_rope_deltas"):
+        expected[ATTRIBUTE] = torch.int64, [rows]
     for index in attachment.model_shape.evictable:
         expected[f"layers.{index}.length"] = torch.int64, [rows]
         expected[f"layers.{index}.columns"] = torch.int64, []

@@ -181,6 +181,25 @@ def check_conversation(seen: int, columns: int) -> None:
         )
 
 
+def check_text(cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise KVPolicyError if `generate` is given a text that does not begin with the tokens of its cache's file.
+
+    Args:
+        cache: The cache.
+        args: The positional arguments of `generate`.
+        kwargs: The others.
+    """
+    known = cache.history.known
+    given = (args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids"))
+    ids = next((each for each in given if isinstance(each, Tensor)), None)
+    if known is None or ids is None or ids.dim() != 2 or ids.is_floating_point():
+        return
+    mask = kwargs.get("attention_mask")
+    is_whole = ids.shape[1] > cache.get_seq_length() and (mask is None or mask.shape == ids.shape)
+    if is_whole:  # else they are only the new ones, or are refused
+        known.check(ids, mask)
+
+
 def check_ends(model_kwargs: dict[str, Any]) -> None:
     """Raise KVPolicyError if `generate` is given rows that end with padding, whose queries have no output."""
     mask = model_kwargs.get("attention_mask")

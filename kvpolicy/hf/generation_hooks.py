@@ -12,15 +12,19 @@ from transformers.cache_utils import Cache
 
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.hf.cache_names import CACHE, OLD, rename_cache
+from kvpolicy.hf.cache_names import CACHE, OLD, cache_argument, output_cache, passed_cache, rename_cache
 from kvpolicy.hf.forward_calls import (
     check_asked,
     check_conversation,
     check_ends,
     check_stock,
+    check_text,
     prompt_columns,
     row_lengths,
 )
+from kvpolicy.hf.recent_cache import RecentCache
+from kvpolicy.hf.restarting import restart
+from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.spec.errors import KVPolicyError
 
 _CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
@@ -32,12 +36,13 @@ def generating_module(model: nn.Module) -> nn.Module:
     return next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
 
 
-def offer_cache(model: nn.Module, note: Callable[[PolicyCache], None]) -> list[Callable[[], None]]:
-    """Let `generate` begin with a cache under the policy that knows how many tokens will come.
+def offer_cache(model: nn.Module, recent: RecentCache, deltas: RopeDeltas) -> list[Callable[[], None]]:
+    """Let `generate` begin with a cache under the policy that knows how many tokens will come, and end with it.
 
     Args:
         model: The model that the policy is attached to.
-        note: Called with every cache that is made.
+        recent: Where the cache of the answer is noted.
+        deltas: The offsets of its positions, which a given cache has of its own.
 
     Returns:
         How to undo it.
@@ -70,27 +75,57 @@ def offer_cache(model: nn.Module, note: Callable[[PolicyCache], None]) -> list[C
             cache = model_kwargs[CACHE] = PolicyCache(model, prompt=prompt, new=new)
             if getattr(generation_config, "is_assistant", False):  # as transformers does with its own cache
                 cache.activate_past_recording()
-            note(cache)
+        if isinstance(model_kwargs.get(CACHE), PolicyCache):
+            recent.expect(model_kwargs[CACHE], length + 1 if columns else None)
         return result
 
     _set(inner, "_prepare_cache_for_generation", prepare_cache, undo)
-    if CACHE == OLD:
-        _set(inner, "generate", _with_old_name(inner.generate), undo)
+    _set(inner, "generate", _noting(inner.generate, recent, deltas), undo)
+    _set(inner, "prepare_inputs_for_generation", _keeping_cache(inner, recent), undo)
     for name in _CONTINUOUS:
         if hasattr(inner, name):
             _set(inner, name, _refuse_continuous_batching, undo)
     return undo
 
 
-def _with_old_name(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `generate` take `cache=` too, in a version of transformers that refuses it as unused."""
+def _noting(generate: Callable[..., Any], recent: RecentCache, deltas: RopeDeltas) -> Callable[..., Any]:
+    """Let `generate` note the cache of its answer, and take what it is given of a text that it goes on with.
+
+    Before transformers 5.24, which refuses `cache=` as unused, it takes that name too.
+    """
 
     @functools.wraps(generate)
-    def with_either(*args: Any, **kwargs: Any) -> Any:
-        rename_cache(kwargs, OLD)
-        return generate(*args, **kwargs)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if CACHE == OLD:
+            rename_cache(kwargs, OLD)
+        given = passed_cache(kwargs)
+        if isinstance(given, PolicyCache):
+            check_text(given, args, kwargs)
+            deltas.show(given)
+        with recent.generating() as answer:
+            result = generate(*args, **kwargs)
+            cache = output_cache(result)
+            if answer is not None and isinstance(cache, PolicyCache):
+                recent.cache = cache
+        return result
 
-    return with_either
+    return noting
+
+
+def _keeping_cache(inner: Any, recent: RecentCache) -> Callable[..., Any]:
+    """Let a model that drops its cache in the middle of a generation run the whole text on the same one."""
+    prepare = inner.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        inputs = prepare(*args, **kwargs)
+        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, PolicyCache)), None)
+        if given is not None and not any(isinstance(each, Cache) for each in inputs.values()):
+            restart(given, inputs, recent.end_of(given))
+            inputs |= cache_argument(inner, given)
+        return inputs
+
+    return keeping
 
 
 def _set(module: Any, name: str, value: Any, undo: list[Callable[[], None]]) -> None:

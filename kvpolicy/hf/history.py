@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine.rollback import mark as mark_layer
 from kvpolicy.hf import cropping
+from kvpolicy.hf.known_tokens import KnownTokens
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.spec.validation import check_size
@@ -70,17 +71,31 @@ class History:
         mark: The mark that is held; None without.
         turns: The last prompts and chunks, the latest last.
         is_shared: Whether other caches share the slots, so that nothing may change them.
+        known: The token ids of the first columns, where a file told them; else None.
+        is_whole: Whether the last prompt was added whole, beyond the budget.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: KnownTokens | None = None) -> None:
         """Nothing to take back."""
+        self.known = known
         self.mark: Mark | None = None
         self.turns: list[cropping.Turn] = []
         self.is_shared = False
+        self.is_whole = False
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat rows."""
         self.turns = [turn.map_rows(fn) for turn in self.turns]
+        self.known = None if self.known is None else self.known.map_rows(fn)
+
+    def begun(self, columns: int) -> History:
+        """The history of a cache that has only the first columns, as one behind a shared prefix after a reset."""
+        return History(None if self.known is None else self.known.first(columns))
+
+    def forget(self) -> None:
+        """Forget what refers to columns, which an edit has changed: a crop is refused then, and no ids are compared."""
+        self.turns = []
+        self.known = None
 
     def refuse_marked(self, what: str) -> None:
         """Refuse what a rollback could not undo."""
@@ -164,6 +179,8 @@ def crop(cache: Any, tokens_to_remove: int) -> None:
     cache.history.refuse_shared("crop()")
     with mode_of_tensors(cache):
         cropping.crop(cache, tokens_to_remove)
+    history = cache.history
+    history.known = None if history.known is None else history.known.first(cache.get_seq_length())
 
 
 @contextmanager
@@ -189,6 +206,8 @@ def note_forward(cache: Any, new: int, one_token: bool, seen: Tensor, valid: Ten
     cache.history.refuse_shared("A forward")
     mark = cache.history.mark
     if mark is None:
+        if not one_token:
+            cache.history.is_whole = cache.holds_next
         if not one_token and not cropping.obstacle(cache):
             cropping.remember(cache, cropping.make_turn(cache, new, seen, valid))
         return

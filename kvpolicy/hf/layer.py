@@ -20,7 +20,7 @@ from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rollback import roll_back
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.engine.sizes import crop_obstacle
+from kvpolicy.engine.sizes import crop_obstacle, map_numbers
 from kvpolicy.hf.layer_prefix import LayerPrefix
 from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.hf.transcript import Transcript
@@ -51,6 +51,8 @@ class PolicyLayer(CacheLayerMixin):
             replay, and the selector needs keys without their rotation.
         transcript: Its transcript, in the first layer of a cache, if it awaits a replay; else None.
         mask_digest: Digest of the columns seen by each row, [B] int64, in the first layer of a cache; else None.
+        rope_deltas: Offset of the positions behind each row's pictures, in the first layer of a cache; None without
+            any, see `kvpolicy.hf.rope_deltas`. On the host, as other numbers of rows.
     """
 
     is_sliding = False
@@ -107,6 +109,7 @@ class PolicyLayer(CacheLayerMixin):
         self.rope_offset: Tensor | None = None
         self.transcript: Transcript | None = None
         self.mask_digest: Tensor | None = None
+        self.rope_deltas: list[int] | None = None if self.prefix is None else self.prefix.rope_deltas
         digest = None if self.prefix is None else self.prefix.begin(self.store)
         if digest is not None:
             self.hold_digest(digest)
@@ -286,6 +289,7 @@ class PolicyLayer(CacheLayerMixin):
         self.transcript = None if self.transcript is None else self.transcript.map_rows(fn)
         if self.mask_digest is not None:
             self.hold_digest(fn(self.mask_digest))
+        self.rope_deltas = None if self.rope_deltas is None else map_numbers(fn, self.rope_deltas)
 
     def leave_inference_mode(self) -> None:
         """Replace tensors that were made in inference mode, which only inference mode may change, by ordinary ones."""

@@ -20,6 +20,7 @@ class LayerPrefix(NamedTuple):
         rows: Rows that the layer begins with.
         columns: Columns of the prefix, padding included.
         digest: Digest of its mask, in the first layer of a cache; else None.
+        rope_deltas: Offset of the positions behind its pictures for each row, in the first layer of a cache, or None.
     """
 
     source: LayerStore
@@ -27,6 +28,7 @@ class LayerPrefix(NamedTuple):
     rows: int
     columns: int
     digest: int | None
+    rope_deltas: list[int] | None
 
     def begin(self, store: LayerStore) -> Tensor | None:
         """Let an empty layer begin behind the prefix; returns the digest of each row, [B] int64, if there is one."""

@@ -18,6 +18,8 @@ from kvpolicy.hf.cache_file import TOKENS, CacheFile, rank_path, read
 from kvpolicy.hf.cache_header import read_header
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.file_content import check_content
+from kvpolicy.hf.known_tokens import KnownTokens
+from kvpolicy.hf.rope_owner import ATTRIBUTE, owner_of
 from kvpolicy.planning.plan_fields import plan_from_dict, plan_to_dict
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, Ranks
@@ -57,6 +59,8 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
         by_head = layer.store.geometry.tokens_by_head()
         kept[str(index)] = [int(by_head.min()), int(by_head.max())]
     first = cache.policy_layers[0]
+    if first.rope_deltas is not None:
+        held[ATTRIBUTE] = torch.tensor(first.rope_deltas, device="cpu")
     ranks: Ranks = first.store.ranks
     header = {
         "policy": policy,
@@ -67,6 +71,7 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
         "rows": cache.batch_size,
         "columns": columns,
         "has_tokens": tokens is not None,
+        "has_rope_deltas": first.rope_deltas is not None,
         "nbytes": cache.nbytes,
         "full_nbytes": cache.full_nbytes,
         "calibrations": _calibrations(cache),
@@ -93,9 +98,11 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     """
     header, held = content
     attachment: Attachment = cache.attachment
-    sites = {site.layer_idx: site for site in find_sites(model).layers}
+    found = find_sites(model)
+    sites = {site.layer_idx: site for site in found.layers}
     first = sites[cache.policy_layers[0].layer_idx]
     _check_model(header, attachment, what, next(first.attention.parameters()).device)
+    _check_positions(header, owner_of(model, found.decoder) is not None, what)
     check_content(content, attachment, what)
     dtype: torch.dtype = getattr(torch, header["dtype"])
     for index, layer in enumerate(cache.layers):
@@ -117,7 +124,10 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
             f"{cache.policy}; save the cache again."
         )
     cache.set_numbers(header["cache"])
-    cache.policy_layers[0].hold_digest(held["digest"].to(cache.policy_layers[0].length.device))
+    own = cache.policy_layers[0]
+    own.hold_digest(held["digest"].to(own.length.device))
+    own.rope_deltas = held[ATTRIBUTE].tolist() if header.get("has_rope_deltas") else None
+    cache.history.known = KnownTokens.of(held[TOKENS]) if header["has_tokens"] else None
     plan = header["plan"]
     prefill = attachment.model_shape.prefill
     cache.plan = None if plan is None else plan_from_dict(cache.policy, plan, prefill)
@@ -200,6 +210,21 @@ def _check_model(header: Mapping[str, Any], attachment: Attachment, what: str, d
         raise KVPolicyError(
             f"{name} must be for keys and values in {' or '.join(sorted(wanted))}, got {header['dtype']}; try loading "
             f"the model with dtype={header['dtype']}."
+        )
+
+
+def _check_positions(header: Mapping[str, Any], counts: bool, what: str) -> None:
+    """Refuse a file that does not say where its text goes on, for a model that counts positions behind pictures."""
+    said = header.get("has_rope_deltas")
+    if said is None and counts:
+        raise KVPolicyError(
+            f"The cache file {what!r} must say at which positions the text behind its pictures goes on, got one of an "
+            "earlier version, which does not; compute the cache again."
+        )
+    if said and not counts:
+        raise KVPolicyError(
+            f"The cache file {what!r} must be loaded with the whole model that it was made with, got only the part "
+            "that reads text; compute the cache again, or load the model with its pictures."
         )
 
 

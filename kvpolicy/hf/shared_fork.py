@@ -116,8 +116,11 @@ def share(cache: Any, other: Any, rows: Tensor | Sequence[int] | None) -> None:
         store = layer.store
         slots = SharedPrefix(store.contents, store.geometry)
         seen = int(digest[0]) if layer is cache.policy_layers[0] else None
-        own.share(LayerPrefix(store, slots, count, columns, seen))
+        deltas = None if layer.rope_deltas is None else layer.rope_deltas * count
+        own.share(LayerPrefix(store, slots, count, columns, seen, deltas))
     other.guard.columns = columns
+    known = cache.history.known
+    other.history.known = None if known is None else known.map_rows(lambda rows: rows[indices.to(rows.device)])
     cache.history.is_shared = True
 
 

@@ -46,7 +46,7 @@ NASTY = [
 ]
 """JSON texts of values that no field, or few, may hold."""
 
-SAMPLE = 60
+SAMPLE = 80
 """Files of each policy."""
 
 PLAUSIBLE = {("scale", "0.5"), ("has_tokens", "true"), ("may_exceed_plan", "true"), ("reading", "true")}

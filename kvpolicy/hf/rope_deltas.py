@@ -1,0 +1,92 @@
+"""Offsets of positions behind pictures (M-RoPE): transformers keeps those of the last prompt in the model.
+
+A picture takes fewer positions than tokens, so that the text behind it goes on at other positions than its columns say.
+Each cache keeps the offsets of its own rows, and a forward on it counts from those, whatever the model ran before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_names import passed_cache
+from kvpolicy.hf.forward_checks import by_name
+from kvpolicy.hf.rope_owner import ATTRIBUTE, owner_of
+
+
+class RopeDeltas:
+    """The offsets of a model's positions, exchanged with its caches; nothing happens in a model without any."""
+
+    def __init__(self, model: nn.Module, decoder: nn.Module) -> None:
+        """Find the module around a decoder that keeps the offsets."""
+        self._owner = owner_of(model, decoder)
+        self._thread = threading.local()
+        # What the model counts from, and the same on the host: neither is copied while nothing changes, as in steps.
+        self._shown: tuple[Tensor | None, list[int] | None] = (None, None)
+
+    def connect(self) -> list[Callable[[], None]]:
+        """Let each forward count from the offsets of its cache; returns how to undo it."""
+        if self._owner is None:
+            return []
+        self._names = list(inspect.signature(self._owner.forward).parameters)
+        return [self._owner.register_forward_pre_hook(self._before, with_kwargs=True).remove]
+
+    def show(self, cache: Any) -> None:
+        """Let the model count from the offsets of a cache that has seen a prompt."""
+        if self._owner is None or not isinstance(cache, PolicyCache) or not cache.is_initialized:
+            return
+        first = cache.policy_layers[0]
+        shown, deltas = self._shown
+        if deltas is not first.rope_deltas or shown is not getattr(self._owner, ATTRIBUTE):
+            deltas = first.rope_deltas
+            shown = None if deltas is None else torch.tensor(deltas, device=first.length.device)[:, None]
+            self._shown = (shown, deltas)
+            setattr(self._owner, ATTRIBUTE, shown)
+
+    def note(self, cache: PolicyCache, rows: int, *, answers: bool) -> None:
+        """Keep the offsets that the forward of `rows` rows that has begun counts from with its cache.
+
+        A forward that is given positions counts from nothing, and says nothing about offsets. But `generate` computes
+        the offsets of a prompt before, and passes its positions.
+
+        Args:
+            cache: The cache of the forward.
+            rows: Its rows.
+            answers: Whether it is that of the answer of a running `generate`.
+        """
+        counts, self._thread.counts = getattr(self._thread, "counts", None), None
+        if counts is None:  # the decoder was called alone
+            return
+        if counts or not cache.is_initialized or (answers and not cache.is_step):
+            cache.policy_layers[0].rope_deltas = self._of_rows(rows)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _, named = by_name(self._names, args, kwargs)
+        cache = passed_cache(named)
+        counts = named.get("position_ids") is None
+        if counts:
+            self.show(cache)
+        if torch.compiler.is_compiling():
+            return
+        self._thread.counts = counts
+        is_new = not cache.is_initialized if isinstance(cache, PolicyCache) else not (cache and cache.get_seq_length())
+        if is_new and counts and named.get("inputs_embeds") is None:
+            # The model would keep the offsets of the last picture for a prompt of text.
+            setattr(module, ATTRIBUTE, None)
+
+    def _of_rows(self, rows: int) -> list[int] | None:
+        """The offset of each of some rows; the model may have those of a batch before its rows were repeated."""
+        found = getattr(self._owner, ATTRIBUTE)
+        shown, deltas = self._shown
+        if found is None or len(found) == 0 or rows % len(found):
+            return None
+        if found is not shown or deltas is None:
+            deltas = found.reshape(len(found), -1)[:, 0].tolist()
+            self._shown = (found, deltas)
+        return deltas if len(deltas) == rows else [delta for delta in deltas for _ in range(rows // len(deltas))]

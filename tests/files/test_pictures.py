@@ -1,0 +1,246 @@
+"""A cache of a prompt with a picture goes on at its own positions (M-RoPE), whatever the model ran before."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy.hf import cache_file
+from kvpolicy.hf.cache_names import CACHE
+from tests.conformance import pictures
+
+STEPS = 4
+
+
+def fresh(name: str) -> Any:
+    """The model as another process loads it."""
+    model = copy.deepcopy(pictures.build(name))
+    model.model.rope_deltas = None
+    return model
+
+
+def run(model: Any, cache: PolicyCache, **given: Any) -> Tensor:
+    """The logits of a forward."""
+    return model(**given, **{CACHE: cache}, use_cache=True).logits
+
+
+def go_on(model: Any, cache: PolicyCache, rows: int = 1, seed: int = 5) -> Tensor:
+    """The logits of a second turn and some steps, [B, N, V]."""
+    ids = pictures.words(3 + STEPS, rows, seed)
+    pieces = [ids[:, :3], *ids[:, 3:].split(1, 1)]
+    return torch.cat([run(model, cache, input_ids=piece) for piece in pieces], 1)
+
+
+def mixed() -> dict[str, Any]:
+    """A prompt of two rows of the same length: one with a picture, and one without."""
+    one = pictures.prompt()
+    ids = torch.cat([one["input_ids"], pictures.words(one["input_ids"].shape[1], seed=8)])
+    return one | {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == pictures.IMAGE).int(),
+    }
+
+
+@pytest.mark.parametrize("name", pictures.NAMES)
+@pytest.mark.parametrize("policy", ["full", "uniform/adakv+snapkv@0.5"])
+def test_a_loaded_cache_goes_on_bit_for_bit(name: str, policy: str, tmp_path: Path) -> None:
+    first, path = fresh(name), tmp_path / "picture.safetensors"
+    with torch.no_grad(), kvpolicy.attach(first, policy):
+        cache = PolicyCache(first)
+        run(first, cache, **pictures.prompt())
+        assert cache.policy_layers[0].rope_deltas is not None
+        cache.save(path)
+        expected = go_on(first, cache)
+    second = fresh(name)
+    with torch.no_grad(), kvpolicy.attach(second, policy):
+        loaded = PolicyCache.load(second, path)
+        assert torch.equal(go_on(second, loaded), expected)
+        lost = PolicyCache.load(second, path)
+        lost.policy_layers[0].rope_deltas = None
+        assert float((go_on(second, lost) - expected).abs().max()) > 0.3, "positions must matter"
+
+
+@pytest.mark.parametrize("name", pictures.NAMES)
+def test_generate_from_a_loaded_cache(name: str, tmp_path: Path) -> None:
+    first, path, given = fresh(name), tmp_path / "picture.safetensors", pictures.prompt()
+    ids = torch.cat([given["input_ids"], pictures.words(4)], 1)
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    how |= {"return_dict_in_generate": True, "eos_token_id": None}
+    more = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == pictures.IMAGE).int(),
+    }
+    stock = first.generate(**given | more, **how)
+    with torch.no_grad(), kvpolicy.attach(first, "full"):
+        cache = PolicyCache(first)
+        run(first, cache, **given)
+        cache.save(path, tokens=given["input_ids"])
+    second = fresh(name)
+    with torch.no_grad(), kvpolicy.attach(second, "full"):
+        loaded = PolicyCache.load(second, path)
+        out = second.generate(**more, **{CACHE: loaded}, **how)
+    assert torch.equal(out.sequences, stock.sequences)
+    assert torch.allclose(torch.stack(out.logits), torch.stack(stock.logits), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "glm4v"])
+def test_caches_take_turns_on_one_model(name: str) -> None:
+    model = fresh(name)
+    given = {"picture": pictures.prompt(), "text": {"input_ids": pictures.words(20)}}
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        alone: dict[str, Tensor] = {}
+        for kind, prompt in given.items():
+            other = fresh(name)
+            with kvpolicy.attach(other, "full"):
+                cache = PolicyCache(other)
+                run(other, cache, **prompt)
+                alone[kind] = torch.cat([run(other, cache, input_ids=pictures.words(1, seed=s)) for s in range(3)], 1)
+        caches = {kind: PolicyCache(model) for kind in given}
+        for kind, prompt in given.items():
+            run(model, caches[kind], **prompt)
+        steps: list[dict[str, Tensor]] = []
+        for s in range(3):
+            steps.append({kind: run(model, caches[kind], input_ids=pictures.words(1, seed=s)) for kind in given})
+    for kind, expected in alone.items():
+        assert torch.equal(torch.cat([step[kind] for step in steps], 1), expected), kind
+
+
+def test_rows_keep_their_offsets() -> None:
+    model = fresh("qwen2_5_vl")
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        cache = PolicyCache(model)
+        run(model, cache, **mixed())
+        deltas = cache.policy_layers[0].rope_deltas
+        assert deltas is not None and deltas == [-12, 0]
+        alone = [go_on(model, cache.fork([row])) for row in range(2)]
+        repeated = cache.fork()
+        repeated.batch_repeat_interleave(2)
+        beams = cache.fork()
+        beams.reorder_cache(torch.tensor([1, 0]))
+        shared = cache.fork([0]).fork([0, 0], shared=True)
+        for changed, rows in (
+            (cache.fork([1, 0, 0]), [1, 0, 0]),
+            (repeated, [0, 0, 1, 1]),
+            (beams, [1, 0]),
+            (shared, [0, 0]),
+        ):
+            found = go_on(model, changed, len(rows))
+            ids = pictures.words(3 + STEPS, len(rows), 5)
+            for row, source in enumerate(rows):
+                own = cache.fork([source])
+                pieces = [ids[row : row + 1, :3], *ids[row : row + 1, 3:].split(1, 1)]
+                expected = torch.cat([run(model, own, input_ids=piece) for piece in pieces], 1)
+                assert torch.allclose(found[row : row + 1], expected, atol=1e-4), (rows, row)
+        shared.reset()
+        assert shared.policy_layers[0].rope_deltas is not None
+        cache.reset()
+        assert cache.policy_layers[0].rope_deltas is None
+    assert float((alone[0] - alone[1]).abs().max()) > 0.3
+
+
+def test_beams_and_several_answers() -> None:
+    model, given = fresh("glm4v"), pictures.prompt()
+    for how in ({"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}):
+        stock = model.generate(**given, max_new_tokens=5, do_sample=False, **how)
+        with kvpolicy.attach(model, "full") as handle:
+            assert torch.equal(model.generate(**given, max_new_tokens=5, do_sample=False, **how), stock)
+            assert handle.cache is not None
+            deltas = handle.cache.policy_layers[0].rope_deltas
+            assert deltas is not None and deltas == [-12] * handle.cache.batch_size
+
+
+def test_crops_bring_offsets_back() -> None:
+    model, given = fresh("qwen2_5_vl"), pictures.prompt()
+    columns = given["input_ids"].shape[1]
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        cache = PolicyCache(model)
+        run(model, cache, **given)
+        expected = go_on(model, cache)
+        cache.crop(-3 - STEPS)
+        assert torch.equal(go_on(model, cache), expected)
+        with pytest.raises(KVPolicyError, match="pictures must be cropped as a whole") as error:
+            cache.crop(-3 - STEPS - 2)
+        assert f"crop({-3 - STEPS - columns})" in str(error.value)
+        assert torch.equal(
+            run(model, cache.fork(), input_ids=pictures.words(1)), run(model, cache, input_ids=pictures.words(1))
+        )
+        text = PolicyCache(model)
+        run(model, text, input_ids=pictures.words(9))
+        copied = text.fork()
+        ids = torch.cat([pictures.words(9), given["input_ids"]], 1)
+        more = given | {"input_ids": ids, "mm_token_type_ids": (ids == pictures.IMAGE).int()}
+        model.generate(**more | {"attention_mask": torch.ones_like(ids)}, **{CACHE: text}, max_new_tokens=1)
+        assert text.policy_layers[0].rope_deltas is not None
+        text.crop(-columns)
+        assert torch.equal(go_on(model, text), go_on(model, copied))
+
+
+def test_text_after_a_picture_is_text() -> None:
+    """A prompt of text does not count from the offsets of the picture before it."""
+    model = fresh("qwen2_5_vl")
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        cache = PolicyCache(model)
+        run(model, cache, input_ids=pictures.words(9))
+        expected = go_on(model, cache)
+        run(model, PolicyCache(model), **pictures.prompt(2))
+        again = PolicyCache(model)
+        run(model, again, input_ids=pictures.words(9))
+        assert torch.equal(go_on(model, again), expected)
+
+
+@pytest.mark.parametrize("how", ["forward", "generate"])
+def test_offsets_are_no_bytes_of_the_cache(how: str) -> None:
+    """Plan and report agree to the byte with a picture, too."""
+    model = fresh("qwen2_5_vl")
+    with torch.no_grad(), kvpolicy.attach(model, "h2o@0.5") as handle:
+        if how == "forward":
+            run(model, PolicyCache(model), **mixed())
+        else:
+            model.generate(**pictures.prompt(), max_new_tokens=3)
+        assert handle.cache is not None and handle.plan is not None
+        assert handle.cache.policy_layers[0].rope_deltas is not None
+        assert handle.cache.nbytes == handle.report().nbytes == handle.plan.nbytes
+
+
+def test_steps_copy_no_offsets() -> None:
+    """Between the device and the host they are copied when they change, and not in steps."""
+    model = fresh("qwen2_5_vl")
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        cache = PolicyCache(model)
+        run(model, cache, **mixed())
+        shown, deltas = model.model.rope_deltas, cache.policy_layers[0].rope_deltas
+        for _ in range(3):
+            run(model, cache, input_ids=pictures.words(1, 2))
+            assert model.model.rope_deltas is shown and cache.policy_layers[0].rope_deltas is deltas
+
+
+def test_a_file_must_say_where_its_text_goes_on(tmp_path: Path) -> None:
+    model, path = fresh("qwen2_5_vl"), tmp_path / "picture.safetensors"
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        cache = PolicyCache(model)
+        run(model, cache, **pictures.prompt())
+        cache.save(path)
+        content = cache_file.read(path)
+        assert content.header["has_rope_deltas"]
+        old = {key: value for key, value in content.header.items() if key != "has_rope_deltas"}
+        cache_file.write(path, cache_file.CacheFile(old, content.tensors))
+        with pytest.raises(KVPolicyError, match="must say at which positions"):
+            PolicyCache.load(model, path)
+        for tensors in ({}, {"rope_deltas": torch.zeros(2, dtype=torch.int64)}):
+            kept = {key: value for key, value in content.tensors.items() if key != "rope_deltas"}
+            cache_file.write(path, content._replace(tensors=kept | tensors))
+            with pytest.raises(KVPolicyError, match="must have the tensor rope_deltas"):
+                PolicyCache.load(model, path)
+        cache_file.write(path, content)
+    text = model.model.language_model
+    with torch.no_grad(), kvpolicy.attach(text, "full"), pytest.raises(KVPolicyError, match="the whole model"):
+        PolicyCache.load(text, path)
