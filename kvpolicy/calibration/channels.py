@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.eval_mode import eval_mode
+from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.calibration.finished import check_free
 from kvpolicy.codecs import _files
 from kvpolicy.hf.attach import attach

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers.cache_utils import DynamicCache
 
 from kvpolicy.calibration.corpus import as_windows
-from kvpolicy.calibration.eval_mode import eval_mode
+from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.calibration.listener import check_finite
 from kvpolicy.codecs._dictionaries import key_dictionary
 from kvpolicy.engine.rotary import Rope

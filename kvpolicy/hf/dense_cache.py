@@ -24,7 +24,7 @@ from kvpolicy.hf.discovery import Site, Sites, find_sites
 from kvpolicy.hf.file_content import check_content
 from kvpolicy.hf.layer import make_store
 from kvpolicy.hf.model_spec import describe, resolve_for
-from kvpolicy.hf.rotary_lookup import ropes_of
+from kvpolicy.hf.rotary_lookup import is_rotary, ropes_of
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK
 from kvpolicy.readers.all import ReadAll
@@ -78,7 +78,7 @@ def skeleton(config: Any) -> Skeleton:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     sites = find_sites(model)
-    tables = next((name for name, part in sites.decoder.named_modules() if _is_rotary(part)), None)
+    tables = next((name for name, part in sites.decoder.named_children() if is_rotary(part)), None)
     if tables is not None:
         kind: Any = type(sites.decoder.get_submodule(tables))
         with torch.device("cpu"):
@@ -204,10 +204,6 @@ def _attachment(header: Mapping[str, Any], model: Skeleton) -> Attachment:
     policy = resolve_for(Policy.from_dict(header["policy"]), shape, info)
     policy.check(info)
     return Attachment(policy, shape, info, dict(header["model"]), model.rotations, None)
-
-
-def _is_rotary(part: torch.nn.Module) -> bool:
-    return type(part).__name__.endswith("RotaryEmbedding")
 
 
 def _first_weight(model: torch.nn.Module, first: Site) -> str | None:
