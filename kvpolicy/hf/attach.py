@@ -405,7 +405,7 @@ def _end_masks(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _rotations(sites: Sites, evictable: list[int], part: str) -> dict[int, Rope]:
-    """The rotary embedding of each evictable layer; none if one cannot be undone, unless a `part` of the policy does."""
+    """The rotary embedding of evictable layers; none if one cannot be undone, unless a `part` of the policy does so."""
     try:
         return ropes_of(sites.decoder, [site for site in sites.layers if site.layer_idx in evictable], part)
     except KVPolicyError:

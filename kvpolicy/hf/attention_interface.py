@@ -24,8 +24,36 @@ from kvpolicy.hf.discovery import home
 from kvpolicy.spec.errors import KVPolicyError
 
 PREFIX = "kvpolicy_"
-REFUSED = ("position_bias", "cache")
-"""Arguments of attention functions that change its result in ways the engine does not know."""
+REFUSED = ("position_bias", "cache", "sinks")
+"""Arguments of stock attention functions that change their result in ways the engine does not know."""
+
+KNOWN = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "num_items_in_batch",
+        "labels",
+        "logits_to_keep",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "s_aux",
+        "sliding_window",
+        "is_causal",
+        "dropout",
+        "deterministic",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "use_cache",
+        "return_dict",
+    }
+)
+"""Arguments that stock attention ignores where a mask says the same, or that are taken into account here."""
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The attention modules of models with a policy."""
@@ -77,17 +105,19 @@ def attention_forward(
     if policy_cache is None and key.shape[2] != query.shape[2]:
         _check_attached(stock, module)
     if policy_cache is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
+        _check_arguments(module, kwargs, allowed=REFUSED)  # which the stock function takes
         mask = attention_mask
         run = _stock_attention(stock, module)
         if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
             mask = _stock_mask(stock, query, key, mask)  # without one, eager attention would look ahead
         return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
-    for name in REFUSED:
-        if kwargs.get(name) is not None:
-            raise KVPolicyError(
-                f"Attention must be called without {name!r} under a policy, which does not support it, got it from "
-                f"{type(module).__name__}; try another model, or detach."
-            )
+    _check_arguments(module, kwargs)
+    # Without a cache, a mask says what is seen, whatever the argument.
+    if policy_cache is not None and kwargs.get("is_causal") is False:
+        raise KVPolicyError(
+            f"Attention must be causal where a policy keeps a cache, got is_causal=False in {type(module).__name__}; "
+            "try use_cache=False."
+        )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise no_padding(attention_mask.dim())
     sinks: Tensor | None = kwargs.get("s_aux")
@@ -131,6 +161,26 @@ def no_padding(dimensions: int) -> KVPolicyError:
         f"The attention mask must be 2-D under a policy, got {dimensions} dimensions, as for image tokens that attend "
         "to later ones; try text alone, without token_type_ids, and a 2-D padding mask."
     )
+
+
+def _check_arguments(module: nn.Module, kwargs: dict[str, Any], allowed: tuple[str, ...] = ()) -> None:
+    """Refuse arguments that may change attention, and would be ignored.
+
+    Models of sparse attention hand over the chosen tokens (`indices`) to every implementation but `eager` and `sdpa`,
+    for which they make a mask.
+    """
+    for name, value in kwargs.items():
+        changes = name in REFUSED and value is not None
+        if (changes or (name not in KNOWN and _holds_tensor(value))) and name not in allowed:
+            raise KVPolicyError(
+                f"Attention must be called without {name!r} under a policy, which does not support it, got it from "
+                f"{type(module).__name__}; try another model, or detach."
+            )
+
+
+def _holds_tensor(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(part, Tensor) for part in parts)
 
 
 def _check_attached(stock: str, module: nn.Module) -> None:
