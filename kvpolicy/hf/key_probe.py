@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
 
 from kvpolicy.engine.host import outside_autocast
 from kvpolicy.engine.rotary import Rope
@@ -41,11 +40,14 @@ class _Seen(BaseException):
         self.seen = seen
 
 
-class _KeyCatcher(DynamicCache):
-    """A cache that ends the forward at the first keys that it is given."""
+class _KeyCatcher:
+    """In place of an empty cache: it ends the forward at the first keys that it is given."""
 
     def update(self, key_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise _Seen(key_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
 
 
 def is_undone(site: Site, rope: Rope, angles: Angles) -> bool | None:
