@@ -44,6 +44,7 @@ from kvpolicy.hf.forward_calls import (
     check_stock,
     is_compiled,
     note_replaced,
+    self_attention_cache,
 )
 from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exceeds, own_mask, vocabulary_of
 from kvpolicy.hf.generation_hooks import offer_cache
@@ -243,7 +244,7 @@ class Handle:
             return check_step(module, args, kwargs)
         args, kwargs = by_name(self._names, args, kwargs)
         rename_cache(kwargs, self._cache_name)
-        given = cache = kwargs.get(self._cache_name)
+        given = cache = self_attention_cache(module, kwargs.get(self._cache_name))
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         defer_masks(False)

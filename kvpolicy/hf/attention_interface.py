@@ -5,6 +5,7 @@ Each has a name such as `kvpolicy_sdpa`: the part after `kvpolicy_` is what laye
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    blockwise_overlay,
+    causal_mask_function,
+    or_masks,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpolicy.engine.attention import ScoreTransform, attend
@@ -223,6 +229,32 @@ def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tenso
     return ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
+def _is_causal(mask_function: Callable[..., Any], q_length: int) -> bool:
+    """Whether a mask hides later tokens and nothing else, also if a model adds the blocks of pictures to text alone."""
+    if mask_function is causal_mask_function:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    joined = _nonlocals(mask_function, or_masks).get("mask_functions", ())
+    return causal_mask_function in joined and all(
+        part is causal_mask_function or _has_no_blocks(part, q_length) for part in joined
+    )
+
+
+def _has_no_blocks(overlay: Callable[..., Any], q_length: int) -> bool:
+    """Whether an overlay of blocks, whose tokens see each other, shows none of the new tokens a later one."""
+    blocks: Tensor | None = _nonlocals(overlay, blockwise_overlay).get("block_sequence_ids")
+    # Nothing is later than a single token, and a step does not wait for the device.
+    return blocks is not None and (q_length == 1 or not bool((blocks >= 0).any()))
+
+
+def _nonlocals(function: Callable[..., Any], maker: Callable[..., Any]) -> dict[str, Any]:
+    """The variables of a function that `maker` has made; none of any other."""
+    if not getattr(function, "__qualname__", "").startswith(f"{maker.__qualname__}.<locals>."):
+        return {}
+    return dict(inspect.getclosurevars(function).nonlocals)
+
+
 def policy_mask(
     stock: str,
     *,
@@ -238,7 +270,7 @@ def policy_mask(
     Masks of other kinds than the plain causal one (sliding windows) are the stock function's, 4-D; where layers take
     tiles, each tile makes its own.
     """
-    if mask_function is not causal_mask_function:
+    if not _is_causal(mask_function, q_length):
         make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
         sees_ahead = "allow_is_bidirectional_skip" in kwargs  # in a part that looks at pictures, and takes no tiles
         if not torch.compiler.is_compiling() and are_deferred() and not sees_ahead:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from kvpolicy.engine.host import outside_autocast
 from kvpolicy.engine.rotary import Rope
+from kvpolicy.hf.cache_names import LAYER_NAMES
 from kvpolicy.hf.discovery import Site
 from kvpolicy.hf.eval_mode import eval_mode
-from kvpolicy.hf.tiles import CACHE_NAMES
 
 Angles = Callable[[Tensor, Tensor], Any]
 """Cosines and sines of a layer at positions [1, n], in the dtype and on the device of a tensor; None without any."""
@@ -144,7 +144,7 @@ def _attend(site: Site, angles: Angles) -> None:
 def _arguments(attention: nn.Module, positions: Tensor, angles: Any) -> dict[str, Any]:
     """The arguments of an attention module behind the hidden states, by name."""
     given = {"position_embeddings": angles, "position_ids": positions, "cache_position": positions[0]}
-    given |= dict.fromkeys(CACHE_NAMES, _KeyCatcher())
+    given |= dict.fromkeys(LAYER_NAMES, _KeyCatcher())
     names = list(inspect.signature(type(attention).forward).parameters.values())[2:]
     taken = [p for p in names if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     found = {p.name: given.get(p.name) for p in taken if p.name in given or p.default is p.empty}

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from kvpolicy.engine.rotary import INSTEAD, Rope
 from kvpolicy.hf.discovery import Site, home
-from kvpolicy.hf.key_probe import is_undone
 from kvpolicy.spec.errors import KVPolicyError
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -129,6 +128,8 @@ def first_not_undone(decoder: nn.Module, sites: Iterable[Site], ropes: Mapping[i
 
     Layers that cannot be measured are passed over.
     """
+    from kvpolicy.hf.key_probe import is_undone  # here, so that plans need no transformers
+
     shared = _shared_tables(decoder)
 
     def angles(site: Site, like: Tensor, positions: Tensor) -> Any:
