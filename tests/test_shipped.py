@@ -14,8 +14,9 @@ import torch
 pytest.importorskip("transformers")
 
 import kvpolicy
+from kvpolicy.hf.config_checks import check_modules
 from kvpolicy.hf.embedded import as_config, config_of
-from kvpolicy.hf.model_spec import check_class, describe
+from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.hf.shipped import SHIPPED, shipped_config
 from kvpolicy.spec.errors import KVPolicyError
@@ -43,7 +44,7 @@ BILLIONS = {
 def test_a_plan_without_transformers_is_the_same(name: str) -> None:
     """Shapes, windows, dtype, trained length, and weights of every rank under both backends, or the same refusal."""
     config: Any = config_of(name)
-    check_class(config)
+    check_modules(config)
     lean = shipped_config(name)
     nbytes = kvpolicy.weights_per_rank(lean, dtype=torch.int8).nbytes
     assert nbytes == pytest.approx(BILLIONS[name] * 1e9, rel=0.02 if name.startswith("tiny") else 0.002)

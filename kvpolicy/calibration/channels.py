@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.calibration.finished import check_free
 from kvpolicy.codecs import _files
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
+from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.identity import identity
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import ReaderTraits

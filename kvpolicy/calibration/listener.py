@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Selector, State, View

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -35,6 +36,7 @@ from kvpolicy.hf.cache_names import cache_name, rename_cache
 from kvpolicy.hf.config_swap import configs_of, swap_implementation
 from kvpolicy.hf.deferred_masks import defer_masks
 from kvpolicy.hf.discovery import Site, Sites, find_sites, is_falcon, sample_weights
+from kvpolicy.hf.edit_checks import move_obstacle
 from kvpolicy.hf.forward_calls import (
     bind_cache,
     caches,
@@ -42,6 +44,7 @@ from kvpolicy.hf.forward_calls import (
     check_stock,
     is_compiled,
     note_replaced,
+    self_attention_cache,
 )
 from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exceeds, own_mask, vocabulary_of
 from kvpolicy.hf.generation_hooks import offer_cache
@@ -107,8 +110,7 @@ class Handle:
         policy = self.policy = resolve_for(policy, shape, info)
         policy.check(info)
         check_held_codes(hold, policy)
-        undoes = policy.undoes_rotation
-        rotations = _rotations(sites, undoes)
+        rotations = _rotations(sites, shape.evictable, policy.undoes_rotation)
         rotary = getattr(sites.decoder, "rotary_emb", None)
         trained = None if rotary is None else trained_positions(model.config)
         # Before `_connect`, because `detach` needs it if connecting fails.
@@ -117,7 +119,8 @@ class Handle:
         check_projections(policy, projections)
         vocabulary = vocabulary_of(model)
         check_replayed_ids(policy, vocabulary)
-        how = (rotations, sharing, rotary, trained, projections, tile, chunks, hold, vocabulary)
+        obstacle = partial(move_obstacle, weakref.ref(model), rotations)
+        how = (rotations, sharing, rotary, trained, projections, tile, chunks, hold, vocabulary, obstacle)
         self._attachment = Attachment(policy, shape, info, described, *how)
         try:
             self._connect(sites)
@@ -256,7 +259,7 @@ class Handle:
             return check_step(module, args, kwargs)
         args, kwargs = by_name(self._names, args, kwargs)
         rename_cache(kwargs, self._cache_name)
-        given = cache = kwargs.get(self._cache_name)
+        given = cache = self_attention_cache(module, kwargs.get(self._cache_name))
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         defer_masks(False)
@@ -419,10 +422,10 @@ def _end_masks(module: nn.Module, args: Any, output: Any) -> None:
         defer_masks(False)
 
 
-def _rotations(sites: Sites, part: str) -> dict[int, Rope]:
-    """The rotary embedding of each layer; none if it cannot be undone, unless a `part` of the policy does so."""
+def _rotations(sites: Sites, evictable: list[int], part: str) -> dict[int, Rope]:
+    """The rotary embedding of evictable layers; none if one cannot be undone, unless a `part` of the policy does so."""
     try:
-        return ropes_of(sites.decoder, sites.layers, part)
+        return ropes_of(sites.decoder, [site for site in sites.layers if site.layer_idx in evictable], part)
     except KVPolicyError:
         if part:
             raise

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Literal, NoReturn, TypeVar
 
 from torch import Tensor, nn
@@ -126,6 +127,7 @@ class Attachment:
         chunks: `select` to compress each chunk of a prompt, `hold` to wait for the last one where it is announced.
         hold: `codes` to hold prompts that wait in the codes of the codec, else `plain`.
         vocabulary: How many tokens the model knows.
+        move_obstacle: Why tokens cannot be moved in a cache, as it is measured when first asked; empty if they can.
         layers: Number of the model's layers.
         active: False once the policy is detached.
     """
@@ -145,6 +147,7 @@ class Attachment:
         chunks: Chunks = SELECT,
         hold: Hold = PLAIN,
         vocabulary: int = MAX_SIZE,
+        move_obstacle: Callable[[], str] = str,
     ) -> None:
         """Describe an attachment; `sharing` says how the model is sharded over ranks, or is None."""
         self.policy = policy
@@ -159,6 +162,7 @@ class Attachment:
         self.chunks: Chunks = chunks
         self.hold: Hold = hold
         self.vocabulary = vocabulary
+        self.move_obstacle = cache(move_obstacle)
         self.layers: int = len(model_shape.evictable) + len(model_shape.unmanaged)
         self.active = True
         self._sharing = sharing

@@ -5,6 +5,7 @@ Each has a name such as `kvpolicy_sdpa`: the part after `kvpolicy_` is what laye
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    blockwise_overlay,
+    causal_mask_function,
+    or_masks,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpolicy.engine.attention import ScoreTransform, attend
@@ -24,8 +30,36 @@ from kvpolicy.hf.discovery import home
 from kvpolicy.spec.errors import KVPolicyError
 
 PREFIX = "kvpolicy_"
-REFUSED = ("position_bias", "cache")
-"""Arguments of attention functions that change its result in ways the engine does not know."""
+REFUSED = ("position_bias", "cache", "sinks")
+"""Arguments of stock attention functions that change their result in ways the engine does not know."""
+
+KNOWN = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "num_items_in_batch",
+        "labels",
+        "logits_to_keep",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "s_aux",
+        "sliding_window",
+        "is_causal",
+        "dropout",
+        "deterministic",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "use_cache",
+        "return_dict",
+    }
+)
+"""Arguments that stock attention ignores where a mask says the same, or that are taken into account here."""
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The attention modules of models with a policy."""
@@ -77,17 +111,19 @@ def attention_forward(
     if policy_cache is None and key.shape[2] != query.shape[2]:
         _check_attached(stock, module)
     if policy_cache is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
+        _check_arguments(module, kwargs, allowed=REFUSED)  # which the stock function takes
         mask = attention_mask
         run = _stock_attention(stock, module)
         if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
             mask = _stock_mask(stock, query, key, mask)  # without one, eager attention would look ahead
         return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
-    for name in REFUSED:
-        if kwargs.get(name) is not None:
-            raise KVPolicyError(
-                f"Attention must be called without {name!r} under a policy, which does not support it, got it from "
-                f"{type(module).__name__}; try another model, or detach."
-            )
+    _check_arguments(module, kwargs)
+    # Without a cache, a mask says what is seen, whatever the argument.
+    if policy_cache is not None and kwargs.get("is_causal") is False:
+        raise KVPolicyError(
+            f"Attention must be causal where a policy keeps a cache, got is_causal=False in {type(module).__name__}; "
+            "try use_cache=False."
+        )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise no_padding(attention_mask.dim())
     sinks: Tensor | None = kwargs.get("s_aux")
@@ -133,6 +169,26 @@ def no_padding(dimensions: int) -> KVPolicyError:
     )
 
 
+def _check_arguments(module: nn.Module, kwargs: dict[str, Any], allowed: tuple[str, ...] = ()) -> None:
+    """Refuse arguments that may change attention, and would be ignored.
+
+    Models of sparse attention hand over the chosen tokens (`indices`) to every implementation but `eager` and `sdpa`,
+    for which they make a mask.
+    """
+    for name, value in kwargs.items():
+        changes = name in REFUSED and value is not None
+        if (changes or (name not in KNOWN and _holds_tensor(value))) and name not in allowed:
+            raise KVPolicyError(
+                f"Attention must be called without {name!r} under a policy, which does not support it, got it from "
+                f"{type(module).__name__}; try another model, or detach."
+            )
+
+
+def _holds_tensor(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(part, Tensor) for part in parts)
+
+
 def _check_attached(stock: str, module: nn.Module) -> None:
     """Refuse a stock cache in a model without a policy: the masks of its earlier tokens are not made."""
     if torch.compiler.is_compiling() or module in attached:
@@ -173,6 +229,32 @@ def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tenso
     return ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
+def _is_causal(mask_function: Callable[..., Any], q_length: int) -> bool:
+    """Whether a mask hides later tokens and nothing else, also if a model adds the blocks of pictures to text alone."""
+    if mask_function is causal_mask_function:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    joined = _nonlocals(mask_function, or_masks).get("mask_functions", ())
+    return causal_mask_function in joined and all(
+        part is causal_mask_function or _has_no_blocks(part, q_length) for part in joined
+    )
+
+
+def _has_no_blocks(overlay: Callable[..., Any], q_length: int) -> bool:
+    """Whether an overlay of blocks, whose tokens see each other, shows none of the new tokens a later one."""
+    blocks: Tensor | None = _nonlocals(overlay, blockwise_overlay).get("block_sequence_ids")
+    # Nothing is later than a single token, and a step does not wait for the device.
+    return blocks is not None and (q_length == 1 or not bool((blocks >= 0).any()))
+
+
+def _nonlocals(function: Callable[..., Any], maker: Callable[..., Any]) -> dict[str, Any]:
+    """The variables of a function that `maker` has made; none of any other."""
+    if not getattr(function, "__qualname__", "").startswith(f"{maker.__qualname__}.<locals>."):
+        return {}
+    return dict(inspect.getclosurevars(function).nonlocals)
+
+
 def policy_mask(
     stock: str,
     *,
@@ -188,7 +270,7 @@ def policy_mask(
     Masks of other kinds than the plain causal one (sliding windows) are the stock function's, 4-D; where layers take
     tiles, each tile makes its own.
     """
-    if mask_function is not causal_mask_function:
+    if not _is_causal(mask_function, q_length):
         make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
         sees_ahead = "allow_is_bidirectional_skip" in kwargs  # in a part that looks at pictures, and takes no tiles
         if not torch.compiler.is_compiling() and are_deferred() and not sees_ahead:

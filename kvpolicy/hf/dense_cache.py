@@ -24,7 +24,7 @@ from kvpolicy.hf.discovery import Site, Sites, find_sites
 from kvpolicy.hf.file_content import check_content
 from kvpolicy.hf.layer import make_store
 from kvpolicy.hf.model_spec import describe, resolve_for
-from kvpolicy.hf.rotary_lookup import ropes_of
+from kvpolicy.hf.rotary_lookup import first_not_undone, is_rotary, ropes_of
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK
 from kvpolicy.readers.all import ReadAll
@@ -78,7 +78,7 @@ def skeleton(config: Any) -> Skeleton:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     sites = find_sites(model)
-    tables = next((name for name, part in sites.decoder.named_modules() if _is_rotary(part)), None)
+    tables = next((name for name, part in sites.decoder.named_children() if is_rotary(part)), None)
     if tables is not None:
         kind: Any = type(sites.decoder.get_submodule(tables))
         with torch.device("cpu"):
@@ -89,7 +89,23 @@ def skeleton(config: Any) -> Skeleton:
             "The positions of a model must be rotary embeddings for its saved caches to be moved, got "
             f"{model.config.get_text_config().model_type}, whose positions are of another kind."
         )
+    _check_keys(sites, rotations)
     return Skeleton(model.config, sites, rotations, _first_weight(model, sites.layers[0]))
+
+
+def _check_keys(sites: Sites, rotations: dict[int, Rope]) -> None:
+    """Raise KVPolicyError if rotating stored keys does not move them, as the first layer shows with random weights."""
+    first = sites.layers[0]
+    attention = copy.deepcopy(first.attention).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in attention.parameters():
+            weight.normal_(generator=generator)
+    if first_not_undone(sites.decoder, [Site(first.layer_idx, attention, attention)], rotations) is not None:
+        raise KVPolicyError(
+            "The keys of a model must depend on the position by their rotation alone for its saved caches to be moved, "
+            f"got {type(attention).__name__}, which changes them after it."
+        )
 
 
 def check_dense(header: Mapping[str, Any], what: str) -> int:
@@ -204,10 +220,6 @@ def _attachment(header: Mapping[str, Any], model: Skeleton) -> Attachment:
     policy = resolve_for(Policy.from_dict(header["policy"]), shape, info)
     policy.check(info)
     return Attachment(policy, shape, info, dict(header["model"]), model.rotations, None)
-
-
-def _is_rotary(part: torch.nn.Module) -> bool:
-    return type(part).__name__.endswith("RotaryEmbedding")
 
 
 def _first_weight(model: torch.nn.Module, first: Site) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from typing import NamedTuple
@@ -69,7 +68,23 @@ def find_sites(model: nn.Module) -> Sites:
     )
     if not_self or len({site.layer_idx for site in found}) < len(found):
         raise not_causal(type(model).__name__)
-    return Sites(model.get_submodule(decoders.pop()), sorted(found, key=lambda site: site.layer_idx))
+    decoder = model.get_submodule(decoders.pop())
+    _check_decoder(decoder)
+    return Sites(decoder, sorted(found, key=lambda site: site.layer_idx))
+
+
+def _check_decoder(decoder: nn.Module) -> None:
+    """Raise KVPolicyError if a decoder takes its tokens, or masks them, in a way that a policy does not follow."""
+    if isinstance(getattr(decoder, "embed_tokens", None), nn.ModuleList):
+        raise KVPolicyError(
+            f"The model must take one token at each position, got {type(decoder).__name__}, which takes one of each of "
+            "its codebooks; try a model of text."
+        )
+    if hasattr(decoder, "_prepare_decoder_attention_mask"):
+        raise KVPolicyError(
+            "Masks must be made by the mask functions of transformers to be replaced, got "
+            f"{type(decoder).__name__}, which makes its own; try a newer transformers."
+        )
 
 
 def sample_weights(site: Site, count: int = 64) -> torch.Tensor | None:
@@ -137,17 +152,9 @@ def home(module: nn.Module) -> type[nn.Module]:
 
 def is_falcon(module: nn.Module) -> bool:
     """Whether an attention module is that of Falcon, which does not use the attention interface."""
-    return type(module).__name__ in ("FalconAttention", "FalconFlashAttention2")
+    return is_falcon_class(type(module))
 
 
-@functools.cache
-def attention_classes(module: str) -> list[type]:
-    """The attention classes of a modeling module that take a layer index, without vision, audio and cross attention."""
-    found = [kind for name, kind in vars(sys.modules[module]).items() if name.endswith("Attention")]
-    return [
-        kind
-        for kind in found
-        if isinstance(kind, type)
-        and "layer_idx" in inspect.signature(kind).parameters
-        and not any(word in kind.__name__ for word in ("Vision", "Audio", "Cross"))
-    ]
+def is_falcon_class(kind: type) -> bool:
+    """Whether an attention class is Falcon's."""
+    return kind.__name__ in ("FalconAttention", "FalconFlashAttention2")

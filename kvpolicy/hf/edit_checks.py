@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvpolicy.engine.editing import check_movable
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.key_probe import adds_positions
+from kvpolicy.hf.rotary_lookup import first_not_undone
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.tables import shorten
 
@@ -69,3 +75,29 @@ def check_shift(cache: Any, start: int, by: int) -> None:
         raise KVPolicyError(f"from_position must be between 0 and {shortest}, got {start}.")
     if start + by < 0:
         raise KVPolicyError(f"by must be at least {-start} for the position {start}, got {by}.")
+    if obstacle := attachment.move_obstacle():
+        raise KVPolicyError(
+            f"Positions must enter a model by rotations of its keys alone for tokens to be moved, got {obstacle}; try "
+            "to compute the cache again."
+        )
+
+
+def move_obstacle(reference: weakref.ref[nn.Module], rotations: Mapping[int, Rope]) -> str:
+    """Why rotating keys does not move a model's tokens, as a clause behind "got"; empty if it does.
+
+    Args:
+        reference: The model.
+        rotations: The rotary embedding of each layer under the policy.
+    """
+    model = reference()
+    if model is None or not rotations:
+        return ""
+    sites = find_sites(model)
+    added = adds_positions(model, sites.layers[0])
+    # Where it cannot be measured, a model with rotary embeddings is taken to have no others.
+    if added or (added is None and not any(rope.rotates for rope in rotations.values())):
+        return f"{type(model).__name__}, which adds them to hidden states"
+    other = first_not_undone(sites.decoder, [site for site in sites.layers if site.layer_idx in rotations], rotations)
+    if other is None:
+        return ""
+    return f"{type(other.attention).__name__}, whose keys depend on them in another way"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, LAYER_NAMES, passed_cache
 from kvpolicy.hf.cropping import policy_obstacle
+from kvpolicy.hf.discovery import home
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.policy import Policy
@@ -97,6 +99,15 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "A compiled step must have one token under a policy, which computes the budgets of prompts on the host, "
             f"got {tokens.shape[1]}; try the prompt through the model itself, and compile the steps."
         )
+
+
+def self_attention_cache(decoder: nn.Module, cache: Any) -> Any:
+    """The part of a cache for self-attention, where the model around a decoder makes an EncoderDecoderCache itself.
+
+    BERT and its kin do so although they are decoders alone; in any other model such a cache is a mistake.
+    """
+    makes_both = hasattr(sys.modules[home(decoder).__module__], "EncoderDecoderCache")
+    return cache.self_attention_cache if makes_both and isinstance(cache, EncoderDecoderCache) else cache
 
 
 def check_stock(cache: Any) -> None:

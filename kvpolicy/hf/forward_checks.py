@@ -111,7 +111,7 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
         )
     if call.get("attention_mask") is not None:
         _check_mask(cache, call["attention_mask"], rows, new)
-    _check_limit(decoder, config, cache, new, call)
+    _check_limit(decoder, cache, new, call)
 
 
 def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
@@ -155,11 +155,11 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
             assert_async(same.all(), f"{said}.")
 
 
-def _check_limit(decoder: nn.Module, config: Any, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
+def _check_limit(decoder: Any, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
     """Learned position embeddings end: a lookup behind that fails on a CPU, and breaks a CUDA device."""
     if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in TABLES):
         return
-    limit = int(config.max_position_embeddings)
+    limit = int(decoder.config.max_position_embeddings)  # of a model of several parts, the whole config has none
     end = _end(cache, new, call)
     if end > limit:
         raise KVPolicyError(

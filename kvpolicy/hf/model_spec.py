@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvpolicy.hf.discovery import attention_classes, check_attention_class, no_single_stack, not_causal
+from kvpolicy.hf.discovery import not_causal
 from kvpolicy.hf.shipped import ShippedConfig
 from kvpolicy.hf.widths import widths_of
 from kvpolicy.planning.activations import Prefill, Widths
@@ -218,27 +218,6 @@ def resolve_for(policy: Policy, shape: ModelShape, info: ModelInfo) -> Policy:
     if isinstance(found, LayeredPolicy) and len(found.layers) == info.depth:
         return found.of_layers(shape.evictable)
     return for_model(found, info)
-
-
-def check_class(config: Any) -> None:
-    """Check the attention classes of a config's model, as attaching does, without creating the model.
-
-    Raises:
-        KVPolicyError: If it is a class of transformers whose attention cannot be replaced.
-    """
-    if isinstance(config, ShippedConfig):
-        return
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    text = config.get_text_config(decoder=True)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
-    if not isinstance(model, type) or not model.__module__.startswith("transformers.") or text.model_type == "falcon":
-        return
-    kinds = attention_classes(model.__module__)
-    if not kinds:
-        raise no_single_stack(model.__name__)
-    for kind in kinds:
-        check_attention_class(text.model_type, kind)
 
 
 def _layer_configs(text: Any) -> list[Any]:

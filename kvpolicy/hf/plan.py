@@ -10,8 +10,10 @@ from torch import nn
 
 from kvpolicy.hf.attachment import CODES, HOLD, PLAIN, SELECT, Chunks, Hold, check_chunks, check_held_codes, check_hold
 from kvpolicy.hf.build_plan import Prefilling, build_plan
+from kvpolicy.hf.config_checks import check_modules
+from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.embedded import as_config
-from kvpolicy.hf.model_spec import check_class, describe, resolve_for
+from kvpolicy.hf.model_spec import describe, resolve_for
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.hf.shared_plan import check_text, planned_behind, text_length
 from kvpolicy.hf.weights import weights_per_rank
@@ -84,8 +86,9 @@ def plan(
         (480, 461)
     """
     policy = Policy.of(policy)
-    if dtype is None and isinstance(config, nn.Module):
-        dtype = getattr(config, "dtype", None)  # as `attach` does: of the weights, which `to` may have converted
+    module = config if isinstance(config, nn.Module) else None
+    if dtype is None and module is not None:
+        dtype = getattr(module, "dtype", None)  # as `attach` does: of the weights, which `to` may have converted
     config = as_config(config)
     batch = check_size("batch", batch, 1)
     new = check_size("new", new, 0)
@@ -95,8 +98,11 @@ def plan(
     tile = None if tile is None else check_size("tile", tile, 1)
     holds = check_chunks(chunks) == HOLD
     lengths = each_row(prompt, batch)
+    if module is None:
+        check_modules(config)
+    else:
+        find_sites(module)
     model = describe(config, dtype, tp)
-    check_class(config)
     info = describe(config, dtype).info()  # calibrations are of all heads
     policy = resolve_for(policy, model, info)
     policy.check(info)

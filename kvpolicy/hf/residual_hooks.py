@@ -41,7 +41,12 @@ def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Calla
     seen = (
         attention_output(site).register_forward_hook(after) if norm is None else norm.register_forward_pre_hook(behind)
     )
-    return [site.block.register_forward_pre_hook(before, with_kwargs=True).remove, seen.remove]
+    return [stream_input(site).register_forward_pre_hook(before, with_kwargs=True).remove, seen.remove]
+
+
+def stream_input(site: Site) -> nn.Module:
+    """The module whose input is the residual stream: the block, or its first norm where it takes several (Gemma-3n)."""
+    return site.block.get_submodule("input_layernorm") if hasattr(site.block, "altup") else site.block
 
 
 def next_norm(site: Site) -> nn.Module | None:
@@ -51,7 +56,7 @@ def next_norm(site: Site) -> nn.Module | None:
 
 
 def attention_output(site: Site) -> nn.Module:
-    """The module whose output is added to the residual stream: the attention, or a norm behind it."""
+    """The module whose output is added to the residual stream: the attention, or a norm or projection behind it."""
     for name in ("post_self_attn_layernorm", "post_norm1"):  # GLM-4, HyperCLOVAX
         if hasattr(site.block, name):
             return site.block.get_submodule(name)
@@ -60,7 +65,13 @@ def attention_output(site: Site) -> nn.Module:
     behind = getattr(site.block, "post_attention_layernorm", None)
     if behind is not None and not hasattr(site.block, "input_layernorm"):  # Olmo-2, Exaone-4
         return behind
-    return site.attention
+    return _outer_projection(site) or site.attention
+
+
+def _outer_projection(site: Site) -> nn.Module | None:
+    """The projection of attention's output, where it stands in a module around the attention (BERT and its kin)."""
+    around = next((module for module in site.block.modules() if site.attention in module.children()), site.block)
+    return None if around is site.block else getattr(getattr(around, "output", None), "dense", None)
 
 
 def residual_scale(site: Site) -> float:

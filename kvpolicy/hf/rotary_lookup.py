@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from kvpolicy.engine.rotary import INSTEAD, Rope
 from kvpolicy.hf.discovery import Site, home
@@ -101,12 +102,63 @@ def rope_of(decoder: nn.Module, site: Site, part: str = "codec") -> Rope:
 def ropes_of(decoder: nn.Module, sites: Iterable[Site], part: str = "codec") -> dict[int, Rope]:
     """The rotary embedding of each of some layers, as `rope_of`, by layer.
 
+    Args:
+        decoder: The module with the layers.
+        sites: The layers.
+        part: What undoes the rotation; empty if nothing does, so that the layers' keys are not measured.
+
     Raises:
-        KVPolicyError: If one of them cannot be undone.
+        KVPolicyError: If one of them cannot be undone, by its kind or as measured on the layer's keys.
     """
-    # Once for all layers: it is often the last of a large model's modules.
-    tables = next(_embeddings(decoder), None)
-    return {site.layer_idx: _rope(tables, site, part) for site in sites}
+    sites = list(sites)
+    shared = _shared_tables(decoder)
+    ropes = {site.layer_idx: _rope(shared or _own_tables(site), site, part) for site in sites}
+    other = first_not_undone(decoder, sites, ropes) if part else None
+    if other is not None:
+        raise KVPolicyError(
+            f"The keys of layer {other.layer_idx} must depend on the position by their rotation alone to be unrotated "
+            f"for this {part}, got {type(other.attention).__name__}, which changes them after it; try "
+            + INSTEAD.get(part, "another policy.")
+        )
+    return ropes
+
+
+def first_not_undone(decoder: nn.Module, sites: Iterable[Site], ropes: Mapping[int, Rope]) -> Site | None:
+    """The first layer whose keys still depend on the position without their rotation, as measured; None if none does.
+
+    Layers that cannot be measured are passed over.
+    """
+    from kvpolicy.hf.key_probe import is_undone  # here, so that plans need no transformers
+
+    shared = _shared_tables(decoder)
+
+    def angles(site: Site, like: Tensor, positions: Tensor) -> Any:
+        tables = shared or _own_tables(site)
+        if tables is None:
+            return None
+        layer_type = _layer_type(tables, site)
+        return tables(like, positions, **({} if layer_type is None else {"layer_type": layer_type}))
+
+    return next(
+        (site for site in sites if is_undone(site, ropes[site.layer_idx], partial(angles, site)) is False), None
+    )
+
+
+def _shared_tables(decoder: nn.Module) -> nn.Module | None:
+    """The rotary embedding that the decoder computes for all layers; None if each layer may have its own.
+
+    That of another part, such as an encoder inside the decoder, is none.
+    """
+    return next((child for child in decoder.children() if is_rotary(child)), None)
+
+
+def _own_tables(site: Site) -> nn.Module | None:
+    return next((module for module in site.block.modules() if is_rotary(module)), None)
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Whether a module computes the angles of a rotary embedding."""
+    return type(module).__name__.endswith("RotaryEmbedding")
 
 
 @contextmanager
@@ -139,7 +191,7 @@ def _adapts(tables: Any) -> bool:
 
 def _embeddings(decoder: nn.Module) -> Iterator[nn.Module]:
     """The rotary embeddings of a model."""
-    return (module for module in decoder.modules() if type(module).__name__.endswith("RotaryEmbedding"))
+    return filter(is_rotary, decoder.modules())
 
 
 def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
@@ -149,10 +201,7 @@ def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
         return Rope(None, None, None)
     apply = getattr(sys.modules[kind_of_attention.__module__], "apply_rotary_pos_emb", None)
     kind: Any = getattr(tables, "rope_type", "default")
-    layer_type: str | None = None
-    if "layer_type" in inspect.signature(tables.forward).parameters:
-        config: Any = tables.config
-        layer_type = str(config.layer_types[site.layer_idx])
+    layer_type = _layer_type(tables, site)
     if isinstance(kind, dict):
         if layer_type not in kind:  # a type of layer without an embedding
             return Rope(None, None, None)
@@ -164,6 +213,14 @@ def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
             + INSTEAD.get(part, "another policy.")
         )
     return Rope(tables, _of_pairs(apply), layer_type)
+
+
+def _layer_type(tables: nn.Module, site: Site) -> str | None:
+    """The type of a layer, where angles depend on it."""
+    if "layer_type" not in inspect.signature(tables.forward).parameters:
+        return None
+    config: Any = tables.config
+    return str(config.layer_types[site.layer_idx])
 
 
 def _of_pairs(apply: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
+from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy

@@ -1,4 +1,4 @@
-"""Measuring a model without dropout."""
+"""Measure a model without dropout."""
 
 from __future__ import annotations
 
