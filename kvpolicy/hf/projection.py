@@ -55,8 +55,8 @@ def _adapted(part: nn.Module, weight: Tensor) -> Tensor:
 def _given_by_call(part: nn.Module) -> dict[str, Any]:
     """What hooks of the running call add to the arguments of a projection."""
     given: dict[str, Any] = {}
-    for number, hook in part._forward_pre_hooks.items():
-        if number in part._forward_pre_hooks_with_kwargs:
+    for number, hook in part._forward_pre_hooks.items():  # pyright: ignore[reportPrivateUsage]
+        if number in part._forward_pre_hooks_with_kwargs:  # pyright: ignore[reportPrivateUsage]
             changed: Any = hook(part, (), {})
             given |= {} if changed is None else changed[1]
     return given
