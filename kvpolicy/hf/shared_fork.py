@@ -117,7 +117,6 @@ def share(cache: Any, other: Any, rows: Tensor | Sequence[int] | None) -> None:
         slots = SharedPrefix(store.contents, store.geometry)
         seen = int(digest[0]) if layer is cache.policy_layers[0] else None
         own.share(LayerPrefix(store, slots, count, columns, seen))
-    other.guard.columns = columns
     cache.history.is_shared = True
 
 
