@@ -38,7 +38,7 @@ def crop(store: LayerStore, columns: int, length: Tensor) -> None:
     sizes = layer.sizes.back_to(columns)
     if sizes is not None:
         _truncate(store.contents, sizes)
-    tensors.columns.fill_(columns)
+    layer.set_columns(columns)
     tensors.length.copy_(length)
     slot = torch.arange(layer.layout.exact, device=tensors.positions.device)
     beyond = (slot >= tensors.length[:, None])[:, None]

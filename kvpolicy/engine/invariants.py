@@ -94,6 +94,7 @@ def _check_rows(store: LayerStore) -> None:
     _require(len(layer.expected_len) == batch, store, "expected_len has all rows")
     _require(len(layer.schedule.ranked_len) == batch, store, "the rank schedule has all rows")
     _require(tensors.length <= tensors.columns, store, "a row has no more tokens than columns")
+    _require(tensors.columns == layer.columns, store, "the host has counted the columns of the device")
 
 
 def _check_places(store: LayerStore) -> None:

@@ -103,6 +103,7 @@ class LayerContents:
         self.row_pages: RowPages | None = None
         self.group: LayerGroup | None = None
         self.number = 0
+        self._columns: int | None = None
 
     def join(self, group: LayerGroup, number: int) -> None:
         """Store a part of what the layer holds together with the other layers of a group."""
@@ -125,6 +126,7 @@ class LayerContents:
     def begin(self, tensors: LayerTensors, shape: LayerShape, ranks: Ranks) -> None:
         """Begin with empty tensors, of a layer of this shape on its rank."""
         self.tensors = tensors
+        self._columns = 0
         self.shape = shape
         self.ranks = ranks
         batch = tensors.length.shape[0]
@@ -235,6 +237,31 @@ class LayerContents:
         kinds = self.tensors.nbytes_by_kind()
         return kinds if self.undo is None else kinds | {UNDO_LOG: self.undo.nbytes}
 
+    # columns
+
+    @property
+    def columns(self) -> int:
+        """Columns seen, counted on the host, so that nothing waits for the device; read from it after compiled steps."""
+        if self._columns is None:
+            self._columns = int(self.tensors.columns)
+        return self._columns
+
+    def add_columns(self, new: int) -> None:
+        """Count `new` more columns."""
+        self.tensors.columns.add_(new)
+        # A compiled step runs again without this code, but for what it assigns, which must be the same each time.
+        is_unknown = torch.compiler.is_compiling() or self._columns is None
+        self._columns = None if is_unknown else self._columns + new  # pyright: ignore[reportOptionalOperand]
+
+    def set_columns(self, columns: int) -> None:
+        """Forget columns behind the first `columns`."""
+        self.tensors.columns.fill_(columns)
+        self._columns = columns
+
+    def forget_columns(self) -> None:
+        """Read the columns from the device when they are asked for next, after its tensors were replaced."""
+        self._columns = None
+
     # rows
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -256,7 +283,7 @@ class LayerContents:
         """Note the sizes of the layer before they change for a prompt of `new` columns that were counted already."""
         if self.sizes.is_kept:
             sizes = (self.layout.exact, self.capacity, list(self.expected_len), self.tensors.budget.tolist())
-            self.sizes.entries.append(Sizes(int(self.tensors.columns) - new, *sizes))
+            self.sizes.entries.append(Sizes(self.columns - new, *sizes))
 
     def fix_addresses(self) -> None:
         """Mark every tensor as static for CUDA graphs, after any of them was replaced."""

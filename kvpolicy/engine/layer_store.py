@@ -145,7 +145,7 @@ class LayerStore:
     @on_host
     def end_prompt(self, pending: PendingPrompt, held: PendingPrompt | None) -> PendingPrompt:
         """Count a prompt's columns, and join it with the chunks before; `compress` must follow."""
-        self.tensors.columns.add_(pending.keys.shape[2])
+        self.contents.add_columns(pending.keys.shape[2])
         self.contents.scale = pending.transform.scale
         return pending if held is None else held.joined(pending)
 
@@ -255,7 +255,7 @@ class LayerStore:
             layer.undo.begin(copied_tensors(layer))
         position = tensors.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
         tensors.length.add_(1 if valid is None else valid[:, 0].long())
-        tensors.columns.add_(1)
+        layer.add_columns(1)
         # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
         # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
         view = self.geometry.view()
@@ -363,7 +363,7 @@ class LayerStore:
     def note_move(self, by: int) -> None:
         """Note that the newest tokens were given positions larger by `by`, and that others may be gone."""
         self.tensors.length.add_(by)
-        self.tensors.columns.add_(by)
+        self.contents.add_columns(by)
         self.contents.schedule.move(by)
         if self.slots is not None:
             self.slots.index.rebuild()

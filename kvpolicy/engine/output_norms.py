@@ -10,7 +10,10 @@ from torch import Tensor
 from kvpolicy.engine.attention import TILE_ELEMENTS
 
 Projection = Callable[[], Tensor]
-"""Reads the output projection of a layer on this rank, [hidden, Hq * D], when it is needed: weights may move."""
+"""Reads the output projection of a layer on this rank when it is needed, since weights may move.
+
+It is [hidden, Hq * D], or [B, hidden, Hq * D] where rows have their own.
+"""
 
 
 def euclidean_norms(values: Tensor, projection: Tensor) -> Tensor:
@@ -18,8 +21,10 @@ def euclidean_norms(values: Tensor, projection: Tensor) -> Tensor:
 
     Args:
         values: [B, H, P, D].
-        projection: [hidden, Hq * D].
+        projection: [hidden, Hq * D], or one for each row, [B, hidden, Hq * D].
     """
+    if projection.dim() == 3:
+        return _by_row(euclidean_norms, values, projection)
     heads = values.shape[1]
     slices = _slices(projection, values.shape[3]).float()
     # |W v|^2 = v (W^T W) v: D x D numbers for each query head, in place of a hidden vector for each token and head.
@@ -36,8 +41,10 @@ def absolute_norms(values: Tensor, projection: Tensor) -> Tensor:
 
     Args:
         values: [B, H, P, D]; infinite numbers and NaN give such norms.
-        projection: [hidden, Hq * D].
+        projection: [hidden, Hq * D], or one for each row, [B, hidden, Hq * D].
     """
+    if projection.dim() == 3:
+        return _by_row(absolute_norms, values, projection)
     batch, heads, columns, dim = values.shape
     slices = _slices(projection, dim)
     if not slices.shape[0]:  # a rank without heads, which takes part with one that no sum counts
@@ -54,6 +61,11 @@ def absolute_norms(values: Tensor, projection: Tensor) -> Tensor:
             tile = values[:, number // group, at].float().contiguous()
             norms[:, number, at] = (tile @ own).abs_().sum(-1)
     return norms
+
+
+def _by_row(norms: Callable[[Tensor, Tensor], Tensor], values: Tensor, projections: Tensor) -> Tensor:
+    """The norms of each row's values behind its own projection."""
+    return torch.cat([norms(row[None], own) for row, own in zip(values, projections, strict=True)])
 
 
 def _slices(projection: Tensor, dim: int) -> Tensor:

@@ -50,6 +50,7 @@ def roll_back(layer: LayerContents, geometry: Geometry, accepted: int) -> Tensor
     keep = accepted - log.start
     for slots in log.undo(keep, geometry.step_targets(), copied_tensors(layer)):
         geometry.refresh(slots)
+    layer.forget_columns()
     _set_counters(layer, log.counters[min(accepted, len(log.counters) - 1)])
     return log.digest(keep, digest)
 

@@ -76,6 +76,7 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
             return next(given).to(own)
 
         store.tensors.set_part(name, map_state(filled, part))
+    store.contents.forget_columns()
     store.geometry.fix_addresses()
     _check_numbers(store)
 
@@ -89,7 +90,7 @@ def _check_numbers(store: LayerStore) -> None:
         raise _damaged(f"the layout {number}")
     # Of budgets by head, another rank may have nearly all pages.
     elsewhere = store.spec.heads is not None and layer.ranks.size > 1
-    most = max(slots, int(layer.tensors.columns)) if elsewhere else slots
+    most = max(slots, layer.columns) if elsewhere else slots
     if not max(layer.expected_len, default=0) <= layer.capacity <= MOST_CAPACITY * most:
         raise _damaged(f"the capacity {number}")
     if layer.reserved > layer.layout.exact:

@@ -211,7 +211,6 @@ class PolicyCache(CacheForward):
             extend_digest(digest, None, by)
         else:
             remove_from_digest(digest, -by)
-        self.guard.columns += by
         self._end = None if self._end is None else [end + by for end in self._end]
 
     # files
@@ -278,7 +277,7 @@ class PolicyCache(CacheForward):
     def numbers(self) -> dict[str, Any]:
         """The numbers of the cache besides those of its layers, as JSON values."""
         told = {"prompt": self._prompt, "new": self.new, "end": self._end}
-        told |= {"cosines": self._measured.known, "columns": self.guard.columns}
+        told |= {"cosines": self._measured.known, "columns": self.policy_layers[0].get_seq_length()}
         return told | {"whole": self.history.is_whole}
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
@@ -288,7 +287,6 @@ class PolicyCache(CacheForward):
         self.new = numbers["new"]
         self._end = numbers["end"]
         self._measured.known = numbers["cosines"]
-        self.guard.columns = numbers["columns"]
         self.history.is_whole = numbers.get("whole", False)
 
     def unmanaged_bytes(self) -> dict[int, int]:
@@ -485,7 +483,6 @@ class PolicyCache(CacheForward):
         self.plan = None
         self.prompt = self.new = None
         self.guard = ForwardGuard()
-        self.guard.columns = self.policy_layers[0].prefix_columns
         self._end = None
         self._measured = Measured()
         self.holds_next = False

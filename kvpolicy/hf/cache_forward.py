@@ -133,7 +133,7 @@ class CacheForward(Cache):
         if replays and not self.guard.running:
             transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
         note_forward(self, new, one_token, seen, valid)
-        self.guard.begin((layer.layer_idx for layer in self.policy_layers), new)
+        self.guard.begin(layer.layer_idx for layer in self.policy_layers)
         self._forward = RunningForward(
             one_token=one_token, holds=replays or holds, adds_whole=self.holds_next, rope_offset=offset
         )

@@ -143,7 +143,6 @@ def crop(cache: Any, tokens_to_remove: int) -> None:
         cache.prompt, cache.new = told
         return
     _crop_rows(cache, columns)
-    cache.guard.columns -= removed
     for window in _windows(cache):
         _crop_window(window, removed)
 
@@ -248,7 +247,7 @@ def _shorten_turn(cache: Any, turn: Turn, kept: Rows) -> None:
         pending = layers.newest_tokens(store, length, count, None if valid is None else valid.to(length.device))
         layers.crop(store, turn.before.columns, length)
         # As `attend_prompt` does: `compress` notes the sizes before a prompt by columns that were counted already.
-        store.tensors.columns.fill_(kept.columns)
+        store.contents.set_columns(kept.columns)
         # At once, not held for a measurement or a replay: `obstacle` refuses policies that need either.
         cache.compress(layer, pending)
     cache.forget_forward()  # this was none, and its division of the budget is of no other prompt

@@ -170,7 +170,7 @@ def _check_limit(decoder: Any, cache: PolicyCache, new: int, call: dict[str, Any
 
 def exceeds(cache: PolicyCache, limit: int, new: int, call: dict[str, Any]) -> bool:
     """Whether a call of `new` columns needs a position of at least `limit`."""
-    if cache.guard.columns + new <= limit:  # the host's count, without waiting for the device
+    if cache.policy_layers[0].get_seq_length() + new <= limit:  # without waiting for the device
         return False
     return _end(cache, new, call) > limit
 

@@ -16,7 +16,6 @@ class ForwardGuard:
 
     Attributes:
         running: Whether one runs.
-        columns: Columns of all eager forwards, counted on the host so that nothing waits for the device.
         residuals: Inputs of layers that are being measured, [B, P, hidden], by layer.
         massive: Tokens with the largest activations, [B, P] bool, by layer.
     """
@@ -24,13 +23,12 @@ class ForwardGuard:
     def __init__(self) -> None:
         """None runs."""
         self.running = False
-        self.columns = 0
         self.residuals: dict[int, Tensor] = {}
         self.massive: dict[int, Tensor] = {}
         self._pending: set[int] = set()
 
-    def begin(self, layers: Iterable[int], columns: int) -> None:
-        """Record that a forward of `columns` columns begins, in which every layer of `layers` must attend.
+    def begin(self, layers: Iterable[int]) -> None:
+        """Record that a forward begins, in which every layer of `layers` must attend.
 
         Raises:
             KVPolicyStateError: If another has not ended.
@@ -41,7 +39,6 @@ class ForwardGuard:
                 "still runs in another thread; try a new cache, or its reset()."
             )
         self.running = True
-        self.columns += columns
         self.residuals.clear()
         self.massive.clear()
         self._pending = set(layers)

@@ -169,7 +169,6 @@ def roll_back(cache: Any, accepted: int) -> None:
                 layer.rollback(kept)
             elif isinstance(layer, DynamicSlidingWindowLayer):
                 mark.undo_window(index, layer, kept)
-    cache.guard.columns -= fed - kept
     cache.history.mark = None
 
 

@@ -258,7 +258,7 @@ class PolicyLayer(CacheLayerMixin):
         if torch.compiler.is_compiling():
             columns = self.store.tensors.columns
             return columns + before if before else columns  # pyright: ignore[reportReturnType]  # a tensor, as in static layers
-        return int(self.store.tensors.columns) + before
+        return self.store.contents.columns + before
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of a stock mask over everything seen."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +18,10 @@ PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 def output_projection(module: nn.Module) -> Tensor:
     """The weight behind the heads of an attention module, [hidden, Hq * D] of this rank.
 
+    It is [B, hidden, Hq * D] in a call that names an adapter for each row, as PEFT's `adapter_names` does.
+
     Raises:
-        KVPolicyError: If it cannot be read.
+        KVPolicyError: If it cannot be read, or depends on the tokens.
     """
     part, weight = _find(module)
     if weight.is_meta:
@@ -36,9 +40,57 @@ def _is_adapted(part: nn.Module) -> bool:
 
 @torch.no_grad()
 def _adapted(part: nn.Module, weight: Tensor) -> Tensor:
-    """The weight of a projection with what its adapters add, read off its outputs."""
+    """The weight of a projection with what its adapters add in the running call, read off its outputs."""
+    given = _given_by_call(part)
+    rows: Any = given.pop("adapter_names", None)
+    if given:
+        raise KVPolicyError(
+            "The output projection must be the same for all tokens of a row, for the norms of values, got an adapter "
+            f"that is given {', '.join(sorted(given))} in this call; try another selector, such as snapkv."
+        )
+    with _without_dropout(part):
+        return _outputs(part, weight) if rows is None else _of_rows(part, weight, rows)
+
+
+def _given_by_call(part: nn.Module) -> dict[str, Any]:
+    """What hooks of the running call add to the arguments of a projection."""
+    given: dict[str, Any] = {}
+    for number, hook in part._forward_pre_hooks.items():  # pyright: ignore[reportPrivateUsage]
+        if number in part._forward_pre_hooks_with_kwargs:  # pyright: ignore[reportPrivateUsage]
+            changed: Any = hook(part, (), {})
+            given |= {} if changed is None else changed[1]
+    return given
+
+
+@contextmanager
+def _without_dropout(part: nn.Module) -> Generator[None]:
+    """Run a module as in inference, where adapters drop no input at random."""
+    training = [module for module in part.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _of_rows(part: nn.Module, weight: Tensor, adapters: Sequence[str]) -> Tensor:
+    """The weight of a projection whose rows have adapters by name, [B, hidden, Hq * D]."""
+    weights = {name: _outputs(part, weight, name) for name in sorted(set(adapters))}
+    return torch.stack([weights[name] for name in adapters])
+
+
+def _outputs(part: Any, weight: Tensor, adapter: str | None = None) -> Tensor:
+    """What a projection makes of each input alone, with an adapter by name or its active ones, [hidden, Hq * D]."""
     inputs = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
-    return (part(inputs) - part(torch.zeros_like(inputs[:1]))).T.to(weight.dtype)  # of another dtype under autocast
+    zero = torch.zeros_like(inputs[:1])
+
+    def run(x: Tensor) -> Tensor:
+        # Without the module's hooks, which belong to the tokens of the call.
+        return part.forward(x) if adapter is None else part.forward(x, adapter_names=[adapter] * len(x))
+
+    return (run(inputs) - run(zero)).T.to(weight.dtype)  # of another dtype under autocast
 
 
 def find_projection(module: nn.Module) -> Tensor:

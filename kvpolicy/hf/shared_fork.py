@@ -118,7 +118,6 @@ def share(cache: Any, other: Any, rows: Tensor | Sequence[int] | None) -> None:
         seen = int(digest[0]) if layer is cache.policy_layers[0] else None
         deltas = None if layer.rope_deltas is None else layer.rope_deltas * count
         own.share(LayerPrefix(store, slots, count, columns, seen, deltas))
-    other.guard.columns = columns
     known = cache.history.known
     other.history.known = None if known is None else known.map_rows(lambda rows: rows[indices.to(rows.device)])
     cache.history.is_shared = True

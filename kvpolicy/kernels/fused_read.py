@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.compiled import apart
-from kvpolicy.kernels.words import Place, split
+from kvpolicy.kernels.words import Place, constant, split
 
 BLOCK = 512
 """Slots of a block."""
@@ -72,7 +72,7 @@ def score_places(
     places: list[Place], numbers: list[Tensor], scale: Tensor, zero: Tensor, queries: Tensor, sums: Tensor
 ) -> Tensor:
     """`score_channel_groups`, where the codes at each place stand for `numbers`, [B, H, C, W] fp32 each."""
-    runs = _runs(places, queries.shape[-1] // scale.shape[-1])
+    runs = _runs(places, constant(queries.shape[-1] // scale.shape[-1]))
     width = len(places[0].channels)
     scores: list[Tensor] = []
     for g in range(queries.shape[2]):
@@ -119,7 +119,7 @@ def decode_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, bits: int)
 
 def channel_group_parts(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> list[Tensor]:
     """Numbers that `decode_channel_groups` decodes at each place of the bytes, in order, [B, H, n, W] each."""
-    size = codes.shape[-1] * 8 // bits // scale.shape[-1]
+    size = constant(codes.shape[-1] * 8 // bits // scale.shape[-1])
     decoded: list[Tensor] = []
     for place in split(codes, bits):
         group = [channel // size for channel in place.channels]
@@ -181,7 +181,7 @@ def mix_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tens
 
 def mix_places(places: list[Place], numbers: list[Tensor], scale: Tensor, zero: Tensor, weights: Tensor) -> Tensor:
     """`mix_channel_groups`, where the codes at each place stand for `numbers`, [B, H, *S, W] fp32 each."""
-    size = sum(len(place.channels) for place in places) // scale.shape[-1]
+    size = sum(len(place.channels) for place in places) // constant(scale.shape[-1])
     runs = _runs(places, size)
     blocked = numbers[0].dim() > 4
     numbers = [number.unflatten(-1, (len(groups), -1)) for number, groups in zip(numbers, runs, strict=True)]

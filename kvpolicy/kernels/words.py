@@ -53,14 +53,27 @@ def as_words(codes: Tensor, bits: int, size: int | None = None, sums_slots: bool
     """
     if codes.device.type != "cpu":
         return codes
-    words = codes.shape[-1] // BYTES
+    words = constant(codes.shape[-1]) // BYTES
     least = VECTOR if sums_slots or HAS_WIDE_VECTORS else 1
     is_split = 8 % bits == 0 and codes.shape[-1] % BYTES == 0
     if size is not None:
         # Loops are over the words of one group. A wide vector needs as many, and bytes have four times as many.
-        is_split &= size % BYTES == 0 and not (HAS_WIDE_VECTORS and math.gcd(words, size // BYTES) % VECTOR)
+        is_split &= size % BYTES == 0 and not (HAS_WIDE_VECTORS and math.gcd(words, constant(size) // BYTES) % VECTOR)
     is_aligned = codes.stride(-1) == 1 and all(stride % BYTES == 0 for stride in codes.stride()[:-1])
     return codes.view(torch.float32) if is_split and is_aligned and words and words % least == 0 else codes
+
+
+def constant(size: int) -> int:
+    """A size of which loops and groups are made, as a number.
+
+    In a compiled step, a size that has changed since the first compilation is a symbol, and neither `math.gcd` nor a
+    set takes it. Listing a range turns it into the number for which this step is compiled.
+
+    Examples:
+        >>> constant(12)
+        12
+    """
+    return len([*range(size)])
 
 
 def split(codes: Tensor, bits: int) -> list[Place]:
@@ -70,11 +83,11 @@ def split(codes: Tensor, bits: int) -> list[Place]:
         codes: The output of `as_words`.
         bits: Bits per code.
     """
-    width = codes.shape[-1]
     if codes.dtype == torch.uint8:
         parts = unpack_places(codes, bits)
-        size = parts[0].shape[-1]
+        size = constant(parts[0].shape[-1])
         return [Place(part, range(n * size, (n + 1) * size)) for n, part in enumerate(parts)]
+    width = constant(codes.shape[-1])
     mask = 2**bits - 1
     codes = codes.view(torch.int32)
     return [

@@ -41,6 +41,15 @@ def test_as_by_hand(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(euclidean_norms(values, projection), by_hand(values, projection, 2))
 
 
+@pytest.mark.parametrize("norms", [absolute_norms, euclidean_norms])
+def test_rows_with_a_projection_each(norms: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 3, 9, 4, generator=generator)
+    projections = torch.randn(2, 11, 6 * 4, generator=generator)
+    alone = [norms(values[row : row + 1], projections[row]) for row in range(2)]
+    assert torch.equal(norms(values, projections), torch.cat(alone))
+
+
 def test_in_half_precision_sums_are_fp32() -> None:
     values = torch.full((1, 1, 3, 8), 100.0, dtype=torch.bfloat16)
     projection = torch.ones(4096, 8, dtype=torch.bfloat16)

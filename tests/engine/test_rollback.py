@@ -87,7 +87,8 @@ def undone(
         for column in range(middle, middle + fed):
             forward(model, given, mask, column, column + 1, cache)
         cache.rollback(accepted)
-        assert cache.guard.columns == cache.get_seq_length(), "the host's count, by which long texts are remarked on"
+        first = cache.policy_layers[0].store
+        assert int(first.tensors.columns) == cache.get_seq_length(), "the host's count"
         for column in range(middle, middle + accepted):
             forward(model, ids, mask, column, column + 1, twin)
         same(cache, twin)

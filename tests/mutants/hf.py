@@ -14,9 +14,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="a shift leaves the host's count of columns",
-        file="kvpolicy/hf/cache.py",
-        old="        self.guard.columns += by\n",
-        new="",
+        file="kvpolicy/engine/layer_store.py",
+        old="self.contents.add_columns(by)",
+        new="self.tensors.columns.add_(by)",
         tests=("tests/engine/test_announcements.py",),
     ),
     Mutation(
@@ -217,10 +217,10 @@ MUTATIONS = (
         tests=("tests/planning/test_division.py",),
     ),
     Mutation(
-        name="a rollback takes all columns since the mark from the host's count",
-        file="kvpolicy/hf/history.py",
-        old="cache.guard.columns -= fed - kept",
-        new="cache.guard.columns -= fed",
+        name="a rollback leaves the host's count of columns",
+        file="kvpolicy/engine/rollback.py",
+        old="    layer.forget_columns()\n",
+        new="",
         tests=("tests/engine/test_rollback.py::test_sliding_windows_take_tokens_back",),
     ),
     Mutation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import kvpolicy
+from kvpolicy.hf.projection import output_projection
 from tests.conformance.models import build
 from tests.conformance.play import make_batch
 
@@ -76,6 +78,68 @@ def test_an_adapter_of_the_output_projection_is_part_of_it(how: str) -> None:
         assert handle.cache is not None
         kept.append([layer.positions.sort(-1).values.tolist() for layer in handle.cache.policy_layers])
     assert kept[0] == kept[1]
+
+
+BEHIND_PROJECTION = ["critical/snapkv:window=4@0.4", "defensive:window=4@0.4", "kvzip:plus=true@0.4"]
+
+
+def adapted(names: tuple[str, ...] = ("default", "other")) -> Any:
+    """A model with adapters that change its output projections a lot."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["v_proj", "o_proj"], r=2, lora_alpha=32, init_lora_weights=False
+    )
+    model = peft.get_peft_model(copy.deepcopy(build("llama")), config, adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, config)
+    return model.eval()
+
+
+def kept(model: Any, policy: str, ids: torch.Tensor, mask: torch.Tensor, how: Any = None, **call: Any) -> list[Any]:
+    """Sorted positions of each layer after a prompt and two steps."""
+    with torch.no_grad(), kvpolicy.attach(model, policy, **how or {}) as handle:
+        model.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=2, min_new_tokens=2, **call)
+    assert handle.cache is not None
+    return [layer.positions.sort(-1).values for layer in handle.cache.policy_layers]
+
+
+@pytest.mark.parametrize("how", [{}, {"tile": 7}])
+@pytest.mark.parametrize("policy", BEHIND_PROJECTION)
+def test_rows_with_adapters_of_their_own_keep_what_they_keep_alone(policy: str, how: dict[str, Any]) -> None:
+    """A weight that is read by running its module is read for each row's adapter."""
+    ids, mask = make_batch([40, 31, 36], [40])
+    model = adapted()
+    names = ["other", "default", "__base__"]
+    together = kept(model, policy, ids, mask, how, adapter_names=names)
+    for row, name in enumerate(names):
+        if name != "__base__":
+            model.set_adapter(name)
+        with model.disable_adapter() if name == "__base__" else contextlib.nullcontext():
+            alone = kept(model, policy, ids, mask, how)
+        assert all(torch.equal(a[row], b[row]) for a, b in zip(together, alone, strict=True)), name
+
+
+def test_an_adapter_that_depends_on_the_tokens_is_refused() -> None:
+    """What a call hands to the projection is known, or it is refused; a selector that reads no weight answers."""
+    ids, mask = make_batch([40, 31], [40])
+    model = adapted()
+    call = {"adapter_names": ["other", "default"], "alora_offsets": [3, 4]}
+    with pytest.raises(kvpolicy.KVPolicyError, match=r"same for all tokens of a row, .* is given alora_offsets in"):
+        kept(model, BEHIND_PROJECTION[0], ids, mask, **call)
+    assert kept(model, "snapkv:window=4@0.4", ids, mask, **call)
+
+
+def test_the_weight_is_read_without_dropout_and_without_hooks_of_others() -> None:
+    model = adapted(("default",))
+    attention = model.base_model.model.model.layers[0].self_attn
+    still = output_projection(attention)
+    seen: list[Any] = []
+    hook = attention.o_proj.register_forward_hook(lambda *call: seen.append(call))
+    attention.o_proj.lora_dropout["default"] = torch.nn.Dropout(0.5)
+    attention.o_proj.train()
+    assert torch.equal(output_projection(attention), still) and not seen
+    assert all(module.training for module in attention.o_proj.modules())
+    hook.remove()
 
 
 def test_prefix_tuning_is_refused() -> None:
