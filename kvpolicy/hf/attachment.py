@@ -159,7 +159,7 @@ class Attachment:
         self.chunks: Chunks = chunks
         self.hold: Hold = hold
         self.vocabulary = vocabulary
-        self.layers: int = len(model_shape.evictable) + len(model_shape.unmanaged)
+        self.layers: int = model_shape.depth
         self.active = True
         self._sharing = sharing
         self._ranks: dict[int, Ranks] = {}

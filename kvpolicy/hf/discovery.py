@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache
 
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -47,8 +48,11 @@ def find_sites(model: nn.Module) -> Sites:
     """
     found: list[Site] = []
     decoders: set[str] = set()
+    states = _without_attention(model)
     for name, module in model.named_modules():
         if not type(module).__name__.endswith("Attention") or not isinstance(getattr(module, "layer_idx", None), int):
+            continue
+        if module.layer_idx in states:  # such as KimiLinearDeltaAttention: a state, and no tokens
             continue
         # In "model.layers.3.self_attn" the layer is the last module whose name is a number, and its list is in the
         # decoder.
@@ -70,6 +74,15 @@ def find_sites(model: nn.Module) -> Sites:
     if not_self or len({site.layer_idx for site in found}) < len(found):
         raise not_causal(type(model).__name__)
     return Sites(model.get_submodule(decoders.pop()), sorted(found, key=lambda site: site.layer_idx))
+
+
+def _without_attention(model: nn.Module) -> set[int]:
+    """Layers of a model that have a state and no attention."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return set()
+    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    return {index for index, layer in enumerate(layers) if not isinstance(layer, CacheLayerMixin | DummyLayer)}
 
 
 def sample_weights(site: Site, count: int = 64) -> torch.Tensor | None:

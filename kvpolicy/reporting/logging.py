@@ -26,7 +26,8 @@ log.addHandler(logging.NullHandler())
 def log_attached(model: Any, policy: Policy, shape: ShapeSource) -> None:
     """Log that a policy was attached, and how many layers it does not manage."""
     unmanaged = f", {len(shape.unmanaged)} sliding-window layers unmanaged" if shape.unmanaged else ""
-    log.info("attached %s to %s: %d layers%s", policy, type(model).__name__, len(shape.evictable), unmanaged)
+    states = f", {len(shape.states)} layers with states of their own" if shape.states else ""
+    log.info("attached %s to %s: %d layers%s%s", policy, type(model).__name__, len(shape.evictable), unmanaged, states)
 
 
 def log_detached(model: Any, policy: Policy) -> None:
