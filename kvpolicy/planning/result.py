@@ -281,11 +281,19 @@ def _layers(plan: CachePlan, kinds: Sequence[str]) -> tuple[Cells, list[tuple[in
     for index, size in plan.unmanaged.items():  # a layer may have a state beside its slots
         nbytes[index] = nbytes.get(index, {}) | {"unmanaged": size}
     rows = [
-        (index, (tokens.get(index, "unmanaged"), *byte_cells(sizes, kinds, full if index in tokens else 0)))
+        (
+            index,
+            (tokens.get(index, "unmanaged"), *byte_cells(sizes, kinds, _full(full, sizes) if index in tokens else 0)),
+        )
         for index, sizes in nbytes.items()
     ]
     head = ("layer", "budget", *kinds, "total", "of full")
     return head, sorted(rows), ("all", "", *byte_cells(by_kind, kinds, plan.full_nbytes))
+
+
+def _full(attended: int, sizes: Mapping[str, int]) -> int:
+    """Bytes of a layer in the stock cache: of its tokens, and of what no policy manages."""
+    return attended + sizes.get("unmanaged", 0)
 
 
 def _notes(plan: CachePlan) -> list[str]:

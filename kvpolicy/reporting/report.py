@@ -163,7 +163,9 @@ def _layers(report: Report, kinds: Sequence[str]) -> tuple[Cells, list[tuple[int
     unmanaged = sum(sum_by_kind(own).values())
     # All managed layers have the same shape, so each has an equal part of the full cache.
     full = (report.full_nbytes - unmanaged) // len(managed) if managed else 0
-    rows = [(layer.layer_idx, _layer_cells(layer, kinds, full)) for layer in report.layers]
+    rows = [
+        (layer.layer_idx, _layer_cells(layer, kinds, full + layer.nbytes.get("state", 0))) for layer in report.layers
+    ]
     head = ("layer", "budget", "kept", "seen", *kinds, "total", "of full")
     return head, rows, ("all", "", "", "", *byte_cells(totals, kinds, report.full_nbytes))
 
