@@ -144,7 +144,7 @@ UNNAMED: dict[str, Config] = {
         mamba_expand=2,
         **_MAMBA,
     ),
-    "falcon_h1": _make("FalconH1", head_dim=8, mamba_d_ssm=64, **_MAMBA),
+    "falcon_h1": _make("FalconH1", head_dim=8, mamba_d_ssm=64, attention_out_multiplier=0.5, **_MAMBA),
     "lfm2": _hybrid("Lfm2", ["conv", "full_attention", "full_attention"], block_auto_adjust_ff_dim=False),
     "nemotron_h": _hybrid(
         "NemotronH",
