@@ -202,6 +202,12 @@ def test_what_a_state_does_not_allow_is_refused() -> None:
             check_step(model.model, (), {"input_ids": torch.full((2, 1), 7), "cache": cache})
 
 
+def test_drafts_are_refused_before_anything_runs() -> None:
+    model = build("falcon_h1")
+    with pytest.raises(kvpolicy.KVPolicyError, match="a state in layer 0"):
+        kvpolicy.speculate(model, "window@0.5", text(1, 20), max_new_tokens=4)
+
+
 def test_a_compiled_step_is_one_graph() -> None:
     model = build("granite_hybrid")
     with kvpolicy.attach(model, "snapkv@0.5"):
