@@ -72,10 +72,16 @@ class Engine:
             KVPolicyError: Naming what the model has.
         """
         text = self.model.get_text_config()
-        if describe(self.model).unmanaged:
+        shape = describe(self.model)
+        if shape.unmanaged:
             raise KVPolicyError(
                 f"All layers of the model must have full attention, got {text.model_type} with layers of a sliding "
                 "window, which vLLM masks by slots; try kvpolicy serve --prefix."
+            )
+        if shape.states:
+            raise KVPolicyError(
+                f"All layers of the model must have attention alone, got {text.model_type} with states, which a "
+                "document has no place for in vLLM; try kvpolicy serve --prefix."
             )
         rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
         if "mrope_section" in rope:

@@ -61,6 +61,8 @@ class Inspection:
         measured: When the importance of the layers was measured; an empty string if it was not.
         layers: The layers under the policy.
         unmanaged: The window of each unmanaged layer, by its index.
+        states: Unmanaged layers with a state alone.
+        depth: All layers of the model.
         spans: The text, by tokens.
         cache: The cache, for plots.
     """
@@ -77,6 +79,8 @@ class Inspection:
     measured: str
     layers: tuple[Layer, ...]
     unmanaged: dict[int, int]
+    states: tuple[int, ...]
+    depth: int
     spans: tuple[Span, ...]
     cache: PolicyCache
 
@@ -112,6 +116,7 @@ class Inspection:
         ]
         return {name: getattr(self, name) for name in whole} | {
             "unmanaged": self.unmanaged,
+            "states": list(self.states),
             "layers": layers,
             "tokens": tokens,
         }
@@ -157,6 +162,7 @@ def inspect_prompt(
     seen = int(cache.policy_layers[0].length[0])
     report = cache.report()
     text = spans(cache, pieces(tokenizer, tokens[: max(seen, ids.shape[1])]))
+    shape = cache.attachment.model_shape
     return Inspection(
         model=name,
         policy=str(handle.policy),
@@ -169,7 +175,9 @@ def inspect_prompt(
         note="" if cache.plan is None else cache.plan.note,
         measured=measured,
         layers=_layers(cache, cosines),
-        unmanaged=dict(cache.attachment.model_shape.unmanaged),
+        unmanaged=dict(shape.unmanaged),
+        states=tuple(sorted(shape.states.keys() - {*shape.evictable, *shape.unmanaged})),
+        depth=shape.depth,
         spans=tuple(text),
         cache=cache,
     )

@@ -106,6 +106,8 @@ def _layers(inspection: Inspection) -> str:
     ]
     for index, window in inspection.unmanaged.items():
         rows.append(f'<tr><th>{index}</th><td colspan="4">unmanaged: sliding window of {window:,} tokens</td></tr>')
+    for index in inspection.states:
+        rows.append(f'<tr><th>{index}</th><td colspan="4">unmanaged: a state</td></tr>')
     return "".join(rows)
 
 
@@ -124,7 +126,7 @@ def _figures(inspection: Inspection) -> str:
     }
     if inspection.measured:
         # Layers without a measurement leave a gap, unmanaged ones included.
-        cosines = [math.nan] * (len(inspection.layers) + len(inspection.unmanaged))
+        cosines = [math.nan] * inspection.depth
         for layer in inspection.layers:
             cosines[layer.index] = math.nan if layer.cosine is None else layer.cosine
         title = "Cosine similarity of the hidden states before and after attention"

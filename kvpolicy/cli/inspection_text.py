@@ -74,6 +74,8 @@ def layer_lines(inspection: Inspection, ascii_only: bool = False) -> list[str]:
         lines.append((start + _bar(layer, mean, longest, columns, ascii_only)).rstrip())
     for index, window in inspection.unmanaged.items():
         lines.append(f"{index:>5}  unmanaged: sliding window of {window:,} tokens")
+    for index in inspection.states:
+        lines.append(f"{index:>5}  unmanaged: a state")
     return [*lines, paragraph(_about_cosine(inspection))]
 
 

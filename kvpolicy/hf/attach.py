@@ -70,6 +70,7 @@ from kvpolicy.reporting.logging import (
     log_tile,
     warn_beyond_trained,
     warn_of_chunks,
+    warn_of_states,
 )
 from kvpolicy.reporting.report import Report
 from kvpolicy.spec.arguments import named_arguments
@@ -129,6 +130,8 @@ class Handle:
             self.detach()
             raise
         attachments[model] = self._attachment
+        if shape.states:
+            warn_of_states(model, model.config.get_text_config(decoder=True).model_type)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
         log_attached(model, policy, shape)
 
     @property

@@ -163,7 +163,7 @@ class Attachment:
         self.hold: Hold = hold
         self.vocabulary = vocabulary
         self.move_obstacle = cache(move_obstacle)
-        self.layers: int = len(model_shape.evictable) + len(model_shape.unmanaged)
+        self.layers: int = model_shape.depth
         self.active = True
         self._sharing = sharing
         self._ranks: dict[int, Ranks] = {}

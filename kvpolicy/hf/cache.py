@@ -26,6 +26,7 @@ from kvpolicy.hf.measured import Measured
 from kvpolicy.hf.model_spec import resolve_for
 from kvpolicy.hf.saved_cache import describe_cache, load_cache
 from kvpolicy.hf.shared_fork import behind, full_prefix_nbytes, own_policy, refuse_prefix, refuse_windows, share
+from kvpolicy.hf.states import stock_nbytes
 from kvpolicy.planning.memory import resident_bytes
 from kvpolicy.policy import Policy
 from kvpolicy.reporting import rich_repr
@@ -290,12 +291,11 @@ class PolicyCache(CacheForward):
         self.history.is_whole = numbers.get("whole", False)
 
     def unmanaged_bytes(self) -> dict[int, int]:
-        """Bytes of the layers that the policy does not manage, by layer."""
-        stock: list[tuple[int, Any]] = [(i, x) for i, x in enumerate(self.layers) if not isinstance(x, PolicyLayer)]
+        """Bytes that the policy does not manage, by layer: of sliding windows, and of states."""
         mark = self.history.mark
         logged = (lambda _: 0) if mark is None else mark.nbytes
-        held = {i: (x.keys, x.values) for i, x in stock if x.is_initialized}
-        return {i: sum(t.untyped_storage().nbytes() for t in pair) + logged(i) for i, pair in held.items()}
+        held = {index: stock_nbytes(layer) for index, layer in enumerate(self.layers)}
+        return {index: nbytes + logged(index) for index, nbytes in held.items() if nbytes}
 
     @on_host
     def tick(self) -> None:

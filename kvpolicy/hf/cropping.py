@@ -86,7 +86,8 @@ class Turn(NamedTuple):
 
 def obstacle(cache: Any) -> str:
     """Which part of a cache's policy keeps tokens from being taken back; empty if none does."""
-    return policy_obstacle(cache.policy)
+    states = cache.attachment.model_shape.states
+    return f"the state of layer {min(states)}, which holds no earlier one" if states else policy_obstacle(cache.policy)
 
 
 def policy_obstacle(policy: Policy) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache
 
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -46,8 +47,11 @@ def find_sites(model: nn.Module) -> Sites:
     """
     found: list[Site] = []
     decoders: set[str] = set()
+    states = _without_attention(model)
     for name, module in model.named_modules():
         if not type(module).__name__.endswith("Attention") or not isinstance(getattr(module, "layer_idx", None), int):
+            continue
+        if module.layer_idx in states:  # such as KimiLinearDeltaAttention: a state, and no tokens
             continue
         # In "model.layers.3.self_attn" the layer is the last module whose name is a number, and its list is in the
         # decoder.
@@ -85,6 +89,15 @@ def _check_decoder(decoder: nn.Module) -> None:
             "Masks must be made by the mask functions of transformers to be replaced, got "
             f"{type(decoder).__name__}, which makes its own; try a newer transformers."
         )
+
+
+def _without_attention(model: nn.Module) -> set[int]:
+    """Layers of a model that have a state and no attention."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return set()
+    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    return {index for index, layer in enumerate(layers) if not isinstance(layer, CacheLayerMixin | DummyLayer)}
 
 
 def sample_weights(site: Site, count: int = 64) -> torch.Tensor | None:

@@ -65,6 +65,11 @@ def check_shift(cache: Any, start: int, by: int) -> None:
             "Every layer must be under the policy for tokens to be moved, got layers with a sliding window, whose mask "
             "counts columns; compute the cache again."
         )
+    if attachment.model_shape.states:
+        raise KVPolicyError(
+            "Every layer must have attention alone for tokens to be moved, got layers with a state, which keeps what "
+            "it took from them; compute the cache again."
+        )
     for layer in cache.policy_layers:
         check_movable(layer.store)
     for name, number in (("from_position", start), ("by", by)):

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.snapshot import below
 from kvpolicy.hf.attachment import Attachment
 from kvpolicy.hf.cache_file import TOKENS, CacheFile
 from kvpolicy.hf.rope_owner import ATTRIBUTE
+from kvpolicy.hf.states import is_state
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -71,7 +73,21 @@ def _tensor_difference(content: CacheFile, attachment: Attachment) -> str:
             return f"{columns} in the tensor {name}, got {int(tensor)}"
     if not header["has_tokens"] and TOKENS in held:
         return "no token ids if has_tokens is false, got some"
-    return _window_difference(content, attachment)
+    return _state_difference(content, attachment) or _window_difference(content, attachment)
+
+
+def _state_difference(content: CacheFile, attachment: Attachment) -> str:
+    """How the states of layers differ from those of the model; empty if they do not."""
+    header, held = content
+    states = attachment.model_shape.states
+    for index in range(attachment.model_shape.depth):
+        found = {name: t for name, t in below(held, f"layers.{index}.").items() if is_state(name)}
+        if any(not t.dim() or t.shape[0] != header["rows"] for t in found.values()):
+            return f"{header['rows']} row(s) in each state of layer {index}, got others"
+        expected = header["rows"] * states[index].nbytes if index in states else 0
+        if sum(t.nbytes for t in found.values()) != expected:
+            return f"states of {expected} bytes in layer {index}, got {sum(t.nbytes for t in found.values())}"
+    return ""
 
 
 def _window_difference(content: CacheFile, attachment: Attachment) -> str:

@@ -84,6 +84,11 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
     if isinstance(cache, PolicyCache):
         cache.history.refuse_shared("A compiled step")
+        if cache.history.mark is not None and cache.attachment.model_shape.states:
+            raise KVPolicyError(
+                "A step must not be compiled under a mark if layers have states, which are copied before each step, "
+                "got a compiled one; try it uncompiled."
+            )
         if cache.policy_layers[0].awaits_prompt:
             raise KVPolicyError(
                 "A compiled step must not be the first forward after a shared prefix, which allocates slots, got the "

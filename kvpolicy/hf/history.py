@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
@@ -15,6 +15,7 @@ from kvpolicy.engine.rollback import mark as mark_layer
 from kvpolicy.hf import cropping
 from kvpolicy.hf.known_tokens import KnownTokens
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.states import States
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.spec.validation import check_size
 
@@ -28,6 +29,7 @@ class Mark:
         fed: Eager steps since then.
         left: For each unmanaged layer, what left its window in each step: keys and values [B, H, 1, D], or None while
             the window was not full.
+        states: For each step, copies of the states of each layer before it.
     """
 
     def __init__(self, most: int, columns: int) -> None:
@@ -36,6 +38,17 @@ class Mark:
         self.columns = columns
         self.fed = 0
         self.left: dict[int, list[tuple[Tensor, Tensor] | None]] = {}
+        self.states: list[dict[int, list[Tensor]]] = []
+
+    def note_states(self, layers: Sequence[Any]) -> None:
+        """Copy all states, which the step that begins will overwrite."""
+        kept = {index: layer.copy_states() for index, layer in enumerate(layers) if isinstance(layer, States)}
+        self.states.append(kept)
+
+    def undo_states(self, layers: Sequence[Any], keep: int) -> None:
+        """Undo all steps of all states but the first `keep`."""
+        for index, copies in (self.states[keep] if keep < len(self.states) else {}).items():
+            layers[index].restore_states(copies)
 
     def note_window(self, layer_idx: int, layer: DynamicSlidingWindowLayer) -> None:
         """Keep what a step is about to push out of a window."""
@@ -61,7 +74,8 @@ class Mark:
 
     def nbytes(self, layer_idx: int) -> int:
         """Bytes that are kept of an unmanaged layer."""
-        return sum(t.nbytes for pair in self.left.get(layer_idx, []) for t in pair or ())
+        windows = sum(t.nbytes for pair in self.left.get(layer_idx, []) for t in pair or ())
+        return windows + sum(t.nbytes for step in self.states for t in step.get(layer_idx, ()))
 
 
 class History:
@@ -169,6 +183,7 @@ def roll_back(cache: Any, accepted: int) -> None:
                 layer.rollback(kept)
             elif isinstance(layer, DynamicSlidingWindowLayer):
                 mark.undo_window(index, layer, kept)
+        mark.undo_states(cache.layers, kept)
     cache.history.mark = None
 
 
@@ -220,3 +235,4 @@ def note_forward(cache: Any, new: int, one_token: bool, seen: Tensor, valid: Ten
             "first, or a mark with a larger most."
         )
     mark.fed += 1
+    mark.note_states(cache.layers)

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer
 
 from kvpolicy.engine.layer_group import places
 from kvpolicy.engine.reading import Board
 from kvpolicy.hf.attachment import CODES, Attachment
 from kvpolicy.hf.layer import PolicyLayer, make_store
+from kvpolicy.hf.states import SlotsAndState, StateLayer, WindowAndState
 from kvpolicy.policy import Policy
 
 
 def make_layers(attachment: Attachment, policy: Policy) -> list[Any]:
-    """A layer for each of the model: stock ones where a window slides, others under the policy."""
-    windows = attachment.model_shape.unmanaged
+    """A layer for each of the model: under the policy where it attends to all tokens, as in a stock cache elsewhere."""
+    shape = attachment.model_shape
+    managed = {*shape.evictable}
     boards: dict[int, Board] = {}  # by the layer that chooses what others read too
     groups = places(policy.layer_groups)
 
     def made(index: int) -> Any:
-        if index in windows:
-            return DynamicSlidingWindowLayer(sliding_window=windows[index])
+        states = shape.states.get(index)
+        if index not in managed:
+            return _unmanaged(shape.unmanaged.get(index), None if states is None else states.count)
         own = policy.at(index)
         rope = attachment.ropes.get(index) if own.undoes_rotation else None
         chooser = own.reader.traits.source(index)
         board = None if chooser is None else boards.setdefault(chooser, Board())
         projection = attachment.projections.get(index)
-        return PolicyLayer(
+        kind = PolicyLayer if states is None else partial(SlotsAndState, number_of_states=states.count)
+        return kind(
             lambda: make_store(own, index, rope, projection),
             board,
             groups.get(index),
             holds_codes=attachment.hold == CODES,
         )
 
-    return [made(index) for index in range(attachment.layers)]
+    return [made(index) for index in range(shape.depth)]
+
+
+def _unmanaged(window: int | None, states: int | None) -> Any:
+    """A layer that no policy manages, with a sliding window, a number of states, both, or neither."""
+    if window is None:
+        return DummyLayer() if states is None else StateLayer(states)
+    return DynamicSlidingWindowLayer(window) if states is None else WindowAndState(window, states)

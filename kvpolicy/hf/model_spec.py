@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,35 @@ from kvpolicy.planning.tuned import resolve
 from kvpolicy.policy import LayeredPolicy, Policy, for_model
 from kvpolicy.protocols import LayerShape, ModelInfo
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.tables import sum_by_kind
+
+
+class LayerStates(NamedTuple):
+    """The states of a layer: of linear attention, a state space model or a convolution.
+
+    Attributes:
+        count: How many there are of each kind.
+        nbytes: Bytes of one row.
+    """
+
+    count: int
+    nbytes: int
+
+
+class _Kinds(NamedTuple):
+    """What the layers of a model hold, by their index.
+
+    Attributes:
+        attending: Layers with a cache of all tokens.
+        windows: Sliding windows.
+        states: Numbers of states.
+        depth: All layers.
+    """
+
+    attending: list[int]
+    windows: dict[int, int]
+    states: dict[int, int]
+    depth: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +59,8 @@ class ModelShape:
         unmanaged: Unmanaged layers, which bound their own cache, and their sliding windows.
         unmanaged_shapes: Shapes of the keys of each unmanaged layer.
         widths: Widths of the tensors of a forward on one rank.
+        states: States of layers that have some, beside their attention or in place of it; the model's own.
+        depth: All layers of the model: also those with neither tokens nor a state, such as an MLP alone.
     """
 
     shape: LayerShape
@@ -38,6 +69,8 @@ class ModelShape:
     unmanaged: dict[int, int]
     unmanaged_shapes: dict[int, LayerShape]
     widths: Widths
+    states: dict[int, LayerStates]
+    depth: int
 
     def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
         """Description of the model for codecs.
@@ -45,9 +78,8 @@ class ModelShape:
         Args:
             weights: The weight fingerprint of the model, if it is loaded.
         """
-        total = len(self.evictable) + len(self.unmanaged)
         sizes = len(self.evictable), self.heads, self.shape.head_dim
-        return ModelInfo(*sizes, weights, tuple(self.evictable), total, self.widths.hidden)
+        return ModelInfo(*sizes, weights, tuple(self.evictable), self.depth, self.widths.hidden)
 
     @property
     def heads(self) -> int:
@@ -59,12 +91,17 @@ class ModelShape:
         return self.shape.token_nbytes
 
     def unmanaged_bytes(self, batch: int, columns: int) -> dict[int, int]:
-        """Bytes of each unmanaged layer after `columns` tokens; transformers keeps one less than the window."""
+        """Bytes of windows and states after `columns` tokens, by layer; transformers keeps one less than the window."""
         tokens = {index: batch * min(columns, window - 1) for index, window in self.unmanaged.items()}
-        return {index: count * self.unmanaged_shapes[index].token_nbytes for index, count in tokens.items()}
+        windows = {index: count * self.unmanaged_shapes[index].token_nbytes for index, count in tokens.items()}
+        return sum_by_kind([windows, self.state_bytes(batch)])
+
+    def state_bytes(self, batch: int) -> dict[int, int]:
+        """Bytes of the states of each layer that has some, which do not depend on the tokens seen."""
+        return {index: batch * states.nbytes for index, states in self.states.items()}
 
     def unmanaged_prefill_bytes(self, batch: int, columns: int, chunk: int) -> int:
-        """Bytes of all unmanaged layers while a prompt is prefilled.
+        """Bytes of all windows and states while a prompt is prefilled.
 
         A layer of transformers holds the last chunk until the next token comes, and the window before it.
 
@@ -74,7 +111,8 @@ class ModelShape:
             chunk: Tokens that are prefilled at a time.
         """
         tokens = {index: batch * min(columns, window - 1 + chunk) for index, window in self.unmanaged.items()}
-        return sum(count * self.unmanaged_shapes[index].token_nbytes for index, count in tokens.items())
+        windows = sum(count * self.unmanaged_shapes[index].token_nbytes for index, count in tokens.items())
+        return windows + sum(self.state_bytes(batch).values())
 
     def prefill(
         self,
@@ -137,7 +175,9 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
     if not isinstance(config, ShippedConfig):
         _check_supported(config, text)
     # A vision tower or other parts have configs of their own; only the text decoder has the cache.
-    evictable, windows = _sort_layers(text)
+    kinds = _sort_layers(text)
+    evictable = kinds.attending
+    windows = kinds.windows
     # Of a model of several parts, the whole config has the dtype.
     named = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
     wanted = getattr(torch, named, None) if isinstance(named, str) else named
@@ -172,7 +212,24 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         unmanaged=windows,
         unmanaged_shapes={index: shapes[index] for index in windows},
         widths=widths_of(_layer_configs(text), tp),
+        states=_states(text, kinds.states, wanted, tp),
+        depth=kinds.depth,
     )
+
+
+def _states(text: Any, counts: dict[int, int], dtype: torch.dtype, tp: int) -> dict[int, LayerStates]:
+    """The states of each layer that has some."""
+    if not counts:
+        return {}
+    if tp > 1:
+        raise KVPolicyError(
+            f"Every layer must have attention alone on several ranks, got {text.model_type} with states in "
+            f"{len(counts)} layers and tp={tp}; try one rank."
+        )
+    from kvpolicy.hf.state_sizes import state_nbytes
+
+    nbytes = state_nbytes(text, dtype)
+    return {index: LayerStates(count, nbytes[index]) for index, count in counts.items()}
 
 
 def _check_supported(config: Any, text: Any) -> None:
@@ -256,36 +313,60 @@ def _fills_masks(model_type: str) -> bool:
     return model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
-def _sort_layers(text: Any) -> tuple[list[int], dict[int, int]]:
-    """The layers that a policy can manage, and the sliding windows of the others, by layer."""
+def _sort_layers(text: Any) -> _Kinds:
+    """What each layer holds."""
     if isinstance(text, ShippedConfig):
         windows = text.windows()
-        return [index for index in range(text.num_hidden_layers) if index not in windows], windows
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+        attending = [index for index in range(text.num_hidden_layers) if index not in windows]
+        return _Kinds(attending, windows, {}, text.num_hidden_layers)
+    from transformers import cache_utils
 
-    evictable: list[int] = []
-    windows = {}
-    # transformers decides the kind of each layer's cache, so ask it instead of reading `layer_types`. Its cache is
-    # empty if all layers are of the default kind.
-    stock = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
-    for index, layer in enumerate(stock):
-        if type(layer) is DynamicLayer:
-            evictable.append(index)
-        elif isinstance(layer, DynamicSlidingWindowLayer):
-            windows[index] = int(layer.sliding_window)
-        elif type(layer).__name__ == "DummyLayer":
+    found = _Kinds([], {}, {}, text.num_hidden_layers)
+    for index, layer in enumerate(stock_layers(text)):
+        kind = type(layer)
+        if kind in (cache_utils.DynamicLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
+            found.attending.append(index)
+        if kind in (
+            cache_utils.DynamicSlidingWindowLayer,
+            cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
+        ):
+            found.windows[index] = int(layer.sliding_window)
+        if kind in (
+            cache_utils.LinearAttentionLayer,
+            cache_utils.LinearAttentionAndFullAttentionLayer,
+            cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
+        ):
+            found.states[index] = layer.number_of_states
+        if kind is cache_utils.DummyLayer:
+            _check_empty(text, index)
+        elif index not in {*found.attending, *found.windows, *found.states}:
             raise KVPolicyError(
-                f"Every layer must have keys and values of its own, got layer {index} of {text.model_type}, which "
-                "reads those of an earlier one; try a model with num_kv_shared_layers of 0 in its config."
+                f"Every layer must have full or sliding-window attention, a state, or both, got layer {index} of "
+                f"{text.model_type}, whose cache ({kind.__name__}) is of another kind; try another model."
             )
-        else:
-            raise KVPolicyError(
-                f"Every layer must have full or sliding-window attention, got {type(layer).__name__} as the cache of "
-                f"layer {index} of {text.model_type}."
-            )
-    if not evictable:
+    if not found.attending:
         raise KVPolicyError(
-            f"At least one layer must have full attention, got {len(stock)} sliding-window layers for "
-            f"{text.model_type}; try config.sliding_window = None if the model supports it."
+            f"At least one layer must have full attention, got none of {found.depth} layers of {text.model_type}; try "
+            "config.sliding_window = None if the model supports it."
         )
-    return evictable, windows
+    return found
+
+
+def stock_layers(text: Any) -> list[Any]:
+    """The layers of the stock cache of a text decoder's config: transformers decides the kind of each.
+
+    Its cache is empty if all layers are of the default kind.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    return list(DynamicCache(config=text).layers) or [DynamicLayer() for _ in range(text.num_hidden_layers)]
+
+
+def _check_empty(text: Any, index: int) -> None:
+    """Refuse a layer whose cache stays empty because it reads the keys of an earlier one."""
+    kinds = getattr(text, "layer_types", None) or []
+    if index >= len(kinds) or kinds[index] not in ("moe", "mlp"):
+        raise KVPolicyError(
+            f"Every layer must have keys and values of its own, got layer {index} of {text.model_type}, which reads "
+            "those of an earlier one; try a model with num_kv_shared_layers of 0 in its config."
+        )

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.states import SlotsAndState, StateLayer, States, WindowAndState
 from kvpolicy.hf.tiles import Tile
 from kvpolicy.protocols import Forward
 
@@ -29,10 +30,16 @@ class PassingCache(Cache):
     wants_inputs: bool = False
     takes_tiles: bool = False
 
-    def __init__(self, layers: Sequence[Any]) -> None:
-        """A view of a cache's layers."""
-        super().__init__(layers=[_Passing(x) if isinstance(x, PolicyLayer) else _Sliding(x, self) for x in layers])
+    def __init__(self, layers: Sequence[Any], rows: int | None = None) -> None:
+        """A view of a cache's layers.
+
+        Args:
+            layers: The layers.
+            rows: Rows of the forwards, if each is a copy of the one row of the layers.
+        """
         self.held = layers
+        self._rows = rows
+        super().__init__(layers=[self._view(layer) for layer in layers])
         self.tile_size: int | None = None
         self.tile: Tile | None = None
 
@@ -43,6 +50,27 @@ class PassingCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that a layer has seen, with its earlier tiles."""
         return super().get_seq_length(layer_idx) + (0 if self.tile is None else self.tile.start)
+
+    def begin_states(self) -> None:
+        """Let every state be that of the held layers again: a forward must not change what the next one sees."""
+        for index, layer in enumerate(self.held):
+            if isinstance(layer, States):
+                self.layers[index] = self._view(layer)
+
+    def _view(self, layer: Any) -> Any:
+        """What a forward sees of a layer."""
+        if isinstance(layer, SlotsAndState):
+            view = _PassingState(layer)
+        elif isinstance(layer, PolicyLayer):
+            return _Passing(layer)
+        elif isinstance(layer, WindowAndState):
+            view = _SlidingState(layer, self)
+        elif isinstance(layer, StateLayer):
+            view = StateLayer(layer.number_of_states)
+        else:
+            return layer if isinstance(layer, DummyLayer) else _Sliding(layer, self)
+        view.adopt_states(layer, self._rows)
+        return view
 
     @abstractmethod
     def attend(
@@ -141,3 +169,34 @@ class _Sliding(CacheLayerMixin):
     def get_max_length(self) -> int:
         """The window."""
         return self._layer.get_max_length()
+
+
+class _WithState(States):
+    """A view of a layer with a state, of which it has a copy that a forward may change."""
+
+    is_compileable = False
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Make a state; keys and values are held by the layer that is shown."""
+        if not args:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+
+class _PassingState(_Passing, _WithState):
+    """A layer under the policy with a state beside its slots."""
+
+    def __init__(self, layer: SlotsAndState) -> None:
+        LinearAttentionLayer.__init__(self, layer.number_of_states)
+        _Passing.__init__(self, layer)
+
+    lazy_initialization = _WithState.lazy_initialization
+
+
+class _SlidingState(_Sliding, _WithState):
+    """An unmanaged layer with a window and a state."""
+
+    def __init__(self, layer: WindowAndState, cache: PassingCache) -> None:
+        LinearAttentionLayer.__init__(self, layer.number_of_states)
+        _Sliding.__init__(self, layer, cache)
+
+    lazy_initialization = _WithState.lazy_initialization

@@ -97,6 +97,7 @@ class ReplayCache(PassingCache):
 
     def begin(self, chunk: Chunk, valid: Tensor) -> None:
         """Prepare for the replay of a chunk by tokens of which `valid` [B, R] are not padding."""
+        self.begin_states()
         self.chunk = chunk
         self.valid = valid.to(self.context.device)
         self.whole = bool(valid.all()) and bool(self.context.all())

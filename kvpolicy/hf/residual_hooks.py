@@ -57,7 +57,7 @@ def next_norm(site: Site) -> nn.Module | None:
 
 def attention_output(site: Site) -> nn.Module:
     """The module whose output is added to the residual stream: the attention, or a norm or projection behind it."""
-    for name in ("post_self_attn_layernorm", "post_norm1"):  # GLM-4, HyperCLOVAX
+    for name in ("post_self_attn_layernorm", "post_norm1", "post_operator_norm"):  # GLM-4, HyperCLOVAX, LFM3
         if hasattr(site.block, name):
             return site.block.get_submodule(name)
     if getattr(site.block, "norm_after", "Swin" in type(site.block).__name__):  # Molmo-2, Chameleon
@@ -77,4 +77,4 @@ def _outer_projection(site: Site) -> nn.Module | None:
 def residual_scale(site: Site) -> float:
     """Factor of attention's output where it is added to the residual stream."""
     scale: Any = getattr(site.block, "residual_multiplier", getattr(site.block, "residual_scale", 1.0))
-    return float(scale)
+    return float(scale) * float(getattr(site.block, "attn_out_multiplier", 1.0))  # Falcon-H1 scales attention alone

@@ -19,7 +19,9 @@ from kvpolicy.hf.cache_header import read_header
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.file_content import check_content
 from kvpolicy.hf.known_tokens import KnownTokens
+from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.rope_owner import ATTRIBUTE, owner_of
+from kvpolicy.hf.states import States, is_state
 from kvpolicy.planning.plan_fields import plan_from_dict, plan_to_dict
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, Ranks
@@ -49,9 +51,12 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
     kept: dict[str, list[int]] = {}
     windows: dict[str, int] = {}
     for index, layer in enumerate(cache.layers):
+        if isinstance(layer, States):
+            held |= {f"layers.{index}.{name}": state for name, state in layer.named_states().items()}
         if index in cache.attachment.model_shape.unmanaged:
             held |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
             windows[str(index)] = layer.cumulative_length
+        if not isinstance(layer, PolicyLayer):
             continue
         taken = snapshot.take(layer.store)
         held |= {f"layers.{index}.{name}": tensor for name, tensor in taken.tensors.items()}
@@ -106,8 +111,13 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     check_content(content, attachment, what)
     dtype: torch.dtype = getattr(torch, header["dtype"])
     for index, layer in enumerate(cache.layers):
-        device = next(sites[index].attention.parameters()).device
         own = below(held, f"layers.{index}.")
+        states = {name: own.pop(name) for name in list(own) if is_state(name)}
+        if isinstance(layer, States):
+            layer.load_states(states, _device(model, index))
+        if index not in sites:
+            continue
+        device = next(sites[index].attention.parameters()).device
         if index in attachment.model_shape.unmanaged:
             keys, values = (own[name].to(device) for name in ("keys", "values"))
             layer.lazy_initialization(keys, values)
@@ -162,6 +172,12 @@ def load_cache(kind: Callable[[nn.Module, Policy], Any], model: nn.Module, path:
     cache = kind(model, policy)
     restore_cache(cache, model, content, path)
     return cache, content.tensors.get(TOKENS)
+
+
+def _device(model: nn.Module, layer_idx: int) -> torch.device:
+    """The device of the layer's modules that count layers; of the model without any."""
+    found = (part for part in model.modules() if getattr(part, "layer_idx", None) == layer_idx)
+    return next((p.device for part in found for p in part.parameters()), next(model.parameters()).device)
 
 
 def _check_complete(cache: Any) -> None:

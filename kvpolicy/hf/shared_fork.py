@@ -15,6 +15,7 @@ from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.layer_prefix import LayerPrefix
 from kvpolicy.hf.model_spec import resolve_for
 from kvpolicy.hf.shared_plan import beside, check_own, check_readable
+from kvpolicy.hf.states import States
 from kvpolicy.planning.result import SHARED, CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
@@ -61,15 +62,17 @@ def refuse_prefix(cache: Any, what: str) -> None:
 
 
 def refuse_windows(cache: Any) -> None:
-    """Refuse a reset to the end of a shared prefix where layers have windows, which have moved on.
+    """Refuse a reset to the end of a shared prefix where layers have windows or states, which have moved on.
 
     Raises:
         KVPolicyStateError: If a cache behind a shared prefix has such layers.
     """
-    if cache.policy_layers[0].prefix_columns and cache.attachment.model_shape.unmanaged:
+    shape = cache.attachment.model_shape
+    if cache.policy_layers[0].prefix_columns and (shape.unmanaged or shape.states):
+        kind = "a sliding window" if shape.unmanaged else "a state"
         raise KVPolicyStateError(
-            "Every layer must be under the policy for a reset to the end of a shared prefix, got layers with a sliding "
-            "window, which has moved on; try fork(rows, shared=True) again."
+            f"Every layer must be under the policy for a reset to the end of a shared prefix, got layers with {kind}, "
+            "which has moved on; try fork(rows, shared=True) again."
         )
 
 
@@ -105,22 +108,26 @@ def share(cache: Any, other: Any, rows: Tensor | Sequence[int] | None) -> None:
     """
     indices = check_rows([0] if rows is None else rows, 1)
     count = len(indices)
-    columns = cache.policy_layers[0].get_seq_length()
-    digest = cache.mask_digest
-    assert digest is not None
     for index, (layer, own) in enumerate(zip(cache.layers, other.layers, strict=True)):
+        # Windows and states move on in every row, so that they are copied.
         if isinstance(layer, DynamicSlidingWindowLayer):
-            # A window moves on in every row, so that it is copied.
-            other.layers[index] = _window(layer, count)
-            continue
-        store = layer.store
-        slots = SharedPrefix(store.contents, store.geometry)
-        seen = int(digest[0]) if layer is cache.policy_layers[0] else None
-        deltas = None if layer.rope_deltas is None else layer.rope_deltas * count
-        own.share(LayerPrefix(store, slots, count, columns, seen, deltas))
+            other.layers[index] = own = _window(layer, count)
+        if isinstance(layer, PolicyLayer):
+            _share_slots(cache, layer, own, count)
+        if isinstance(layer, States):  # last, since slots that begin behind a prefix forget everything else
+            own.adopt_states(layer, count)
     known = cache.history.known
     other.history.known = None if known is None else known.map_rows(lambda rows: rows[indices.to(rows.device)])
     cache.history.is_shared = True
+
+
+def _share_slots(cache: Any, layer: PolicyLayer, own: PolicyLayer, rows: int) -> None:
+    """Let a layer of another cache begin behind the slots of one of this cache."""
+    store = layer.store
+    slots = SharedPrefix(store.contents, store.geometry)
+    seen = int(cache.mask_digest[0]) if layer is cache.policy_layers[0] else None
+    deltas = None if layer.rope_deltas is None else layer.rope_deltas * rows
+    own.share(LayerPrefix(store, slots, rows, layer.get_seq_length(), seen, deltas))
 
 
 def _window(layer: DynamicSlidingWindowLayer, rows: int) -> DynamicSlidingWindowLayer:

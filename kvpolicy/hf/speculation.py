@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.hf.attach import attach
-from kvpolicy.hf.attachment import attachments
+from kvpolicy.hf.attachment import Attachment, attachments
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.forward_checks import vocabulary_of
@@ -150,6 +150,7 @@ def speculate(
         # The drafts' policy is attached, and not `full`: the attached policy must have all hooks that any cache needs.
         if model not in attachments:
             stack.enter_context(attach(model, policy))
+        _check_states(attachments[model])
         stack.enter_context(torch.no_grad())
         stack.enter_context(without_warning_of_few_tokens())  # the full cache verifies what they draft
         run = _Run(model, policy, input_ids, max_new_tokens, temperature, seed)
@@ -302,6 +303,16 @@ def _check_angles(model: Any, prompt: int, new: int) -> None:
         raise KVPolicyError(
             "The angles of the rotary embedding must not change while drafts are verified, got one of type "
             f"{kind} with {prompt} tokens and {new} new ones; try fewer new tokens, or generate without drafts."
+        )
+
+
+def _check_states(attachment: Attachment) -> None:
+    """Refuse a model with states: the full cache takes back tokens that were rejected, which a state cannot."""
+    states = attachment.model_shape.states
+    if states:
+        raise KVPolicyError(
+            f"Every layer must have attention alone for drafts to be verified, got a state in layer {min(states)}, "
+            "which cannot take back a rejected token; try generate without drafts."
         )
 
 

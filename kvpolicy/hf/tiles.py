@@ -21,7 +21,13 @@ from kvpolicy.hf.held_weights import hold_weights
 from kvpolicy.hf.recorded import Recorded
 from kvpolicy.spec.errors import KVPolicyError
 
-COLUMNS = {"hidden_states": 1, "position_ids": -1, "cache_position": -1, "position_embeddings": -2}
+COLUMNS = {
+    "hidden_states": 1,
+    "position_ids": -1,
+    "cache_position": -1,
+    "position_embeddings": -2,
+    "mamba_attention_mask": -1,  # of the new tokens alone: what is padding for a state beside attention
+}
 """The dimension of tokens in the arguments of decoder layers that have one."""
 
 OFFLOADED = "_old_forward"

@@ -26,6 +26,7 @@ from kvpolicy.spec.tables import (
     resident_note,
     section,
     size_summary,
+    sum_by_kind,
 )
 from kvpolicy.spec.text_tables import text_layer_table
 from kvpolicy.spec.validation import check_size
@@ -87,7 +88,7 @@ class CachePlan:
         policy: The policy.
         batch: Number of rows.
         layers: The layers under the policy.
-        unmanaged: Bytes of unmanaged (sliding-window) layers, by layer.
+        unmanaged: Bytes that no policy manages, of sliding windows and of states, by layer.
         full_nbytes: Bytes of the stock cache for the same tokens.
         measured: False if the allocator has not measured a prompt yet, so that all layers have the same budget.
         note: Where the effective behavior differs from the spec; empty if it does not.
@@ -224,7 +225,8 @@ class CachePlan:
         """A table of tokens and bytes by layer, in which equal layers share a line, and the notes."""
         head, rows, last = _layers(self, main_kinds(self.by_kind()))
         title = f"{_title(self, str(self.policy))}:"
-        nbytes = {layer.layer_idx: sum(layer.nbytes.values()) for layer in self.layers} | self.unmanaged
+        managed = {layer.layer_idx: sum(layer.nbytes.values()) for layer in self.layers}
+        nbytes = sum_by_kind([managed, self.unmanaged])
         return "\n".join([title, text_layer_table(head, rows, last, nbytes), *_notes(self)])
 
 
@@ -274,11 +276,24 @@ def _layers(plan: CachePlan, kinds: Sequence[str]) -> tuple[Cells, list[tuple[in
     """The head, the rows and the last line of the table of layers."""
     by_kind = plan.by_kind()
     full = (plan.full_nbytes - sum(plan.unmanaged.values())) // max(1, len(plan.layers))
-    rows = [(layer.layer_idx, (f"{layer.tokens:,}", *byte_cells(layer.nbytes, kinds, full))) for layer in plan.layers]
-    for index, size in plan.unmanaged.items():
-        rows.append((index, ("unmanaged", *byte_cells({"unmanaged": size}, kinds, 0))))
+    tokens = {layer.layer_idx: f"{layer.tokens:,}" for layer in plan.layers}
+    nbytes = {layer.layer_idx: dict(layer.nbytes) for layer in plan.layers}
+    for index, size in plan.unmanaged.items():  # a layer may have a state beside its slots
+        nbytes[index] = nbytes.get(index, {}) | {"unmanaged": size}
+    rows = [
+        (
+            index,
+            (tokens.get(index, "unmanaged"), *byte_cells(sizes, kinds, _full(full, sizes) if index in tokens else 0)),
+        )
+        for index, sizes in nbytes.items()
+    ]
     head = ("layer", "budget", *kinds, "total", "of full")
     return head, sorted(rows), ("all", "", *byte_cells(by_kind, kinds, plan.full_nbytes))
+
+
+def _full(attended: int, sizes: Mapping[str, int]) -> int:
+    """Bytes of a layer in the stock cache: of its tokens, and of what no policy manages."""
+    return attended + sizes.get("unmanaged", 0)
 
 
 def _notes(plan: CachePlan) -> list[str]:

@@ -31,7 +31,8 @@ log.addHandler(logging.NullHandler())
 def log_attached(model: Any, policy: Policy, shape: ShapeSource) -> None:
     """Log that a policy was attached, and how many layers it does not manage."""
     unmanaged = f", {len(shape.unmanaged)} sliding-window layers unmanaged" if shape.unmanaged else ""
-    log.info("attached %s to %s: %d layers%s", policy, type(model).__name__, len(shape.evictable), unmanaged)
+    states = f", {len(shape.states)} layers with states of their own" if shape.states else ""
+    log.info("attached %s to %s: %d layers%s%s", policy, type(model).__name__, len(shape.evictable), unmanaged, states)
 
 
 def log_detached(model: Any, policy: Policy) -> None:
@@ -69,6 +70,24 @@ def warn_beyond_trained(model: Any, limit: int) -> None:
         KVPolicyWarning,
         stacklevel=2,
     )
+
+
+_UNFAITHFUL = {
+    "bamba": "one token at a time or several",
+    "jamba": "several tokens at once, as in chunks and second turns",
+}
+"""Families whose state transformers does not continue as in one piece, and behind which forwards."""
+
+
+def warn_of_states(model: Any, model_type: str) -> None:
+    """Warn the caller of `attach` if transformers itself does not continue the states of a model."""
+    if model_type in _UNFAITHFUL:
+        warnings.warn(
+            f"transformers does not continue the states of {type(model).__name__} for {_UNFAITHFUL[model_type]}, with "
+            "or without a policy, so that answers differ from those to the same text in one piece.",
+            KVPolicyWarning,
+            stacklevel=4,  # above `attach` and what explains its arguments
+        )
 
 
 def warn_of_chunks(policy: Policy) -> None:

@@ -159,10 +159,13 @@ def _layers(report: Report, kinds: Sequence[str]) -> tuple[Cells, list[tuple[int
     """The head, the rows and the last line of the table of layers."""
     totals = sum_by_kind(layer.nbytes for layer in report.layers)
     managed = [layer for layer in report.layers if layer.budget]
-    unmanaged = sum(sum(layer.nbytes.values()) for layer in report.layers if not layer.budget)
+    own = [layer.nbytes if not layer.budget else {"state": layer.nbytes.get("state", 0)} for layer in report.layers]
+    unmanaged = sum(sum_by_kind(own).values())
     # All managed layers have the same shape, so each has an equal part of the full cache.
     full = (report.full_nbytes - unmanaged) // len(managed) if managed else 0
-    rows = [(layer.layer_idx, _layer_cells(layer, kinds, full)) for layer in report.layers]
+    rows = [
+        (layer.layer_idx, _layer_cells(layer, kinds, full + layer.nbytes.get("state", 0))) for layer in report.layers
+    ]
     head = ("layer", "budget", "kept", "seen", *kinds, "total", "of full")
     return head, rows, ("all", "", "", "", *byte_cells(totals, kinds, report.full_nbytes))
 
@@ -211,6 +214,15 @@ def mean_kept(cache: CacheSource) -> float:
     return sum(kept) / max(len(kept), 1)
 
 
+def _unmanaged(stock: Any) -> tuple[str, str]:
+    """The kind of bytes, and the note, of a layer that no policy manages."""
+    window = getattr(stock, "sliding_window", None)
+    has_state = hasattr(stock, "recurrent_states")
+    if window is not None:
+        return "window", f"unmanaged: a sliding window of {window}{' and a state' if has_state else ''}"
+    return ("state", "unmanaged: a state") if has_state else ("window", "unmanaged: no attention")
+
+
 def make_report(cache: CacheSource) -> Report:
     """The report of a cache."""
     layers: list[LayerReport] = []
@@ -218,9 +230,9 @@ def make_report(cache: CacheSource) -> Report:
     unmanaged = cache.unmanaged_bytes()
     for index, stock in enumerate(cache.layers):
         layer = managed.get(index)
-        if layer is None:  # a sliding-window layer of transformers
-            note = f"unmanaged: a sliding window of {stock.sliding_window}"
-            layers.append(LayerReport(layer_idx=index, nbytes={"window": unmanaged.get(index, 0)}, note=note))
+        if layer is None:
+            kind, note = _unmanaged(stock)
+            layers.append(LayerReport(layer_idx=index, nbytes={kind: unmanaged.get(index, 0)}, note=note))
         elif not layer.is_initialized:
             layers.append(LayerReport(layer_idx=index, nbytes={}, note="empty"))
         else:
@@ -233,7 +245,7 @@ def make_report(cache: CacheSource) -> Report:
                     kept=_integers(kept.amax(-1)),
                     heads=() if layer.owner is None else tuple(map(_integers, kept)),
                     seen=_integers(layer.length),
-                    nbytes=layer.held(),
+                    nbytes=layer.held() | ({"state": unmanaged[index]} if index in unmanaged else {}),
                     **layer.step_bytes._asdict(),
                 )
             )

@@ -144,3 +144,8 @@ class ShapeSource(Protocol):
     def unmanaged(self) -> Mapping[int, int]:
         """Layers that are not under the policy, and their sliding windows."""
         ...
+
+    @property
+    def states(self) -> Mapping[int, object]:
+        """Layers with states."""
+        ...

@@ -36,9 +36,9 @@ class AnswerCache(PassingCache):
             full: All of the prompt in each layer that a policy manages.
             rows: The changes of each row.
         """
-        super().__init__(cache.layers)
+        super().__init__(cache.layers, rows=len(rows))
         self._full = full
-        self._rows = rows
+        self._changes = rows
 
     def attend(
         self,
@@ -52,10 +52,10 @@ class AnswerCache(PassingCache):
     ) -> Tensor:
         """Attend from the answer to all of the prompt and causally to itself, or as a row's change says."""
         out = torch.empty_like(q)
-        changed = [row for row, changes in enumerate(self._rows) if layer_idx in changes]
+        changed = [row for row, changes in enumerate(self._changes) if layer_idx in changes]
         # Rows with no change so far are equal, so that one of them is computed for all.
-        fresh = [row for row, changes in enumerate(self._rows) if min(changes, default=layer_idx) >= layer_idx]
-        others = [row for row in range(len(self._rows)) if row not in changed and row not in fresh]
+        fresh = [row for row, changes in enumerate(self._changes) if min(changes, default=layer_idx) >= layer_idx]
+        others = [row for row in range(len(self._changes)) if row not in changed and row not in fresh]
         same = [row for row in fresh if row not in changed]
         if same:
             out[same] = over(self._full[layer_idx])(q[same[:1]], k[same[:1]], v[same[:1]], transform)
@@ -64,7 +64,7 @@ class AnswerCache(PassingCache):
         # Rows that share a change of this layer are computed together.
         shared: dict[Attention, list[int]] = {}
         for row in changed:
-            shared.setdefault(self._rows[row][layer_idx], []).append(row)
+            shared.setdefault(self._changes[row][layer_idx], []).append(row)
         for attention, some in shared.items():
             out[some] = attention(q[some], k[some], v[some], transform)
         return out

@@ -72,6 +72,21 @@ def _falcon(**fields: Any) -> Config:
     return _make("Falcon", "num_key_value_heads", "intermediate_size", ffn_hidden_size=48, alibi=False, **more)
 
 
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+
+
+def _hybrid(name: str, layers: list[str], *without: str, **fields: Any) -> Config:
+    """A family with states in some layers."""
+    return _make(name, *without, num_hidden_layers=len(layers), layer_types=layers, **fields)
+
+
 _FEW_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
 _GPT = ("num_key_value_heads", "intermediate_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
@@ -114,6 +129,33 @@ UNNAMED: dict[str, Config] = {
     "flint": _gemma("Flint"),
     "gemma4": _gemma4,
     "gemma3_pictures": _gemma3_pictures,
+    "qwen3_5": _hybrid(
+        "Qwen3_5Text",
+        ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        head_dim=8,
+        **_LINEAR,
+    ),
+    "granite_hybrid": _hybrid(
+        "GraniteMoeHybrid",
+        ["linear_attention", "full_attention", "full_attention"],
+        shared_intermediate_size=48,
+        num_local_experts=0,
+        position_embedding_type="rope",
+        mamba_expand=2,
+        **_MAMBA,
+    ),
+    "falcon_h1": _make("FalconH1", head_dim=8, mamba_d_ssm=64, attention_out_multiplier=0.5, **_MAMBA),
+    "lfm2": _hybrid("Lfm2", ["conv", "full_attention", "full_attention"], block_auto_adjust_ff_dim=False),
+    "nemotron_h": _hybrid(
+        "NemotronH",
+        ["linear_attention", "mlp", "full_attention", "linear_attention", "full_attention"],
+        head_dim=8,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=8,
+    ),
 }
 """Families that nobody named, which must work as well."""
 

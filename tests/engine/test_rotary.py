@@ -68,8 +68,8 @@ def keys_before_and_after(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[t
         hook.remove()
     layers: Any = cache.layers
     ropes = [rope_of(sites.decoder, site) for site in sites.layers]
-    after: list[Tensor] = [layer.keys for layer in layers]
-    pairs = [(before.get(index, keys), keys) for index, keys in enumerate(after)]
+    after: dict[int, Tensor] = {site.layer_idx: layers[site.layer_idx].keys for site in sites.layers}
+    pairs = [(before.get(index, keys), keys) for index, keys in after.items()]
     return [(b[:, :, -a.shape[2] :], a, rope) for (b, a), rope in zip(pairs, ropes, strict=True)]
 
 

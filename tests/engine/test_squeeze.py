@@ -52,7 +52,7 @@ class Residuals:
                 behind: nn.Module = module
                 if family in BEHIND:
                     behind = block.get_submodule(BEHIND[family])
-                self._follow(index, block, behind, 0.3 if family == "granite" else 1.0)
+                self._follow(index, block, behind, {"granite": 0.3, "falcon_h1": 0.5}.get(family, 1.0))
 
     def _follow(self, index: int, block: nn.Module, behind: nn.Module, scale: float) -> None:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -96,8 +96,8 @@ def test_norms_that_transformers_knows() -> None:
             for norm in norms:
                 found.setdefault(norm, set()).add(name)
     assert found.pop("input_layernorm") == {"Molmo2DecoderLayer", "ChameleonSwinDecoderLayer"}
-    found.pop("post_operator_norm")  # LFM3 has convolutions, and is refused
-    assert found.keys() == {"post_attention_layernorm", "post_self_attn_layernorm", "post_norm1"}
+    names = {"post_attention_layernorm", "post_self_attn_layernorm", "post_norm1", "post_operator_norm"}
+    assert found.keys() == names
 
 
 def deep() -> Any:

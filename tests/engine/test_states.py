@@ -1,0 +1,220 @@
+"""Layers with states: they stay the model's own, and follow rows, marks, files and reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy.hf.forward_calls import check_step
+from kvpolicy.hf.states import States
+from tests.conformance.models import VOCABULARY, build
+
+FAMILIES = ["qwen3_5", "granite_hybrid", "falcon_h1", "lfm2", "nemotron_h"]
+"""Linear attention, a state space model, both in one layer, convolutions, and layers that hold nothing."""
+
+
+def text(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def prefilled(model: Any, rows: int = 2, columns: int = 20, new: int = 8) -> kvpolicy.PolicyCache:
+    cache = kvpolicy.PolicyCache(model, prompt=columns, new=new)
+    model(text(rows, columns), cache=cache)
+    return cache
+
+
+def states(cache: Any) -> list[Tensor]:
+    """Copies of all states of a cache."""
+    return [state for layer in cache.layers if isinstance(layer, States) for state in layer.copy_states()]
+
+
+def step(model: Any, cache: Any, token: int = 7) -> Tensor:
+    return model(torch.full((cache.batch_size, 1), token), cache=cache).logits[:, -1]
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planned_bytes_are_held_and_states_do_not_grow(family: str) -> None:
+    model = build(family)
+    planned = kvpolicy.plan(model.config, "snapkv@0.5", batch=2, prompt=20, new=8)
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        cache = prefilled(model)
+        sizes = [state.nbytes for state in states(cache)]
+        for _ in range(8):
+            step(model, cache)
+        assert cache.nbytes == planned.nbytes
+        assert cache.full_nbytes == planned.full_nbytes
+        assert [state.nbytes for state in states(cache)] == sizes
+        report = cache.report()
+        assert sum(layer.nbytes.get("state", 0) for layer in report.layers) == sum(sizes)
+        assert report.nbytes == sum(sum(layer.nbytes.values()) for layer in report.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_state_does_not_depend_on_what_is_kept(family: str) -> None:
+    """In the first layer, no attention came before, so that its state is that of the stock cache."""
+    model = build(family)
+    stock = model(text(2, 20)).cache
+    first = next(index for index, layer in enumerate(stock.layers) if hasattr(layer, "conv_states"))
+    expected = [t for kind in ("conv_states", "recurrent_states") for t in getattr(stock.layers[first], kind).values()]
+    with kvpolicy.attach(model, "window@4"):
+        cache = prefilled(model)
+        found = cache.layers[first].copy_states()
+    if first == 0:
+        assert all(torch.equal(*pair) for pair in zip(found, [t for t in expected if t is not None], strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_selected_repeated_and_forked_with_their_states(family: str) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        cache = prefilled(model, rows=3)
+        fork = cache.fork([2, 0])
+        repeated = cache.fork([1, 1])
+        other = cache.fork([1])
+        other.batch_repeat_interleave(2)
+        expected = step(model, cache)
+        assert torch.allclose(step(model, fork), expected[[2, 0]], atol=1e-5)
+        assert torch.equal(step(model, repeated), step(model, other))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_forks_copy_states(family: str) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "full"):  # what is shared is never evicted
+        cache = prefilled(model, rows=1)
+        alone = cache.fork()
+        shared = cache.fork([0, 0], shared=True)
+        expected = [step(model, alone, token) for token in (7, 9)]
+        found = [step(model, shared, token) for token in (7, 9)]
+        for one, two in zip(expected, found, strict=True):
+            assert torch.allclose(one.expand_as(two), two, atol=1e-4)
+        with pytest.raises(kvpolicy.KVPolicyError, match="which has moved on"):
+            shared.reset()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("accepted", [0, 2, 3])
+def test_rollback_restores_states_bit_for_bit(family: str, accepted: int) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "h2o@8"):
+        cache = prefilled(model)
+        other = cache.fork()
+        before = cache.nbytes
+        cache.mark(most=3)
+        for token in (5, 6, 7):
+            step(model, cache, token)
+        assert cache.nbytes > before + 3 * sum(state.nbytes for state in states(cache))
+        cache.rollback(accepted)
+        assert cache.nbytes == before
+        for token in (5, 6, 7)[:accepted]:
+            step(model, other, token)
+        assert all(torch.equal(*pair) for pair in zip(states(cache), states(other), strict=True))
+        assert torch.equal(step(model, cache), step(model, other))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_hold_states(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    path = str(tmp_path / "cache.safetensors")
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        cache = prefilled(model)
+        cache.save(path)
+        loaded = kvpolicy.PolicyCache.load(model, path)
+        assert loaded.nbytes == cache.nbytes
+        for token in (5, 6):
+            assert torch.equal(step(model, cache, token), step(model, loaded, token))
+
+
+def test_a_file_without_its_states_is_refused(tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    model = build("falcon_h1")
+    path = str(tmp_path / "cache.safetensors")
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        prefilled(model).save(path)
+        with safe_open(path, "pt") as file:
+            held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            told = file.metadata()
+        del held["layers.1.recurrent.0"]
+        save_file(held, path, told)
+        with pytest.raises(kvpolicy.KVPolicyError):
+            kvpolicy.PolicyCache.load(model, path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reset_cache_takes_another_number_of_rows(family: str) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        cache = prefilled(model, rows=2)
+        cache.reset()
+        cache.expect(20, 8)
+        again = model(text(3, 20), cache=cache).logits[:, -1]
+        assert torch.equal(again, model(text(3, 20), cache=kvpolicy.PolicyCache(model, prompt=20, new=8)).logits[:, -1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_replay_leaves_states_as_they_are(family: str) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "full"):
+        expected = states(prefilled(model))
+    with kvpolicy.attach(model, "kvzip:chunk=8@0.6"):
+        found = states(prefilled(model))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_tiles_keep_what_one_piece_keeps(family: str, padding: int) -> None:
+    model = build(family)
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[0, :padding] = 0
+    found: list[Any] = []
+    for tile in (None, 7):
+        with kvpolicy.attach(model, "snapkv@0.5", tile=tile) as handle:
+            logits = model(text(2, 20), attention_mask=mask).logits[:, -1]
+            found.append((logits, [layer.head_positions.sort().values for layer in handle.cache.policy_layers]))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-4)
+    assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_what_a_state_does_not_allow_is_refused() -> None:
+    model = build("qwen3_5")
+    with kvpolicy.attach(model, "full"):
+        cache = prefilled(model)
+        with pytest.raises(kvpolicy.KVPolicyError, match="layers with a state"):
+            cache.shift(10, -2)
+        with pytest.raises(kvpolicy.KVPolicyError, match="the state of layer 0"):
+            cache.crop(-1)
+        cache.mark(most=2)
+        with pytest.raises(kvpolicy.KVPolicyError, match="must not be compiled under a mark"):
+            check_step(model.model, (), {"input_ids": torch.full((2, 1), 7), "cache": cache})
+
+
+def test_drafts_are_refused_before_anything_runs() -> None:
+    model = build("falcon_h1")
+    with pytest.raises(kvpolicy.KVPolicyError, match="a state in layer 0"):
+        kvpolicy.speculate(model, "window@0.5", text(1, 20), max_new_tokens=4)
+
+
+def test_a_compiled_step_is_one_graph() -> None:
+    model = build("granite_hybrid")
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        eager, compiled = prefilled(model), prefilled(model)
+        run = torch.compile(model, backend="eager", fullgraph=True)
+        for token in (5, 6, 7):
+            expected = step(model, eager, token)
+            found = run(torch.full((2, 1), token), cache=compiled).logits[:, -1]
+            compiled.tick()
+            assert torch.allclose(found, expected, atol=1e-5)
