@@ -88,7 +88,7 @@ class Detokenizer:
     def _may_change(self, text: str) -> bool:
         if not text or text.endswith(INCOMPLETE):
             return True
-        return self._cleans and text.endswith(CLEANED_STARTS)
+        return self._cleans and self._decode([*self._context, *self._pending], False).endswith(CLEANED_STARTS)
 
     def _end_of(self, prompt: Sequence[int], special: frozenset[int]) -> list[int]:
         """The last tokens of a prompt, which begin with a whole character if possible. Special tokens are left out."""
@@ -102,8 +102,9 @@ class Detokenizer:
                 break
         return found
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens) if tokens else ""
+    def _decode(self, tokens: list[int], cleans: bool | None = None) -> str:
+        """The text of tokens, whose spaces are cleaned as the tokenizer does by default."""
+        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=cleans) if tokens else ""
 
 
 def text_behind(

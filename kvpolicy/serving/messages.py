@@ -21,6 +21,9 @@ EMPTY: dict[str, tuple[Any, ...]] = {
 }
 """Values that mean the same as leaving out a field, besides null."""
 
+IGNORED_IN_PARTS = {"prompt_cache_breakpoint"}
+"""Fields of a part of a text without effect on an answer."""
+
 INSTEAD = {"function_call": "tool_calls", "reasoning": "reasoning_content", "refusal": "content"}
 """The fields to use in place of some that are not supported."""
 
@@ -79,7 +82,7 @@ def _text_of_part(part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         found = part.get("type") if isinstance(part, dict) else part
         raise KVPolicyError(f"The content of a message must be text, got a part {brief(found)}; try text alone.")
-    others = {name for name, value in part.items() if value is not None} - {"type", "text"}
+    others = {name for name, value in part.items() if value is not None} - {"type", "text"} - IGNORED_IN_PARTS
     if others:
         name = min(others)
         raise KVPolicyError(f"A part of a text must have only type and text, got {name}; try it without {name}.")

@@ -13,6 +13,7 @@ from kvpolicy.spec.errors import KVPolicyError
 IGNORED = {  # docs/guide/serving.md lists them
     "metadata",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "safety_identifier",
     "service_tier",
