@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kvpolicy.reporting.detokenizer import Detokenizer, text_behind
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationOptions:
@@ -134,6 +136,31 @@ class TimedStreamer:
             inner.end()
 
 
+@dataclass(slots=True)
+class TextPrinter:
+    """A streamer for `model.generate` that prints the text of the generated tokens.
+
+    Attributes:
+        tokenizer: The tokenizer.
+    """
+
+    tokenizer: Any
+    _text: Detokenizer | None = None
+
+    def put(self, value: Any) -> None:
+        """Take the prompt in the first call, and print the token of each later call."""
+        tokens: list[int] = value.flatten().tolist()
+        if self._text is None:
+            self._text = Detokenizer(self.tokenizer, tokens)
+            return
+        for token in tokens:
+            print(self._text.add(token), end="", flush=True)
+
+    def end(self) -> None:
+        """Print the rest of the text, and a newline."""
+        print("" if self._text is None else self._text.flush(), flush=True)
+
+
 def generate_text(
     model: Any,
     tokenizer: Any,
@@ -168,7 +195,7 @@ def generate_text(
             interrupted = True
         finally:
             timed.end()
-        return _result(handle, tokenizer, ids.shape[1], timed, interrupted)
+        return _result(handle, tokenizer, ids[0].tolist(), timed, interrupted)
 
 
 def warm_up(model: Any, tokenizer: Any, ids: Any, policy: str) -> None:
@@ -184,7 +211,7 @@ def warm_up(model: Any, tokenizer: Any, ids: Any, policy: str) -> None:
         raise KeyboardInterrupt
 
 
-def _result(handle: Any, tokenizer: Any, prompt: int, timed: TimedStreamer, interrupted: bool) -> Generation:
+def _result(handle: Any, tokenizer: Any, prompt: list[int], timed: TimedStreamer, interrupted: bool) -> Generation:
     from kvpolicy.reporting.report import mean_kept
 
     cache = handle.cache
@@ -192,9 +219,9 @@ def _result(handle: Any, tokenizer: Any, prompt: int, timed: TimedStreamer, inte
     layers: list[Any] = [layer for layer in (cache.policy_layers if cache else []) if layer.is_initialized]
     return Generation(
         policy=str(handle.policy),
-        text=tokenizer.decode(timed.tokens, skip_special_tokens=True),
+        text=text_behind(tokenizer, prompt, timed.tokens),
         tokens=tuple(timed.tokens),
-        prompt=prompt,
+        prompt=len(prompt),
         kept=mean_kept(cache) if cache else 0.0,
         seen=int(layers[0].length[0]) if layers else 0,
         nbytes=cache.nbytes if layers else 0,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.cli.formatting import counted, terms
+from kvpolicy.reporting.detokenizer import text_behind
 
 if TYPE_CHECKING:
     from kvpolicy.cli.generation import GenerationOptions
@@ -72,7 +73,7 @@ def speculate_text(
     tokens = tuple(out[0, ids.shape[1] :].tolist())
     return SpeculatedText(
         policy=policy,
-        text=tokenizer.decode(tokens, skip_special_tokens=True),
+        text=text_behind(tokenizer, ids[0].tolist(), tokens),
         tokens=tokens,
         gamma=gamma,
         drafted=stats.drafted,

@@ -17,6 +17,7 @@ from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.prefix import Prefix
 from kvpolicy.serving.requests import Call
 from kvpolicy.serving.stops import StopStrings
+from kvpolicy.serving.streamer import AnswerStreamer, AnswerTokens
 from kvpolicy.serving.usage import CacheUsage
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -195,7 +196,7 @@ class Generation(handlers.BaseGeneration):
         """Start to generate, and return the queue of the text and its streamer."""
         job = self._jobs[request_id]
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        streamer = handlers.text_streamer(processor, job.loop, queue, response_parser, job.cancelled.set)
+        streamer = AnswerStreamer(processor, queue, job.post, job.cancelled.set, response_parser)
 
         def after() -> None:
             if job.failure is not None:
@@ -223,8 +224,9 @@ class Generation(handlers.BaseGeneration):
             raise job.failure
         if job.usage is None:
             raise Cancelled
-        text = processor.decode(job.tokens, skip_special_tokens=True)
-        return text, inputs["input_ids"].shape[1], torch.tensor(job.tokens, device="cpu")
+        prompt: list[int] = inputs["input_ids"][0].tolist()
+        answer = AnswerTokens(processor, prompt, job.tokens)
+        return answer.text, len(prompt), answer
 
     def _start(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 # First of all: transformers imports without these, and its handlers then fail with a NameError.
@@ -16,12 +15,13 @@ from kvpolicy.spec.errors import KVPolicyError
 try:
     from transformers.cli.serving import chat_completion, completion, model_manager, utils
 
+    BaseChat: Any = chat_completion.ChatCompletionHandler
     BaseGeneration: Any = utils.GenerateManager
     BaseModels: Any = model_manager.ModelManager
     BaseState: Any = utils.GenerationState
 except (ImportError, AttributeError):  # another version; `check_transformers` says so
     chat_completion = completion = model_manager = utils = None
-    BaseGeneration = BaseModels = BaseState = object
+    BaseChat = BaseGeneration = BaseModels = BaseState = object
 
 TESTED = "5.18 to 5.24"
 """The versions of transformers with which this module was tested."""
@@ -35,14 +35,14 @@ RESERVED = frozenset(inspect.signature(transformers.PreTrainedTokenizerBase.appl
 _EXPECTED: dict[str, tuple[str, ...]] = {
     "chat_completion.ChatCompletionHandler.__init__": ("model_manager", "generation_state", "chat_template_kwargs"),
     "chat_completion.ChatCompletionHandler.handle_request": ("body", "request_id"),
+    "chat_completion.ChatCompletionHandler.get_processor_inputs_from_messages": ("messages", "modality"),
     "completion.CompletionHandler.handle_request": ("body", "request_id"),
     "model_manager.ModelManager.load_model_and_processor": ("model_id_and_revision",),
     "utils.GenerationState.get_manager": ("model_id", "use_cb"),
     "utils.GenerateManager.generate_streaming": ("model", "processor", "inputs", "gen_config", "request_id"),
     "utils.GenerateManager.generate_non_streaming": ("model", "processor", "inputs", "gen_config", "request_id"),
     "utils.GenerateManager.submit": ("fn",),
-    "utils.DirectStreamer.__init__": ("tokenizer", "loop", "queue", "response_parser"),
-    "utils.DirectStreamer.put": ("value",),
+    "utils.response_events_to_chunks": ("events",),
     "utils._StreamError.__init__": ("msg",),
 }
 """Functions that this package calls or overrides, and the parameters that it relies on."""
@@ -59,7 +59,8 @@ def check_transformers() -> None:
         for name in path.split("."):
             found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
         given = list(inspect.signature(found).parameters) if callable(found) else []
-        if given[1 : len(expected) + 1] != list(expected):
+        given = given[1:] if given[:1] == ["self"] else given
+        if given[: len(expected)] != list(expected):
             raise KVPolicyError(
                 f"transformers must have the server of versions {TESTED}, got {transformers.__version__}, where "
                 f"{path} is different; try one of these versions."
@@ -107,6 +108,18 @@ class OneManager(BaseState):
         return self._manager
 
 
+class ChatHandler(BaseChat):
+    """Transformers' handler for chat, with messages as they were checked.
+
+    Transformers' own conversion leaves out fields, such as the content of a message that has tool calls.
+    """
+
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Any) -> list[dict[str, Any]]:
+        """The messages for the chat template, which `parse_chat` has made."""
+        return messages
+
+
 def make_handlers(models: OneModel, manager: Any) -> tuple[Any, Any]:
     """Transformers' handlers for chat and for completions.
 
@@ -115,69 +128,25 @@ def make_handlers(models: OneModel, manager: Any) -> tuple[Any, Any]:
         manager: The manager that generates.
     """
     state = OneManager(manager)
-    chat: Any = chat_completion
     text: Any = completion
-    return chat.ChatCompletionHandler(models, state), text.CompletionHandler(models, state)
+    return ChatHandler(models, state), text.CompletionHandler(models, state)
 
 
-def text_streamer(tokenizer: Any, loop: Any, queue: Any, response_parser: Any, cancel: Callable[[], None]) -> Any:
-    """Transformers' streamer, which decodes tokens and puts text into a queue; the handler may `cancel` it."""
+def response_items(events: list[Any]) -> list[Any]:
+    """The entries of a handler's queue for the events of transformers' parser: texts, reasoning and tool calls."""
     private: Any = utils
-    streamer = private.DirectStreamer(tokenizer._tokenizer, loop, queue, response_parser=response_parser)
-    streamer.cancel = cancel
-    return streamer
+    return private.response_events_to_chunks(events)
+
+
+def last_events(parser: Any) -> list[Any]:
+    """The events of transformers' parser at the end of a text; none if the text ends within a tool call."""
+    try:
+        return parser.finalize()[1]
+    except (ValueError, RuntimeError):  # what transformers catches
+        return []
 
 
 def stream_error(message: str) -> Any:
     """The entry of a queue that ends a stream with an error."""
     private: Any = utils
     return private._StreamError(message)
-
-
-def adapt_tokenizer(tokenizer: Any) -> bool:
-    """Let a tokenizer without a chat template join the contents of messages by newlines.
-
-    Args:
-        tokenizer: The tokenizer; its `apply_chat_template` is replaced.
-
-    Returns:
-        Whether it has a chat template.
-
-    Raises:
-        KVPolicyError: If it is a tokenizer that cannot stream.
-    """
-    if not hasattr(tokenizer, "_tokenizer"):
-        raise KVPolicyError(
-            f"The tokenizer must be a fast tokenizer to be streamed, got {type(tokenizer).__name__}; try a model with "
-            "a tokenizer.json."
-        )
-    # A call of the tokenizer would do so too, while another thread may be using it.
-    tokenizer._tokenizer.no_truncation()
-    tokenizer._tokenizer.no_padding()
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    tokenizer.apply_chat_template = _rendering(tokenizer) if has_template else _joining(tokenizer)
-    return has_template
-
-
-def _joining(tokenizer: Any) -> Callable[..., Any]:
-    def join(messages: list[dict[str, Any]], *, tools: Any = None, **kwargs: Any) -> Any:
-        if tools or any("tool_calls" in message for message in messages):
-            raise KVPolicyError("The tokenizer must have a chat template for tools, got one without; try it without.")
-        # With the special tokens that the tokenizer adds to any text, unlike those of a template.
-        return tokenizer("\n".join(message["content"] for message in messages), return_tensors="pt", verbose=False)
-
-    return join
-
-
-def _rendering(tokenizer: Any) -> Callable[..., Any]:
-    render = tokenizer.apply_chat_template
-
-    def apply(messages: list[dict[str, Any]], **kwargs: Any) -> Any:
-        from jinja2 import TemplateError
-
-        try:
-            return render(messages, **kwargs)
-        except TemplateError as error:
-            raise KVPolicyError(f"The messages must fit the model's chat template, got an error: {error}.") from None
-
-    return apply

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvpolicy.serving.handlers import RESERVED
+from kvpolicy.serving.messages import as_list, brief, kind, parse_message
 from kvpolicy.spec.errors import KVPolicyError
 
-IGNORED = {
+IGNORED = {  # docs/guide/serving.md lists them
     "metadata",
-    "parallel_tool_calls",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "safety_identifier",
     "service_tier",
@@ -34,6 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
     "tool_choice": ("auto",),
 }
 """Fields that are not supported, with the values that mean the same as leaving them out."""
@@ -116,7 +117,7 @@ def parse_chat(body: Any, model: str) -> Call:
         8
     """
     fields = _fields(body, CHAT)
-    own: dict[str, Any] = {"messages": [_message(message) for message in _messages(fields)]}
+    own: dict[str, Any] = {"messages": [parse_message(message) for message in _messages(fields)]}
     if fields.get("tools"):
         own["tools"] = _tools(fields["tools"])
     if fields.get("chat_template_kwargs") is not None:
@@ -141,7 +142,7 @@ def parse_completion(body: Any, model: str) -> Call:
     fields = _fields(body, COMPLETION)
     prompt = fields.get("prompt")
     if not isinstance(prompt, str):
-        raise KVPolicyError(f"prompt must be a string, got {_kind(prompt)}; try one request for each prompt.")
+        raise KVPolicyError(f"prompt must be a string, got {kind(prompt)}; try one request for each prompt.")
     if not prompt:
         raise KVPolicyError("The prompt must have at least one token, got none; try a longer prompt.")
     return _call(fields, {"prompt": prompt}, model)
@@ -150,7 +151,7 @@ def parse_completion(body: Any, model: str) -> Call:
 def _fields(body: Any, own: set[str]) -> dict[str, Any]:
     """The fields that are supported, after checking that the others may be left out."""
     if not isinstance(body, dict):
-        raise KVPolicyError(f"The body of a request must be a JSON object, got {_kind(body)}.")
+        raise KVPolicyError(f"The body of a request must be a JSON object, got {kind(body)}.")
     given: dict[str, Any] = {name: value for name, value in body.items() if value is not None}
     supported = own | SHARED
     for name, value in given.items():
@@ -159,7 +160,7 @@ def _fields(body: Any, own: set[str]) -> dict[str, Any]:
         # Types are compared too, since True equals 1 in Python, and JSON tells them apart.
         if not any(type(value) is type(same) and value == same for same in NEUTRAL.get(name, ())):
             raise KVPolicyError(
-                f"The request must have only fields that kvpolicy serve supports, got {name}={_brief(value)}; try it "
+                f"The request must have only fields that kvpolicy serve supports, got {name}={brief(value)}; try it "
                 f"without {name}."
             )
     return {name: value for name, value in given.items() if name in supported}
@@ -168,9 +169,8 @@ def _fields(body: Any, own: set[str]) -> dict[str, Any]:
 def _call(fields: Mapping[str, Any], own: dict[str, Any], model: str) -> Call:
     _check_model(fields.get("model", model), model)
     stream = _bool("stream", fields.get("stream", False))
-    options = _object("stream_options", fields.get("stream_options", {}))
-    asked = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-    most = _integer(asked, fields[asked], 1) if asked in fields else None
+    include_usage = _include_usage(fields.get("stream_options", {}))
+    most = _max_tokens(fields)
     temperature = _number("temperature", fields["temperature"], 0, 100) if "temperature" in fields else None
     top_p = _number("top_p", fields["top_p"], 0, 1) if "top_p" in fields else None
     if top_p == 0:
@@ -187,12 +187,37 @@ def _call(fields: Mapping[str, Any], own: dict[str, Any], model: str) -> Call:
     return Call(
         body=body,
         stream=stream,
-        include_usage=stream and bool(options.get("include_usage")),
+        include_usage=stream and include_usage,
         max_tokens=most,
         sample=sample,
         seed=seed,
         stop=stop,
     )
+
+
+def _include_usage(options: Any) -> bool:
+    """Whether a stream has its usage, which an answer in one piece always has."""
+    given = {name: value for name, value in _object("stream_options", options).items() if value is not None}
+    others = given.keys() - {"include_usage"}
+    if given.get("include_obfuscation") is False:
+        others -= {"include_obfuscation"}
+    if others:
+        name = min(others)
+        raise KVPolicyError(
+            f"stream_options must have only include_usage, got {name}={brief(given[name])}; try it without {name}."
+        )
+    return _bool("include_usage of stream_options", given.get("include_usage", False))
+
+
+def _max_tokens(fields: Mapping[str, Any]) -> int | None:
+    """The most tokens of an answer, which has two names."""
+    names = [name for name in ("max_tokens", "max_completion_tokens") if name in fields]
+    found = {_integer(name, fields[name], 1) for name in names}
+    if len(found) > 1:
+        raise KVPolicyError(
+            f"max_tokens and max_completion_tokens must be equal, got {min(found)} and {max(found)}; try one of them."
+        )
+    return found.pop() if found else None
 
 
 def _check_model(name: Any, model: str) -> None:
@@ -206,46 +231,18 @@ def _messages(fields: Mapping[str, Any]) -> list[Any]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise KVPolicyError(
-            f"messages must be a list of at least one message, got {_brief(messages)}; try "
+            f"messages must be a list of at least one message, got {brief(messages)}; try "
             '[{"role": "user", "content": "..."}].'
         )
     return messages
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """Check one message, and join the parts of its text."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise KVPolicyError(f"A message must be an object with a role, got {_brief(message)}.")
-    kept = {name: message[name] for name in ("role", "tool_call_id") if isinstance(message.get(name), str)}
-    if message.get("tool_calls"):
-        return {**kept, "tool_calls": [_tool_call(call) for call in _list("tool_calls", message["tool_calls"])]}
-    content = message.get("content")
-    if isinstance(content, str):
-        return {**kept, "content": content}
-    if not isinstance(content, list):
-        raise KVPolicyError(f"The content of a message must be a string, got {_kind(content)}.")
-    parts: list[Any] = content
-    if not all(isinstance(part, dict) and part.get("type") == "text" and _is_text(part.get("text")) for part in parts):
-        raise KVPolicyError("The content of a message must be text, got a part of another type; try text alone.")
-    return {**kept, "content": "".join(part["text"] for part in parts)}
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    try:
-        decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        decoded = None
-    if not isinstance(decoded, dict) or not isinstance(function, dict) or not _is_text(function.get("name")):
-        raise KVPolicyError(f"A tool call must have a function with a name and arguments in JSON, got {_brief(call)}.")
-    return call
-
-
 def _tools(tools: Any) -> list[Any]:
-    tools = _list("tools", tools)
-    if not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools):
-        raise KVPolicyError(f"tools must be a list of objects with a function each, got {_brief(tools)}.")
+    tools = as_list("tools", tools)
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") in (None, "function") else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise KVPolicyError(f"tools must be a list of objects with a named function each, got {brief(tool)}.")
     return tools
 
 
@@ -263,7 +260,7 @@ def _template_options(options: Any) -> dict[str, Any]:
 def _stop(stop: Any) -> tuple[str, ...]:
     found = [stop] if isinstance(stop, str) else stop
     if not isinstance(found, list) or not all(_is_text(part) and part for part in found):
-        raise KVPolicyError(f"stop must be a string or a list of strings that are not empty, got {_brief(stop)}.")
+        raise KVPolicyError(f"stop must be a string or a list of strings that are not empty, got {brief(stop)}.")
     if len(found) > MOST_STOPS or any(len(part) > LONGEST_STOP for part in found):
         longest = max(len(part) for part in found)
         raise KVPolicyError(
@@ -277,42 +274,25 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _list(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise KVPolicyError(f"{name} must be a list, got {_kind(value)}.")
-    return value
-
-
 def _object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise KVPolicyError(f"{name} must be a JSON object, got {_kind(value)}.")
+        raise KVPolicyError(f"{name} must be a JSON object, got {kind(value)}.")
     return value
 
 
 def _bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise KVPolicyError(f"{name} must be true or false, got {_brief(value)}.")
+        raise KVPolicyError(f"{name} must be true or false, got {brief(value)}.")
     return value
 
 
 def _integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise KVPolicyError(f"{name} must be an integer from {least} to {most}, got {_brief(value)}; try 64.")
+        raise KVPolicyError(f"{name} must be an integer from {least} to {most}, got {brief(value)}; try 64.")
     return value
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise KVPolicyError(f"{name} must be a number from {least} to {most}, got {_brief(value)}; try 1.")
+        raise KVPolicyError(f"{name} must be a number from {least} to {most}, got {brief(value)}; try 1.")
     return float(value)
-
-
-def _kind(value: Any) -> str:
-    """The JSON name of a value's type."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a bool", type(None): "nothing"}
-    return names.get(type(value), "a number")
-
-
-def _brief(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

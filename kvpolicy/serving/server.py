@@ -24,6 +24,7 @@ from kvpolicy.serving.generation import Generation
 from kvpolicy.serving.hosts import Hosts
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.prefix import Prefix
+from kvpolicy.serving.templates import adapt_tokenizer
 from kvpolicy.spec.errors import KVPolicyError
 
 GRACE = 5.0
@@ -117,7 +118,7 @@ def serving(
     """
     hosts = Hosts(listener.getsockname()[0], allowed_hosts)
     handlers.check_transformers()
-    has_template = handlers.adapt_tokenizer(tokenizer)
+    has_template = adapt_tokenizer(tokenizer)
     with attach(model, policy, tile=tile, hold=hold) as handle:
         prefix = None if load is None else load(model)
         metrics = Metrics()

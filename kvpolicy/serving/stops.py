@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tokenizers.decoders import DecodeStream
 from transformers import StoppingCriteria
+
+from kvpolicy.reporting.detokenizer import Detokenizer
 
 
 class StopFilter:
@@ -63,19 +64,20 @@ class StopStrings(StoppingCriteria):
     takes seconds for 150,000 tokens.
 
     Args:
-        tokenizer: A fast tokenizer.
+        tokenizer: The tokenizer.
         stop: The strings.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         """A criterion for one `generate`."""
-        self._tokenizer = tokenizer._tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=False)  # a special token may be a stop string
+        self._tokenizer = tokenizer
+        self._text: Detokenizer | None = None
         self._filter = StopFilter(stop)
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """Take the last token, and return whether the row has ended."""
-        text = self._decoder.step(self._tokenizer, int(input_ids[0, -1]))
-        if text is not None:
-            self._filter.feed(text)
+        if self._text is None:
+            prompt: list[int] = input_ids[0, :-1].tolist()
+            self._text = Detokenizer(self._tokenizer, prompt, skip_special_tokens=False)  # one may be a stop string
+        self._filter.feed(self._text.add(int(input_ids[0, -1])))
         return torch.tensor([self._filter.has_ended], device=input_ids.device)

@@ -19,8 +19,10 @@ from transformers import T5Config
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.cli.comparison import first_difference
-from kvpolicy.cli.generation import Generation, TimedStreamer
+from kvpolicy.cli.generation import Generation, TextPrinter, TimedStreamer
 from kvpolicy.cli.prompts import prompt_notes, read_prompt, sample
+from tests.counting_model import ANSWER, WORDS, counting_model
+from tests.counting_model import PROMPT as QUESTION
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]
@@ -286,3 +288,32 @@ def test_speculation_gives_the_text_of_the_full_cache(
 
 def test_a_temperature_is_finite(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--temperature must be finite, got inf" in generate([PROMPT, "--temperature", "inf"], capsys, 2)[1]
+
+
+def test_the_text_begins_with_its_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a tokenizer that drops the space of the first word it decodes, in every way to generate."""
+    model, tokenizer = counting_model()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    capsys.readouterr()  # DeepSpeed writes there when transformers saves a model
+    words = [QUESTION, "--model", str(tmp_path), "--new", "20"]
+    assert generate(words, capsys)[0] == f"{ANSWER}\n"
+    assert json.loads(generate([*words, "--json"], capsys)[0])["runs"][0]["text"] == ANSWER
+    assert generate([*words, "--speculate", "streaming@0.5"], capsys)[0] == f"{ANSWER}\n"
+    assert f"\n{ANSWER}\n" in generate([*words, "--compare", "full"], capsys)[0]
+    assert generate([*words[:-1], "3"], capsys)[0] == " paris\ufffd\ufffd\n"
+
+
+def test_a_printed_text_comes_token_by_token(capsys: pytest.CaptureFixture[str]) -> None:
+    """A character is printed once it is whole."""
+    _, tokenizer = counting_model()
+    prompt, new = (tokenizer.convert_tokens_to_ids(words) for words in (WORDS[1:6], WORDS[6:13]))
+    printer = TextPrinter(tokenizer)
+    printer.put(torch.tensor([prompt]))
+    printed: list[str] = []
+    for token in new:
+        printer.put(torch.tensor([token]))
+        printed.append(capsys.readouterr().out)
+    printer.end()
+    assert printed == [" paris", "", "", "", "🙂", " on", " river"]
+    assert capsys.readouterr().out == "\n"

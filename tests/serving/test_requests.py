@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
-from kvpolicy.serving.requests import RequestError, parse_chat, parse_completion
+from openai.types import completion_create_params as text
+from openai.types.chat import completion_create_params as chat
+
+from kvpolicy.serving.messages import IGNORED_IN_PARTS
+from kvpolicy.serving.requests import IGNORED, NEUTRAL, Call, RequestError, parse_chat, parse_completion
 from kvpolicy.spec.errors import KVPolicyError
 
 TEXT = {"prompt": "?"}
@@ -98,15 +104,85 @@ def test_a_temperature_near_zero_is_greedy(temperature: float, sample: bool) -> 
     assert parse_completion({**TEXT, "top_p": 0.5}, "tiny").sample is True
 
 
-def test_parts_of_text_and_tool_calls_are_passed_on() -> None:
-    """Parts are joined without a space, as they were written; transformers would put one between them."""
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "x"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "1", "tool_call_id": "1"},
-    ]
-    parsed = parse_chat({"messages": messages}, "tiny").body["messages"]
-    assert parsed[0] == {"role": "user", "content": "ab"}
-    assert parsed[1] == {"role": "assistant", "tool_calls": [call]}
-    assert parsed[2] == messages[2]
+HONORED: dict[str, tuple[Any, Callable[[Call], bool]]] = {
+    "model": ("tiny", lambda call: call.body["model"] == "tiny"),
+    "messages": ([{"role": "user", "content": "!"}], lambda call: call.body["messages"][0]["content"] == "!"),
+    "prompt": ("!", lambda call: call.body["prompt"] == "!"),
+    "tools": ([{"type": "function", "function": {"name": "f"}}], lambda call: len(call.body["tools"]) == 1),
+    "chat_template_kwargs": ({"a": 1}, lambda call: call.body["chat_template_kwargs"] == {"a": 1}),
+    "max_tokens": (4, lambda call: call.max_tokens == 4),
+    "max_completion_tokens": (4, lambda call: call.max_tokens == 4),
+    "temperature": (0.5, lambda call: call.body["temperature"] == 0.5),
+    "top_p": (0.5, lambda call: call.body["top_p"] == 0.5),
+    "seed": (3, lambda call: call.seed == 3),
+    "stop": (["."], lambda call: call.stop == (".",)),
+    "stream": (True, lambda call: call.stream),
+    "stream_options": ({"include_usage": True}, lambda call: call.include_usage),
+}
+"""Fields with an effect: a value, and how to see that it was taken."""
+
+OTHERS = {"top_k", "min_p", "repetition_penalty", "guided_json", "ignore_eos", "continue_final_message", "typo"}
+"""Fields of other servers."""
+
+
+def fields_of(kind: str) -> set[str]:
+    params = chat if kind == "chat" else text
+    return set(params.CompletionCreateParamsBase.__annotations__) | OTHERS | {"stream"}
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_every_field_of_the_api_is_honored_or_refused_or_listed_as_ignored(kind: str) -> None:
+    """Of the OpenAI types that are installed, so that a new field is covered too."""
+    parse, body = (parse_chat, CHAT) if kind == "chat" else (parse_completion, TEXT)
+    taken = {
+        name for name in HONORED if name in fields_of(kind) | ({"chat_template_kwargs"} if kind == "chat" else set())
+    }
+    assert len(taken) > 8
+    for name in taken:
+        value, is_taken = HONORED[name]
+        more = {"stream": True} if name == "stream_options" else {}
+        assert is_taken(parse({**body, **more, name: value}, "tiny")), name
+    plain = parse(body, "tiny")
+    for name in IGNORED:
+        assert parse({**body, name: "x"}, "tiny") == plain
+    for name, values in NEUTRAL.items():
+        assert all(parse({**body, name: value}, "tiny") == plain for value in values)
+    rest = fields_of(kind) - HONORED.keys() - IGNORED
+    assert {"logit_bias", "n", "logprobs"} < rest
+    for name in rest:
+        with pytest.raises(KVPolicyError, match=f"got {name}=.*try it without {name}\\.$"):
+            parse({**body, name: "x"}, "tiny")
+
+
+def test_ignored_fields_are_documented() -> None:
+    page = Path(__file__).parents[2] / "docs" / "guide" / "serving.md"
+    if not page.exists():
+        pytest.skip("the tests stand alone, without the documentation")
+    listed = page.read_text(encoding="utf-8")
+    assert not [name for name in IGNORED | IGNORED_IN_PARTS if f"`{name}`" not in listed]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "must be equal, got 4 and 5; try one of them"),
+        ({"stream_options": {"include_usage": 1}}, "include_usage of stream_options must be true or false, got 1"),
+        ({"stream_options": {"include_obfuscation": True}}, "only include_usage, got include_obfuscation=true; try"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "only include_usage, got continuous_usage_stats=true"),
+        ({"parallel_tool_calls": False}, "got parallel_tool_calls=false; try it without parallel_tool_calls"),
+        ({"tool_choice": "none"}, 'got tool_choice="none"'),
+        ({"logprobs": True}, "got logprobs=true"),
+        ({"response_format": {"type": "json_object"}}, "got response_format="),
+    ],
+)
+def test_parts_of_fields_are_not_left_out(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
+        parse_chat({**CHAT, **fields}, "tiny")
+    usual = {"max_tokens": 4, "max_completion_tokens": 4, "stream_options": {"include_obfuscation": False}}
+    assert parse_chat({**CHAT, **usual}, "tiny").max_tokens == 4
+
+
+@pytest.mark.parametrize("tool", [{"function": {}}, {"type": "custom", "custom": {"name": "f"}}, {"function": 1}])
+def test_tools_are_named_functions(tool: Any) -> None:
+    with pytest.raises(KVPolicyError, match="tools must be a list of objects with a named function each"):
+        parse_chat({**CHAT, "tools": [tool]}, "tiny")

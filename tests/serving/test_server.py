@@ -30,6 +30,7 @@ from kvpolicy.cli.app import main
 from kvpolicy.serving import handlers
 from kvpolicy.serving.prefix import PrefixFile
 from kvpolicy.serving.server import bind
+from kvpolicy.serving.templates import adapt_tokenizer
 from tests.serving.servers import POLICY, get, metric, running, wait_for
 
 PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
@@ -344,7 +345,7 @@ def test_another_server_of_transformers_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_chat_template_is_applied() -> None:
     _, tokenizer = kvpolicy.tiny()
     tokenizer.chat_template = "{% if messages[1] %}{{ raise_exception('two') }}{% endif %}{{ messages[0].content }}="
-    assert handlers.adapt_tokenizer(tokenizer)
+    assert adapt_tokenizer(tokenizer)
     inputs = tokenizer.apply_chat_template([{"role": "user", "content": "?wolf"}], return_dict=True)
     assert inputs["input_ids"] == tokenizer("?wolf=", add_special_tokens=False)["input_ids"]
     with pytest.raises(kvpolicy.KVPolicyError, match="must fit the model's chat template, got an error: two"):

@@ -190,16 +190,11 @@ def _run(
 
 def _stream(model: Any, tokenizer: Any, ids: Any, policy: str, options: GenerationOptions) -> Generation:
     """Run one policy, and print the text while it is generated."""
-    from transformers import TextStreamer
-
     from kvpolicy.cli.comparison import summary
-    from kvpolicy.cli.generation import generate_text, warm_up
-
-    def streamer() -> Any:
-        return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    from kvpolicy.cli.generation import TextPrinter, generate_text, warm_up
 
     warm_up(model, tokenizer, ids, policy)
-    run = generate_text(model, tokenizer, ids, policy, options, streamer)
+    run = generate_text(model, tokenizer, ids, policy, options, lambda: TextPrinter(tokenizer))
     _print_to_stderr("", summary(run))
     return run
 

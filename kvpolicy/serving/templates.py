@@ -1,0 +1,149 @@
+"""Prompts of chats: the chat template of the model's tokenizer, or the joined contents of messages without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvpolicy.serving.streamer import AnswerTokens
+from kvpolicy.spec.errors import KVPolicyError
+
+Messages = list[dict[str, Any]]
+Render = Callable[..., Any]
+
+ALWAYS_USED = {"user", "assistant"}
+"""Roles that every chat template has."""
+
+
+def adapt_tokenizer(tokenizer: Any) -> bool:
+    """Let a tokenizer refuse messages of which its chat template, or the lack of one, would leave out a part.
+
+    Without a chat template, the contents of messages are joined by newlines.
+
+    Args:
+        tokenizer: The tokenizer; its `apply_chat_template` and `parse_response` are replaced.
+
+    Returns:
+        Whether it has a chat template.
+
+    Raises:
+        KVPolicyError: If it is not a fast tokenizer.
+    """
+    if not hasattr(tokenizer, "_tokenizer"):
+        raise KVPolicyError(
+            f"The tokenizer must be a fast tokenizer to be streamed, got {type(tokenizer).__name__}; try a model with "
+            "a tokenizer.json."
+        )
+    # A call of the tokenizer would do so too, while another thread may be using it.
+    tokenizer._tokenizer.no_truncation()
+    tokenizer._tokenizer.no_padding()
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    tokenizer.apply_chat_template = _rendering(tokenizer) if has_template else _joining(tokenizer)
+    if hasattr(tokenizer, "parse_response"):
+        tokenizer.parse_response = _parsing(tokenizer)
+    return has_template
+
+
+def _joining(tokenizer: Any) -> Render:
+    def join(messages: Messages, *, tools: Any = None, **kwargs: Any) -> Any:
+        given = {name for message in messages for name in message} - {"role", "content"}
+        lost = "tools" if tools else next(iter(sorted(given)), "")
+        if lost:
+            raise KVPolicyError(
+                f"The tokenizer must have a chat template for {lost}, got one without; try it without {lost}."
+            )
+        # With the special tokens that the tokenizer adds to any text, unlike those of a template.
+        return tokenizer("\n".join(message["content"] for message in messages), return_tensors="pt", verbose=False)
+
+    return join
+
+
+def _rendering(tokenizer: Any) -> Render:
+    render = tokenizer.apply_chat_template
+    used = TemplateUse(render)
+
+    def apply(messages: Messages, **kwargs: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            used.check(messages, kwargs)
+            return render(messages, **kwargs)
+        except TemplateError as error:
+            raise KVPolicyError(f"The messages must fit the model's chat template, got an error: {error}.") from None
+
+    return apply
+
+
+def _parsing(tokenizer: Any) -> Callable[..., Any]:
+    parse = tokenizer.parse_response
+
+    def parse_response(response: Any, *args: Any, **kwargs: Any) -> Any:
+        return parse(response.whole_text if isinstance(response, AnswerTokens) else response, *args, **kwargs)
+
+    return parse_response
+
+
+class TemplateUse:
+    """Refuses what a chat template leaves out: tools, tool calls, and messages of roles that it does not have.
+
+    Templates ignore what they do not know without an error. So the first time that a request has such a part, the
+    template is rendered with and without it.
+
+    Args:
+        render: Renders messages, as `apply_chat_template` of a tokenizer.
+    """
+
+    def __init__(self, render: Render) -> None:
+        """A template of which nothing is known."""
+        self._render = render
+        self._used: set[str] = set()
+
+    def check(self, messages: Messages, options: dict[str, Any]) -> None:
+        """Check a request.
+
+        Args:
+            messages: The messages.
+            options: Arguments of `render`.
+
+        Raises:
+            KVPolicyError: If the text is the same without a part of the request.
+        """
+        text = None
+        for part, others, changed in _without(messages, options):
+            if part in self._used:
+                continue
+            text = self._text(messages, options) if text is None else text
+            if self._is_same(text, others, changed):
+                raise KVPolicyError(
+                    f"The model's chat template must use {part} of a request, got one that leaves out {part}; try "
+                    f"{_instead(part)}."
+                )
+            self._used.add(part)
+
+    def _text(self, messages: Messages, options: dict[str, Any]) -> str:
+        plain = {"tokenize": False, "return_dict": False, "return_tensors": None}
+        return self._render(messages, **{**options, **plain})
+
+    def _is_same(self, text: str, messages: Messages, options: dict[str, Any]) -> bool:
+        try:
+            return self._text(messages, options) == text
+        except Exception:  # so the template looks at the part
+            return False
+
+
+def _without(messages: Messages, options: dict[str, Any]) -> Iterator[tuple[str, Messages, dict[str, Any]]]:
+    """Each part that a template may leave out, with messages and options that differ in this part."""
+    if options.get("tools"):
+        yield "tools", messages, {**options, "tools": None}
+    for index, message in enumerate(messages):
+        others = [*messages]
+        if message.get("tool_calls"):
+            others[index] = {name: value for name, value in message.items() if name != "tool_calls"}
+            yield "tool_calls", others, options
+        if message["role"] not in ALWAYS_USED:
+            others[index] = {**message, "content": f"{message['content']} ?"}
+            yield f"the role {message['role']}", others, options
+
+
+def _instead(part: str) -> str:
+    return f"it without {part}" if part.startswith("tool") else "the role system or user"
