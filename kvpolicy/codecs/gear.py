@@ -18,6 +18,7 @@ from kvpolicy.codecs._uniform import FP16, dequantize, encode, is_fused, largest
 from kvpolicy.kernels.compiled import call, widen_on_cpu
 from kvpolicy.kernels.fused_elements import UNROLLED
 from kvpolicy.kernels.packing import pack, packed_width, unpack_float
+from kvpolicy.kernels.slot_writes import Writes
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
@@ -191,15 +192,19 @@ class GEAR(SingleStage):
         # A masked token may have any slot. Slot 0 is valid in the look-ups below, and `put` does not write it.
         slots = slots.masked_fill(~write_mask, 0)
         blocks = blocks_of(slots, write_mask, occupied, self.group_size)
+        into = Writes.of(slots, write_mask)
+        new = Writes.of(blocks.which, blocks.is_new)
         keys = keys.float().clamp(-FP16, FP16)
         values = values.float().clamp(-FP16, FP16)
         # Scales first: also the keys in older blocks are encoded with what is stored. Then the error of the codes
         # determines the low-rank part.
-        self._fit_keys(codes, keys, blocks)
-        error = self._write_keys(codes, keys, slots, write_mask)
-        self._write_error(codes.key_left, codes.key_right, error, slots, write_mask, blocks)
-        error = self._write_values(codes, values, slots, write_mask)
-        self._write_error(codes.value_left, codes.value_right, error, slots, write_mask, blocks)
+        self._fit_keys(codes, keys, blocks, new)
+        sides = [(codes.key_left, codes.key_right, self._write_keys(codes, keys, slots, into))]
+        if slots.shape[2] > self.group_size:  # a prompt, of which the errors of one side at a time are in memory
+            self._write_errors(sides, slots, into, blocks, new)
+            sides.clear()
+        sides.append((codes.value_left, codes.value_right, self._write_values(codes, values, into)))
+        self._write_errors(sides, slots, into, blocks, new)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
@@ -249,7 +254,7 @@ class GEAR(SingleStage):
         """The number of channels of a value group."""
         return head_dim if self.backbone == "kcvt" else largest_divisor(head_dim, self.group_size)
 
-    def _fit_keys(self, codes: GEARCodes, keys: Tensor, blocks: Blocks) -> None:
+    def _fit_keys(self, codes: GEARCodes, keys: Tensor, blocks: Blocks, new: Writes) -> None:
         """Fit scale, zero and outlier positions of new blocks, and store the outliers of all blocks."""
         grouped, is_written = blocks.gather(keys)  # [B, H, F, g, D]
         is_written = is_written.expand_as(grouped)
@@ -257,58 +262,70 @@ class GEAR(SingleStage):
         # The range to quantize is that of the elements that are neither outliers nor absent.
         least, most = torch.aminmax(fill(grouped, is_written.scatter(3, places, False), 3), dim=3)
         scale, zero = scale_and_zero(least, most, self.bits)
-        put(codes.key_scale, scale.half(), blocks.which, blocks.is_new)
-        put(codes.key_zero, zero.half(), blocks.which, blocks.is_new)
+        new.put(codes.key_scale, scale.half())
+        new.put(codes.key_zero, zero.half())
         if self.sparse:
-            put(codes.key_places, places.to(codes.key_places.dtype), blocks.which, blocks.is_new)
+            new.put(codes.key_places, places.to(codes.key_places.dtype))
             # In an older block, outlier positions stay. If a token is written to one of them, its element becomes the
             # outlier; positions that are not written (-1) keep theirs.
             places = take(codes.key_places, blocks.which)  # [B, H, F, outliers, D]
             token = blocks.tokens()[..., None].expand(-1, -1, -1, -1, places.shape[-1]).gather(3, places.long())
-            new = keys.gather(2, token.clamp(min=0).flatten(2, 3)).unflatten(2, places.shape[2:4])
-            outliers = torch.where(token >= 0, new.half(), take(codes.key_outliers, blocks.which))
+            found = keys.gather(2, token.clamp(min=0).flatten(2, 3)).unflatten(2, places.shape[2:4])
+            outliers = torch.where(token >= 0, found.half(), take(codes.key_outliers, blocks.which))
             put(codes.key_outliers, outliers, blocks.which, torch.ones_like(blocks.is_new))
 
-    def _write_keys(self, codes: GEARCodes, keys: Tensor, slots: Tensor, write_mask: Tensor) -> Tensor:
+    def _write_keys(self, codes: GEARCodes, keys: Tensor, slots: Tensor, into: Writes) -> Tensor:
         """Write the codes of keys, and return their quantization error, [B, H, n, D], zero for outliers."""
         block = to_groups(slots, self.group_size)
         # As stored: decoding reads these, and in an older block they were fitted to other tokens.
         scale = take(codes.key_scale, block).float()
         zero = take(codes.key_zero, block).float()
         code = encode(keys, scale, zero, self.bits)
-        put(codes.keys, pack(code, self.bits), slots, write_mask)
+        into.put(codes.keys, pack(code, self.bits))
         error = keys - (code * scale + zero)
         position = (slots % self.group_size)[..., None]
         for places in codes.key_places.unbind(3):
             error = error.masked_fill(take(places, block) == position, 0)
         return error
 
-    def _write_values(self, codes: GEARCodes, values: Tensor, slots: Tensor, write_mask: Tensor) -> Tensor:
+    def _write_values(self, codes: GEARCodes, values: Tensor, into: Writes) -> Tensor:
         """Write the codes and outliers of values, and return their quantization error, [B, H, n, D]."""
         head_dim = values.shape[-1]
         # The outliers of a value depend on its token alone, so they are stored per slot.
         places = extremes(values, codes.value_places.shape[3] // 2, -1)
         kept = torch.ones_like(values, dtype=torch.bool).scatter(-1, places, False)
         code, scale, zero = quantize(fill(values, kept, -1), self.bits, self._value_group(head_dim))
-        put(codes.values, code, slots, write_mask)
-        put(codes.value_scale, scale, slots, write_mask)
-        put(codes.value_zero, zero, slots, write_mask)
+        into.put(codes.values, code)
+        into.put(codes.value_scale, scale)
+        into.put(codes.value_zero, zero)
         if self.sparse:
-            put(codes.value_places, places.to(codes.value_places.dtype), slots, write_mask)
-            put(codes.value_outliers, values.gather(-1, places).half(), slots, write_mask)
+            into.put(codes.value_places, places.to(codes.value_places.dtype))
+            into.put(codes.value_outliers, values.gather(-1, places).half())
         return (values - dequantize(code, scale, zero, self.bits, head_dim)).masked_fill(~kept, 0)
 
-    def _write_error(
-        self, left: Tensor, right: Tensor, error: Tensor, slots: Tensor, write_mask: Tensor, blocks: Blocks
+    def _write_errors(
+        self, sides: list[tuple[Tensor, Tensor, Tensor]], slots: Tensor, into: Writes, blocks: Blocks, new: Writes
     ) -> None:
-        """Fit the low-rank bases of new blocks, and write the coefficients of each token's error."""
+        """Fit the low-rank bases of new blocks, and write the coefficients of each token's error.
+
+        Args:
+            sides: Of keys, of values, or of both: `left`, `right` and the errors [B, H, n, D].
+            slots: The slot of each token.
+            into: Where tokens are written.
+            blocks: The blocks that are written to.
+            new: Where the bases of new blocks are written.
+        """
         if not self.rank:
             return
-        put(right, basis(blocks.gather(error)[0], self.rank).half(), blocks.which, blocks.is_new)
+        # In one call, since a block has few tokens, and takes as long as its operations are many.
+        errors = [blocks.gather(error)[0] for *_, error in sides]
+        bases = basis(errors[0] if len(errors) == 1 else torch.cat(errors), self.rank).half()
         block = to_groups(slots, self.group_size)
-        # Projected onto the stored basis, in fp16, which also exists for tokens of older blocks.
-        coefficients = [(error * take(row, block).float()).sum(-1) for row in right.unbind(3)]
-        put(left, torch.stack(coefficients, -1).clamp(-FP16, FP16).half(), slots, write_mask)
+        for (left, right, error), rows in zip(sides, bases.chunk(len(sides)), strict=True):
+            new.put(right, rows)
+            # Projected onto the stored basis, in fp16, which also exists for tokens of older blocks.
+            coefficients = [(error * take(row, block).float()).sum(-1) for row in right.unbind(3)]
+            into.put(left, torch.stack(coefficients, -1).clamp(-FP16, FP16).half())
 
     def _add_error(self, x: Tensor, left: Tensor, right: Tensor, at: At) -> Tensor:
         """Add L to `x`, grouped by block."""

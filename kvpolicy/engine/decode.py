@@ -44,10 +44,10 @@ def update_state(selector: Selector, state: State, weights: Tensor | None, view:
         assign_state(state, select_rows(valid[:, 0], state, before))
 
 
-def rank_again(selector: Selector, state: State, seen: Seen, view: View, rows: Tensor) -> None:
-    """Let the selector rank all slots together, in place, in `rows` [B] bool."""
+def rank_again(selector: Selector, state: State, seen: Seen, view: View) -> None:
+    """Let the selector rank all slots together, in place."""
     assert isinstance(selector, Reranks)  # see `policy.combination.check_abilities`
-    assign_state(state, select_rows(rows, selector.rerank(state, seen, view), state))
+    assign_state(state, selector.rerank(state, seen, view))
 
 
 def assign_state(state: State, new: State) -> None:

@@ -117,8 +117,11 @@ class Geometry(Protocol):
 
     # between steps
 
-    def is_full(self) -> bool:
-        """Whether the full-precision buffer of a head is full, so that a block must be demoted."""
+    def full_rows(self) -> Tensor | None:
+        """Rows with a head whose full-precision buffer is full, so that a block must be demoted, [B] bool.
+
+        None if no codec demotes tokens.
+        """
         ...
 
     def demote(self) -> None:

@@ -330,13 +330,12 @@ class IndexReader:
         if not tensors.reads:
             return
         shape = self._find_shape()
-        batch, heads = tensors.keys.shape[:2]
         shown = choice_size(self._reader, self._spec.codec, layer.layout, self._spec.layer_idx)
         held = tensors.reads.choice.slots.shape[-1] if tensors.reads.choice else 0
         if shape != self.shape or shown != held:
             self.shape = shape
             old = tensors.reads
-            tensors.reads = alloc_index(self._spec, batch, layer.shape, layer.layout, tensors.device)
+            tensors.reads = alloc_index(self._spec, tensors.keys.shape[0], layer.shape, layer.layout, tensors.device)
             # What was fitted to prompts, such as channels or clusters, is carried over.
             for new, fitted in zip(all_tensors(tensors.reads), all_tensors(old), strict=True):
                 carry_over(new, fitted)
@@ -345,16 +344,21 @@ class IndexReader:
         self.is_current = True
         # Also where this layer reads everything: one behind it that has more slots may still follow its choice.
         self.show()
+        if shape is not None:
+            self.same_slots = shape.followed > 0 and self._holds_the_same()
+            self.set_limit()
+            self.fill(placed)
+
+    def fill(self, placed: Tensor | None = None) -> None:
+        """Compute every entry of the index; `placed` as in `rebuild`."""
+        tensors, shape = self._layer.tensors, self.shape
         if shape is None:
             return
-        self.same_slots = shape.followed > 0 and self._holds_the_same()
-        self.set_limit()
         self._clusters.find(shape, tensors.reads, placed)
         self._rebuilt.find(shape, tensors.reads, placed)
-        step = max(REBUILD_SLOTS // shape.page, 1)
-        for start in range(0, shape.entries, step):
-            entries = torch.arange(start, min(start + step, shape.entries), device=tensors.device)
-            self._refresh_entries(shape, tensors.reads, entries.expand(batch, heads, -1))
+        every = torch.arange(shape.entries, device=tensors.device).expand(*tensors.keys.shape[:2], -1)
+        for entries in every.split(max(REBUILD_SLOTS // shape.page, 1), -1):
+            self._refresh_entries(shape, tensors.reads, entries)
         self._summaries.rebuild(shape, tensors.reads, REBUILD_SLOTS)
 
     def find_missing_clusters(self) -> None:
@@ -402,8 +406,7 @@ class IndexReader:
 
     def prompt_salience(self, sums: AbsoluteSums | None, count: Tensor) -> Tensor | None:
         """The salience of the channels in a prompt of `count` [B] tokens, [B, H, D] fp32, if the reader needs it."""
-        layer = self._layer
-        tensors = layer.tensors
+        layer, tensors = self._layer, self._layer.tensors
         if sums is not None:
             return channel_salience(sums, count, layer.ranks)
         if not (tensors.reads and tensors.reads.index and self._spec.reader_traits.salience):
@@ -420,21 +423,19 @@ class IndexReader:
             stage: Their stage; None for slots of the full-precision buffer, or of any stage if they may be `emptied`.
             emptied: Whether slots may have been emptied, and not only written.
         """
-        layer = self._layer
-        tensors = layer.tensors
-        shape = self.shape
-        if shape is None or not tensors.reads or not self.is_current:
+        coded, reads, shape = self._layer.layout.coded, self._layer.tensors.reads, self.shape
+        if shape is None or not reads or not self.is_current:
             return
         part = 0
-        if sum(layer.layout.coded):
+        if sum(coded):
             if stage is None:  # the full-precision buffer has no entries then
                 if emptied:
-                    self._summaries.refresh_emptied(shape, tensors.reads, slots)
+                    self._summaries.refresh_emptied(shape, reads, slots)
                 return
             # Stages without slots are no parts (`_chosen_shape`), so a part may have another number than its stage.
-            part = sum(size > 0 for size in layer.layout.coded[:stage])
+            part = sum(size > 0 for size in coded[:stage])
         start, _ = shape.parts[part]
-        self.refresh(shape, tensors.reads, entries_of(shape, part, slots - start))
+        self.refresh(shape, reads, entries_of(shape, part, slots - start))
 
     def refresh(self, shape: ReadShape, reads: ReadState | tuple[()], entries: Tensor) -> None:
         """Recompute entries [B, H, n] from what their slots hold, and the summaries of their blocks."""

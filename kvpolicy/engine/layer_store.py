@@ -12,6 +12,7 @@ from kvpolicy.engine.attention import Past, ScoreTransform, attend
 from kvpolicy.engine.birth_scores import score_inputs
 from kvpolicy.engine.channel_sums import LargestQueries, QuerySquares
 from kvpolicy.engine.decode import update_state
+from kvpolicy.engine.due_rows import due_rows, only_rows
 from kvpolicy.engine.geometry import Geometry, step_bytes
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layer_contents import LayerContents
@@ -313,11 +314,15 @@ class LayerStore:
         note_counters(layer)
 
     def demote(self) -> None:
-        """Demote blocks until no head's full-precision buffer is full."""
-        if self.geometry.is_full():
+        """Demote blocks until no head's full-precision buffer is full, in the rows where one is."""
+        due = due_rows(self.geometry.full_rows())
+        if due:
             with undoable(self.contents, self.geometry):
-                while self.geometry.is_full():
-                    self.geometry.demote()
+                while due:
+                    for rows in due:
+                        with only_rows(self.contents, rows):
+                            self.geometry.demote()
+                    due = due_rows(self.geometry.full_rows())
         self.recount()
 
     def rerank(self) -> None:
@@ -325,13 +330,20 @@ class LayerStore:
         layer = self.contents
         tensors = layer.tensors
         due = layer.schedule.due(tensors.length, tensors.budget)
-        past = self.past() if bool(due.any()) else None
+        for rows in due_rows(due):
+            with only_rows(layer, rows, written=("state",)):
+                self._rank_again()
+        layer.schedule.note(due, tensors.length, tensors.budget)
+
+    def _rank_again(self) -> None:
+        """Rank all slots together."""
+        layer = self.contents
+        past = self.past()
         if past is not None:
             rotation = KeyRotation(self.spec.rope)
             seen = Seen(None, None, scale=layer.scale, keys=past.keys, values=past.values)
             seen = seen._replace(mean_rotation=rotation.mean, pair_lengths=rotation.pair_lengths)
-            decode.rank_again(self.spec.selector, tensors.state, seen, layer.view(), due)
-        layer.schedule.note(due, tensors.length, tensors.budget)
+            decode.rank_again(self.spec.selector, layer.tensors.state, seen, layer.view())
 
     def ensure_capacity(self) -> int:
         """Add slots if the next step has none: in a growing cache, or one that was announced too few tokens.

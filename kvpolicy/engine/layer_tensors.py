@@ -5,7 +5,8 @@ A store allocates them on the device of its keys, and a plan on the device meta,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 
 import torch
@@ -19,6 +20,7 @@ from kvpolicy.engine.pages import Pages, buffer_pages
 from kvpolicy.engine.reading import ReadState, alloc_reads, choice_size, read_shape, reads_part
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits
 from kvpolicy.engine.state import alloc_paged_state, map_state
+from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.protocols import Codes, LayerShape, Layout, State, alloc_state
 
 HOST_PARTS = ("keys", "values")
@@ -200,6 +202,23 @@ class LayerTensors:
                 self.set_part(name, map_state(fn, part))
         if self.limits is not None:  # a limit that the codec does not need has no rows
             self.limits = RowLimits(*(fn(t) if t.shape[0] else t for t in self.limits))
+
+    def of_rows(self, rows: slice | Tensor) -> LayerTensors:
+        """The tensors of some rows: views of a range, or copies of the rows with these indices, [n] int64."""
+        part = copy.copy(self)
+        part.pages = copy.copy(self.pages)
+        if isinstance(rows, slice):
+            part.map_rows(lambda t: t[rows])
+        else:
+            part.map_rows(lambda t: t.index_select(0, rows.to(t.device)))
+        return part
+
+    def put_rows(self, rows: Tensor, part: LayerTensors, names: Collection[str]) -> None:
+        """Write the parts `names` of `of_rows(rows)` back to these rows, [n] int64, in place."""
+        held, new = self.parts(), part.parts()
+        for name in names:
+            for target, item in zip(all_tensors(held[name]), all_tensors(new[name]), strict=True):
+                target.index_copy_(0, rows.to(target.device), item)
 
     def nbytes_by_kind(self) -> dict[str, int]:
         """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts and host if any."""

@@ -199,10 +199,10 @@ class PageGeometry:
 
     # demotion
 
-    def is_full(self) -> bool:
-        """Whether the full-precision buffer of a head is full, so that a block must be demoted."""
+    def full_rows(self) -> Tensor | None:
+        """Rows with a head whose full-precision buffer is full, [B] bool; None if no codec demotes tokens."""
         room = self._body.buffer_room()
-        return room is not None and bool((room <= 0).any())
+        return None if room is None else (room <= 0).any(-1)
 
     def demote(self) -> None:
         """Demote a block of every head with a full buffer. Traceable, no host sync."""

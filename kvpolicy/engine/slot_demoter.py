@@ -123,14 +123,15 @@ class SlotDemoter:
         tensors.positions.masked_fill_(moving, -1)
         data = self.place(TokenBatch(past.keys, past.values, positions, state, moving, counts), None, None)
         assign_slots(tensors, data)
-        # `place` works on all heads; those that were not due get back what they had.
+        # `place` works on all heads of a row; those that were not due get back what they had.
         again = due[..., None]
         for held, new in ((tensors.keys, data.keys), (tensors.values, data.values)):
             held.copy_(torch.where(again[..., None], new, held))
         tensors.positions.copy_(torch.where(again, tensors.positions, positions))
         decode.assign_state(tensors.state, select_state(again, tensors.state, state))
         decode.assign_state(tensors.counts, select_state(again, tensors.counts, counts))
-        self._index.rebuild()
+        self._index.is_current = True
+        self._index.fill()
 
     def _demotion_order(self) -> DemotionOrder:
         tensors = self._layer.tensors

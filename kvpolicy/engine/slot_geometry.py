@@ -264,10 +264,10 @@ class SlotGeometry:
 
     # demotion
 
-    def is_full(self) -> bool:
-        """Whether the full-precision buffer of a head is full, so that a block must be demoted."""
+    def full_rows(self) -> Tensor | None:
+        """Rows with a head whose full-precision buffer is full, [B] bool; None if no codec demotes tokens."""
         limits = self.layer.tensors.limits
-        return limits is not None and bool((self.codes.buffered() >= limits.flush_threshold).any())
+        return None if limits is None else (self.codes.buffered() >= limits.flush_threshold).any(-1)
 
     def demote(self) -> None:
         """Demote a block of every head with a full buffer, or code all of its tokens again."""

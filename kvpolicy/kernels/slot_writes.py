@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -50,12 +52,34 @@ def put(target: Tensor, data: Tensor, slots: Tensor, write_mask: Tensor) -> None
         slots: The slot of each token, [B, H, n] int64.
         write_mask: Which tokens are written, [B, H, n] bool.
     """
-    if not data.shape[2]:
-        return
-    # A write cannot skip a token, and a masked token may point to a slot in use. So a masked token repeats the write
-    # of the first token of its head that is written. In a head without any, all tokens write back what they read.
-    first = write_mask.int().argmax(-1, keepdim=True)
-    token = torch.where(write_mask, torch.arange(write_mask.shape[-1], device=write_mask.device), first)
-    slots = slots.gather(-1, token)
-    is_written = write_mask.any(-1).reshape(*slots.shape[:2], *[1] * (data.dim() - 2))
-    write_slots(target, slots, torch.where(is_written, gather_slots(data, token), gather_slots(target, slots)))
+    if data.shape[2]:
+        Writes.of(slots, write_mask).put(target, data)
+
+
+class Writes(NamedTuple):
+    """Where tokens are written, found once for several tensors: `put` finds it for one.
+
+    Attributes:
+        token: The token that is written in place of each, [B, H, n] int64.
+        slots: Its slot, [B, H, n] int64.
+        is_written: Heads in which a token is written, [B, H] bool.
+    """
+
+    token: Tensor
+    slots: Tensor
+    is_written: Tensor
+
+    @classmethod
+    def of(cls, slots: Tensor, write_mask: Tensor) -> Writes:
+        """Find where at least one token of each head is written; the arguments are those of `put`."""
+        # A write cannot skip a token, and a masked token may point to a slot in use. So a masked token repeats the
+        # write of the first token of its head that is written. In a head without any, all write back what they read.
+        first = write_mask.int().argmax(-1, keepdim=True)
+        token = torch.where(write_mask, torch.arange(write_mask.shape[-1], device=write_mask.device), first)
+        return cls(token, slots.gather(-1, token), write_mask.any(-1))
+
+    def put(self, target: Tensor, data: Tensor) -> None:
+        """Write tokens [B, H, n, ...] to a tensor [B, H, S, ...], in place."""
+        is_written = self.is_written.reshape(*self.slots.shape[:2], *[1] * (data.dim() - 2))
+        new = torch.where(is_written, gather_slots(data, self.token), gather_slots(target, self.slots))
+        write_slots(target, self.slots, new)

@@ -38,7 +38,7 @@ def test_the_oldest_tokens_are_demoted_and_every_token_is_placed_once() -> None:
         assert max(coded) < min(p for p in head[:exact].tolist() if p >= 0)
     positions = layer.tensors.positions.float()[..., None]
     assert torch.equal(past.keys[past.occupied], positions.expand(past.keys.shape)[past.occupied])
-    assert not slots.is_full()
+    assert not slots_full(slots)
 
 
 def test_slots_are_assigned_in_some_rows_only() -> None:
@@ -57,9 +57,9 @@ def test_a_full_buffer_gives_up_its_oldest_block() -> None:
     tokens = batch().window(0, exact)
     every = torch.arange(exact).expand(ROWS, HEADS, -1)
     slots.writer.write(every, tokens.data, None)
-    assert slots.is_full()
+    assert slots_full(slots)
     slots.demote()
-    assert not slots.is_full()
+    assert not slots_full(slots)
     left = layer.tensors.positions[..., :exact]
     assert sorted(p for p in left[0, 0].tolist() if p >= 0) == [*range(layer.contents.largest_block, exact)]
     past = codes.past()
