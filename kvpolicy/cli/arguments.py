@@ -74,6 +74,11 @@ Windows = Annotated[
 ]
 """How plain text is cut into prompts with answers. The defaults are 0, 0 and 64."""
 
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace a file that kvpolicy did not write; never an input of the command.")
+]
+"""For `check_output`. The default of the parameter is False."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 """Whether to print JSON with `formatting.as_json`. The default of the parameter is False."""
 

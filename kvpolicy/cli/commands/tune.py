@@ -13,6 +13,7 @@ from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.formatting import as_json, counted, duration, paragraph, table
 from kvpolicy.cli.formatting import size as format_size
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.output import check_output
 
 
 def tune(
@@ -69,7 +70,8 @@ def tune(
     To resume an interrupted run, or to compare at another budget, run the same command again. The file serves any
     budget: tuned:file=FILE@BUDGET.
     """
-    from kvpolicy.planning.curves import MEASURES
+    from kvpolicy.calibration.finished import SAME
+    from kvpolicy.planning.curves import MEASURES, load_tuned
     from kvpolicy.policy import Policy, TunedPolicy
     from kvpolicy.policy.tuned import TunedFile
     from kvpolicy.spec.budget import parse_budget
@@ -82,6 +84,7 @@ def tune(
     from kvpolicy.tuning.windows import read_windows, split
 
     wanted = parse_budget(budget)
+    check_output(out, SAME.format("tuning"), inputs=[text, model], is_own=load_tuned, force=force)
     tile_size = tile_of(tile)
     grid = make_grid(policies or PARTS, parse_fractions("--shares", shares) if shares else SHARES)
     if measure not in MEASURES:
