@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.output import check_new_folder
+
 VLLM = "0.32.0"
 """The version of vLLM that the connector was tested with."""
 
@@ -48,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_vllm.env", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="where to make it; an environment that exists is completed")
     folder: Path = parser.parse_args(arguments).folder.absolute()
+    try:
+        check_new_folder(folder, "pyvenv.cfg")
+    except KVPolicyError as error:
+        parser.error(str(error))
     venv.create(folder, with_pip=True)
     for command in commands(folder):
         print(" ".join(command), flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import check_format, stamp
+from kvpolicy.spec.formats import check_format, replace_file, stamp
 
 FORMAT = 1
 """Version of the file format; newer ones are refused."""
@@ -28,7 +28,7 @@ def save_profile(path: str | os.PathLike[str], model_name: str, cosine: Iterable
     values = [float(value) for value in cosine]
     content = stamp(FORMAT) | {"model": model_name, "layers": len(values), "cosine": values}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    replace_file(Path(path), (json.dumps(content, indent=1) + "\n").encode())
 
 
 def load_profile(path: str | os.PathLike[str], layers: int) -> tuple[float, ...]:

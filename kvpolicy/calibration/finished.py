@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvpolicy.codecs import _files
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.output import check_is_file, check_output, refuse_other
 
 Content = TypeVar("Content")
 
+SAME = "a {} of the same model, text and options"
+"""What a finished file may be without being lost, for `refuse_other`."""
 
-def refuse_other(out: str | Path, what: str) -> NoReturn:
-    """Refuse to replace a finished file that holds something else.
-
-    Args:
-        out: The file.
-        what: Noun for the content that would be written, such as `calibration`.
-
-    Raises:
-        KVPolicyError: Always.
-    """
-    raise KVPolicyError(
-        f"The file {str(out)!r} must be absent, or a {what} of the same model, text and options, got something else; "
-        "try another file, or --force (from Python, force=True) to replace it."
-    )
-
-
-def check_is_file(out: str | os.PathLike[str]) -> None:
-    """Refuse a folder in the place of a file that is to be written, before anything is measured.
-
-    Raises:
-        KVPolicyError: If it is a folder.
-    """
-    if Path(out).is_dir():
-        raise KVPolicyError(f"The file to write must be a file, got the folder {os.fspath(out)!r}; try a name in it.")
+REMEDY = "--force (from Python, force=True)"
+"""How to replace another one."""
 
 
 def check_free_file(
@@ -64,11 +44,11 @@ def check_free_file(
     if force or not Path(out).exists():
         return
     try:
-        is_same = compared(load(str(out))) == compared(facts)
+        is_same = compared(load(str(Path(out).absolute()))) == compared(facts)
     except KVPolicyError:
         is_same = False
     if not is_same:
-        refuse_other(out, "calibration")
+        refuse_other(out, SAME.format("calibration"), REMEDY)
 
 
 def without_name(model: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -98,7 +78,7 @@ def model_and_made(content: Made) -> tuple[dict[str, Any], dict[str, Any] | None
 def check_free(out: str | Path, method: str, facts: dict[str, Any], *, force: bool) -> None:
     """Refuse a folder with a finished calibration of another method, model or text, or with other options.
 
-    A folder without a calibration, with a damaged one or with the same one is accepted.
+    A folder without a calibration, with damaged tensors or with the same one is accepted.
 
     Args:
         out: The folder.
@@ -109,8 +89,7 @@ def check_free(out: str | Path, method: str, facts: dict[str, Any], *, force: bo
     Raises:
         KVPolicyError: If it is a file, or the folder contains a different calibration.
     """
-    if Path(out).exists() and not Path(out).is_dir():
-        raise KVPolicyError(f"The folder to write must be a folder, got the file {str(out)!r}; try another name.")
+    check_free_folder(out, force=force)
     if force:
         return
     existing = _files.written(Path(out))
@@ -125,8 +104,26 @@ def check_free(out: str | Path, method: str, facts: dict[str, Any], *, force: bo
     if differences:
         raise KVPolicyError(
             f"The folder {str(out)!r} must not hold another finished calibration, got one that differs in "
-            f"{', '.join(differences)}; try another folder, or --force (from Python, force=True) to replace it."
+            f"{', '.join(differences)}; try another folder, or {REMEDY} to replace it."
         )
+
+
+def check_free_folder(out: str | Path, *, inputs: Iterable[str | Path | None] = (), force: bool) -> None:
+    """Refuse a folder in which a calibration would replace other files.
+
+    Args:
+        out: The folder.
+        inputs: What the command reads, as for `check_output`.
+        force: Whether to replace files that no calibration wrote.
+
+    Raises:
+        KVPolicyError: If it is a file, or has a file with a name of ours that no calibration wrote.
+    """
+    if Path(out).exists() and not Path(out).is_dir():
+        raise KVPolicyError(f"The folder to write must be a folder, got the file {str(out)!r}; try another name.")
+    given = list(inputs)
+    for name in _files.NAMES:
+        check_output(Path(out) / name, "a calibration's", inputs=given, is_own=_files.is_part, force=force)
 
 
 def _flat(facts: dict[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.allocators.profile import save_profile
-from kvpolicy.calibration.finished import check_is_file
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.output import check_is_file
 
 
 @named_arguments

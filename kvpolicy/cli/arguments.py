@@ -15,6 +15,9 @@ from kvpolicy.spec.limits import LEAST_TOKENS
 POLICY = "squeeze+kvcrush"
 """The default policy."""
 
+MARGIN = 0.01
+"""The default of `Margin`, that of `kvpolicy.tuning.verdict`, which is not imported for the help."""
+
 DEFAULT_PROMPT = 4096
 """The default prompt length, for models that were trained for it."""
 
@@ -74,6 +77,21 @@ Windows = Annotated[
     int, typer.Option("--windows", min=1, metavar="INT", help="Maximum number of texts, drawn at random.")
 ]
 """How plain text is cut into prompts with answers. The defaults are 0, 0 and 64."""
+
+Margin = Annotated[
+    float,
+    typer.Option(
+        "--margin",
+        metavar="FLOAT",
+        help="Least difference that matters to a verdict: 0.01 is one right answer in a hundred, or 0.01 nats of KL.",
+    ),
+]
+"""For `kvpolicy.tuning.verdict.decide`. The default of the parameter is `MARGIN`."""
+
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace a file that kvpolicy did not write; never an input of the command.")
+]
+"""For `check_output`. The default of the parameter is False."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 """Whether to print JSON with `formatting.as_json`. The default of the parameter is False."""

@@ -16,12 +16,15 @@ from kvpolicy.cli.formatting import size
 from kvpolicy.cli.inspection import Inspection, Layer
 from kvpolicy.reporting.text_rendering import DARK, LIGHT, NAMES, ink, level, runs_on, visible
 from kvpolicy.reporting.token_spans import Span
+from kvpolicy.spec.formats import replace_file
 
+MARKER = '<meta name="generator" content="kvpolicy inspect">'
+"""A line of every page, by which a page is known that may be replaced."""
 NO_MATPLOTLIB = "The page has no plots, because matplotlib is not installed: pip install 'kvpolicy[plots]'."
 
 
 def write_page(inspection: Inspection, path: str) -> None:
-    """Write the page to a file.
+    """Write the page to a file, which is replaced if it exists.
 
     Args:
         inspection: The inspection.
@@ -30,7 +33,7 @@ def write_page(inspection: Inspection, path: str) -> None:
     Raises:
         OSError: If the file cannot be written.
     """
-    Path(path).write_text(page(inspection), encoding="utf-8")
+    replace_file(Path(path), page(inspection).encode())
 
 
 def page(inspection: Inspection) -> str:

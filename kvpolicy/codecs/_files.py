@@ -23,6 +23,8 @@ FORMAT = 1
 
 TENSORS = "tensors.safetensors"
 FACTS = "calibration.json"
+NAMES = (TENSORS, FACTS)
+"""The files of a folder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +127,12 @@ def written(folder: Path) -> tuple[str, CalibrationFile] | None:
         return _read(folder, str(folder), "")
     except ValueError:
         return None
+
+
+def is_part(path: str) -> bool:
+    """Whether a file is one of a calibration, intact or damaged: its folder has the metadata of one."""
+    facts: Any = json.loads((Path(path).parent / FACTS).read_text(encoding="utf-8"))
+    return isinstance(facts, dict) and {"method", "tensors_sha256", "meta"} <= facts.keys()
 
 
 def check_model(calibration: CalibrationFile, folder: str, model: ModelInfo) -> None:

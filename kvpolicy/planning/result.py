@@ -177,7 +177,8 @@ class CachePlan:
         lies in host memory takes none of it.
 
         Args:
-            memory: Bytes, as a number or as a text such as `24GiB`.
+            memory: Bytes, as a number or as a text such as `24GiB`, without what the context of the device and its
+                libraries take, for which the command `plan` leaves 1 GiB.
 
         Raises:
             KVPolicyError: If it is not an amount of bytes.

@@ -69,9 +69,13 @@ def reason_of(error: OSError | UnicodeDecodeError) -> str:
 def replacing(path: Path) -> Generator[Path, None, None]:
     """Write a file atomically, so that no reader sees a part of it.
 
+    Args:
+        path: The file. Of a symbolic link, the file that it leads to is replaced.
+
     Yields:
         The path to write to; the file there takes the place of `path` at the end, unless an error was raised.
     """
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,11 +10,10 @@ from torch import Tensor
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import check_size
 from kvpolicy.tuning.evidence import Score
+from kvpolicy.tuning.verdict import FEWEST, MARGIN, Verdict, decide
 
 LEVEL = 0.95
 """Probability of the intervals."""
-
-Verdict = Literal["better", "worse", "mixed", "no worse"]
 
 
 class Difference(NamedTuple):
@@ -44,35 +43,32 @@ class Comparison(NamedTuple):
         top1: Difference of the share of predictions that are the full cache's, where more is better.
         correct: Difference of the share of right answers, where more is better.
         windows: How many windows were compared.
+        margin: The least difference that matters: in the share of right answers, and in nats.
     """
 
     kl: Difference
     top1: Difference
     correct: Difference
     windows: int
+    margin: float = MARGIN
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict in words, by right answers and divergence.
-
-        `better` if one of them is better and the other is not worse, by intervals without zero; `worse` for the
-        opposite; `mixed` if they contradict each other. `no worse` says only that these windows show no difference.
-        """
-        signs = {self.correct.sign, -self.kl.sign} - {0}
-        if not signs:
-            return "no worse"
-        return "mixed" if len(signs) == 2 else "better" if signs == {1} else "worse"
+        """The verdict by right answers and divergence, see `decide`."""
+        intervals = [(self.correct.low, self.correct.high), (-self.kl.high, -self.kl.low)]
+        return decide(intervals, self.windows, self.margin)
 
 
-def compare(a: Score, b: Score, *, seed: int = 0, draws: int = 2000) -> Comparison:
+def compare(a: Score, b: Score, *, margin: float = MARGIN, seed: int = 0, draws: int = 2000) -> Comparison:
     """Compare two policies by the bootstrap over windows, on which both were scored.
 
     Windows are drawn with replacement, each with its pair of scores, so that what makes a window hard for both cancels.
-    Below about 20 windows the intervals are too narrow.
+    Below 20 windows the intervals are too narrow, so that there is no verdict.
 
     Args:
         a: The policy in question.
         b: The policy that it is compared with.
+        margin: The least difference that matters: in the share of right answers, and in nats.
         seed: Seed of the draws.
         draws: How many times the windows are drawn.
 
@@ -96,10 +92,10 @@ def compare(a: Score, b: Score, *, seed: int = 0, draws: int = 2000) -> Comparis
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(count, (draws, count), generator=generator, device="cpu")
     kl, top1, correct = (_difference(x.double() - y.double(), drawn) for x, y in zip(a[:3], b[:3], strict=True))
-    return Comparison(kl, top1, correct, count)
+    return Comparison(kl, top1, correct, count, margin)
 
 
-def verdict_line(comparison: Comparison, name: str = "The tuned policy", other: str = "the best ordinary one") -> str:
+def verdict_line(comparison: Comparison, name: str = "the tuned policy", other: str = "the best ordinary one") -> str:
     """The verdict in one sentence with its numbers.
 
     Args:
@@ -110,7 +106,7 @@ def verdict_line(comparison: Comparison, name: str = "The tuned policy", other: 
     Examples:
         >>> none = Difference(0.0, -0.1, 0.1)
         >>> verdict_line(Comparison(none, none, none, 24)).split(":")[0]
-        'The tuned policy is no worse than the best ordinary one, but 24 windows show no gain'
+        'It is unclear on 24 texts whether the tuned policy is better or worse than the best ordinary one'
     """
     correct = comparison.correct
     kl = comparison.kl
@@ -118,14 +114,21 @@ def verdict_line(comparison: Comparison, name: str = "The tuned policy", other: 
         f"right answers {100 * correct.mean:+.1f} points [{100 * correct.low:+.1f}, {100 * correct.high:+.1f}], "
         f"KL {kl.mean:+.4f} nats [{kl.low:+.4f}, {kl.high:+.4f}]"
     )
-    windows = comparison.windows
+    texts = f"{comparison.windows} texts"
+    margin = f"the margin of {comparison.margin:g}"
     words = {
-        "better": f"{name} is better than {other} on {windows} windows",
-        "worse": f"{name} is worse than {other} on {windows} windows",
-        "mixed": f"{name} is better than {other} in one respect and worse in another on {windows} windows",
-        "no worse": f"{name} is no worse than {other}, but {windows} windows show no gain",
+        "better": f"{name} is better than {other} on {texts}, by more than {margin}",
+        "worse": f"{name} is worse than {other} on {texts}, by more than {margin}",
+        "mixed": f"{name} is better than {other} in one respect and worse in another on {texts}",
+        "as good": f"{name} is as good as {other} on {texts}, within {margin}",
+        "no worse": f"{name} is no worse than {other} on {texts}, but shows no gain beyond {margin}",
+        "unclear": f"it is unclear on {texts} whether {name} is better or worse than {other}",
+        "too few": f"{texts} are too few to compare {name} with {other}, at least {FEWEST} would do",
     }
-    return f"{words[comparison.verdict]}: {numbers}."
+    said = words[comparison.verdict]
+    if said.startswith(("the ", "it ")):  # not a spec
+        said = said[0].upper() + said[1:]
+    return f"{said}: {numbers}."
 
 
 def _difference(values: Tensor, drawn: Tensor) -> Difference:

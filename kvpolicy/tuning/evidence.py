@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,7 @@ def score(
     share: float | None = None,
     reference: Sequence[Tensor] | None = None,
     tile: TileSize = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Score:
     """Run windows through a model under a policy, each in a cache of its own.
 
@@ -69,6 +70,7 @@ def score(
         share: The budget as a share of the full cache's bytes, see `share_bytes`; that of the policy by default.
         reference: The result of `reference_logits` for these windows; computed if it is not given.
         tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
+        progress: Called after each window, with how many are done and how many there are.
 
     Raises:
         KVPolicyError: If the policy cannot run on a window, such as with too small a budget; if predictions are NaN; or
@@ -94,6 +96,8 @@ def score(
                 logits, nbytes = _decode(model, window)
                 found = _compare(logits, full, window)
             rows.append((*found, nbytes, time.perf_counter() - start))
+            if progress is not None:
+                progress(len(rows), len(windows))
     kl, top1, correct, nbytes, seconds = torch.tensor(rows, dtype=torch.float64, device="cpu").T
     if kl.isnan().any():
         raise KVPolicyError(
@@ -103,13 +107,19 @@ def score(
     return Score(kl, top1, correct, float(nbytes.mean()), float(seconds.mean()))
 
 
-def reference_logits(model: nn.Module, windows: Sequence[Window], tile: TileSize = None) -> list[Tensor]:
+def reference_logits(
+    model: nn.Module,
+    windows: Sequence[Window],
+    tile: TileSize = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Tensor]:
     """The full cache's logits from the last token of each prompt on, to be shared between policies.
 
     Args:
         model: The model, without a policy attached.
         windows: The windows.
         tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
+        progress: Called after each window, with how many are done and how many there are.
 
     Returns:
         One tensor a window, [1 + Q + M, V] on the CPU in the model's dtype: V may be large, so that many long answers
@@ -125,6 +135,8 @@ def reference_logits(model: nn.Module, windows: Sequence[Window], tile: TileSize
                 with attach(model, "full", tile=tile):
                     logits = _logits(model, ids, 1 + len(window.follow), use_cache=True)
             found.append(logits.cpu())
+            if progress is not None:
+                progress(len(found), len(windows))
     return found
 
 

@@ -17,6 +17,7 @@ from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.tuning.comparison import Comparison, compare, verdict_line
 from kvpolicy.tuning.evidence import Score, reference_logits, score, share_bytes
 from kvpolicy.tuning.rivals import best_rival
+from kvpolicy.tuning.verdict import MARGIN
 from kvpolicy.tuning.windows import Window
 
 
@@ -28,6 +29,7 @@ def prove(
     held_out: Sequence[Window],
     *,
     specs: Sequence[str] | None = None,
+    margin: float = MARGIN,
     progress: bool = False,
     tile: TileSize = None,
 ) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def prove(
         tuning: The windows that were tuned on.
         held_out: Others, at least two.
         specs: The ordinary policies; `rivals()` by default.
+        margin: The least difference that matters, as for `compare`.
         progress: Whether to show a progress bar.
         tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
@@ -60,13 +63,14 @@ def prove(
     reference = reference_logits(model, held_out, tile)
     ours = score(model, held_out, policy, reference=reference, tile=tile)
     theirs = score(model, held_out, rival.spec, share=share, reference=reference, tile=tile)
-    comparison = compare(ours, theirs)
+    comparison = compare(ours, theirs, margin=margin)
     found = {
         "verdict": verdict_line(comparison, other=rival.spec),
         "better": comparison.verdict,
         "rival": rival.spec,
         "rivals": sum(each.score is not None for each in rival.table),
         "windows": len(held_out),
+        "margin": margin,
         "tuned": _means(ours),
         "ordinary": _means(theirs),
         "differences": _differences(comparison),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.formats import replace_file
 
 DIGITS = 6
 """Significant digits of a number in a file; further ones differ between machines."""
@@ -39,8 +40,10 @@ class Steps:
             file.write_text(json.dumps(digest) + "\n", encoding="utf-8")
             return
         # A line that was cut off while it was written is computed again.
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+        lines: list[str] = []
         try:
+            text = file.read_text(encoding="utf-8")
+            lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
             found, *rows = [json.loads(line) for line in lines]
             self._known = dict(rows)
         except (ValueError, TypeError):
@@ -50,7 +53,7 @@ class Steps:
                 f"The unfinished run in {str(file)!r} must be of the same model, text and options, got another one; "
                 "try to finish or to delete it."
             )
-        file.write_text("".join(lines), encoding="utf-8")
+        replace_file(file, "".join(lines).encode())
 
     def get(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """A tensor by its name, fp64, rounded as in the file; NaN and infinite numbers are NaN."""

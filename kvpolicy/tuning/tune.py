@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.calibration.finished import check_is_file, refuse_other, without_name
+from kvpolicy.calibration.finished import REMEDY, SAME, without_name
 from kvpolicy.hf.identity import identity, model_info
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.planning.curves import MEASURES, Curves, Measure, load_tuned, save_curves
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.output import check_is_file, refuse_other
 from kvpolicy.spec.version import __version__
 from kvpolicy.tuning.grid import default_grid
 from kvpolicy.tuning.measure import Progress, kls, layer_kls, output_errors, sensitivities
@@ -148,7 +149,7 @@ def _finished(out: Path, facts: dict[str, Any]) -> Curves | None:
         }
         if theirs == {name: facts[name] for name in theirs}:
             return found
-    refuse_other(out, "tuning")
+    refuse_other(out, SAME.format("tuning"), REMEDY)
 
 
 def estimate(

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.calibration.corpus import token_windows
+from kvpolicy.registry import suggest
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.formats import reason_of
+from kvpolicy.spec.tables import shorten
 from kvpolicy.spec.validation import check_size
 from kvpolicy.tuning.peak import ANSWER
 
@@ -26,6 +28,12 @@ LIMIT = 64
 
 _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 _KEYS = ("prompt", "answer")
+
+TEXTS = ("prompt", "question", "answer")
+"""Keys of a line of JSONL that are read."""
+
+KEYS = (*TEXTS, "id", "task")
+"""All keys that a line may have; `id` and `task` are the user's."""
 
 
 class Window(NamedTuple):
@@ -59,10 +67,11 @@ def read_windows(
 ) -> list[Window]:
     r"""Read windows from a file of prompts and answers, or cut them out of plain text.
 
-    A file is JSONL if its name ends with `.jsonl`, or if its first line is an object with the keys `prompt` and
-    `answer`. Every line is one window; a `question`, if it has one, is fed to the compressed cache before the answer,
-    and other keys are ignored. Texts are taken as they are, so that a chat template must be in them; what the
-    tokenizer puts before a text, such as BOS, is put before the prompt unless the prompt begins with it.
+    A file is JSONL if its name ends with `.jsonl`, or if its first line is an object with such keys. Every line is one
+    window; a `question`, if it has one, is fed to the compressed cache before the answer. The keys `id` and `task` are
+    not used; others are refused, since one may be misspelled. Texts are taken as they are, so that a chat template must
+    be in them; what the tokenizer puts before a text, such as BOS, is put before the prompt unless the prompt begins
+    with it.
 
     Args:
         tokenizer: A tokenizer of transformers.
@@ -188,7 +197,13 @@ def _looks_like_jsonl(text: str) -> bool:
         first = json.loads(text.lstrip().split("\n", 1)[0])
     except (ValueError, RecursionError):
         return False
-    return isinstance(first, dict) and all(key in first for key in _KEYS)
+    if not isinstance(first, dict):
+        return False
+    # With one key of ours, another one may be misspelled.
+    one = (
+        any(key in first for key in TEXTS) and len(first) > 1 and all(isinstance(text, str) for text in first.values())
+    )
+    return one or all(key in first for key in _KEYS)
 
 
 def _parse(where: str, line: str) -> dict[str, str]:
@@ -201,8 +216,13 @@ def _parse(where: str, line: str) -> dict[str, str]:
         raise KVPolicyError(
             f'{where} must be a JSON object, got {type(content).__name__}; try {{"prompt": "...", "answer": "..."}}.'
         )
+    for key in content:
+        if key not in KEYS:
+            raise KVPolicyError(
+                f"{where} must have keys among {', '.join(KEYS)}, got {shorten(key)!r}{suggest(key, KEYS)}"
+            )
     texts: dict[str, str] = {}
-    for key in ("prompt", "question", "answer"):
+    for key in TEXTS:
         value: Any = content.get(key, "" if key == "question" else None)
         if not isinstance(value, str) or (not value and key in _KEYS):
             got = f"no {key}" if key not in content else "an empty text" if value == "" else type(value).__name__

@@ -50,14 +50,33 @@ def test_scores_are_those_of_the_tuner(text: Path, tile: str, capsys: pytest.Cap
         assert row["same_token"] == pytest.approx(float(scored.top1.mean()), abs=1e-6)
         assert row["bytes"] == scored.nbytes and row["seconds"] > 0 and row["peak_bytes"] > 0
     assert "compared_with_the_first" not in found["policies"][0]
-    assert found["policies"][1]["compared_with_the_first"]["verdict"] == "worse"
+    assert found["policies"][1]["compared_with_the_first"]["verdict"] == "too few"
 
 
 def test_the_table(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "tiny", "--text", str(text), "--policy", "full", "--policy", "window@0.3"]) == 0
     shown = capsys.readouterr()
-    assert "full ...\nwindow@0.3 ...\n" in shown.err
-    assert "3 of 3 (44%-100%)" in shown.out and "window@0.3 is worse than full on these texts." in shown.out
+    assert shown.err == "full cache, for KL ...\nfull ...\nwindow@0.3 ...\n"
+    said = " ".join(shown.out.split())
+    assert "3 of 3 (44%-100%)" in said and "3 texts are too few to compare window@0.3 with full" in said
+
+
+def test_a_verdict_has_the_margin_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.jsonl"
+    lines = [LINES[0] | {"prompt": f"cat={number}\n" + LINES[0]["prompt"]} for number in range(20)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["compare", "tiny", "--text", str(path), "--policy", "full", "--policy", "window@0.3", "--json"]
+    verdicts: list[str] = []
+    for margin in ("0", "1000"):
+        found = output([*words, "--margin", margin], capsys)["policies"][1]["compared_with_the_first"]
+        assert found["margin"] == float(margin) and found["sentence"].startswith("window@0.3 is ")
+        verdicts.append(found["verdict"])
+    assert verdicts == ["worse", "as good"]
+
+
+def test_json_has_no_progress(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "tiny", "--text", str(text), "--policy", "window@0.5", "--json"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_one_text_has_no_interval_of_its_divergence(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +100,7 @@ def test_a_reference_in_tiles_is_that_of_one_piece() -> None:
         (["--policy", "full", "--policy", "full@1.0"], "--policy must name each policy once"),
         (["--policy", "snapkw@0.2"], "snapkw"),
         (["--policy", "full", "--tile", "x"], "--tile must be a number of tokens"),
+        (["--policy", "full", "--margin", "-1"], "margin must be a number from 0, got -1.0; try 0.01."),
     ],
 )
 def test_errors(words: list[str], message: str, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +113,18 @@ def test_a_bad_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_text('{"prompt": 3}\n')
     assert main(["compare", "tiny", "--text", str(path), "--policy", "full"]) != 0
     assert "must have a text as its prompt, got int." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.txt"])
+def test_a_misspelled_key_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps({"prompt": "a=1\n", "qestion": "?a=", "answer": "1", "id": 3}) + "\n")
+    assert main(["compare", "tiny", "--text", str(path), "--policy", "full"]) == 2
+    said = capsys.readouterr().err
+    assert "must have keys among prompt, question, answer, id, task, got 'qestion'; did you mean 'question'?" in said
+    path.write_text(json.dumps({"prompt": "a=1\n", "anwser": "1"}) + "\n")
+    assert main(["compare", "tiny", "--text", str(path), "--policy", "full"]) == 2
+    assert "got 'anwser'; did you mean 'answer'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 5), (5, 5), (3, 7)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from kvpolicy.cli.app import main
 from kvpolicy.hf.embedded import config_of
 
 POLICY = "squeeze+kvcrush/h2o+kivi:bits=4@0.2"
+
+NONE = "No row fits in {} GiB with a headroom of 1 GiB"
 
 
 def output(line: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -34,7 +37,7 @@ def test_json_is_the_plan(name: str, tp: int, capsys: pytest.CaptureFixture[str]
     assert found["full_cache"] == plan.full_nbytes
     assert found["weights"]["replicated"] + found["weights"]["sharded"] == found["weights"]["total"]
     assert found["weights"]["total"] == plan.weights.nbytes
-    most = {"policy": plan.largest_batch(40 * 2**30), "full": plan.full_largest_batch(40 * 2**30)}
+    most = {"policy": plan.largest_batch(39 * 2**30), "full": plan.full_largest_batch(39 * 2**30)}
     assert found["largest_batch"] == most
     assert found["peak"]["prefill"] == {"policy": plan.prefill_nbytes, "full": plan.full_prefill_nbytes}
     assert found["activations"] == plan.activation_nbytes
@@ -54,7 +57,7 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     plan = kvpolicy.plan("llama-3-70b", "snapkv@0.2", prompt=4096, new=1024, tp=8, backend="deepspeed")
     peaks = (plan.prefill_nbytes, plan.full_prefill_nbytes)
     assert cells["peak while prefilling"] == [word for peak in peaks for word in (f"{peak / 2**30:.1f}", "GiB")]
-    rows = (plan.largest_batch(80 * 2**30), plan.full_largest_batch(80 * 2**30))
+    rows = (plan.largest_batch(79 * 2**30), plan.full_largest_batch(79 * 2**30))
     assert cells["largest batch in 80 GiB"] == [word for row in rows for word in (f"{row:,}", "rows")]
 
 
@@ -75,7 +78,7 @@ def test_other_ways_to_write_the_same(line: str, capsys: pytest.CaptureFixture[s
 
 def test_weights_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(output("plan llama-3-70b", capsys).split())
-    assert "No row fits in 80 GiB: the weights alone take 131 GiB; use more ranks (--tp) or more memory." in text
+    assert f"{NONE.format(80)}: the weights alone take 131 GiB; use more ranks (--tp) or more memory." in text
 
 
 def test_a_prompt_that_does_not_fit_while_it_is_prefilled(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,20 +88,32 @@ def test_a_prompt_that_does_not_fit_while_it_is_prefilled(capsys: pytest.Capture
     assert found["weights"]["total"] + found["cache"]["total"] < 24 * 2**30 < found["peak"]["prefill"]["policy"]
     assert found["largest_batch"]["policy"] == 0
     text = " ".join(output(line, capsys).split())
+    # A tile of 16,384 has a peak of 23.7 GiB, of which the context of the device leaves too little.
+    assert f"{NONE.format(24)} while its prompt is prefilled; with --tile 1024," in text
+    tiled = json.loads(output(f"{line} --tile 1024 --json", capsys))
+    assert tiled["largest_batch"]["policy"] == 1 and tiled["peak"]["prefill"]["policy"] <= 23 * 2**30
+    text = " ".join(output(f"{line} --headroom 0", capsys).split())
     assert "No row fits in 24 GiB while its prompt is prefilled; with --tile 16384, the peak is 23.7 GiB." in text
-    tiled = json.loads(output(f"{line} --tile 16384 --json", capsys))
-    assert tiled["largest_batch"]["policy"] == 1 and tiled["peak"]["prefill"]["policy"] < 24 * 2**30
-    text = " ".join(output(f"{line} --memory 21".replace("--memory 24", ""), capsys).split())
+    text = " ".join(output(f"{line} --memory 22".replace("--memory 24", ""), capsys).split())
     assert "with --chunk 16384, the peak is 20.1 GiB. Chunks may keep other tokens." in text
     chunked = json.loads(output(f"{line} --chunk 16k --json", capsys))
     assert chunked["largest_batch"]["policy"] == 1 and chunked["peak"]["prefill"]["policy"] < 24 * 2**30
 
 
+def test_headroom_is_part_of_the_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "plan llama-3.1-8b snapkv@0.2 --prompt 4096 --memory 40"
+    found = json.loads(output(f"{line} --json", capsys))
+    assert found["headroom"] == 2**30 and found["memory"] == 40 * 2**30
+    less = json.loads(output("plan llama-3.1-8b snapkv@0.2 --prompt 4096 --memory 39 --headroom 0GiB --json", capsys))
+    assert less["headroom"] == 0 and found["largest_batch"] == less["largest_batch"] and found["tune"] == less["tune"]
+    assert re.search(r"^headroom +2 GiB +2 GiB$", output(f"{line} --headroom 2GiB", capsys), re.MULTILINE)
+
+
 def test_a_cache_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(output("plan llama-3.1-8b full --prompt 128k --memory 24", capsys).split())
-    assert "No row fits in 24 GiB: the weights take 15 GiB, and the cache of a row 16.3 GiB;" in text
-    text = " ".join(output("plan llama-3.1-8b kvzip --prompt 64k --memory 23", capsys).split())
-    assert "No row fits in 23 GiB while its prompt is prefilled, in any tiles or chunks; use a shorter prompt" in text
+    assert f"{NONE.format(24)}: the weights take 15 GiB, and the cache of a row 16.3 GiB;" in text
+    text = " ".join(output("plan llama-3.1-8b kvzip --prompt 64k --memory 24", capsys).split())
+    assert f"{NONE.format(24)} while its prompt is prefilled, in any tiles or chunks; use a shorter prompt" in text
 
 
 def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +167,8 @@ def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             )
             for text in ("80000000000", "much", "80XB", "-1", "0", "0GB")
         ),
+        ("llama-3-70b full --headroom much", "--headroom must be a number of bytes with a unit, got 'much'; try 1GiB."),
+        ("llama-3-70b full --memory 1 --headroom 1", "--headroom must be less than --memory, got 1 of 1; try 1GiB."),
         (
             "llama-3-70b full --dtype nonsense",
             "--dtype must be one of bfloat16, float16, float32, float64, got 'nonsense'; try bfloat16.",
@@ -207,8 +224,8 @@ def test_the_docs_show_the_output(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "command"),
     [
-        ("--prompt 4096 --memory 48", "kvpolicy tune"),
-        ("--prompt 127000 --memory 48", "kvpolicy tune --tile 16384"),
+        ("--prompt 4096 --memory 49", "kvpolicy tune"),
+        ("--prompt 127000 --memory 49", "kvpolicy tune --tile 16384"),
         ("--prompt 127000 --tile 4096 --memory 24", ""),
         ("--prompt 4096 --memory 48 --tp 2", ""),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -58,22 +60,43 @@ def test_intervals_have_their_coverage() -> None:
 
 UP = Difference(0.2, 0.1, 0.3)
 DOWN = Difference(-0.2, -0.3, -0.1)
-NONE = Difference(0.1, -0.1, 0.3)
+UNSURE = Difference(0.1, -0.1, 0.3)
+SLIGHT = Difference(0.002, 0.001, 0.003)
+GAIN = Difference(0.05, -0.005, 0.1)
+ZERO = Difference(0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
     ("correct", "kl", "verdict", "words"),
     [
-        (UP, DOWN, "better", "is better than the best ordinary one on 24 windows: right answers +20.0 points"),
-        (UP, NONE, "better", "[+10.0, +30.0], KL +0.1000 nats [-0.1000, +0.3000]."),
-        (NONE, DOWN, "better", "KL -0.2000 nats [-0.3000, -0.1000]."),
-        (DOWN, NONE, "worse", "is worse than the best ordinary one on 24 windows: right answers -20.0 points"),
-        (NONE, UP, "worse", "KL +0.2000"),
+        (
+            UP,
+            DOWN,
+            "better",
+            "is better than the best ordinary one on 24 texts, by more than the margin of 0.01: right",
+        ),
+        (UP, UNSURE, "better", "[+10.0, +30.0], KL +0.1000 nats [-0.1000, +0.3000]."),
+        (UNSURE, DOWN, "better", "KL -0.2000 nats [-0.3000, -0.1000]."),
+        (DOWN, UNSURE, "worse", "is worse than the best ordinary one on 24 texts, by more than the margin of 0.01"),
+        (UNSURE, UP, "worse", "KL +0.2000"),
         (DOWN, UP, "worse", "worse"),
-        (UP, UP, "mixed", "better than the best ordinary one in one respect and worse in another"),
+        (UP, UP, "mixed", "better than the best ordinary one in one respect and worse in another on 24 texts"),
         (DOWN, DOWN, "mixed", "mixed"),
-        (NONE, NONE, "no worse", "is no worse than the best ordinary one, but 24 windows show no gain: right answers"),
-        (Difference(0, 0, 0), Difference(0, 0, 0), "no worse", "right answers +0.0 points [+0.0, +0.0], KL +0.0000"),
+        (
+            UNSURE,
+            UNSURE,
+            "unclear",
+            "It is unclear on 24 texts whether the tuned policy is better or worse than",
+        ),
+        (
+            GAIN,
+            ZERO,
+            "no worse",
+            "is no worse than the best ordinary one on 24 texts, but shows no gain beyond the marg",
+        ),
+        (ZERO, SLIGHT, "as good", "is as good as the best ordinary one on 24 texts, within the margin of 0.01: right"),
+        (SLIGHT, ZERO, "as good", "right answers +0.2 points [+0.1, +0.3], KL +0.0000 nats [+0.0000, +0.0000]."),
+        (ZERO, ZERO, "as good", "right answers +0.0 points [+0.0, +0.0], KL +0.0000"),
     ],
 )
 def test_a_verdict_says_what_the_intervals_show(correct: Difference, kl: Difference, verdict: str, words: str) -> None:
@@ -81,15 +104,34 @@ def test_a_verdict_says_what_the_intervals_show(correct: Difference, kl: Differe
     comparison = Comparison(kl, DOWN, correct, 24)
     assert comparison.verdict == verdict
     line = verdict_line(comparison)
-    assert line.startswith("The tuned policy is ") and (words in line or words == verdict)
-    assert verdict_line(comparison, "X", "Y").startswith("X is ")
+    assert line[0].isupper() and (words in line or words == verdict)
+    few = comparison._replace(windows=19)
+    assert few.verdict == "too few" and comparison._replace(windows=20).verdict == verdict
+    assert verdict_line(few, "X", "Y").startswith("19 texts are too few to compare X with Y, at least 20 would do: ")
+    assert comparison._replace(margin=0.5).verdict == "as good"
+
+
+def test_a_codec_that_changes_next_to_nothing_is_not_worse() -> None:
+    """99.7 % equal tokens and a KL of 0.0001, with an interval that excludes zero, were worse than the full cache."""
+    codec = scores(0.0001 + 0.00005 * noise(0, 64).abs(), top1=torch.full((64,), 0.997))
+    full = scores(torch.zeros(64, dtype=torch.float64), top1=torch.ones(64))
+    found = compare(codec, full)
+    assert found.kl.sign == 1 and found.verdict == "as good"
+    assert "snapkv@0.2 is as good as full" in verdict_line(found, "snapkv@0.2", "full")
+    assert compare(codec, full, margin=0.00001).verdict == "worse"
 
 
 def test_a_policy_compared_with_itself_gains_nothing() -> None:
-    some = scores(noise(0, 12), noise(1, 12))
-    nothing = Difference(0.0, 0.0, 0.0)
-    assert compare(some, some) == Comparison(nothing, nothing, nothing, 12)
-    assert "12 windows show no gain" in verdict_line(compare(some, some))
+    some = scores(noise(0, 22), noise(1, 22))
+    assert compare(some, some) == Comparison(ZERO, ZERO, ZERO, 22)
+    assert compare(some, some, margin=0).verdict == "as good"
+
+
+@pytest.mark.parametrize("margin", [-0.1, math.nan, math.inf])
+def test_a_margin_that_is_none_is_refused(margin: float) -> None:
+    some = scores(noise(0, 22))
+    with pytest.raises(kvpolicy.KVPolicyError, match="margin must be a number from 0, got"):
+        _ = compare(some, some, margin=margin).verdict
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

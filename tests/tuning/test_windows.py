@@ -43,7 +43,7 @@ def test_a_prompt_is_what_the_model_would_see(tmp_path: Path) -> None:
     prompt = "tiger=4821\nlime=1207\n"
     question = "?lime="
     answer = "1207"
-    lines = [{"prompt": prompt, "question": question, "answer": answer}, {"answer": answer, "prompt": prompt, "n": 1}]
+    lines = [{"prompt": prompt, "question": question, "answer": answer}, {"answer": answer, "prompt": prompt, "id": 1}]
     first, second = read_windows(TOKENIZER, written(tmp_path / "w.jsonl", *lines))
     assert first.prompt.tolist() == TOKENIZER.encode(prompt) == [1, *words(prompt)]
     assert first.question.tolist() == words(question) and first.answer.tolist() == words(answer)

@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 import kvpolicy
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy_eval.bench.floor import Machine, decode_work, measure_machine
-from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, threads, torch_note
+from kvpolicy_eval.common.table import Grid, Option, Section, Table, UsageError, collect, threads, torch_note
 
 PROMPT = 512
 NEW = 1024
@@ -169,7 +169,12 @@ class Runs:
         self.options = options
         self.known: dict[str, Result | None] = {}
         if results is not None and results.exists():
-            self.known = dict(map(json.loads, results.read_text(encoding="utf-8").splitlines()))
+            try:
+                self.known = dict(map(json.loads, results.read_text(encoding="utf-8").splitlines()))
+            except (ValueError, TypeError) as error:
+                raise UsageError(
+                    f"--results must be absent, or a file of results, got {results}; try another file."
+                ) from error
 
     def result(self, side: str, batch: int, steps: int) -> Result | None:
         """The measurement of a batch; None if it does not fit into the memory."""

@@ -8,11 +8,14 @@ With a page to fill, all rows are written to a .csv file beside the results, whi
 from __future__ import annotations
 
 import argparse
+import functools
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
+from kvpolicy.spec.formats import replace_file
+from kvpolicy.spec.output import check_output, has_marker
 from kvpolicy_eval.board import choices, places
 from kvpolicy_eval.board.cells import DOCS, SHARES, Board, cells
 from kvpolicy_eval.board.order import order
@@ -20,13 +23,13 @@ from kvpolicy_eval.board.page import full_cache, peer_refusals, refusals, tables
 from kvpolicy_eval.board.peers import PEERS
 from kvpolicy_eval.board.pictures import picture
 from kvpolicy_eval.board.policies import Entry, entries
-from kvpolicy_eval.board.rows import write_rows
+from kvpolicy_eval.board.rows import COLUMNS, write_rows
 from kvpolicy_eval.common.markdown import add_fill_argument, check_places, pages_with, publish
-from kvpolicy_eval.common.results import add_results_arguments, check_results, parse_checked
+from kvpolicy_eval.common.results import add_force_argument, add_results_arguments, check_results, parse_checked
 from kvpolicy_eval.data.tasks import LENGTHS
 from kvpolicy_eval.peers.env import find
 from kvpolicy_eval.peers.process import Process
-from kvpolicy_eval.pictures.style import svg
+from kvpolicy_eval.pictures.style import is_own, svg
 
 TABLES = ("board-top", "board-order", "board-refused", "board-peers-refused")
 """Places of the page of the board."""
@@ -35,6 +38,7 @@ TABLES = ("board-top", "board-order", "board-refused", "board-peers-refused")
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.board", description=(__doc__ or "").split("\n\n")[0])
     add_results_arguments(parser)
+    add_force_argument(parser)
     parser.add_argument("--model", default="tiny-4k", choices=["tiny", "tiny-4k"], help="the embedded model")
     parser.add_argument("--only", nargs="+", metavar="POLICY", help="specs without budgets, instead of all")
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="fractions of the full cache's bytes")
@@ -92,7 +96,8 @@ def main(argv: list[str] | None = None) -> None:
         walks = args.walks or args.results.with_name("walk.jsonl")
         choices.fill_choices(pages_with(args.fill_places, choices.PLACE), board, entries(args.model), walks)
     for length in args.lengths if args.pictures else ():
-        (args.pictures / f"board-{length}.svg").write_bytes(svg(lambda n=length: picture(board, shown, shares, n)))
+        drawn = svg(lambda n=length: picture(board, shown, shares, n))
+        replace_file(args.pictures / f"board-{length}.svg", drawn)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -106,6 +111,12 @@ def _check(args: argparse.Namespace) -> None:
     check_places([args.fill_full] if args.fill_full else [], "board-full")
     for name in (places.PLACE, choices.PLACE) if args.fill_places else ():
         check_places(pages_with(args.fill_places, name), name)
+    if args.fill:
+        rows = args.results.with_suffix(".csv")
+        own = functools.partial(has_marker, marker=",".join(COLUMNS[:4]))
+        check_output(rows, "rows of the board", inputs=[args.results], is_own=own, force=args.force)
+    for length in args.lengths if args.pictures else ():
+        check_output(args.pictures / f"board-{length}.svg", "a picture of ours", is_own=is_own, force=args.force)
     if args.pictures and not args.pictures.is_dir():
         raise ValueError(f"--pictures must be an existing folder, got {args.pictures}.")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kvpolicy.spec.formats import replacing
 from kvpolicy_eval.board.cells import Board, Cell, accuracy, has_beyond
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.common.intervals import Interval
@@ -66,7 +67,7 @@ def write_rows(path: Path, board: Board, listed: Sequence[Entry], shares: Sequen
         listed: The policies.
         shares: Budgets, as fractions of the full cache's bytes.
     """
-    with path.open("w", encoding="utf-8", newline="") as out:
+    with replacing(path) as draft, draft.open("w", encoding="utf-8", newline="") as out:
         writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
         writer.writeheader()
         for length in board.docs:

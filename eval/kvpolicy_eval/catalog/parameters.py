@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kvpolicy.hf.embedded import config_of
 from kvpolicy.hf.shipped import SHIPPED
+from kvpolicy.spec.formats import replace_file
 
 FILE = Path("kvpolicy") / "assets" / "parameters.json"
 _LAYER = re.compile(r"^(.+?)\.(\d+)\.(.+)$")
@@ -64,7 +65,7 @@ def main() -> None:
     text = json.dumps({name: parameters_of(name) for name in SHIPPED}, indent=1)
     # A shape on one line.
     text = re.sub(r"\[\s+([\d,\s]+?)\s+\]", lambda found: f"[{', '.join(found[1].split())}]".replace(",,", ","), text)
-    FILE.write_text(text + "\n", encoding="utf-8")
+    replace_file(FILE, (text + "\n").encode())
     print(f"{FILE}: {len(SHIPPED)} models")
 
 

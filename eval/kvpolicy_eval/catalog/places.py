@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpolicy.spec.formats import replace_file
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
@@ -44,7 +46,7 @@ class Place:
 
     def write(self, root: Path) -> None:
         """Put the content into the file."""
-        (root / self.path).write_text(self.updated(root), encoding="utf-8")
+        replace_file(root / self.path, self.updated(root).encode())
 
 
 def _pattern(path: str, name: str) -> re.Pattern[str]:

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kvpolicy.spec.formats import replace_file
+
 
 def row(cells: Iterable[object]) -> str:
     r"""One line of a table; bars are escaped and line breaks removed, because either would end the cell.
@@ -73,7 +75,8 @@ def fill(page: Path, name: str, text: str) -> None:
     check_places([page], name)
     content = page.read_text(encoding="utf-8")
     # A function as replacement: in a replacement string, backslashes of the table would be read as escapes.
-    page.write_text(_place(name).sub(lambda match: f"{match[1]}{text}\n{match[2]}", content), encoding="utf-8")
+    filled = _place(name).sub(lambda match: f"{match[1]}{text}\n{match[2]}", content)
+    replace_file(page, filled.encode())
 
 
 def add_fill_argument(parser: argparse.ArgumentParser, *names: str) -> None:

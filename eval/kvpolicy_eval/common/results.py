@@ -22,6 +22,11 @@ def add_results_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-only", action="store_true", help="measure nothing, and show the results of the file")
 
 
+def add_force_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--force` to a command that writes files, for `kvpolicy.spec.output.check_output`."""
+    parser.add_argument("--force", action="store_true", help="replace files that the command did not write")
+
+
 def parse_checked(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, check: Callable[[argparse.Namespace], None]
 ) -> argparse.Namespace:
@@ -38,19 +43,28 @@ def check_results(args: argparse.Namespace, *places: str) -> None:
     """Check the file of results and the page of `--fill`.
 
     Raises:
-        ValueError: If nothing is to be measured and the file does not exist, or the page lacks one of the places.
+        ValueError: If nothing is to be measured and the file does not exist, if it is another file, or the page lacks
+            one of the places.
     """
     check_places([args.fill] if args.fill else [], *places)
+    read_results(args.results)
     if args.page_only and not args.results.is_file():
         raise ValueError(f"--results must be an existing file with --page-only, got {args.results}.")
 
 
 def read_results(path: Path) -> Known:
-    """The results of a file; none if it does not exist yet."""
+    """The results of a file; none if it does not exist yet.
+
+    Raises:
+        ValueError: If it is another file, to which no result should be appended.
+    """
     if not path.exists():
         return {}
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {found.pop("key"): found for found in lines}
+    try:
+        lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        return {found.pop("key"): found for found in lines}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"--results must be absent, or a file of results, got {path}; try another file.") from error
 
 
 def keep_result(path: Path, known: Known, key: str, result: Result) -> None:

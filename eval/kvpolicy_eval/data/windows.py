@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
+from kvpolicy.spec.formats import replace_file
+from kvpolicy.spec.output import check_output
 from kvpolicy_eval.data.modes import MODES, place, second_question
 from kvpolicy_eval.data.tasks import tasks
 
@@ -65,13 +67,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("-n", type=int, default=4, help="prompts per task; 4 by default")
     parser.add_argument("--seed", type=int, default=0, help="another one gives other documents")
     parser.add_argument("--length", type=int, default=1000, help="rough length of a prompt in tokens, 512 to 1024")
+    parser.add_argument("--force", action="store_true", help="replace a file that exists")
     args = parser.parse_args(argv)
     if args.n < 1:
         parser.error(f"-n must be at least 1, got {args.n}.")
     names = args.tasks or [name for name in tasks(args.length) if args.mode != "second" or _has_second(name)]
     try:
+        check_output(args.out, force=args.force)
         lines = windows(names, args.mode, args.n, args.seed, args.length)
-        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        replace_file(args.out, "".join(json.dumps(line) + "\n" for line in lines).encode())
     except (OSError, ValueError) as error:
         parser.error(str(error))
     print(f"{len(lines)} windows of {', '.join(names)} in {args.out}")

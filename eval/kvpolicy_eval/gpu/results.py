@@ -20,10 +20,12 @@ def read_results(path: Path) -> list[Record]:
     """Results of earlier calls, without a line that was truncated when a call was killed.
 
     Raises:
-        ValueError: If a newer kvpolicy wrote one of them.
+        ValueError: If a newer kvpolicy wrote one of them, or it is another file, to which nothing should be appended.
     """
     records: list[Record] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        if line and not line.startswith("{"):
+            raise ValueError(f"--results must be absent, or a file of results, got {path}; try another file.")
         try:
             record: Record = json.loads(line)
         except json.JSONDecodeError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvpolicy.spec.formats import replace_file
 from kvpolicy_eval.pictures.style import svg
 
 MODULE = "kvpolicy_notebook"
@@ -33,7 +34,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def write(path: Path, notebook: dict[str, Any]) -> None:
     """Write a notebook as Jupyter does."""
-    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    replace_file(path, (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:

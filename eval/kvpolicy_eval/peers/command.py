@@ -12,8 +12,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.spec.formats import check_format, stamp
+from kvpolicy.spec.formats import check_format, replace_file, stamp
+from kvpolicy.spec.output import check_is_file, check_output
 from kvpolicy_eval.common.markdown import add_fill_argument, publish
+from kvpolicy_eval.common.results import add_force_argument
 from kvpolicy_eval.peers import env
 from kvpolicy_eval.peers.generate import describe as describe_generate
 from kvpolicy_eval.peers.pair import Options, Pair
@@ -39,7 +41,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=default.threads, help="threads of torch, on each side")
     parser.add_argument("--layers", type=int, default=default.layers, help="layers of the random Llama that is timed")
     parser.add_argument("--hidden", type=int, default=default.hidden, help="its hidden size")
-    parser.add_argument("--log", type=Path, help="file for the output of both processes")
+    parser.add_argument("--log", type=Path, help="new file for the output of both processes")
+    add_force_argument(parser)
     add_fill_argument(parser, *(f"peers-{name}" for name in TABLES))
 
 
@@ -87,8 +90,11 @@ def _measure(args: argparse.Namespace) -> None:
         layers=args.layers,
         hidden=args.hidden,
     )
-    python = env.find(args.env)
+    check_is_file(args.out)
+    if args.log:
+        check_output(args.log, inputs=[args.out, args.fill], force=args.force)
     results: dict[str, Any] = read(args.out) if args.out.exists() else {}
+    python = env.find(args.env)
     with (
         (args.log or Path(os.devnull)).open("w", encoding="utf-8") as log,
         Process("kvpolicy_eval.peers.ours", log=log) as ours,
@@ -100,7 +106,7 @@ def _measure(args: argparse.Namespace) -> None:
             results |= measured
             results["options"] = results.get("options", {}) | {name: describe(name, options)}
             # Written after each part, so that an interrupted run keeps the finished ones.
-            args.out.write_text(json.dumps(results | stamp(FORMAT), indent=1) + "\n", encoding="utf-8")
+            replace_file(args.out, (json.dumps(results | stamp(FORMAT), indent=1) + "\n").encode())
 
 
 def describe(name: str, options: Options) -> str:

@@ -8,6 +8,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from kvpolicy.spec.output import check_new_folder
+
 KVPRESS = "0.5.5"
 QUANTIZERS = ("optimum-quanto==0.2.7", "hqq==0.2.8.post1")
 """Packages of QuantizedCache's backends, which the running environment may have too."""
@@ -53,8 +55,10 @@ def make(given: str | Path | None = None) -> Path:
 
     Raises:
         RuntimeError: If a step fails.
+        ValueError: If the folder has something else in it.
     """
     environment = folder(given)
+    check_new_folder(environment, "pyvenv.cfg")
     python = python_of(environment)
     torch = version("torch").partition("+")[0]
     steps = [

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import torch
 
+from kvpolicy.spec.formats import replace_file
+from kvpolicy.spec.output import check_output
+from kvpolicy_eval.common.results import add_force_argument
 from kvpolicy_eval.pictures.catalog import pictures
-from kvpolicy_eval.pictures.style import svg
+from kvpolicy_eval.pictures.style import is_own, svg
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -17,16 +20,22 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.pictures", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="names of pictures; all by default")
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"), help="output folder")
+    add_force_argument(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # sums in a fixed order, so that machines of one kind draw identical pictures
     known = pictures()
     if unknown := [name for name in args.names if name not in known]:
         parser.error(f"There is no picture {unknown[0]!r}; choose from {', '.join(known)}.")
+    try:
+        for name in args.names or known:
+            check_output(args.out / f"{name}.svg", "a picture of ours", is_own=is_own, force=args.force)
+    except ValueError as error:
+        parser.error(str(error))
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.names or known:
         path = args.out / f"{name}.svg"
         content = svg(known[name])
-        path.write_bytes(content)
+        replace_file(path, content)
         print(f"{path}: {len(content) / 1024:.0f} KiB", file=sys.stderr)
 
 

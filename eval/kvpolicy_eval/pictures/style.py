@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
 from kvpolicy.reporting.plots import _style
+from kvpolicy.spec.output import has_marker
 
 BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE = _style.PALETTE[:6]
 """The palette of Okabe and Ito, which is safe for color-blind readers."""
@@ -64,6 +66,11 @@ def svg(draw: Draw) -> bytes:
         draw().savefig(out, format="svg", metadata={"Date": None}, pad_inches=0.1)
     lines = out.getvalue().decode().replace("</style>", f"{_dark_rules()}</style>", 1).splitlines()
     return ("\n".join(line.rstrip() for line in lines) + "\n").encode()
+
+
+def is_own(path: str | Path) -> bool:
+    """Whether a file is a picture that `svg` drew, in any version: it has our rules for dark pages."""
+    return has_marker(path, 'text[style*="fill: #ffffff"]{fill: #ffffff !important}')
 
 
 def _dark_rules() -> str:

@@ -48,6 +48,7 @@ def page(findings: Findings) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="generator" content="kvpolicy-eval report">'
         f"<title>kvpolicy: {escape(findings.name)}</title><style>{_STYLE}</style></head>\n<body>"
         f'<header><h1>kvpolicy: {escape(findings.name)}</h1>{about}<p class="soft">{counts}.</p></header>'
         f"<nav>{links}</nav>\n<main>{''.join(map(_section, parts))}</main></body></html>\n"

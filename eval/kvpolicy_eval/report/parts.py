@@ -11,6 +11,7 @@ import numpy as np
 
 from kvpolicy import Drop, Plain, Policy, Uniform
 from kvpolicy.policy import TunedPolicy
+from kvpolicy.tuning.verdict import MARGIN, decide
 from kvpolicy_eval.report.gather import NAN, Findings, Score, mean_draws
 from kvpolicy_eval.sweep import bootstrap
 
@@ -43,14 +44,13 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """The verdict at 95 %."""
+        """The verdict at 95 %, by more than `MARGIN`."""
         if self.fewest < FEW:
             return "too few examples"
         if np.isnan(self.score.low):
             return "no interval"
-        if self.score.low > 0:
-            return "better"
-        return "worse" if self.score.high < 0 else "no difference shown"
+        found = decide([(self.score.low, self.score.high)], self.fewest, MARGIN, FEW)
+        return found if found in ("better", "worse") else "no difference shown"
 
 
 def differences(findings: Findings) -> list[Difference]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from html import escape
 
+from kvpolicy.tuning.verdict import MARGIN
 from kvpolicy_eval.report import curves, maps, tables
 from kvpolicy_eval.report.gather import Findings
 from kvpolicy_eval.report.parts import FEW, differences
@@ -103,7 +104,8 @@ def parts(findings: Findings, draw: bool) -> Section:
         "A policy against the same policy without its layer budgets, its representatives, its merger or its codec, at "
         "the same budget of tokens. Both are resampled with the same examples. Of twenty comparisons of equal "
         "policies, one is "
-        f"expected to show a difference at 95 %. If a task has fewer than {FEW} examples, no verdict is given."
+        f"expected to show a difference at 95 %. A verdict needs a difference of more than {MARGIN:.0%}. If a task has "
+        f"fewer than {FEW} examples, no verdict is given."
     )
     text = text if compared else "No two policies with a mean accuracy differ in a single part."
     section = Section("parts", "Parts", "What one part changes", text)

@@ -14,14 +14,19 @@ from kvpolicy.spec.formats import stamp
 from kvpolicy_eval.sweep.cells import FORMAT, NOTES, Store, load_json, write
 from kvpolicy_eval.sweep.config import Config
 
+TABLES = ("table.csv", "table.jsonl")
+"""Files of a sweep's folder, which are written at the end of each run."""
+
 
 def check_settings(folder: Path, config: Config) -> None:
     """Refuse to mix cells that were measured with different settings, unless no cell is done yet.
 
     Raises:
-        ValueError: If the folder has results with other settings.
+        ValueError: If the folder has results with other settings, or a file that no sweep wrote would be replaced.
     """
     notes = folder / NOTES
+    if foreign := [name for name in TABLES if (folder / name).exists() and not notes.is_file()]:
+        raise ValueError(f"{folder} must be absent, or the folder of a sweep, got {foreign[0]}; give another --out.")
     recorded = load_json(notes)["settings"] if notes.is_file() else {}
     if not Store(folder).holds_results():
         return

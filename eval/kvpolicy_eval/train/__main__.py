@@ -44,6 +44,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Train, log to OUT/log.jsonl and export to OUT."""
     args = _arguments(argv)
+    if not args.resume and args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise SystemExit(f"--out must be absent or an empty folder, got {args.out}; try another, or --resume.")
     torch.set_num_threads(1)
     texts = training_texts()
     checkpoint = args.out / "checkpoint"

@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="output folder")
     parser.add_argument("--count", type=int, default=128, help="number of texts")
     args = parser.parse_args()
+    if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
+        parser.error(f"folder must be absent or empty, got {args.folder}; try another one.")
     write_texts(args.folder, args.count)
 
 

@@ -11,7 +11,9 @@ from kvpolicy.cli import arguments
 from kvpolicy.cli.commands.generate import Chat, PromptFile, PromptText
 from kvpolicy.cli.formatting import as_json, paragraph, size, terms
 from kvpolicy.cli.model_names import TINY
+from kvpolicy.cli.policy_files import files_of
 from kvpolicy.cli.prompts import check_length, encode, read_prompt
+from kvpolicy.spec.output import check_output
 
 app = typer.Typer(help="Save the cache of a text to a file, and describe and verify such files.", rich_markup_mode=None)
 
@@ -33,6 +35,7 @@ def make(
         str, typer.Option("--policy", metavar="POLICY", help="Policy spec. The default does not look at a question.")
     ] = DEFAULT_POLICY,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path(OUT),
+    force: arguments.Force = False,
     compress: Annotated[bool, typer.Option("--compress", help="Compress the codes without loss.")] = False,
     chat: Chat = False,
     tile: arguments.Tile = "auto",
@@ -51,9 +54,13 @@ def make(
     text, _ = read_prompt(prompt, file, model, whole=True)
     from kvpolicy.cli.cache_files import make_file
     from kvpolicy.cli.model_loading import load
+    from kvpolicy.hf.cache_header import read_header
     from kvpolicy.policy import Policy
 
     wanted = Policy.parse(policy)
+    out = out.expanduser()
+    inputs = [file, model, *files_of(wanted)]
+    check_output(out, "a saved cache", inputs=inputs, is_own=lambda path: read_header(Path(path)), force=force)
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat, answer=False)  # a chat goes on with a question
     check_length(loaded, ids.shape[1], 0)

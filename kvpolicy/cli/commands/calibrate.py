@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.arguments import Device, Dtype, parse_integers, parse_names
-from kvpolicy.cli.completion import complete_model
+from kvpolicy.cli.arguments import Device, Dtype, Model, parse_integers, parse_names
 from kvpolicy.cli.formatting import duration
 from kvpolicy.cli.model_loading import load
 from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.output import check_output
 from kvpolicy.spec.tables import shorten
 
 app = typer.Typer(help="Calibrate a codec, a reader, a selector or a head allocator.", rich_markup_mode=None)
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model", metavar="MODEL", help="tiny, a folder, or a model name on the Hub.", autocompletion=complete_model
-    ),
-]
 Text = Annotated[list[str], typer.Option("--text", metavar="FILE", help="UTF-8 text file, or folder with .txt files.")]
 More = Annotated[list[str] | None, typer.Argument(metavar="FILE", help="More text files or folders.")]
 Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Folder to write the calibration to.")]
@@ -106,7 +101,9 @@ def csr(
         seed=seed,
         training=Training(epochs=epochs, batch=batch, rate=rate, patience=patience, seed=seed),
     )
-    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    paths = [*text, *(more or ())]
+    _check_folder(out, model, paths, force)
+    loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
     meta = calibrate_csr(
         loaded,
         sampled,
@@ -153,7 +150,9 @@ def kvquant(
     widths = parse_integers("--bits", bits)
     from kvpolicy.calibration import calibrate_kvquant
 
-    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    paths = [*text, *(more or ())]
+    _check_folder(out, model, paths, force)
+    loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
     calibrate_kvquant(
         loaded,
         sampled,
@@ -204,7 +203,9 @@ def lowrank(
     groups = parse_integers("--head-groups", head_groups) if head_groups else ()
     from kvpolicy.calibration import calibrate_lowrank
 
-    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    paths = [*text, *(more or ())]
+    _check_folder(out, model, paths, force)
+    loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
     meta = calibrate_lowrank(
         loaded,
         sampled,
@@ -238,7 +239,9 @@ def channels(
     """Measure how salient each key channel is, for the reader labels."""
     from kvpolicy.calibration import calibrate_channels
 
-    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    paths = [*text, *(more or ())]
+    _check_folder(out, model, paths, force)
+    loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
     calibrate_channels(loaded, sampled, out, name=_name(model), progress=not quiet, force=force)
     print(f"Wrote {out}. Use it with labels:calibration={out}")
 
@@ -303,6 +306,7 @@ def heads(
 
     It takes one forward pass of each window of the text, or one of a random text, without gradients.
     """
+    from kvpolicy.allocators.head_files import load_heads
     from kvpolicy.calibration import calibrate_echoes, calibrate_heads
 
     paths = [*(text or ()), *(more or ())]
@@ -312,6 +316,7 @@ def heads(
         raise KVPolicyError(f"--probe razor must have no text, got {shorten(paths[0])}; remove it, or try reach.")
     if probe == "reach" and not paths:
         raise KVPolicyError("--probe reach must have a text, got none; try --text FILE, or --probe razor.")
+    _check_file(out, model, paths, load_heads, force)
     if probe == "reach":
         loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
         written = calibrate_heads(
@@ -368,8 +373,11 @@ def qfilters(
     It takes one forward pass of each window, without gradients.
     """
     from kvpolicy.calibration import calibrate_qfilters
+    from kvpolicy.selectors.filter_files import load_filters
 
-    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    paths = [*text, *(more or ())]
+    _check_file(out, model, paths, load_filters, force)
+    loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
     calibrate_qfilters(
         loaded, sampled, out, tokens=tokens, seed=seed, name=_name(model), progress=not quiet, force=force
     )
@@ -395,8 +403,11 @@ def triattention(
     It takes one forward pass of each window, without gradients.
     """
     from kvpolicy.calibration import calibrate_triattention
+    from kvpolicy.selectors.center_files import load_centers
 
-    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    paths = [*text, *(more or ())]
+    _check_file(out, model, paths, load_centers, force)
+    loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
     calibrate_triattention(loaded, sampled, out, name=_name(model), progress=not quiet, force=force)
     print(f"Wrote {out}. Use it with triattention:file={out}@0.2")
 
@@ -432,9 +443,12 @@ def gate(
     It takes two forward passes of each window, without gradients.
     """
     from kvpolicy.calibration.gate import calibrate_gate, check_options
+    from kvpolicy.selectors.gate_files import load_gates
 
     chosen = check_options(kind, ridge, units, epochs)  # an invalid value raises an error before anything slow
-    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    paths = [*text, *(more or ())]
+    _check_file(out, model, paths, load_gates, force)
+    loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
     written = calibrate_gate(
         loaded,
         sampled,
@@ -452,6 +466,20 @@ def gate(
     for layer, share in zip(written.gates, (written.made or {})["r2"], strict=True):
         print(f"layer {layer}: {share:.3f} of the variance explained")
     print(f"Wrote {out}. Use it with kvzap:file={out}@0.2")
+
+
+def _check_folder(out: str, model: str, paths: list[str], force: bool) -> None:
+    """Refuse a folder in which something else would be lost, before the model is loaded."""
+    from kvpolicy.calibration.finished import check_free_folder
+
+    check_free_folder(out, inputs=[model, *paths], force=force)
+
+
+def _check_file(out: str, model: str, paths: list[str], load: Callable[[str], Any], force: bool) -> None:
+    """Refuse a file in whose place something else would be lost, before the model is loaded."""
+    from kvpolicy.calibration.finished import SAME
+
+    check_output(out, SAME.format("calibration"), inputs=[model, *paths], is_own=load, force=force)
 
 
 def _prepare(

@@ -8,7 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.arguments import AnswerTokens, Device, Dtype, Json, PromptTokens, Tile, Windows, tile_of
+from kvpolicy.cli.arguments import (
+    MARGIN,
+    AnswerTokens,
+    Device,
+    Dtype,
+    Json,
+    Margin,
+    PromptTokens,
+    Tile,
+    Windows,
+    tile_of,
+)
 from kvpolicy.cli.completion import complete_model, complete_policy
 from kvpolicy.cli.formatting import as_json, counted, paragraph, size, table
 from kvpolicy.spec.errors import KVPolicyError
@@ -45,11 +56,12 @@ def compare(
     prompt: PromptTokens = 0,
     answer: AnswerTokens = 0,
     windows: Windows = 64,
+    margin: Margin = MARGIN,
     tile: Tile = "auto",
     dtype: Dtype = "auto",
     device: Device = "",
     seed: Annotated[int, typer.Option(metavar="INT", help="Random seed of the choice of texts.")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Do not print what is measured.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not print progress.")] = False,
     json: Json = False,
 ) -> None:
     """Compare policies on your own prompts: answers, divergence from the full cache, bytes, peak and time.
@@ -64,24 +76,29 @@ def compare(
     if len({str(policy) for policy in parsed}) < len(parsed):
         raise KVPolicyError(f"--policy must name each policy once, got {', '.join(policies)}; try another budget.")
     from kvpolicy.cli.model_loading import load
+    from kvpolicy.cli.progress import Progress
     from kvpolicy.tuning.comparison import compare as difference
+    from kvpolicy.tuning.comparison import verdict_line
     from kvpolicy.tuning.evidence import reference_logits, score
+    from kvpolicy.tuning.verdict import check_margin
     from kvpolicy.tuning.windows import read_windows
 
+    check_margin(margin)
     loaded, tokenizer = load(model, dtype, device)
     found = read_windows(tokenizer, text, prompt=prompt or None, answer=answer or None, limit=windows, seed=seed)
-    reference = reference_logits(loaded, found, tile_size)
+    progress = None if quiet or json else Progress(len(parsed) + 1, sys.stderr)
+    reference = reference_logits(loaded, found, tile_size, progress and progress.part("full cache, for KL"))
     rows: list[dict[str, Any]] = []
     first = None
     for policy in parsed:
-        if not quiet:
-            print(f"{policy} ...", file=sys.stderr, flush=True)
-        scored = score(loaded, found, policy, reference=reference, tile=tile_size)
+        bar = progress and progress.part(str(policy))
+        scored = score(loaded, found, policy, reference=reference, tile=tile_size, progress=bar)
         first = scored if first is None else first
         rows.append(_facts(loaded, policy, found, scored, tile_size))
         if scored is not first and len(found) > 1:
-            compared = difference(scored, first)
-            rows[-1]["compared_with_the_first"] = compared._asdict() | {"verdict": compared.verdict}
+            compared = difference(scored, first, margin=margin)
+            said = {"verdict": compared.verdict, "sentence": verdict_line(compared, str(policy), str(parsed[0]))}
+            rows[-1]["compared_with_the_first"] = compared._asdict() | said
     facts = {"model": model, "text": text, "texts": len(found), "policies": rows}
     print(as_json("compare", facts) if json else _render(facts))
 
@@ -145,9 +162,8 @@ def _render(facts: dict[str, Any]) -> str:
             )
         )
     lines = [paragraph(f"{facts['model']} on {counted(count, 'text')} of {facts['text']}."), "", table(rows), ""]
-    first = facts["policies"][0]["policy"]
     for found in facts["policies"][1:]:
         compared = found.get("compared_with_the_first")
         if compared is not None:
-            lines += [paragraph(f"{found['policy']} is {compared['verdict']} than {first} on these texts."), ""]
+            lines += [paragraph(compared["sentence"]), ""]
     return "\n".join([*lines, paragraph(LEGEND)])

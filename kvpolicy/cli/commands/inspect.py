@@ -12,8 +12,10 @@ from kvpolicy.cli import arguments
 from kvpolicy.cli.commands.generate import Chat, PolicyName, PromptFile, PromptText, replace_unencodable
 from kvpolicy.cli.formatting import as_json
 from kvpolicy.cli.model_names import TINY
+from kvpolicy.cli.policy_files import files_of
 from kvpolicy.cli.prompts import check_length, encode, prompt_notes, read_prompt
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.output import check_output, has_marker
 
 
 def inspect(
@@ -22,6 +24,7 @@ def inspect(
     model: arguments.Model = TINY,
     policy: PolicyName = arguments.POLICY,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write an HTML page with plots.")] = None,
+    force: arguments.Force = False,
     layer: Annotated[
         int | None,
         typer.Option(min=0, metavar="INT", help="Show the tokens that this layer keeps. By default over all layers."),
@@ -52,20 +55,19 @@ def inspect(
     replace_unencodable()
     tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
     text, is_sample = read_prompt(prompt, file, model)
-    from kvpolicy.cli.inspection import inspect_prompt
-    from kvpolicy.cli.model_loading import load
     from kvpolicy.policy import Policy
 
-    if html is not None and not Path(html).parent.is_dir():
-        raise KVPolicyError(f"--html must be a file in a folder that exists, got {html!r}; try inspect.html.")
-    if html is not None and Path(html).is_dir():
-        raise KVPolicyError(f"--html must be a file, got the folder {html!r}; try {Path(html) / 'inspect.html'}.")
-    spec = str(Policy.parse(policy))  # an invalid spec raises an error before the model is loaded
+    parsed = Policy.parse(policy)  # an invalid spec raises an error before the model is loaded
+    if html is not None:
+        _check_html(html, [file, model, *files_of(parsed)], force)
+    from kvpolicy.cli.inspection import inspect_prompt
+    from kvpolicy.cli.model_loading import load
+
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat)
     check_length(loaded, ids.shape[1], new)
     inspection = inspect_prompt(
-        loaded, tokenizer, ids, spec, name=model, new=new, importance=importance, tile=tile_size
+        loaded, tokenizer, ids, str(parsed), name=model, new=new, importance=importance, tile=tile_size
     )
     if layer is not None:
         inspection.position_of(layer)  # an invalid layer raises an error before anything is written
@@ -84,3 +86,13 @@ def inspect(
         show(inspection, layer)
     else:
         print(f"Wrote {html}. Open it in a browser.")
+
+
+def _check_html(html: str, inputs: list[str | None], force: bool) -> None:
+    """Refuse a page in no folder, and one in the place of something else."""
+    from kvpolicy.cli.inspection_html import MARKER
+
+    if not Path(html).parent.is_dir():
+        raise KVPolicyError(f"--html must be a file in a folder that exists, got {html!r}; try inspect.html.")
+    own = "a page of kvpolicy inspect"
+    check_output(html, own, inputs=inputs, is_own=lambda path: has_marker(path, MARKER), force=force)

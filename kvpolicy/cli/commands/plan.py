@@ -31,9 +31,16 @@ from kvpolicy.cli.transfers import Bandwidth, Link, transfer_facts, transfer_tex
 from kvpolicy.spec.errors import KVPolicyError
 
 FOOTER = (
-    "The peak has weights, cache and the largest activations of generate. Not included: the context of the device, and "
-    "workspaces of its libraries."
+    "The peak has weights, cache and the largest activations of generate. The headroom is for the rest: the context of "
+    "the device, workspaces of its libraries, and gaps between allocations."
 )
+
+HEADROOM = "1GiB"
+"""The default of what a plan leaves free on each rank.
+
+An assumption, not a measurement: contexts of CUDA take some hundred MiB, and workspaces and gaps of the allocator grow
+with the model.
+"""
 
 SIZES = (16384, 8192, 4096, 2048, 1024, 512)
 """Tiles, then chunks, that are tried where a whole prompt does not fit."""
@@ -72,6 +79,9 @@ def plan(
             help="Memory of each rank, such as 80GiB (2^30 bytes) or 80GB (10^9 bytes); 80 means 80GiB.",
         ),
     ] = "80GiB",
+    headroom: Annotated[
+        str, typer.Option(metavar="BYTES", help="Memory of each rank that is left free for what no plan counts.")
+    ] = HEADROOM,
     link: Link = None,
     bandwidth: Bandwidth = None,
     json: Json = False,
@@ -86,6 +96,10 @@ def plan(
 
     cache_dtype = dtype_of(dtype)
     capacity = parse_memory(memory)
+    free = parse_memory(headroom, "--headroom", HEADROOM)
+    if free >= capacity:
+        raise KVPolicyError(f"--headroom must be less than --memory, got {headroom} of {memory}; try {HEADROOM}.")
+    usable = capacity - free
     check_order("plan", model)
     config = as_config(model)
     prompt = prompt_length(prompt, new, trained_positions(config))
@@ -108,10 +122,11 @@ def plan(
         "hold": hold,
         "hold_codes": hold_codes,
         "memory": capacity,
+        "headroom": free,
     }
-    facts |= figures(planned, capacity)
+    facts |= figures(planned, usable)
     facts["link"] = transfer_facts(planned, link, bandwidth, planned.weights.nbytes)
-    facts["tune"] = tune_command(describe(config, cache_dtype), planned.weights.nbytes, prompt, capacity, tp)
+    facts["tune"] = tune_command(describe(config, cache_dtype), planned.weights.nbytes, prompt, usable, tp)
     parts = chunk or tile
     if parts:
         ways = {
@@ -125,11 +140,16 @@ def plan(
     if json:
         print(as_json("plan", facts))
         return
-    print(render(facts, full, lambda *tried: figures(plan_for(*tried), capacity)))
+    print(render(facts, full, lambda *tried: figures(plan_for(*tried), usable)))
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(text: str, option: str = "--memory", example: str = "80GiB or 80GB") -> int:
     """Read the bytes of a device; a number alone is in GiB.
+
+    Args:
+        text: The value.
+        option: The name of the option, for the message; a headroom alone may be 0.
+        example: A value that is right.
 
     Raises:
         KVPolicyError: If it is no amount of memory.
@@ -141,8 +161,11 @@ def parse_memory(text: str) -> int:
 
     match = _MEMORY.fullmatch(text.strip())
     # A larger number without a unit is one of bytes, or a mistake.
-    if match is None or not float(match[1]) or (not match[2] and float(match[1]) >= MOST_GIB):
-        raise KVPolicyError(f"--memory must be a number of bytes with a unit, got {text!r}; try 80GiB or 80GB.")
+    is_none = match is not None and not float(match[1])
+    if match is None or (is_none and option == "--memory") or (not match[2] and float(match[1]) >= MOST_GIB):
+        raise KVPolicyError(f"{option} must be a number of bytes with a unit, got {text!r}; try {example}.")
+    if is_none:
+        return 0
     unit = match[2] or "GiB"
     prefix = unit[0].upper()
     binary = "i" in unit.lower()
@@ -155,7 +178,7 @@ def figures(planned: Any, memory: int) -> dict[str, Any]:
 
     Args:
         planned: A `CachePlan` with weights.
-        memory: Bytes of each rank.
+        memory: Bytes of each rank, without the headroom.
     """
     weights = planned.weights
     prefill = {"policy": planned.prefill_nbytes, "full": planned.full_prefill_nbytes}
@@ -219,7 +242,7 @@ def tune_command(model: Any, weights: int, prompt: int, memory: int, ranks: int)
         model: The shape of the model's cache.
         weights: Bytes of its weights.
         prompt: Tokens of a prompt.
-        memory: Bytes of the device.
+        memory: Bytes of the device, without the headroom.
         ranks: Ranks over which the model is sharded, which cannot tune.
     """
     from kvpolicy.policy import Policy
@@ -243,17 +266,20 @@ def _in_parts(facts: dict[str, Any]) -> str:
 
 def _why_none(facts: dict[str, Any], tried: Callable[[int | None, int | None], dict[str, Any]]) -> str:
     """Say why not one row fits, and what would help."""
-    memory = facts["memory"]
+    memory = facts["memory"] - facts["headroom"]
+    within = size(facts["memory"])
+    if facts["headroom"]:
+        within += f" with a headroom of {size(facts['headroom'])}"
     weights = facts["weights"]["total"]
     fixed = weights + facts["calibrated"]
     if fixed >= memory:
         more = "use more ranks (--tp) or more memory."
-        return f"No row fits in {size(memory)}: the weights alone take {size(weights)}; {more}"
+        return f"No row fits in {within}: the weights alone take {size(weights)}; {more}"
     cache = facts["cache"]["total"] // facts["batch"]
     if fixed + cache > memory:
         why = f"the weights take {size(weights)}, and the cache of a row {size(cache)}; try a smaller budget."
-        return f"No row fits in {size(memory)}: {why}"
-    text = f"No row fits in {size(memory)} while its prompt is prefilled"
+        return f"No row fits in {within}: {why}"
+    text = f"No row fits in {within} while its prompt is prefilled"
     for option, note in (("tile", ""), ("chunk", " Chunks may keep other tokens.")):
         longest = min(facts["prompt"], facts[option] or facts["prompt"])
         for tokens in filter(lambda each: each < longest, SIZES):
@@ -305,6 +331,7 @@ def _totals(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows.append(("activations, at most", size(facts["activations"]), ""))
     peak = facts["peak"]["prefill"]
     rows.append(("peak while prefilling", size(peak["policy"]), size(peak["full"])))
+    rows.append(("headroom", size(facts["headroom"]), size(facts["headroom"])))
     rows.append(
         (
             f"largest batch in {size(facts['memory'])}",

@@ -8,11 +8,23 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.arguments import AnswerTokens, Device, Json, PromptTokens, Tile, Windows, parse_fractions, tile_of
+from kvpolicy.cli.arguments import (
+    MARGIN,
+    AnswerTokens,
+    Device,
+    Json,
+    Margin,
+    PromptTokens,
+    Tile,
+    Windows,
+    parse_fractions,
+    tile_of,
+)
 from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.formatting import as_json, counted, duration, paragraph, table
 from kvpolicy.cli.formatting import size as format_size
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.output import check_output
 
 
 def tune(
@@ -54,6 +66,7 @@ def tune(
         typer.Option("--rival", metavar="POLICY", help="Ordinary policies to compare with; repeat it. By default 28."),
     ] = None,
     no_evidence: Annotated[bool, typer.Option("--no-evidence", help="Do not compare with ordinary policies.")] = False,
+    margin: Margin = MARGIN,
     tile: Tile = "auto",
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="Dtype of the weights: auto is float32 on a CPU.")
@@ -69,7 +82,8 @@ def tune(
     To resume an interrupted run, or to compare at another budget, run the same command again. The file serves any
     budget: tuned:file=FILE@BUDGET.
     """
-    from kvpolicy.planning.curves import MEASURES
+    from kvpolicy.calibration.finished import SAME
+    from kvpolicy.planning.curves import MEASURES, load_tuned
     from kvpolicy.policy import Policy, TunedPolicy
     from kvpolicy.policy.tuned import TunedFile
     from kvpolicy.spec.budget import parse_budget
@@ -79,9 +93,12 @@ def tune(
     from kvpolicy.tuning.rivals import estimate_rivals
     from kvpolicy.tuning.tune import estimate
     from kvpolicy.tuning.tune import tune as run
+    from kvpolicy.tuning.verdict import check_margin
     from kvpolicy.tuning.windows import read_windows, split
 
     wanted = parse_budget(budget)
+    check_margin(margin)
+    check_output(out, SAME.format("tuning"), inputs=[text, model], is_own=load_tuned, force=force)
     tile_size = tile_of(tile)
     grid = make_grid(policies or PARTS, parse_fractions("--shares", shares) if shares else SHARES)
     if measure not in MEASURES:
@@ -103,7 +120,8 @@ def tune(
     spec = str(TunedPolicy(TunedFile(file=out), wanted))
     evidence: dict[str, Any] | None = None
     if not no_evidence:
-        evidence = prove(loaded, out, wanted, tuning, others, specs=rivals, progress=not quiet, tile=tile_size)
+        how: dict[str, Any] = {"specs": rivals, "margin": margin, "progress": not quiet, "tile": tile_size}
+        evidence = prove(loaded, out, wanted, tuning, others, **how)
     facts = {
         "file": out,
         "policy": spec,
