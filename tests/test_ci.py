@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import HEAVY, is_heavy, missing
+from tests.jobs import KINDS, is_heavy, missing
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / ".ci" / "run"
@@ -43,19 +43,43 @@ def test_the_readme_has_no_command_that_the_script_does_not_run() -> None:
     assert sorted(lines) == sorted(re.findall(r"\(promised (\w+)\)", text(".ci/run")))
 
 
-def test_each_kind_of_heavy_tests_is_there_and_keeps_some_for_every_commit() -> None:
-    for files, kept in HEAVY.items():
-        found = [path for path in FILES if fnmatchcase(path, files)]
-        assert found, f"there are no files {files}"
-        contents = "\n".join(text(path) for path in found)
-        assert all(re.search(rf"^(    )?def {name.partition('[')[0]}", contents, re.MULTILINE) for name in kept), kept
+NAMES = [
+    f"{path}::{name}" for path in FILES for name in re.findall(r"^(?:    )?def (test_\w+)", text(path), re.MULTILINE)
+]
 
 
-def test_heavy_tests_are_known_by_their_file_and_what_stays_by_its_name() -> None:
-    files, kept = next((files, kept) for files, kept in HEAVY.items() if kept and "*" not in files)
-    assert is_heavy(f"{files}::test_another[case]")
-    assert not is_heavy(f"{files}::{kept[0]}")
-    assert not is_heavy("tests/test_policy.py::test_another")
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_heavy_tests_is_there_and_keeps_some_for_every_commit(kind: str) -> None:
+    assert KINDS[kind].heavy and KINDS[kind].kept
+    for pattern in (*KINDS[kind].heavy, *KINDS[kind].kept):
+        file, _, name = re.sub(r"\[\[\].*", "", pattern).partition("::")
+        name = name.rpartition("::")[2] or "test_*"
+        found = [one for one in NAMES if fnmatchcase(one, f"{file}::{name}")]
+        assert found, f"there are no tests {pattern}"
+
+
+def test_what_stays_of_a_kind_would_be_heavy_otherwise() -> None:
+    assert all(
+        any(fnmatchcase(kept.partition("::")[0], heavy.partition("::")[0]) for heavy in kind.heavy)
+        for kind in KINDS.values()
+        for kept in kind.kept
+    )
+
+
+@pytest.mark.parametrize(
+    ("test", "heavy"),
+    [
+        ("tests/test_policy.py::test_another", False),
+        ("tests/kernels/test_compiled.py::test_another[case]", True),
+        ("tests/kernels/test_compiled.py::test_any_number_of_slots_needs_one_graph", False),
+        ("tests/eval/board/test_new.py::TestMore::test_another", True),
+        ("tests/test_docs.py::test_links_lead_somewhere", False),
+        ("tests/test_docs.py::test_python_runs[docs/api/policy.md]", True),
+        ("tests/test_docs.py::test_python_runs[docs/index.md]", False),
+    ],
+)
+def test_heavy_tests_are_known_by_their_file_and_name(test: str, heavy: bool) -> None:
+    assert is_heavy(test) is heavy
 
 
 def test_the_slow_job_runs_what_the_default_selection_leaves_out_but_hardware_and_full_products() -> None:
@@ -93,22 +117,23 @@ def test_integrations_are_files_of_tests_each_once() -> None:
 
 
 class TestOldest:
-    """Constraints to the lowest versions that the project admits."""
+    """Constraints to the lowest versions that a project admits."""
 
-    def oldest(self, *requirements: str, **extras: list[str]) -> dict[str, str]:
-        return runpy.run_path(str(ROOT / ".ci" / "oldest.py"))["oldest"](
-            {"name": "me", "dependencies": list(requirements), "optional-dependencies": extras}
-        )
+    def of(self, project: dict[str, Any]) -> dict[str, str]:
+        pytest.importorskip("tomllib")
+        return runpy.run_path(str(ROOT / ".ci" / "oldest.py"))["oldest"](project)
+
+    def made(self, *requirements: str, **extras: list[str]) -> dict[str, str]:
+        return self.of({"name": "me", "dependencies": list(requirements), "optional-dependencies": extras})
 
     def test_each_requirement_has_its_lowest_version(self) -> None:
-        found = self.oldest("a>=1.2", b=["me[c]", "b-b[x,y]>=2"], c=["c_c>=3.0.1; sys_platform == 'linux'", "a>=1.2"])
+        found = self.made("a>=1.2", b=["me[c]", "b-b[x,y]>=2"], c=["c_c>=3.0.1; sys_platform == 'linux'", "a>=1.2"])
         assert found == {"a": "1.2", "b-b": "2", "c_c": "3.0.1"}
 
     @pytest.mark.parametrize("wrong", ["a", "a==1", "a>1", "a<2", "a>=2"])
     def test_a_requirement_without_one_lowest_version_is_refused(self, wrong: str) -> None:
         with pytest.raises(ValueError, match="a requirement must be NAME>=VERSION"):
-            self.oldest("a>=1", x=[wrong])
+            self.made("a>=1", x=[wrong])
 
     def test_of_this_project(self) -> None:
-        found = self.oldest(*project()["project"]["dependencies"], **project()["project"]["optional-dependencies"])
-        assert {"torch", "transformers", "accelerate", "lm_eval", "deepspeed"} <= set(found)
+        assert {"torch", "transformers", "accelerate", "lm_eval", "deepspeed"} <= set(self.of(project()["project"]))
