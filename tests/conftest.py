@@ -19,6 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())
 # Before pytest imports a module of the package for its doctests: it would load a second copy of that module, whose
 # classes and tables are not those that the tests see.
 from kvpolicy import registry
+from tests.jobs import is_heavy, missing
 from tests.sampling import cases
 
 if TYPE_CHECKING:
@@ -48,6 +49,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for mark in metafunc.definition.iter_markers("product"):
         (some,) = mark.args
         metafunc.parametrize(some.names, [*cases(some, metafunc.config.option.markexpr)], ids=some.ids)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `bash .ci/run slow` runs in place of `bash .ci/run`."""
+    for item in items:
+        if is_heavy(item.nodeid):
+            item.add_marker("heavy")
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures need it
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test without a tool that it needs, unless the tests with this marker are what was asked for."""
+    tools = [name for mark in item.iter_markers("needs") for name in mark.args]
+    if "needs" not in item.config.option.markexpr and (absent := missing(tools)):
+        pytest.skip(f"needs {absent} of the extra dev: `bash .ci/run` runs it where it checks types and docs")
 
 
 @pytest.hookimpl(optionalhook=True)

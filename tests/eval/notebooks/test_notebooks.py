@@ -57,9 +57,8 @@ def test_an_error_names_its_cell(tmp_path: Path) -> None:
     assert Path(str(caught.traceback[-1].path)).name == "made.ipynb[2]"
 
 
+@pytest.mark.needs("nbconvert", "mkdocs")
 def test_the_page_of_a_notebook_has_its_outputs() -> None:
-    pytest.importorskip("nbconvert")
-    pytest.importorskip("mkdocs")
     from kvpolicy_eval.notebooks.site import page_of
 
     text, figures = page_of(FOLDER / "compose.ipynb")
