@@ -144,16 +144,20 @@ if not TYPE_CHECKING:  # a type checker would accept every misspelled name
 
     def __getattr__(name: str) -> Any:
         import importlib
+        import sys
 
         if name not in _LAZY:
             raise AttributeError(f"module 'kvpolicy' has no attribute {name!r}")
         try:
             module = importlib.import_module(_LAZY[name])
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             if (error.name or "").partition(".")[0] != "transformers":
                 raise
-            message = f"kvpolicy.{name} needs transformers, which is not installed; run pip install 'kvpolicy[hf]'."
-            raise ModuleNotFoundError(message, name=error.name) from error
+            # A module, or a name in one, that an older version does not have.
+            found = getattr(sys.modules.get("transformers"), "__version__", None)
+            state = "which is not installed" if found is None else f"of a version from 5.18 on, got {found}"
+            message = f"kvpolicy.{name} needs transformers, {state}; run pip install --upgrade 'kvpolicy[hf]'."
+            raise type(error)(message, name=error.name) from error
         value = getattr(module, name)
         globals()[name] = value
         return value

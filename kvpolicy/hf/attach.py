@@ -58,6 +58,7 @@ from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
 from kvpolicy.hf.tiles import around, check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
+from kvpolicy.hf.versions import check_cache_name, check_version
 from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
@@ -104,6 +105,7 @@ class Handle:
         self._thread = threading.local()
         check_adapters(model)
         sites = find_sites(model)
+        check_cache_name(sites.decoder)
         sharing = sharing_of(model)
         shape = describe(model.config, getattr(model, "dtype", None), 1 if sharing is None else sharing.size)  # pyright: ignore[reportArgumentType]
         # Calibrations were made with the whole model, so the weights of a shard identify nothing.
@@ -413,6 +415,7 @@ def attach(
     policy = Policy.of(policy)
     if budget is not None:
         policy = policy.with_budget(budget)
+    check_version()
     with _LOCK:  # of two threads that attach at the same moment, the second one finds the first one's policy
         _check_fresh(model)
         check_caching(model)

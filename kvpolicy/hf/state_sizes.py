@@ -57,7 +57,7 @@ def _measured(config: Any, dtype: torch.dtype) -> dict[int, int]:
 
 def _fill(model: nn.Module, cache: Cache, index: int, hidden: int, dtype: torch.dtype) -> None:
     """Run the modules of a layer that take a cache until one of them has filled its states."""
-    x = torch.zeros(1, _TOKENS, hidden, dtype=dtype)
+    x = torch.zeros(1, _TOKENS, hidden, dtype=dtype, device="meta")
     failed: Exception | None = None
     for module in model.modules():
         if getattr(module, "layer_idx", None) != index:
