@@ -49,7 +49,7 @@ from kvpolicy.hf.forward_calls import (
 from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exceeds, own_mask, vocabulary_of
 from kvpolicy.hf.generation_hooks import offer_cache
 from kvpolicy.hf.identity import identity
-from kvpolicy.hf.model_spec import describe, resolve_for
+from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.recent_cache import RecentCache
@@ -104,6 +104,7 @@ class Handle:
         # Hooks belong to the model, and several threads may run it, each with a cache of its own.
         self._thread = threading.local()
         check_adapters(model)
+        check_supported(model.config)
         sites = find_sites(model)
         check_cache_name(sites.decoder)
         sharing = sharing_of(model)

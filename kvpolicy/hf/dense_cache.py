@@ -103,8 +103,8 @@ def _check_keys(sites: Sites, rotations: dict[int, Rope]) -> None:
             weight.normal_(generator=generator)
     if first_not_undone(sites.decoder, [Site(first.layer_idx, attention, attention)], rotations) is not None:
         raise KVPolicyError(
-            "The keys of a model must depend on the position by their rotation alone for its saved caches to be moved, "
-            f"got {type(attention).__name__}, which changes them after it."
+            "Keys must be the same at every position once the rotary embedding is undone for saved caches to be moved, "
+            f"got others of {type(attention).__name__}."
         )
 
 

@@ -62,8 +62,8 @@ def is_undone(site: Site, rope: Rope, angles: Angles) -> bool | None:
         angles: Computes the angles that the layer is given.
 
     Returns:
-        None where it cannot be measured: the weights are on `meta` or have an unknown form, or the module takes other
-        arguments.
+        False also where the embedding cannot be applied to the keys. None where it cannot be measured: the weights are
+        on `meta` or have an unknown form, or the module takes other arguments.
     """
     keys = _caught(site.attention, lambda: _attend(site, angles))
     if keys is None or keys.dim() != 4 or keys.shape[2] != len(PLACES):
@@ -71,7 +71,7 @@ def is_undone(site: Site, rope: Rope, angles: Angles) -> bool | None:
     try:
         plain = rope.unrotate(keys, torch.tensor(PLACES, device=keys.device)[None, None])
     except Exception:
-        return None  # it takes other positions, such as those of several parts
+        return False  # of whatever kind: it would fail in a forward, too
     spread = (plain - plain.mean(2, keepdim=True)).square().mean().sqrt()
     # Cosines and sines are rounded to the model's dtype, and so are the keys.
     tolerance = max(1e-4, 1.25 * torch.finfo(keys.dtype).eps)

@@ -172,8 +172,7 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         KVPolicyError: If a policy does not support the model.
     """
     text = config.get_text_config(decoder=True)
-    if not isinstance(config, ShippedConfig):
-        _check_supported(config, text)
+    check_supported(config)
     # A vision tower or other parts have configs of their own; only the text decoder has the cache.
     kinds = _sort_layers(text)
     evictable = kinds.attending
@@ -232,8 +231,11 @@ def _states(text: Any, counts: dict[int, int], dtype: torch.dtype, tp: int) -> d
     return {index: LayerStates(count, nbytes[index]) for index, count in counts.items()}
 
 
-def _check_supported(config: Any, text: Any) -> None:
-    """Raise KVPolicyError if a policy does not support the model of a config of transformers."""
+def check_supported(config: Any) -> None:
+    """Raise KVPolicyError if a policy does not support the model of a config, as far as its fields say."""
+    if isinstance(config, ShippedConfig):
+        return
+    text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False) or _has_encoder(text.model_type):
         raise KVPolicyError("The model must be a decoder-only causal language model, got an encoder-decoder model.")
     if getattr(text, "kv_lora_rank", None):

@@ -13,7 +13,7 @@ from kvpolicy.hf.build_plan import Prefilling, build_plan
 from kvpolicy.hf.config_checks import check_modules
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.embedded import as_config
-from kvpolicy.hf.model_spec import describe, resolve_for
+from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.hf.shared_plan import check_text, planned_behind, text_length
 from kvpolicy.hf.weights import weights_per_rank
@@ -98,6 +98,7 @@ def plan(
     tile = None if tile is None else check_size("tile", tile, 1)
     holds = check_chunks(chunks) == HOLD
     lengths = each_row(prompt, batch)
+    check_supported(config)
     if module is None:
         check_modules(config)
     else:

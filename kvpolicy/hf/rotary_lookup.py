@@ -116,8 +116,8 @@ def ropes_of(decoder: nn.Module, sites: Iterable[Site], part: str = "codec") -> 
     other = first_not_undone(decoder, sites, ropes) if part else None
     if other is not None:
         raise KVPolicyError(
-            f"The keys of layer {other.layer_idx} must depend on the position by their rotation alone to be unrotated "
-            f"for this {part}, got {type(other.attention).__name__}, which changes them after it; try "
+            f"Keys must be the same at every position once the rotary embedding is undone, as this {part} does, got "
+            f"others in layer {other.layer_idx} ({type(other.attention).__name__}); try "
             + INSTEAD.get(part, "another policy.")
         )
     return ropes

@@ -46,6 +46,7 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 _SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PICTURES = _SMALL | {"image_size": 28, "patch_size": 14}
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "t5": _make("T5ForConditionalGeneration", "T5Config", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4),
@@ -100,8 +101,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "jetmoe": _make("JetMoeForCausalLM", "JetMoeConfig", "num_attention_heads", kv_channels=8, num_local_experts=2),
     "mistral_window": _make("MistralForCausalLM", "MistralConfig", sliding_window=8),
     "bert": _make("BertModel", "BertConfig", "num_key_value_heads"),
-    "gptj": _make("GPTJForCausalLM", "GPTJConfig", *_FEW, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
-    "codegen": _make("CodeGenForCausalLM", "CodeGenConfig", *_FEW, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
     "rwkv": _make("RwkvForCausalLM", "RwkvConfig", *_FEW),
     "recurrent_gemma": _make("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", num_hidden_layers=3, lru_width=32),
     "llama4": _make("Llama4ForCausalLM", "Llama4TextConfig", intermediate_size_mlp=48, head_dim=8, num_local_experts=2),
@@ -117,5 +116,58 @@ REFUSED: dict[str, Callable[[], Any]] = {
         decoder_attention_heads=4,
         decoder_ffn_dim=32,
         encoder_layers=2,
+    ),
+    "musicgen": _make("MusicgenForCausalLM", "MusicgenDecoderConfig", *_FEW, num_codebooks=2, ffn_dim=48),
+    "musicgen_melody": _make(
+        "MusicgenMelodyForCausalLM", "MusicgenMelodyDecoderConfig", *_FEW, num_codebooks=2, ffn_dim=48
+    ),
+    "hrm_text": _make("HrmTextForCausalLM", "HrmTextConfig"),
+    "whisper": _make(
+        "WhisperForCausalLM",
+        "WhisperConfig",
+        *_SIZES,
+        vocab_size=VOCABULARY,
+        pad_token_id=0,
+        d_model=32,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        encoder_layers=2,
+        encoder_attention_heads=4,
+        encoder_ffn_dim=32,
+    ),
+    "idefics": _make(
+        "IdeficsForVisionText2Text",
+        "IdeficsConfig",
+        "num_key_value_heads",
+        vision_config=_PICTURES | {"embed_dim": 16},
+        perceiver_config={
+            "resampler_n_latents": 2,
+            "resampler_depth": 1,
+            "resampler_n_heads": 2,
+            "resampler_head_dim": 8,
+        },
+    ),
+    "paligemma": _make(
+        "PaliGemmaForConditionalGeneration",
+        "PaliGemmaConfig",
+        *_SIZES,
+        text_config=_SIZES | {"model_type": "gemma", "head_dim": 8},
+        vision_config=_PICTURES | {"model_type": "siglip_vision_model"},
+    ),
+    "kosmos2": _make(
+        "Kosmos2ForConditionalGeneration",
+        "Kosmos2Config",
+        *_SIZES,
+        latent_query_num=2,
+        text_config={"vocab_size": VOCABULARY, "embed_dim": 32, "ffn_dim": 32, "layers": 2, "attention_heads": 4},
+        vision_config=_PICTURES,
+    ),
+    "blip": _make(
+        "BlipForConditionalGeneration",
+        "BlipConfig",
+        *_SIZES,
+        text_config=_SIZES | {"num_key_value_heads": 4, "encoder_hidden_size": 16},
+        vision_config=_PICTURES,
     ),
 }

@@ -30,7 +30,7 @@ def trace(model: nn.Module) -> list[Any]:
         found += [(name, hook, list(vars(module).get(hook, ()))) for hook in HOOKS]
         config = getattr(module, "config", None)
         if config is not None:
-            found.append((name, config._attn_implementation, repr(config)))
+            found.append((name, getattr(config, "_attn_implementation", None), repr(config)))
     return found
 
 

@@ -27,13 +27,16 @@ def one_sentence(error: BaseException) -> str:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*REFUSED])
 def test_models(name: str) -> None:
-    """A plan refuses likewise, from the config alone: what it counted would be of a cache that nobody can make."""
+    """A plan says the same, from the config alone: what it counted would be of a cache that nobody can make."""
     model = REFUSED[name]()
     before = trace(model)
-    for call, given in ((kvpolicy.attach, model), (kvpolicy.plan, model.config)):
+    said: list[str] = []
+    for call, given in ((kvpolicy.attach, model), (kvpolicy.plan, model), (kvpolicy.plan, model.config)):
         with pytest.raises(ValueError) as error:
             call(given, "window@0.5")
-        assert re.search(r" must (be|have|use|cache|not) .*, got ", one_sentence(error.value))
+        said.append(one_sentence(error.value))
+    assert re.search(r" must (be|have|use|cache|not|take) .*, got ", said[0])
+    assert said == said[:1] * 3
     assert trace(model) == before
 
 
@@ -225,9 +228,10 @@ def test_pictures_whose_tokens_see_ahead(tile: int | None) -> None:
     ids, _ = make_batch([10], [10])
     with kvpolicy.attach(model, "window@0.5", tile=tile), torch.no_grad():
         with pytest.raises(ValueError, match="token_type_ids") as error:
-            model(ids, token_type_ids=torch.zeros_like(ids), use_cache=True)
+            model(ids, token_type_ids=torch.ones_like(ids), use_cache=True)
         one_sentence(error.value)
-        model(ids, use_cache=True)
+        want = model(ids, use_cache=True).logits
+        assert torch.equal(model(ids, token_type_ids=torch.zeros_like(ids), use_cache=True).logits, want)
 
 
 def test_attention_sinks_that_ranks_did_not_divide() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,70 @@ def test_cosine_of_the_residual_stream(family: str) -> None:
         cosine = direct.cosines[layer.layer_idx]
         want = torch.stack([row[flags].mean() for row, flags in zip(cosine, mask.bool(), strict=True)])
         assert torch.allclose(cache.cosines()[:, place].double(), want, atol=1e-5)
+
+
+def silence(block: Any) -> None:
+    """Let a block of BERT's kind add its attention to the residual stream and nothing else."""
+    for part in (block.attention.output, block.output):
+        if part.forward.__func__.__code__.co_names.count("LayerNorm"):  # the others have it before attention
+            part.LayerNorm = nn.Identity()
+    nn.init.zeros_(block.output.dense.weight)
+    nn.init.zeros_(block.output.dense.bias)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "RobertaPreLayerNorm", "XLMRobertaXL", "RoCBert"])
+def test_the_projection_may_stand_around_the_attention(kind: str) -> None:
+    """As in BERT and its kin: the metric is that of blocks whose feed-forward part is silenced."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "pad_token_id": 0}
+    config: Any = getattr(transformers, f"{kind}Config")(num_hidden_layers=3, is_decoder=True, **sizes)
+    model = getattr(transformers, "BertLMHeadModel" if kind == "Bert" else f"{kind}ForCausalLM")(config).eval()
+    for weight in model.parameters():
+        nn.init.normal_(weight, mean=float(weight.dim() == 1), std=0.3)
+    ids = torch.randint(3, 48, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), kvpolicy.attach(model, "squeeze+window@0.5") as handle:
+        model(ids)
+    assert handle.cache is not None
+    for place in range(3):
+        silenced = copy.deepcopy(model)
+        (block,) = (module for name, module in silenced.named_modules() if name.endswith(f"encoder.layer.{place}"))
+        silence(block)
+        seen: list[Tensor] = []
+        block.register_forward_hook(
+            lambda _, args, out, seen=seen: seen.extend((args[0], out[0] if isinstance(out, tuple) else out))
+        )
+        with torch.no_grad():
+            silenced(ids, use_cache=False)
+        want = F.cosine_similarity(seen[0], seen[1], dim=-1).mean()
+        assert abs(handle.cache.cosines()[0, place] - want) < 1e-5
+
+
+def test_hidden_states_of_several_streams() -> None:
+    """Gemma-3n's attention reads and changes one of them."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    more: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "layer_types": kinds,
+        "sliding_window": 8,
+        "num_kv_shared_layers": 0,
+    }
+    sizes: dict[str, Any] = {"vocab_size": 48, "vocab_size_per_layer_input": 48, "hidden_size": 32, "head_dim": 8}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    streams: dict[str, Any] = {"altup_num_inputs": 3, "laurel_rank": 4, "hidden_size_per_layer_input": 4}
+    config = transformers.Gemma3nTextConfig(**more, **sizes, **heads, **streams)
+    model: Any = transformers.Gemma3nForCausalLM(config).eval()
+    found: dict[int, list[Tensor]] = {}
+    for index, block in enumerate(model.model.layers):
+        seen = found[index] = []
+        block.input_layernorm.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        block.pre_feedforward_layernorm.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+    ids = torch.randint(3, 48, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), kvpolicy.attach(model, "squeeze+window@0.5") as handle:
+        model(ids)
+    assert handle.cache is not None
+    want = [F.cosine_similarity(*found[index], dim=-1).mean(-1) for index in (1, 3)]
+    assert torch.allclose(handle.cache.cosines(), torch.stack(want, 1), atol=1e-5)
 
 
 def test_norms_that_transformers_knows() -> None:

@@ -1,0 +1,112 @@
+"""Families whose models call their decoder in ways of their own: they run as without a policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache
+
+import kvpolicy
+from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy.hf.cache_names import cache_argument, output_cache
+from tests.conformance.models import VOCABULARY
+
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def random(model: Any) -> Any:
+    for weight in model.parameters():
+        nn.init.normal_(weight, mean=float(weight.dim() == 1), std=0.2)
+    return model.eval()
+
+
+def ids(count: int = 20) -> Tensor:
+    return torch.randint(3, 40, (1, count), generator=torch.Generator().manual_seed(1))
+
+
+def test_the_decoder_knows_its_last_position() -> None:
+    """The whole config of BLIP-2 does not."""
+    torch.manual_seed(0)
+    config = transformers.Blip2Config(
+        vision_config=SMALL | {"image_size": 28, "patch_size": 14},
+        qformer_config=SMALL | {"encoder_hidden_size": 16, "vocab_size": VOCABULARY},
+        text_config=TEXT
+        | {"model_type": "opt", "ffn_dim": 32, "word_embed_proj_dim": 32, "max_position_embeddings": 30},
+        num_query_tokens=4,
+        image_token_index=47,
+    )
+    model = random(transformers.Blip2ForConditionalGeneration(config))
+    tokens = torch.cat([torch.full((1, 4), 47), ids(16)], 1)
+    given: dict[str, Any] = {"input_ids": tokens, "pixel_values": torch.randn(1, 3, 28, 28), "do_sample": False}
+    want = model.generate(**given, max_new_tokens=5, min_new_tokens=5)
+    with kvpolicy.attach(model, "full") as handle:
+        assert torch.equal(model.generate(**given, max_new_tokens=5, min_new_tokens=5), want)
+        assert handle.cache is not None and handle.cache.get_seq_length() == 24
+        with pytest.raises(KVPolicyError, match=r"Positions must be below 30, .* got 30"):
+            model.generate(**given, max_new_tokens=12, min_new_tokens=12)
+
+
+def bert(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(is_decoder=True, intermediate_size=48, pad_token_id=0, **TEXT)
+    return random(getattr(transformers, "BertLMHeadModel" if kind == "Bert" else f"{kind}ForCausalLM")(config))
+
+
+@pytest.mark.parametrize("kind", ["RoCBert", "Bert"])
+def test_a_cache_for_two_kinds_of_attention(kind: str) -> None:
+    """RoCBert makes one although it has one kind alone; given to the model, it is taken like any empty cache."""
+    model = bert(kind)
+    with torch.no_grad():
+        whole = model(torch.cat([ids(), ids(1)], 1)).logits
+        with kvpolicy.attach(model, "full") as handle:
+            out = model(ids())
+            cache = output_cache(out)
+            assert isinstance(cache, PolicyCache) and cache is handle.cache
+            assert torch.allclose(out.logits, whole[:, :-1], atol=1e-4)
+            step = model(ids(1), **cache_argument(model, cache)).logits
+            assert torch.allclose(step, whole[:, -1:], atol=1e-4)
+            both = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            again = model(ids(), **cache_argument(model, both)).logits
+            assert torch.allclose(again, whole[:, :-1], atol=1e-4)
+            with pytest.raises(KVPolicyError, match="A DynamicCache must be new"):
+                model(ids(), **cache_argument(model, both))
+
+
+def gemma() -> Any:
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"]
+    heads = {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "intermediate_size": 48,
+        "sliding_window": 8,
+    }
+    text = TEXT | heads | {"layer_types": kinds, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 48}
+    config = transformers.Gemma4UnifiedConfig(
+        text_config=text | {"use_bidirectional_attention": "vision", "num_kv_shared_layers": 0},
+        image_token_id=41,
+        video_token_id=42,
+        audio_token_id=43,
+    )
+    return random(transformers.Gemma4UnifiedForConditionalGeneration(config))
+
+
+def test_text_beside_pictures_is_causal() -> None:
+    """Gemma-4's unified model passes blocks of pictures with every text; none is in this one."""
+    model = gemma()
+    tokens = ids(24)
+    with torch.no_grad():
+        want = model(tokens).logits
+        with kvpolicy.attach(model, "full"):
+            assert torch.allclose(model(tokens).logits, want, atol=1e-4)
+            got = model.generate(tokens, do_sample=False, max_new_tokens=5, min_new_tokens=5)
+            with pytest.raises(KVPolicyError, match="as for image tokens that attend to later ones"):
+                model(tokens, mm_token_type_ids=(torch.arange(24) < 6).long()[None])
+            model(tokens)
+        assert torch.equal(model.generate(tokens, do_sample=False, max_new_tokens=5, min_new_tokens=5), got)
