@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lm_eval.models import huggingface
@@ -21,12 +21,13 @@ from kvpolicy import Policy
 from kvpolicy.hf.attachment import Hold, check_hold
 from kvpolicy.hf.cache_names import CACHE
 from kvpolicy.hf.shared_plan import check_readable
+from kvpolicy.hf.text_angles import angles_of, check_pieces
 from kvpolicy.hf.tile_size import TileSize, check_tile
 from kvpolicy.reporting.logging import without_warning_of_few_tokens
 from kvpolicy.spec.budget import Budget, json_budget
 from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyWarning
-from kvpolicy_lm_eval import ranks
+from kvpolicy_lm_eval import ranks, scoring
 from kvpolicy_lm_eval.arguments import (
     BACKENDS,
     at_least,
@@ -48,11 +49,10 @@ from kvpolicy_lm_eval.prefixes import (
     group_by_prefix,
     read_least,
 )
-from kvpolicy_lm_eval.scoring import Answer, Scorer, reported_lengths, split, split_behind, with_prefixes
+from kvpolicy_lm_eval.scoring import Answer, Groups, Scorer
 from kvpolicy_lm_eval.stats import Stats
 
 log = logging.getLogger("lm_eval.kvpolicy")  # a child of lm-eval's logger, so that its messages are shown
-T = TypeVar("T")
 
 HFLM: Any = huggingface.HFLM  # its type is lost in the decorator that registers it
 
@@ -355,7 +355,7 @@ class KVPolicyLM(HFLM):
             if not self._is_stock:
                 return self._score(requests, rolling, override_bs, disable_tqdm)
             answers = super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
-        for length in reported_lengths(split(requests, self.max_length, self._holdback), rolling):
+        for length in scoring.reported_lengths(scoring.split(requests, self.max_length, self._holdback), rolling):
             self._add_full_cache(length)
         return answers
 
@@ -376,24 +376,29 @@ class KVPolicyLM(HFLM):
         return answers
 
     def _score_rolling(self, requests: Sequence[Any], batch: int) -> Iterator[tuple[int, Answer]]:
-        texts = with_prefixes(split(requests, self.max_length, 0))
         scorer = self._scorer(self.policy)
-        for some in _batches(texts, batch):
-            yield from scorer.stream(some, self.rolling_chunk)
+        for least, groups in scoring.by_angles(scoring.split(requests, self.max_length, 0), self.config):
+            with angles_of(self.model, least):
+                for some in scoring.batches(scoring.with_prefixes(groups), batch):
+                    yield from scorer.stream(some, self.rolling_chunk)
 
     def _score_answers(self, requests: Sequence[Any], batch: int) -> Iterator[tuple[int, Answer]]:
-        groups = split(requests, self.max_length, self._holdback)
+        for least, groups in scoring.by_angles(scoring.split(requests, self.max_length, self._holdback), self.config):
+            with angles_of(self.model, least):
+                yield from self._score_groups(groups, batch)
+
+    def _score_groups(self, groups: Groups, batch: int) -> Iterator[tuple[int, Answer]]:
         without_prefix = groups.pop((), [])
         scorer = self._scorer(self.policy)
         if self.least_prefix:
-            shared, groups = split_behind(groups, self.least_prefix, self._holdback)
+            shared, groups = scoring.split_behind(groups, self.least_prefix, self._holdback)
             for prefix, pieces in shared:
                 yield from scorer.behind(prefix, pieces, batch)
-        for some in _batches(list(groups), batch):
+        for some in scoring.batches(list(groups), batch):
             yield from scorer.shared(some, groups, batch)
         # The other answers are scored before anything is compressed. With the policy full, no budget is too small.
         full = self._scorer(Policy())
-        for some in _batches(without_prefix, batch):
+        for some in scoring.batches(without_prefix, batch):
             yield from full.stream(some, 2 * self.max_length)
 
     @property
@@ -457,6 +462,7 @@ class KVPolicyLM(HFLM):
             if self._is_stock:
                 out = generate(context, max_length, stop, **kwargs)
             elif shared is not None and batch is not None:
+                check_pieces(self.config, len(shared.tokens), int(lengths.max()), "A prompt behind a common prefix")
                 ids, seen = batch
                 cache = shared.cache.fork([0] * len(prompt), shared=True)
                 most = ids.shape[1] + max_length - columns
@@ -470,6 +476,10 @@ class KVPolicyLM(HFLM):
                         self.model, self.policy, prompt=prompt - held_back, new=max_length - columns + held_back
                     )
                     if held_back:
+                        shortest, longest = int(lengths.min()), int(lengths.max())
+                        check_pieces(
+                            self.config, shortest - held_back, longest, "The end of a prompt that is held back"
+                        )
                         self._prefill(context, mask, columns - held_back, beams, cache)
                     out = generate(context, max_length, stop, **kwargs, **{CACHE: cache})
                 tally.add_cache(len(prompt), cache.nbytes, cache.full_nbytes)
@@ -486,7 +496,3 @@ class KVPolicyLM(HFLM):
         valid = torch.ones_like(ids) if mask is None else mask.repeat_interleave(beams, 0)
         positions = (valid.cumsum(-1) - 1).clamp(min=0)[:, :columns]
         self._scorer(self.policy).forward(ids[:, :columns], valid[:, :columns], positions, cache, last=True)
-
-
-def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    return (items[i : i + size] for i in range(0, len(items), size))

@@ -10,15 +10,18 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.hf.cache_names import cache_argument
+from kvpolicy.hf.rotary_lookup import least_with_angles
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_lm_eval.prefixes import Tokens, group_by_prefix
+
+T = TypeVar("T")
 
 Answer = tuple[float, bool]
 """The log-likelihood of an answer, and whether greedy decoding would generate it."""
@@ -61,6 +64,20 @@ def split(requests: Sequence[tuple[Any, list[int], list[int]]], max_length: int,
         cut = max(len(tokens) - len(answer) - holdback, 0)
         groups[tokens[:cut]].append(Piece(index, tokens[cut:], len(answer)))
     return {prefix: groups[prefix] for prefix in sorted(groups, key=len, reverse=True)}
+
+
+def by_angles(groups: Groups, config: Any) -> list[tuple[int, Groups]]:
+    """Requests whose texts have the same angles of rotary embeddings, where these depend on the length.
+
+    Returns:
+        The shortest text with the angles of each group, and its requests.
+    """
+    found: defaultdict[int, Groups] = defaultdict(dict)
+    for prefix, pieces in groups.items():
+        for piece in pieces:
+            fed = len(prefix) + len(piece.tokens) - 1
+            found[least_with_angles(config, fed)].setdefault(prefix, []).append(piece)
+    return sorted(found.items(), reverse=True)
 
 
 def with_prefixes(groups: Groups) -> list[Piece]:
@@ -106,6 +123,11 @@ def split_behind(groups: Groups, least: int, holdback: int) -> tuple[list[tuple[
         ]
         shared.append((common, pieces))
     return shared, {prefix: alone[prefix] for prefix in sorted(alone, key=len, reverse=True)}
+
+
+def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Some items in groups of `size`; the last one may have fewer."""
+    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +204,8 @@ class Scorer:
         logits = first
         if any(fed):
             ids, new = self._stack(fed)
-            positions = length[:, None] + torch.arange(ids.shape[1], device=self.device)
+            # Padding gets a position of its row, since the largest one decides the angles of some models.
+            positions = (length[:, None] + new.cumsum(-1) - 1).clamp(min=0)
             logits = self.forward(ids, torch.cat([mask, new], 1), positions, cache)
             logits = torch.cat([first, logits], 1)
         targets, _ = self._stack([piece.tokens for piece in pieces], width=logits.shape[1])
@@ -194,12 +217,12 @@ class Scorer:
         width = longest + (longest % chunk == 1)  # one column of padding, so that no chunk has a single column
         rows, valid = self._stack([piece.tokens[:-1] for piece in pieces], width=width)
         targets, _ = self._stack([piece.tokens[1:] for piece in pieces], width=width)
+        positions = (valid.cumsum(-1) - 1).clamp(min=0)
         cache = self.new_cache(valid.sum(-1))
         picked: list[tuple[Tensor, Tensor]] = []
         for start in range(0, width, chunk):
             end = min(start + chunk, width)
-            positions = torch.arange(start, end, device=self.device).expand(len(pieces), -1)
-            logits = self.forward(rows[:, start:end], valid[:, :end], positions, cache)
+            logits = self.forward(rows[:, start:end], valid[:, :end], positions[:, start:end], cache)
             picked.append(self._pick(logits, targets[:, start:end]))
         self.on_filled(len(pieces), cache)
         logps = torch.cat([part for part, _ in picked], 1)

@@ -241,7 +241,7 @@ class LayerContents:
 
     @property
     def columns(self) -> int:
-        """Columns seen, counted on the host so that nothing waits for the device; read from it after compiled steps."""
+        """Columns seen, counted on the host, so that no step waits; read from the device after compiled steps."""
         if self._columns is None:
             self._columns = int(self.tensors.columns)
         return self._columns

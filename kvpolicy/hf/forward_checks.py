@@ -12,6 +12,8 @@ from kvpolicy.hf.attention_interface import PREFIX, no_padding
 from kvpolicy.hf.deferred_masks import DeferredMask
 from kvpolicy.hf.mask_digest import mask_digest
 from kvpolicy.hf.replay import TABLES
+from kvpolicy.hf.rotary_lookup import depends_on_length
+from kvpolicy.hf.text_angles import check_angles
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.limits import MAX_SIZE
 
@@ -112,6 +114,8 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
     if call.get("attention_mask") is not None:
         _check_mask(cache, call["attention_mask"], rows, new)
     _check_limit(decoder, cache, new, call)
+    if new > 1 and depends_on_length(config):
+        check_angles(config, cache, _end(cache, new, call))
 
 
 def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:

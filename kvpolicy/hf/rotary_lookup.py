@@ -36,6 +36,11 @@ def trained_positions(config: Any) -> int | None:
     return limit if isinstance(limit, int) and _kinds(text) <= {"default", "linear", "llama3"} else None
 
 
+def depends_on_length(config: Any) -> bool:
+    """Whether the angles of a model's rotary embedding depend on the length of a forward."""
+    return not _kinds(config.get_text_config()).isdisjoint(_LENGTH_DEPENDENT)
+
+
 def changing_kind(config: Any, first: int, last: int) -> str:
     """The kind of rotary embedding with other angles for `last` tokens than for `first`; empty if there is none.
 
@@ -54,6 +59,27 @@ def changing_kind(config: Any, first: int, last: int) -> str:
         if kind == "longrope" and first <= part["original_max_position_embeddings"] < last:
             return kind
     return ""
+
+
+def least_with_angles(config: Any, length: int) -> int:
+    """Tokens of the shortest text with the angles of one of `length` tokens.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        >>> config = LlamaConfig(max_position_embeddings=64, rope_parameters=rope)
+        >>> least_with_angles(config, 64), least_with_angles(config, 70)
+        (1, 70)
+    """
+    text = config.get_text_config()
+    least = 1
+    for part in _parts(text):
+        kind = part.get("rope_type", "default")
+        if kind == "dynamic" and length > text.max_position_embeddings:
+            least = length
+        if kind == "longrope" and length > part["original_max_position_embeddings"]:
+            least = max(least, part["original_max_position_embeddings"] + 1)
+    return least
 
 
 def _kinds(config: Any) -> set[str]:
@@ -168,7 +194,7 @@ def steady_angles(decoder: nn.Module) -> Generator[None]:
     A replay reaches behind the prompt. Embeddings that adapt to that length would rotate its queries, and with
     `dynamic` those of all later steps, otherwise than the keys of the prompt.
     """
-    adapting: list[Any] = [tables for tables in _embeddings(decoder) if _adapts(tables)]
+    adapting = adapting_embeddings(decoder)
     if not adapting:
         yield
         return
@@ -181,6 +207,11 @@ def steady_angles(decoder: nn.Module) -> Generator[None]:
         finally:
             for tables, kind in zip(adapting, kinds, strict=True):
                 tables.rope_type = kind
+
+
+def adapting_embeddings(model: nn.Module) -> list[Any]:
+    """The rotary embeddings of a model whose angles depend on the length."""
+    return [tables for tables in _embeddings(model) if _adapts(tables)]
 
 
 def _adapts(tables: Any) -> bool:
