@@ -41,7 +41,7 @@ def counting_model() -> tuple[Any, Any]:
         eos_token_id=end,
         pad_token_id=end,
     )
-    model = LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for layer in model.model.layers:  # so that the last token alone decides
             layer.self_attn.o_proj.weight.zero_()

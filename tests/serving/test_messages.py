@@ -14,7 +14,7 @@ from openai.types import chat
 from kvpolicy.serving.messages import parse_message
 from kvpolicy.spec.errors import KVPolicyError
 
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 DECODED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 TEXT = {"type": "text", "text": "a"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
