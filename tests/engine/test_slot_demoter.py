@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvpolicy.engine.slot_demoter import SlotDemoter, assign_slots
+from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.token_batch import SlotData, TokenBatch
 from kvpolicy.kernels.slot_writes import gather_slots
 from tests.conformance.fakes import Fake
@@ -20,6 +21,13 @@ def batch() -> TokenBatch:
     keys = positions[..., None].expand(*positions.shape, DIM).float()
     chosen = torch.ones_like(positions, dtype=torch.bool)
     return TokenBatch(keys, -keys, positions.int(), Worth(positions / 2, positions.long()), chosen)
+
+
+def is_full(slots: SlotGeometry) -> bool:
+    """Whether a buffer of any row is full."""
+    full = slots.full_rows()
+    assert full is not None
+    return bool(full.any())
 
 
 def test_the_oldest_tokens_are_demoted_and_every_token_is_placed_once() -> None:
@@ -38,7 +46,7 @@ def test_the_oldest_tokens_are_demoted_and_every_token_is_placed_once() -> None:
         assert max(coded) < min(p for p in head[:exact].tolist() if p >= 0)
     positions = layer.tensors.positions.float()[..., None]
     assert torch.equal(past.keys[past.occupied], positions.expand(past.keys.shape)[past.occupied])
-    assert not slots_full(slots)
+    assert not is_full(slots)
 
 
 def test_slots_are_assigned_in_some_rows_only() -> None:
@@ -57,9 +65,9 @@ def test_a_full_buffer_gives_up_its_oldest_block() -> None:
     tokens = batch().window(0, exact)
     every = torch.arange(exact).expand(ROWS, HEADS, -1)
     slots.writer.write(every, tokens.data, None)
-    assert slots_full(slots)
+    assert is_full(slots)
     slots.demote()
-    assert not slots_full(slots)
+    assert not is_full(slots)
     left = layer.tensors.positions[..., :exact]
     assert sorted(p for p in left[0, 0].tolist() if p >= 0) == [*range(layer.contents.largest_block, exact)]
     past = codes.past()
