@@ -80,7 +80,9 @@ def test_a_question_that_is_fed_later_is_refused_where_the_angles_change(tiny, k
         if count <= TRAINED:
             assert lm.generate_until([request], disable_tqdm=True)
         else:
-            with pytest.raises(KVPolicyError, match=rf"The end of a prompt that is held back must have the angles .* type {kind}"):
+            with pytest.raises(
+                KVPolicyError, match=rf"The end of a prompt that is held back must have the angles .* type {kind}"
+            ):
                 lm.generate_until([request], disable_tqdm=True)
     assert len(tiny[1](lines(2)).input_ids) <= TRAINED < len(tiny[1](lines(5)).input_ids)
 
