@@ -42,6 +42,16 @@ def test_a_negative_prompt_is_not_the_answer(given: str | None) -> None:
         assert str(handle.cache.policy) == (given or "h2o@0.5")
 
 
+def test_an_answer_that_returns_no_cache() -> None:
+    model = build("llama", layers=2)
+    ids, _ = make_batch([24], [24])
+    with kvpolicy.attach(model, "h2o@0.5") as handle:
+        how = HOW | {"return_dict_in_generate": False}
+        out = model.generate(ids, guidance_scale=1.5, negative_prompt_ids=ids[:, :7], **how)
+        assert out.shape == (1, 29)
+        assert handle.cache is not None and handle.cache.get_seq_length() == 28
+
+
 @pytest.mark.parametrize("inner", ["a forward", "a forward on a cache", "generate", "generate on a cache"])
 def test_what_runs_within_a_generation_is_not_the_answer(inner: str) -> None:
     model = build("llama", layers=2)
