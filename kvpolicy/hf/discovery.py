@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache
 
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -93,6 +92,8 @@ def _check_decoder(decoder: nn.Module) -> None:
 
 def _without_attention(model: nn.Module) -> set[int]:
     """Layers of a model that have a state and no attention."""
+    from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache  # here: plans need no transformers
+
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return set()
