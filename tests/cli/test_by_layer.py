@@ -50,7 +50,7 @@ def test_plan_and_explain(spec: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_generate_and_inspect(spec: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert call(capsys, "generate", TEXT, "--policy", spec, "--new", "3")["runs"][0]["policy"] == spec
+    assert call(capsys, "generate", TEXT, "--policy", spec, "--least", "0", "--new", "3")["runs"][0]["policy"] == spec
     found = call(capsys, "inspect", TEXT, "--policy", spec, "--html", str(tmp_path / "page.html"))
     assert found["policy"] == spec and len(found["layers"]) == 8
     assert spec in (tmp_path / "page.html").read_text()
