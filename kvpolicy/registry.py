@@ -278,10 +278,10 @@ def lookup(name: str) -> tuple[Kind, type[Any]]:
     if name in WHOLE:
         raise KVPolicyError(f"{name!r} sets every part of a policy and must stand alone, got it beside other parts.")
     if found is None:
-        every = ", ".join(f"the {described(kind)}s {', '.join(names(kind))}" for kind in BUILT_IN)
-        raise KVPolicyError(
-            f"A strategy must be one of {every}, got {shorten(name)!r}{suggest(name, [*names(), *WHOLE])}"
-        )
+        advice = suggest(name, [*names(), *WHOLE])
+        if advice == ".":
+            advice = "; try a name that `kvpolicy list` shows."
+        raise KVPolicyError(f"A strategy must have a registered name, got {shorten(name)!r}{advice}")
     kind, target = found
     return kind, _load(name, target)
 

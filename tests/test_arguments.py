@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kvpolicy
-from kvpolicy import CSR, H2O, KIVI, TOVA, KVCrush, Plain, Policy, SnapKV, StreamingLLM, registry
+from kvpolicy import CSR, H2O, KIVI, TOVA, KVCrush, KVzip, Plain, Policy, SnapKV, StreamingLLM, registry
 from kvpolicy.helpers import named_options
-from kvpolicy.spec.errors import KVPolicyTypeError
+from kvpolicy.planning.planner import base_tokens
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
 
 @named_options
@@ -141,3 +144,21 @@ def test_a_profile_is_not_written_to_a_folder(tmp_path: Path) -> None:
         kvpolicy.profile(model, [ids], tmp_path)
     kvpolicy.profile(model, [ids], tmp_path / "new" / "profile.json")
     assert (tmp_path / "new" / "profile.json").is_file()
+
+
+def test_a_part_is_shown_as_in_a_spec() -> None:
+    """Messages have what a user wrote; what no spec has is shown as in Python."""
+    assert str(KVzip()) == "kvzip" and str(KVzip(sinks=8)) == "kvzip:sinks=8" and repr(KVzip()).startswith("KVzip(")
+    assert str(KVCrush(base=H2O(recent=0.25))) == "kvcrush/h2o:recent=0.25"
+    with pytest.raises(KVPolicyError, match=r"^The budget must be at least 5 tokens for streaming, got 4\.$"):
+        Policy.parse("streaming@4")
+    with pytest.raises(
+        KVPolicyError, match=r"^The budget must be at least 4 tokens for kvzip, got 0\.2, which is 3 of 15"
+    ):
+        base_tokens(Policy.parse("uniform/adakv+kvzip@0.2"), torch.tensor([15]))
+    for kind in ("selector", "codec", "reader", "merger", "allocator"):
+        for name in registry.names(kind):
+            cls = registry.lookup(name)[1]
+            with contextlib.suppress(TypeError, ValueError):  # some need an argument
+                part = cls()
+                assert str(part).partition(":")[0].partition("/")[0] == name, kind

@@ -82,3 +82,29 @@ def test_the_page_shows_every_script() -> None:
     page = (EXAMPLES / "index.md").read_text(encoding="utf-8")
     assert SCRIPTS
     assert not [script.name for script in SCRIPTS if f"examples/{script.name}" not in page]
+
+
+@pytest.mark.slow
+def test_two_ranks_run_without_deepspeed() -> None:
+    """The extra `all` does not install it, so that transformers shards; one rank prints what two do, but for bytes."""
+    script = EXAMPLES / "two_ranks.py"
+    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "RANK", "WORLD_SIZE")}
+    path = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "integrations", ROOT / "eval"))
+    hidden = (
+        "import importlib.util as util, runpy, sys\n"
+        "found = util.find_spec\n"
+        "util.find_spec = lambda name, *more: None if name == 'deepspeed' else found(name, *more)\n"
+        "sys.modules['deepspeed'] = None\n"
+        f"sys.argv = [{str(script)!r}]\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", hidden],
+        env=kept | {"PYTHONPATH": os.pathsep.join([path, kept.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = promised(script).replace("2 rank(s)", "1 rank(s)").partition("; 627,720")[0]
+    assert last(done.stdout).startswith(expected)

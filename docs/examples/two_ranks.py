@@ -16,6 +16,7 @@ Prints (embedded model, CPU): 2 rank(s): answer 3513, right is 3513; kept per la
 import argparse
 import os
 from importlib.resources import files
+from importlib.util import find_spec
 from random import Random
 
 from transformers import AutoTokenizer
@@ -30,7 +31,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default=str(files("kvpolicy") / "assets" / "tiny"))
     parser.add_argument("--policy", default="squeeze+kvcrush/snapkv@0.3")
-    parser.add_argument("--backend", default="deepspeed", help="deepspeed, or hf for transformers")
+    found = "deepspeed" if find_spec("deepspeed") else "hf"
+    parser.add_argument("--backend", default=found, help="deepspeed, if it is installed, or hf for transformers")
     args = parser.parse_args()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)  # without a launcher: one rank

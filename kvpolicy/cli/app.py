@@ -24,6 +24,7 @@ from kvpolicy.cli.commands.serve import serve
 from kvpolicy.cli.commands.tiny import tiny
 from kvpolicy.cli.commands.tune import tune
 from kvpolicy.cli.errors import sentence
+from kvpolicy.cli.help import CONTEXT, Group
 from kvpolicy.spec.errors import KVPolicyWarning
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -43,7 +44,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 USAGE: type[Exception] = typer.BadParameter.__mro__[2]
 """The class of errors of the command line in every version of Typer, which has no public name for it."""
 
-app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, rich_markup_mode=None)
+app = typer.Typer(cls=Group, context_settings=CONTEXT, rich_markup_mode=None)
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
 app.add_typer(cache.app, name="cache")

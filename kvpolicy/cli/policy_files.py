@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvpolicy.policy import Policy
+if TYPE_CHECKING:
+    from kvpolicy.policy import Policy
 
 
 def files_of(policy: Policy) -> list[str]:
     """The files and folders that the parts of a policy name, of those that exist.
 
+    >>> from kvpolicy import Policy
     >>> files_of(Policy.parse("squeeze+kvcrush/h2o+kivi@0.2"))
     []
     """

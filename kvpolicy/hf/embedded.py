@@ -88,7 +88,7 @@ def config_of(name: str) -> Any:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         reason = shorten(str(error), 300, placeholder=" ...").rstrip(".") or type(error).__name__
         raise KVPolicyError(
-            f"The config must be {', '.join(SHIPPED)}, a folder, a config.json or a name on the Hub, got {name} "
+            f"The config must be a model that ships, a folder, a config.json or a name on the Hub, got {name} "
             f"({reason}){suggest(name.rpartition('/')[2], SHIPPED)}"
         ) from error
 

@@ -90,12 +90,21 @@ def _kept(word: str, value: str) -> tuple[str, str]:
     return value, ""
 
 
+_texts: dict[str, Callable[[Any], str]] = {}
+"""How options are written in a spec: `spec`, which the grammar provides, since it imports this module."""
+
+
+def write_options_by(text: Callable[[Any], str]) -> None:
+    """Set the function that writes options as in a spec; it raises KVPolicyError for those that no spec has."""
+    _texts["spec"] = text
+
+
 def named_options(cls: type[T]) -> type[T]:
     """Make a dataclass of options answer wrong arguments with one sentence.
 
     It stands above `@dataclass`. The signature, the fields and `dataclasses.replace` are as before. The fields of a
     class without `__post_init__` are checked by `check_fields`. Options are equal if their values are, and have the
-    same types: 1 may be one token, and 1.0 all of them.
+    same types: 1 may be one token, and 1.0 all of them. `str` of a part is its text in a spec, `repr` that of Python.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -115,8 +124,18 @@ def named_options(cls: type[T]) -> type[T]:
         cls.__eq__ = _telling_types_apart(cls.__eq__)
         if not hasattr(cls, "__post_init__"):
             initialize = _checking(initialize)
+        if cls.__str__ is object.__str__:
+            cls.__str__ = _text
     cls.__init__ = _answering(initialize, cls)
     return cls
+
+
+def _text(self: object) -> str:
+    """The text of options in a spec, or that of Python if they have none."""
+    try:
+        return _texts["spec"](self)
+    except (KeyError, KVPolicyError):
+        return repr(self)
 
 
 def _telling_types_apart(equal: Callable[[Any, object], bool]) -> Callable[[Any, object], bool]:

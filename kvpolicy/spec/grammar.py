@@ -30,7 +30,7 @@ from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 from kvpolicy.registry import Kind, kinds, lookup, name_of, names, suggest
-from kvpolicy.spec.arguments import suggest_option
+from kvpolicy.spec.arguments import suggest_option, write_options_by
 from kvpolicy.spec.budget import Budget, format_budget, parse_budget
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.tables import shorten
@@ -302,6 +302,9 @@ def _show_term(strategy: object, name: str = "") -> str:
             shown = _show_value(value, _hints(cls)[key])
             terms.append(f"{key}={_before_inner(cls).sub('%2F', shown) if _wraps(cls) else shown}")
     return ":".join(terms) + base
+
+
+write_options_by(_show_term)
 
 
 def _show_value(value: Any, hint: Any) -> str:

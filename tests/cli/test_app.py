@@ -15,7 +15,7 @@ import pytest
 import kvpolicy
 from kvpolicy.cli import model_names
 from kvpolicy.cli.app import COMMANDS, main
-from kvpolicy.cli.commands import tiny
+from kvpolicy.cli.commands import cache, calibrate, tiny
 from kvpolicy.cli.errors import EXTRAS, sentence
 from kvpolicy.hf.embedded import SHIPPED
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
@@ -76,6 +76,19 @@ def test_lines_fit_the_terminal(columns: int, run: Run) -> None:
     for line in WIDTHS if columns > 50 else WIDTHS[:-1]:  # the help has a least width
         lines = run(line, columns=columns).splitlines()
         assert [text for text in lines if len(text) > columns and "/" not in text] == []  # a path cannot be broken
+
+
+@pytest.mark.parametrize("group", ["", "cache ", "calibrate "])
+def test_the_help_is_as_wide_as_the_terminal_and_cuts_no_summary(group: str, run: Run) -> None:
+    for columns in (80, 120, 200):
+        shown = run(f"{group}--help", columns=columns)
+        assert "..." not in shown.partition("Commands:")[2] and max(map(len, shown.splitlines())) <= min(columns, 120)
+    for command in [*COMMANDS.values(), cache.make, calibrate.gate]:
+        summary = " ".join((command.__doc__ or "").split("\n\n")[0].split())
+        texts = [" ".join(run(f"{each}--help").split()) for each in ("", "cache ", "calibrate ")]
+        assert any(summary in text for text in texts)
+    widest = [max(map(len, run("plan --help", columns=columns).splitlines())) for columns in (80, 120)]
+    assert widest[0] <= 80 < widest[1]
 
 
 def test_nothing_is_colored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

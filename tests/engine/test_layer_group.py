@@ -432,7 +432,7 @@ def test_a_model_of_one_layer_is_refused() -> None:
 
 def test_a_crop_is_refused() -> None:
     cache, _ = run(POLICIES[0], [26, 1])
-    with pytest.raises(KVPolicyError, match=r"must not be cropped under the codec MiniCache\(start=1"):
+    with pytest.raises(KVPolicyError, match=r"must not be cropped under the codec minicache"):
         cache.crop(-1)
 
 

@@ -22,7 +22,7 @@ from kvpolicy_eval.board.order import order
 from kvpolicy_eval.board.page import full_cache, peer_refusals, refusals, tables, top
 from kvpolicy_eval.board.peers import PEERS
 from kvpolicy_eval.board.pictures import picture
-from kvpolicy_eval.board.policies import Entry, entries
+from kvpolicy_eval.board.policies import Entry, entries, kind_of
 from kvpolicy_eval.board.rows import COLUMNS, write_rows
 from kvpolicy_eval.common.markdown import add_fill_argument, check_places, pages_with, publish
 from kvpolicy_eval.common.results import add_force_argument, add_results_arguments, check_results, parse_checked
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     shown = [*entries(args.model), *PEERS]
     if args.only:
         named = {entry.name: entry for entry in shown}
-        shown = [named.get(spec, Entry(spec, "combination")) for spec in args.only]
+        shown = [named.get(spec) or Entry(spec, kind_of(spec)) for spec in args.only]
     listed = [entry for entry in shown if not entry.is_peer]
     peers = [entry for entry in shown if entry.is_peer]
     if not args.page_only:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
-from kvpolicy import registry
+from kvpolicy import Policy, registry
 from kvpolicy.hf.attachment import Hold
 from kvpolicy_eval.common.codecs import selector_for
 
@@ -117,6 +117,31 @@ class Entry(NamedTuple):
         'full+quest:read=0.1'
         """
         return self.spec.replace("{read}", f"{share:g}")
+
+
+def kind_of(spec: str) -> Kind:
+    """The kind of what a policy shows: its only part, or the only one beside `SELECTOR`.
+
+    Args:
+        spec: Without a budget; the parts may be of other packages.
+
+    >>> kind_of("tova"), kind_of("snapkv+kivi"), kind_of("uniform/adakv+snapkv"), kind_of("squeeze+h2o+kivi")
+    ('selector', 'codec', 'head allocator', 'combination')
+    """
+    policy = Policy.parse(spec.replace("{read}", "0.5"))
+    default = Policy()
+    own: list[Kind] = []
+    if policy.heads is not None:
+        own.append("head allocator")
+    elif policy.allocator != default.allocator:
+        own.append("allocator")
+    rest: tuple[Kind, ...] = ("merger", "codec", "reader")
+    own += [kind for kind in rest if getattr(policy, kind) != getattr(default, kind)]
+    beside = (default.selector, Policy.parse(SELECTOR).selector)
+    if len(own) > 1 or (own and policy.selector not in beside):
+        return "combination"
+    alone: Kind = "all tokens" if policy.selector == default.selector else "selector"
+    return own[0] if own else alone
 
 
 def within_bytes(listed: Sequence[Entry]) -> list[Entry]:

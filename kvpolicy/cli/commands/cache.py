@@ -10,12 +10,15 @@ import typer
 from kvpolicy.cli import arguments
 from kvpolicy.cli.commands.generate import Chat, PromptFile, PromptText
 from kvpolicy.cli.formatting import as_json, paragraph, size, terms
+from kvpolicy.cli.help import Group
 from kvpolicy.cli.model_names import TINY
 from kvpolicy.cli.policy_files import files_of
 from kvpolicy.cli.prompts import check_length, encode, read_prompt
 from kvpolicy.spec.output import check_output
 
-app = typer.Typer(help="Save the cache of a text to a file, and describe and verify such files.", rich_markup_mode=None)
+app = typer.Typer(
+    cls=Group, help="Save the cache of a text to a file, and describe and verify such files.", rich_markup_mode=None
+)
 
 OUT = "cache.safetensors"
 """The default path of a new file."""

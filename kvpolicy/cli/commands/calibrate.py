@@ -9,13 +9,14 @@ import typer
 
 from kvpolicy.cli.arguments import Device, Dtype, Model, parse_integers, parse_names
 from kvpolicy.cli.formatting import duration
+from kvpolicy.cli.help import Group
 from kvpolicy.cli.model_loading import load
 from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.output import check_output
 from kvpolicy.spec.tables import shorten
 
-app = typer.Typer(help="Calibrate a codec, a reader, a selector or a head allocator.", rich_markup_mode=None)
+app = typer.Typer(cls=Group, help="Calibrate a codec, a reader, a selector or a head allocator.", rich_markup_mode=None)
 
 Text = Annotated[list[str], typer.Option("--text", metavar="FILE", help="UTF-8 text file, or folder with .txt files.")]
 More = Annotated[list[str] | None, typer.Argument(metavar="FILE", help="More text files or folders.")]
