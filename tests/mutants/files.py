@@ -85,4 +85,25 @@ MUTATIONS = (
         new="if blob.nbytes <= tensors[name].nbytes + 64}",
         tests=("tests/files/test_saved_cache.py::test_codes_that_would_not_become_smaller_stay_as_they_are",),
     ),
+    Mutation(
+        name="a text of a file is compared from its end",
+        file="kvpolicy/hf/known_tokens.py",
+        old="text = ids[:, :columns].cpu()",
+        new="text = ids[:, -columns:].cpu()",
+        tests=("tests/files/test_known_tokens.py",),
+    ),
+    Mutation(
+        name="a cache counts from the offsets of the last prompt on the model",
+        file="kvpolicy/hf/rope_deltas.py",
+        old="        if counts:\n            self.show(cache)\n",
+        new="",
+        tests=("tests/files/test_pictures.py",),
+    ),
+    Mutation(
+        name="a prompt of text counts from the offsets of the last picture",
+        file="kvpolicy/hf/rope_deltas.py",
+        old='is_new and counts and named.get("inputs_embeds") is None',
+        new="False",
+        tests=("tests/files/test_pictures.py",),
+    ),
 )
