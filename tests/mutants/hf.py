@@ -189,39 +189,11 @@ MUTATIONS = (
         tests=("tests/engine/test_announcements.py",),
     ),
     Mutation(
-        name="generate announces one token too few",
-        file="kvpolicy/hf/generation_hooks.py",
-        old="new = max(length + 1 - columns, 0) if columns else None",
-        new="new = max(length - columns, 0) if columns else None",
-        tests=("tests/engine/test_announcements.py",),
-    ),
-    Mutation(
-        name="a forward within a generation is its answer",
-        file="kvpolicy/hf/recent_cache.py",
-        old="if answer is None or answer.cache is cache:",
-        new="if answer is None or cache is not None:",
-        tests=("tests/engine/test_recent_cache.py",),
-    ),
-    Mutation(
-        name="a cache that begins again forgets what is still to come",
-        file="kvpolicy/hf/restarting.py",
-        old="None if end is None else max(end - columns, 0)",
-        new="None",
-        tests=("tests/engine/test_restarting.py",),
-    ),
-    Mutation(
         name="the difference of residual streams is taken in half precision",
         file="kvpolicy/hf/residual_hooks.py",
         old="args[0].float() - residual.float()",
         new="args[0] - residual",
         tests=("tests/engine/test_announcements.py",),
-    ),
-    Mutation(
-        name="a rejected draft is replaced by any token of the full cache",
-        file="kvpolicy/hf/speculation.py",
-        old="return self._draw((wanted - drawn).clamp_min(0))",
-        new="return self._draw(wanted)",
-        tests=("tests/engine/test_speculation.py",),
     ),
     Mutation(
         name="parameters are rounded down in the weights of the first rank",
@@ -271,13 +243,6 @@ MUTATIONS = (
         old="            layer.cumulative_length -= 1\n",
         new="",
         tests=("tests/engine/test_rollback.py::test_sliding_windows_take_tokens_back",),
-    ),
-    Mutation(
-        name="the draft's cache never sees the last of accepted drafts",
-        file="kvpolicy/hf/speculation.py",
-        old="self._lacking = drafts[-1] if drafts and not rejected else None",
-        new="self._lacking = None",
-        tests=("tests/engine/test_speculation.py",),
     ),
     Mutation(
         name="a transcript has the mask of its caller",
@@ -399,13 +364,6 @@ MUTATIONS = (
         tests=("tests/engine/test_squeeze.py::test_cosine_of_the_residual_stream",),
     ),
     Mutation(
-        name="of two names of the cache, the old one is passed on too",
-        file="kvpolicy/hf/cache_names.py",
-        old="            arguments.pop(other, None)",
-        new="            pass",
-        tests=("tests/engine/test_cache_names.py::test_a_renamed_call_has_one_name",),
-    ),
-    Mutation(
         name="positions are not cut to a tile",
         file="kvpolicy/hf/tiles.py",
         old='    "position_embeddings": -2,\n',
@@ -466,13 +424,6 @@ MUTATIONS = (
         old="layer.extend_digest(tiles.valid, tile.columns)",
         new="layer.extend_digest(None, tile.columns)",
         tests=("tests/conformance/test_tiles.py",),
-    ),
-    Mutation(
-        name="one token left over is a decode step for a scorer",
-        file="kvpolicy/hf/forward_calls.py",
-        old="and not cache.is_step:",
-        new="and (args[0] if args else kwargs['hidden_states']).shape[1] > 1:",
-        tests=("tests/robust/test_tiles.py",),
     ),
     Mutation(
         name="padding of a tile is that of the first one",
