@@ -98,7 +98,7 @@ def move_obstacle(reference: weakref.ref[nn.Module], rotations: Mapping[int, Rop
     if model is None or not rotations:
         return ""
     sites = find_sites(model)
-    added = adds_positions(model, sites.layers[0])
+    added = adds_positions(model, sites)
     # Where it cannot be measured, a model with rotary embeddings is taken to have no others.
     if added or (added is None and not any(rope.rotates for rope in rotations.values())):
         return f"{type(model).__name__}, which adds them to hidden states"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kvpolicy.engine.host import outside_autocast
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.cache_names import LAYER_NAMES
-from kvpolicy.hf.discovery import Site
+from kvpolicy.hf.discovery import Site, Sites
 from kvpolicy.hf.eval_mode import eval_mode
 
 Angles = Callable[[Tensor, Tensor], Any]
@@ -78,12 +78,12 @@ def is_undone(site: Site, rope: Rope, angles: Angles) -> bool | None:
     return not bool(spread > tolerance * plain.square().mean().sqrt())
 
 
-def adds_positions(model: nn.Module, site: Site) -> bool | None:
+def adds_positions(model: nn.Module, sites: Sites) -> bool | None:
     """Whether the hidden states of a token differ by its position before the first layer.
 
     Args:
         model: A model that takes token ids.
-        site: Its first layer.
+        sites: Its modules.
 
     Returns:
         None where it cannot be measured.
@@ -102,7 +102,7 @@ def adds_positions(model: nn.Module, site: Site) -> bool | None:
         with torch.compiler.set_stance("force_eager"):
             model(input_ids=token, use_cache=False)
 
-    hook = site.block.register_forward_pre_hook(stop, with_kwargs=True)
+    hook = _first_block(sites).register_forward_pre_hook(stop, with_kwargs=True)
     try:
         hidden = _caught(model, run)
     finally:
@@ -111,6 +111,13 @@ def adds_positions(model: nn.Module, site: Site) -> bool | None:
         return None
     compared = hidden[..., -_COMPARED:, :].float()
     return bool((compared - compared[..., :1, :]).abs().max() > 1e-4 * compared.abs().max())
+
+
+def _first_block(sites: Sites) -> nn.Module:
+    """The first layer of a decoder, which may have no attention."""
+    block = sites.layers[0].block
+    stack = next((part for part in sites.decoder.children() if any(each is block for each in part.children())), None)
+    return block if stack is None else next(stack.children())
 
 
 def _caught(module: nn.Module, run: Callable[[], None]) -> Tensor | None:

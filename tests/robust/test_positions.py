@@ -169,7 +169,7 @@ def test_keys_of_every_family_are_measured(family: str, dtype: torch.dtype, monk
         plain = key_probe.Rope(None, None, None)
         other = first_not_undone(sites.decoder, sites.layers, dict.fromkeys(ropes, plain))
         assert other is not None and other.layer_idx == rotated
-    assert key_probe.adds_positions(model, sites.layers[0]) == (family in ADDED)
+    assert key_probe.adds_positions(model, sites) == (family in ADDED)
 
 
 def test_a_model_is_as_it_was() -> None:
@@ -182,7 +182,7 @@ def test_a_model_is_as_it_was() -> None:
     drawn = torch.get_rng_state()
     sites = find_sites(model)
     rope_of(sites.decoder, sites.layers[0])
-    assert key_probe.adds_positions(model, sites.layers[0]) is False
+    assert key_probe.adds_positions(model, sites) is False
     assert [module.training for module in model.modules()] == modes
     assert [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()] == hooks
     assert torch.equal(torch.get_rng_state(), drawn)
