@@ -13,7 +13,9 @@ from kvpolicy.cli.model_names import TINY, check_order
 
 ModelName = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="tiny, a folder, or a model name on the Hub.", autocompletion=complete_model),
+    typer.Argument(
+        metavar="MODEL", help="tiny, a folder, a GGUF file, or a model name on the Hub.", autocompletion=complete_model
+    ),
 ]
 
 
