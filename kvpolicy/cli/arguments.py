@@ -43,7 +43,7 @@ Config = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Shipped model, folder, config.json, or model name on the Hub. Only the config is read.",
+        help="Shipped model, folder, config.json, GGUF file, or model name on the Hub. Only the config is read.",
         autocompletion=complete_model,
     ),
 ]
@@ -52,7 +52,11 @@ Config = Annotated[
 Model = Annotated[
     str,
     typer.Option(
-        "--model", metavar="MODEL", help="tiny, a folder, or a model name on the Hub.", autocompletion=complete_model
+        "--model",
+        "--gguf",
+        metavar="MODEL",
+        help="tiny, a folder, a GGUF file (--gguf FILE is the same), or a model name on the Hub.",
+        autocompletion=complete_model,
     ),
 ]
 """A model to load, as an option. The default of the parameter is `TINY`; `model_loading.load` takes the value."""

@@ -22,7 +22,7 @@ def load(name: str, dtype: str = "auto", device: str = "", *, text: bool = True)
     """Load a model and its tokenizer.
 
     Args:
-        name: `tiny` for the embedded model, a folder, or a model name on the Hub.
+        name: `tiny` for the embedded model, a folder, a GGUF file, or a model name on the Hub.
         dtype: The dtype of the weights; `auto` for that of the checkpoint, or float32 for the embedded model.
         device: The device; an empty string for an accelerator if one is available.
         text: Whether to load the tokenizer.
@@ -117,11 +117,15 @@ def _check_name(name: str) -> None:
 def _load_pretrained(name: str, dtype: Any, text: bool) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from kvpolicy.hf.gguf import checkpoint_of
+
+    where, options = checkpoint_of(name)
+    how: dict[str, Any] = {"trust_remote_code": False, **options}
     loading = "tokenizer of the model"
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False) if text else None
+        tokenizer: Any = AutoTokenizer.from_pretrained(where, **how) if text else None
         loading = "model"
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **how)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = _shorten(error)
         if reason.startswith("Unrecognized configuration class"):  # the message lists every class of transformers

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvpolicy.hf.gguf import checkpoint_of
 from kvpolicy.hf.shipped import SHIPPED as SHIPPED
 from kvpolicy.hf.shipped import ShippedConfig, config_file, shipped_config, shipped_name
 from kvpolicy.registry import suggest
@@ -63,7 +64,7 @@ def config_of(name: str) -> Any:
 
     Args:
         name: One that ships with the package, such as `llama-3.1-8b` (`SHIPPED` has them all); or a folder, a
-            `config.json`, or the name of a model on the Hub, which is asked once.
+            `config.json`, a GGUF file, or the name of a model on the Hub, which is asked once.
 
     Raises:
         KVPolicyError: If there is none.
@@ -82,9 +83,10 @@ def config_of(name: str) -> Any:
         if shipped is not None:
             with as_file(config_file(shipped)) as path:
                 return AutoConfig.from_pretrained(path, trust_remote_code=False)
-        if not Path(name).exists():
+        found = checkpoint_of(name)
+        if not found.options and not Path(name).exists():
             _ask_hub(name)
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoConfig.from_pretrained(found.name, trust_remote_code=False, **found.options)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         reason = shorten(str(error), 300, placeholder=" ...").rstrip(".") or type(error).__name__
         raise KVPolicyError(

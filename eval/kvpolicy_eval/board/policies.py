@@ -136,7 +136,7 @@ def kind_of(spec: str) -> Kind:
     elif policy.allocator != default.allocator:
         own.append("allocator")
     rest: tuple[Kind, ...] = ("merger", "codec", "reader")
-    own += [kind for kind in rest if getattr(policy, kind) != getattr(default, kind)]
+    own.extend(kind for kind in rest if getattr(policy, kind) != getattr(default, kind))
     beside = (default.selector, Policy.parse(SELECTOR).selector)
     if len(own) > 1 or (own and policy.selector not in beside):
         return "combination"

@@ -38,7 +38,9 @@ def compare(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="tiny, a folder, or a model name on the Hub.", autocompletion=complete_model
+            metavar="MODEL",
+            help="tiny, a folder, a GGUF file, or a model name on the Hub.",
+            autocompletion=complete_model,
         ),
     ],
     text: Annotated[

@@ -14,7 +14,9 @@ from kvpolicy.spec.limits import LEAST_TOKENS
 
 ModelName = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="tiny, a folder, or a model name on the Hub.", autocompletion=complete_model),
+    typer.Argument(
+        metavar="MODEL", help="tiny, a folder, a GGUF file, or a model name on the Hub.", autocompletion=complete_model
+    ),
 ]
 
 
