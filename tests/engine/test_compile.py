@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
+from kvpolicy.engine.due_rows import due_rows, only_rows
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import tensors
 from kvpolicy.registry import lookup
@@ -241,6 +242,34 @@ def test_a_forgotten_tick_is_an_error(policy: str) -> None:
             for column in range(PROMPT, PROMPT + STEPS):
                 at = torch.tensor([[column]])
                 compiled(ids[:, column : column + 1].clone(), position_ids=at, cache=cache, use_cache=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_flush_of_any_row_is_one_graph(backend: str) -> None:
+    """Rows that are due one at a time share one graph, whichever they are, and it does what eager code does."""
+    model = build("llama", layers=1)
+    ids, mask = make_batch([PROMPT, PROMPT - 1, PROMPT - 2], [PROMPT] + [1] * STEPS)
+    caches: list[PolicyCache] = []
+    with kvpolicy.attach(model, "h2o+kivi:group_size=4:residual_length=4@0.9"):
+        for _ in range(2):
+            caches.append(PolicyCache(model))
+            forward(model, ids, mask, 0, PROMPT, caches[-1])
+    counter = CompileCounterWithBackend(backend)
+    eager, traced = (cache.policy_layers[0].store for cache in caches)
+    compiled = torch.compile(SlotGeometry.demote, backend=counter, fullgraph=True)
+    for step, row in enumerate((0, 2, 1, 2)):
+        for layer in (eager, traced):
+            layer.tensors.positions[row, :, : layer.layout.exact] = torch.arange(layer.layout.exact) + 30 + step * 10
+        for layer, demote in ((eager, SlotGeometry.demote), (traced, compiled)):
+            (rows,) = due_rows(layer.geometry.full_rows())
+            assert rows.numbers == [row]
+            with torch.no_grad(), only_rows(layer.contents, rows):
+                demote(slots_of(layer))
+        assert torch.equal(eager.tensors.positions, traced.tensors.positions)
+        for one, other in zip(tensors(eager.tensors.codes), tensors(traced.tensors.codes), strict=True):
+            assert torch.equal(one, other)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
