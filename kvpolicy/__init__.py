@@ -155,8 +155,10 @@ if not TYPE_CHECKING:  # a type checker would accept every misspelled name
                 raise
             # A module, or a name in one, that an older version does not have.
             found = getattr(sys.modules.get("transformers"), "__version__", None)
-            state = "which is not installed" if found is None else f"of a version from 5.18 on, got {found}"
-            message = f"kvpolicy.{name} needs transformers, {state}; run pip install --upgrade 'kvpolicy[hf]'."
+            if found is None:
+                message = f"kvpolicy.{name} needs transformers, which is not installed; run pip install 'kvpolicy[hf]'."
+            else:
+                message = f"kvpolicy.{name} needs transformers 5.18 or newer, got {found}; run pip install -U transformers."
             raise type(error)(message, name=error.name) from error
         value = getattr(module, name)
         globals()[name] = value
