@@ -169,6 +169,6 @@ def _is_loaded(attention: nn.Module) -> bool:
 
 def _device(attention: nn.Module, weight: Tensor) -> torch.device:
     """Where an attention module computes."""
-    hooks = (getattr(module, "_hf_hook", None) for module in attention.modules())
+    hooks: list[Any] = [getattr(module, "_hf_hook", None) for module in attention.modules()]
     wanted = next((hook.execution_device for hook in hooks if getattr(hook, "offload", False)), None)
     return weight.device if wanted is None else torch.device(wanted)

@@ -17,10 +17,10 @@ from tests.conformance.play import make_batch
 from tests.engine.test_refused import one_sentence
 
 
-def run(model: Any, *, cached: bool = True, **given: Any) -> Tensor:
+def run(model: Any, **given: Any) -> Tensor:
     ids, _ = make_batch([20], [20])
     with torch.no_grad():
-        return model(ids, use_cache=cached, **given).logits
+        return model(ids, **({"use_cache": True} | given)).logits
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -31,7 +31,7 @@ def test_unknown_tensors_are_refused(name: str, cached: bool) -> None:
     for value in (torch.zeros(1, 20, 4), [torch.zeros(1)], {"a": torch.zeros(1)}):
         with kvpolicy.attach(model, "full"):
             with pytest.raises(KVPolicyError, match=f"without '{name}' under a policy") as error:
-                run(model, cached=cached, **{name: value})
+                run(model, **{"use_cache": cached, name: value})
             one_sentence(error.value)
 
 
@@ -47,7 +47,12 @@ def test_other_arguments_change_nothing() -> None:
     model = build("llama")
     want = run(model)
     with kvpolicy.attach(model, "full"):
-        for given in ({"indices": None}, {"num_items_in_batch": torch.tensor(3)}, {"purpose": "a word", "level": 3}):
+        others: list[dict[str, Any]] = [
+            {"indices": None},
+            {"num_items_in_batch": torch.tensor(3)},
+            {"purpose": "a word", "level": 3},
+        ]
+        for given in others:
             assert torch.allclose(run(model, **given), want, atol=1e-5)
 
 
@@ -58,11 +63,11 @@ def test_every_argument_of_transformers_is_known() -> None:
 def test_attention_to_later_tokens_is_refused_behind_a_cache() -> None:
     """Without one, the stock function does what it is told."""
     model = build("llama")
-    want = run(model, cached=False, is_causal=False)
-    assert (want - run(model, cached=False)).abs().max() > 0.1
+    want = run(model, use_cache=False, is_causal=False)
+    assert (want - run(model, use_cache=False)).abs().max() > 0.1
     with kvpolicy.attach(model, "full"):
         with pytest.raises(KVPolicyError, match="causal where a policy keeps a cache, got is_causal=False") as error:
             run(model, is_causal=False)
         one_sentence(error.value)
-        assert torch.equal(run(model, cached=False, is_causal=False), want)
-        assert torch.allclose(run(model, is_causal=True), run(model, cached=False), atol=1e-5)
+        assert torch.equal(run(model, use_cache=False, is_causal=False), want)
+        assert torch.allclose(run(model, is_causal=True), run(model, use_cache=False), atol=1e-5)
