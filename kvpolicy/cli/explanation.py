@@ -16,7 +16,7 @@ from kvpolicy.engine.accounting import HOST, bytes_by_kind
 from kvpolicy.engine.reading import chooses, read_shape
 from kvpolicy.engine.row_limits import buffer_slots
 from kvpolicy.planning.planner import divide
-from kvpolicy.planning.tokens import tokens_of
+from kvpolicy.planning.tokens import tokens_of, too_short
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SMALLEST_HEAD, Needs, Traits, View, alloc_state, differs_by_layer, traits_for
 from kvpolicy.selectors.kvcrush import KVCrush
@@ -73,7 +73,10 @@ def of_budget(case: Case) -> list[str]:
     elif fraction_of(budget) == 1.0:
         text = f"The whole prompt is kept: {_tokens(case.prompt)} in each of {counted(layers, 'layer')}."
     else:
-        per_layer = int(tokens_of(budget, torch.tensor([case.prompt], device="cpu")))
+        prompt = torch.tensor([case.prompt], device="cpu")
+        if bool(too_short(case.policy, prompt)):
+            return [f"The whole prompt is kept: {_tokens(case.prompt)} are too few for {budget}.", _of_new_tokens(case)]
+        per_layer = int(tokens_of(budget, prompt))
         text = f"{_tokens(per_layer)} per layer on average, {per_layer * layers:,} in {layers} layers."
         text = f"{_of_fraction(budget, case.prompt)}{text}"
         if per_layer >= case.prompt:

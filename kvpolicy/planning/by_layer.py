@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from kvpolicy.planning.layer_plans import plan_layers
-from kvpolicy.planning.tokens import Tokens, expect_tokens, largest, most_tokens
+from kvpolicy.planning.tokens import SHORT_PROMPT, Tokens, expect_tokens, largest, most_tokens
 from kvpolicy.policy import LayeredPolicy, Policy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.budget import EPSILON, Budget, Share, bytes_of
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.limits import MAX_SIZE
+from kvpolicy.spec.page_sizes import fewest_tokens
 
 
 def divide_by_layer(
@@ -84,6 +85,10 @@ def _row(
     floor = torch.tensor([[most if layer.keeps_whole else layer.min_tokens for layer in layers]], device="cpu")
     if keep is None and any(most <= layer.min_tokens for layer in layers):
         return floor  # a prompt that a selector's minimum covers is kept whole, so a smaller share is no error
+    if keep is None and not isinstance(budget, int) and int(prompt) <= SHORT_PROMPT:
+        # So short a prompt is kept whole, as under a policy for all layers.
+        whole = [int(prompt) if layer.heads is None else fewest_tokens(int(prompt)) for layer in layers]
+        return torch.maximum(floor, floor.new_tensor(whole))
     if keep is None:
         # All tokens of a short text may be less than what a layer holds besides; the budget 1.0 has no limit.
         wanted = -(-smallest // token) if isinstance(budget, int) else min(round(smallest / full + 5e-7, 6), 1.0)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.compiled import MIN_SLOTS, obstacle
 from kvpolicy.planning.result import LayerPlan
+from kvpolicy.planning.tokens import too_short
 from kvpolicy.policy import Policy
 from kvpolicy.spec.budget import fraction_of
 
@@ -47,6 +48,7 @@ def plan_notes(
     notes = (
         _maybe_percent(policy, prompt),
         _few_tokens(policy, keep, prompt),
+        _kept_whole(policy, prompt),
         even,
         _mostly_exact(policy, layers),
         _held_prompts(policy, coded),
@@ -117,6 +119,15 @@ def _few_tokens(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
     fraction = fraction_of(policy.budget)
     advice = "a budget in tokens" if fraction is None else f"a least number of them, as in {fraction}:least=1024"
     return f"{_rows(few)}: the budget {policy.budget} keeps as few as {kept}, so consider {advice}"
+
+
+def _kept_whole(policy: Policy, prompt: Tensor) -> str:
+    """Rows whose prompt is kept whole, since a fraction of it is less than the smallest budget."""
+    whole = too_short(policy, prompt)
+    if not bool(whole.any()):
+        return ""
+    least = f"{policy.min_tokens} tokens, the smallest budget of {policy.selector}"
+    return f"{_rows(whole)}: kept whole, since {policy.budget} of the prompt is less than {least}"
 
 
 def _even_layers(policy: Policy, keep: Tensor, prompt: Tensor) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.planning.by_layer import divide_by_layer
 from kvpolicy.planning.layer_plans import plan_layers
-from kvpolicy.planning.tokens import INITIAL_SLOTS, Tokens, expect_tokens, largest, most_tokens, tokens_of
+from kvpolicy.planning.tokens import INITIAL_SLOTS, Tokens, expect_tokens, largest, most_tokens, or_whole, tokens_of
 from kvpolicy.policy import LayeredPolicy, Policy
 from kvpolicy.protocols import BoundsBudgets, LayerBounds, LayerShape
 from kvpolicy.spec.budget import bytes_of
@@ -91,7 +91,7 @@ def tokens_of_share(policy: Policy, prompt: int, new: int, shapes: Sequence[Laye
         >>> shapes = [LayerShape(4, 32, torch.float32)] * 2
         >>> tokens_of_share(Policy.parse("window@0.1"), 100, 5, shapes).keep.tolist()
         [[10, 10]]
-        >>> tokens_of_share(Policy.parse("streaming:sinks=4@0.03"), 100, 5, shapes) is None
+        >>> tokens_of_share(Policy.parse("streaming:sinks=4@0.003"), 1000, 5, shapes) is None
         True
     """
     length = torch.tensor([prompt], device="cpu")
@@ -109,6 +109,7 @@ def base_tokens(policy: Policy, prompt: Tensor) -> Tensor:
     base = tokens_of(policy.budget, prompt)
     # A prompt that the selector's minimum covers is kept whole, so a smaller fraction of it is no error.
     base = torch.where(prompt <= floor, base.clamp_min(floor), base)
+    base = or_whole(policy, prompt, base)
     _check_floor(policy, base, prompt)
     return base
 

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.capacity import growth
-from kvpolicy.policy import Policy
+from kvpolicy.policy import LayeredPolicy, Policy
 from kvpolicy.spec.budget import EPSILON, Share
 from kvpolicy.spec.limits import MAX_SIZE
+from kvpolicy.spec.page_sizes import fewest_tokens
 
 INITIAL_SLOTS = 4096
 """Slots allocated beyond the prompt if the number of new tokens is unknown; a larger budget is reached by extension."""
+
+SHORT_PROMPT = 512
+"""The longest prompt that is kept whole where a fraction of it is less than the smallest budget."""
 
 
 def tokens_of(budget: float | int | Share, prompt: Tensor) -> Tensor:
@@ -67,7 +71,34 @@ def most_tokens(policy: Policy, prompt: Tensor, end: Tensor | None) -> Tensor:
         end: Length of each row after the last new token, [B] int64; None if unknown.
     """
     # A growing cache budgets the prompt alone. Otherwise generated tokens count too, if their number is known.
-    return prompt if policy.decode == "grow" or end is None else torch.maximum(end, prompt)
+    most = prompt if policy.decode == "grow" or end is None else torch.maximum(end, prompt)
+    return or_whole(policy, prompt, most)
+
+
+def too_short(policy: Policy, prompt: Tensor) -> Tensor:
+    """Rows whose prompt is kept whole, since the fraction of it is less than the smallest budget, [B] bool.
+
+    A longer prompt than `SHORT_PROMPT` is refused instead: there, it is the fraction that is too small.
+
+    Args:
+        policy: The policy.
+        prompt: Prompt length of each row, [B] int64.
+    """
+    budget = policy.budget
+    if isinstance(budget, int | str) or isinstance(policy, LayeredPolicy):
+        return torch.zeros_like(prompt, dtype=torch.bool)
+    floor = policy.min_tokens
+    return (tokens_of(budget, prompt) < floor) & (floor < prompt) & (prompt <= SHORT_PROMPT)
+
+
+def or_whole(policy: Policy, prompt: Tensor, tokens: Tensor) -> Tensor:
+    """Tokens of each row, [B], or those that keep its prompt whole if it is `too_short`."""
+    short = too_short(policy, prompt)
+    if not bool(short.any()):
+        return tokens
+    # Heads have whole pages, and rounding down would lose some tokens.
+    rounded = [fewest_tokens(length) for length in prompt.clamp_max(SHORT_PROMPT).tolist()]
+    return torch.where(short, prompt if policy.heads is None else prompt.new_tensor(rounded), tokens)
 
 
 def expect_tokens(

@@ -72,7 +72,7 @@ def test_the_checks_see_a_difference() -> None:
             "--dtype must be one of bfloat16, float16, float32, float64, got 'nonsense'; try bfloat16.",
         ),
         ("bench full --rounds 0", "--rounds"),
-        (f"bench streaming:sinks=90@0.5 {FEW}", "budget must be at least 91 tokens for"),
+        ("bench streaming:sinks=300@0.5 --length 600 --steps 2 --rounds 1", "must be at least 301 tokens for"),
     ],
 )
 def test_error_messages(line: str, message: str, run: Run) -> None:

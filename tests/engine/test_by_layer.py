@@ -289,9 +289,9 @@ def test_refused_later(tmp_path: Path) -> None:
         kvpolicy.attach(model, f"tuned:file={tmp_path}/bad.json@0.1")
     with pytest.raises(KVPolicyError, match="read after it is attached"):
         _ = Policy.parse("tuned:file=a.json").decode
-    small = Policy.by_layer(["h2o@0.5"] * 2, budget=0.01)
+    small = Policy.by_layer(["h2o@0.5"] * 2, budget=0.0005)
     with pytest.raises(KVPolicyError, match="must be at least 0"):
-        kvpolicy.plan(model.config, small, prompt=40)
+        kvpolicy.plan(model.config, small, prompt=600)
 
 
 @product("seed", range(60), sample=[(seed,) for seed in range(8)])

@@ -79,9 +79,9 @@ def test_a_layer_that_evicts_nothing_keeps_short_prompts(prompt: int, new: int |
 def test_the_smallest_share_that_is_named_works() -> None:
     """A share of more than 1 is never named, since it would be refused."""
     model = build("llama", layers=2)
-    for specs, prompt in ((["full", "full"], 10), (["h2o@0.5", "h2o@0.1"], 2), (["snapkv@0.5", "h2o@0.1"], 60)):
+    for specs, prompt in ((["full", "full"], 513), (["h2o@0.5", "h2o@0.1"], 600), (["snapkv@0.5", "h2o@0.1"], 700)):
         with pytest.raises(KVPolicyError, match="must be at least") as caught:
-            kvpolicy.plan(model.config, Policy.by_layer(specs, budget=0.02), prompt=prompt)
+            kvpolicy.plan(model.config, Policy.by_layer(specs, budget=0.0005), prompt=prompt)
         share = float(str(caught.value).partition("at least ")[2].split()[0])
         kvpolicy.plan(model.config, Policy.by_layer(specs, budget=share), prompt=prompt)
 
