@@ -97,6 +97,13 @@ MUTATIONS = (
         tests=("tests/codecs/test_csr.py", "tests/codecs/test_csr_rules.py"),
     ),
     Mutation(
+        name="the errors of keys have the bases of values",
+        file="kvpolicy/codecs/gear.py",
+        old="bases.chunk(len(sides))",
+        new="bases.chunk(len(sides))[::-1]",
+        tests=("tests/codecs/test_gear.py", "tests/conformance/test_gear.py"),
+    ),
+    Mutation(
         name="an outlier place that the first token of a write takes keeps its old element",
         file="kvpolicy/codecs/gear.py",
         old="outliers = torch.where(token >= 0,",

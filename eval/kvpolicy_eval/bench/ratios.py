@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 
-from kvpolicy_eval.bench import crush, decode, prefill
+from kvpolicy_eval.bench import crush, decode, prefill, ragged
 from kvpolicy_eval.bench.timing import Row
 from kvpolicy_eval.common.table import Grid, Section, Table, collect, parts, threads, torch_note
 
@@ -16,6 +16,7 @@ PARTS = {
     "padded": prefill.measure_padded,
     "decode": decode.measure,
     "kvcrush": crush.measure,
+    "ragged": ragged.measure,
 }
 
 
@@ -45,6 +46,6 @@ TABLE = Table(
     measure=measure,
     places={"bench": ["README.md"]}
     | {f"bench-{name}": [] for name in PARTS}
-    | {"bench-padded": ["docs/benchmarks.md"]},
+    | {"bench-padded": ["docs/benchmarks.md"], "bench-ragged": ["docs/benchmarks.md"]},
     options=[parts(list(PARTS)), threads()],
 )

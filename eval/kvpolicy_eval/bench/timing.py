@@ -117,32 +117,36 @@ def verdict_of(value: float, limit: float | None) -> str:
     return "pass" if value <= limit else "miss"
 
 
-def compare(base: Callable[[], object], ours: Callable[[], object], rounds: int) -> Ratio:
-    """Time two functions alternately, after one call of each to warm up.
+def compare(
+    base: Callable[[], object], ours: Callable[[], object], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> Ratio:
+    """Time two functions alternately by a clock, after one call of each to warm up.
 
     Each round gives one ratio, so that both of its times were taken under nearly the same load of the machine.
     """
     base()
     ours()
-    pairs = [_pair(base, ours, ours_first=bool(number % 2)) for number in range(rounds)]
+    pairs = [_pair(base, ours, clock, ours_first=bool(number % 2)) for number in range(rounds)]
     ratios = sorted(our_time / base_time for base_time, our_time in pairs)
     low, _, high = statistics.quantiles(ratios, n=4)
     base_median, our_median = (statistics.median(times) for times in zip(*pairs, strict=True))
     return Ratio(statistics.median(ratios), low, high, base_median, our_median)
 
 
-def _pair(base: Callable[[], object], ours: Callable[[], object], *, ours_first: bool) -> tuple[float, float]:
+def _pair(
+    base: Callable[[], object], ours: Callable[[], object], clock: Callable[[], float], *, ours_first: bool
+) -> tuple[float, float]:
     """Seconds of the base and of ours."""
     if ours_first:
-        our_time = _seconds(ours)
-        return _seconds(base), our_time
-    return _seconds(base), _seconds(ours)
+        our_time = _seconds(ours, clock)
+        return _seconds(base, clock), our_time
+    return _seconds(base, clock), _seconds(ours, clock)
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def resident_memory() -> int:
