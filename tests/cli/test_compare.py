@@ -118,13 +118,13 @@ def test_a_bad_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.txt"])
 def test_a_misspelled_key_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / name
-    path.write_text(json.dumps({"prompt": "a=1\n", "qestion": "?a=", "answer": "1", "id": 3}) + "\n")
+    path.write_text(json.dumps({"prompt": "a=1\n", "questions": "?a=", "answer": "1", "id": 3}) + "\n")
     assert main(["compare", "tiny", "--text", str(path), "--policy", "full"]) == 2
     said = capsys.readouterr().err
-    assert "must have keys among prompt, question, answer, id, task, got 'qestion'; did you mean 'question'?" in said
-    path.write_text(json.dumps({"prompt": "a=1\n", "anwser": "1"}) + "\n")
+    assert "must have keys among prompt, question, answer, id, task, got 'questions'; did you mean 'question'?" in said
+    path.write_text(json.dumps({"prompt": "a=1\n", "answers": "1"}) + "\n")
     assert main(["compare", "tiny", "--text", str(path), "--policy", "full"]) == 2
-    assert "got 'anwser'; did you mean 'answer'?" in capsys.readouterr().err
+    assert "got 'answers'; did you mean 'answer'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 5), (5, 5), (3, 7)])
