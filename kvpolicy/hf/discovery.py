@@ -92,7 +92,9 @@ def _check_decoder(decoder: nn.Module) -> None:
 
 def _without_attention(model: nn.Module) -> set[int]:
     """Layers of a model that have a state and no attention."""
-    from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache  # here: plans need no transformers
+    from transformers.cache_utils import CacheLayerMixin, DynamicCache  # here: plans need no transformers
+
+    from kvpolicy.hf.empty_layer import DummyLayer
 
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine.layer_group import places
 from kvpolicy.engine.reading import Board
 from kvpolicy.hf.attachment import CODES, Attachment
+from kvpolicy.hf.empty_layer import DummyLayer
 from kvpolicy.hf.layer import PolicyLayer, make_store
 from kvpolicy.hf.states import SlotsAndState, StateLayer, WindowAndState
 from kvpolicy.policy import Policy

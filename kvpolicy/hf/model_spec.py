@@ -323,6 +323,8 @@ def _sort_layers(text: Any) -> _Kinds:
         return _Kinds(attending, windows, {}, text.num_hidden_layers)
     from transformers import cache_utils
 
+    from kvpolicy.hf.empty_layer import DummyLayer
+
     found = _Kinds([], {}, {}, text.num_hidden_layers)
     for index, layer in enumerate(stock_layers(text)):
         kind = type(layer)
@@ -339,7 +341,7 @@ def _sort_layers(text: Any) -> _Kinds:
             cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
         ):
             found.states[index] = layer.number_of_states
-        if kind is cache_utils.DummyLayer:
+        if kind is DummyLayer:
             _check_empty(text, index)
         elif index not in {*found.attending, *found.windows, *found.states}:
             raise KVPolicyError(

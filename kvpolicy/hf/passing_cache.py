@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.hf.empty_layer import DummyLayer
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.states import SlotsAndState, StateLayer, States, WindowAndState
 from kvpolicy.hf.tiles import Tile
