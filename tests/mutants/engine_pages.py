@@ -242,7 +242,7 @@ MUTATIONS = (
     Mutation(
         name="stages without slots count as parts of an index",
         file="kvpolicy/engine/index_reader.py",
-        old="part = sum(size > 0 for size in layer.layout.coded[:stage])",
+        old="part = sum(size > 0 for size in coded[:stage])",
         new="part = stage",
         tests=("tests/engine/test_index_reader.py::test_the_index_of_a_codec_whose_first_stage_has_no_slots",),
     ),

@@ -71,15 +71,15 @@ MUTATIONS = (
     Mutation(
         name="a head without a token to write overwrites a slot",
         file="kvpolicy/kernels/slot_writes.py",
-        old="is_written = write_mask.any(-1).reshape(",
-        new="is_written = write_mask.any(-1).fill_(True).reshape(",
+        old="slots.gather(-1, token), write_mask.any(-1))",
+        new="slots.gather(-1, token), write_mask.any(-1).fill_(True))",
         tests=("tests/engine/test_pages.py", "tests/engine/test_coded_pages.py"),
     ),
     Mutation(
         name="masked tokens write their own data to the slot of another",
         file="kvpolicy/kernels/slot_writes.py",
-        old="torch.where(is_written, gather_slots(data, token), gather_slots(target, slots))",
-        new="torch.where(is_written, data, gather_slots(target, slots))",
+        old="torch.where(is_written, gather_slots(data, self.token), gather_slots(target, self.slots))",
+        new="torch.where(is_written, data, gather_slots(target, self.slots))",
         tests=("tests/engine/test_pages.py", "tests/engine/test_coded_pages.py"),
     ),
     Mutation(
