@@ -211,6 +211,10 @@ class MiniCacheLayer(SingleStage):
         """The codec of the policy, as messages name it."""
         return repr(self.pair)
 
+    def __str__(self) -> str:
+        """The same in a spec."""
+        return str(self.pair)
+
     @property
     def traits(self) -> Traits:
         """The traits of the pair."""

@@ -75,12 +75,12 @@ def crop_obstacle(spec: LayerSpec) -> str:
     if spec.heads is not None:
         return "budgets by head"
     if spec.stages:
-        return f"the codec {spec.codec!r}"
+        return f"the codec {spec.codec}"
     if spec.merger_traits.when != "never":
-        return f"the merger {spec.merger!r}"
+        return f"the merger {spec.merger}"
     if not isinstance(spec.reader, ReadAll):
-        return f"the reader {spec.reader!r}"
+        return f"the reader {spec.reader}"
     looks = needs.decode_attn or needs.vectors or needs.unrotated_keys
     if looks or needs.rerank_every or needs.replay is not None:
-        return f"the selector {spec.selector!r}, whose statistics every token changes"
+        return f"the selector {spec.selector}, whose statistics every token changes"
     return ""

@@ -93,7 +93,7 @@ def obstacle(cache: Any) -> str:
 def policy_obstacle(policy: Policy) -> str:
     """Which part of a policy keeps tokens from being taken back while nothing is evicted; empty if none does."""
     if policy.layer_metric:
-        return f"the allocator {policy.allocator!r}, which measures the first prompt of a row"
+        return f"the allocator {policy.allocator}, which measures the first prompt of a row"
     found = (crop_obstacle(layer_spec(own, 0)) for own in policy.distinct)
     return next(filter(None, found), "")
 

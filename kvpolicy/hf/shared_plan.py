@@ -28,12 +28,12 @@ def check_own(own: Policy) -> None:
 def _obstacle(own: Policy) -> str:
     spec = layer_spec(own, 0)
     if own.layer_metric or own.heads is not None or spec.allocator_needs != Needs():
-        return f"the allocator {own.allocator!r}"
+        return f"the allocator {own.allocator}"
     if spec.needs != Needs():
-        return f"the selector {own.selector!r}"
+        return f"the selector {own.selector}"
     if spec.merger_traits.when != "never":
-        return f"the merger {own.merger!r}"
-    return f"the reader {own.reader!r}" if own.reads_part else ""
+        return f"the merger {own.merger}"
+    return f"the reader {own.reader}" if own.reads_part else ""
 
 
 def check_readable(policy: Policy) -> None:

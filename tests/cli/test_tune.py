@@ -66,7 +66,7 @@ def test_the_folder_of_the_file_is_made(texts: Path, tmp_path: Path) -> None:
         (["--measure", "mean"], "--measure must be one of joint, kl, output"),
         (["--shares", "a"], "--shares must be fractions"),
         (["--policy", "squeeze+h2o"], "same budget"),
-        (["--policy", "nothing"], "must be one of"),
+        (["--policy", "nothing"], "must have a registered name"),
         (["--held-out", "2"], "between 0 and 1"),
         (["--out", "FOLDER", "--force"], "The file to write must be a file, got the folder"),
         (["--text", "none.txt"], "none.txt must be readable UTF-8 text, got no such file or directory; try"),

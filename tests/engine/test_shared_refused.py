@@ -90,12 +90,12 @@ def test_prefixes_that_cannot_be_shared(policy: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("own", "part"),
     [
-        ("h2o@8", "selector H2O"),
-        ("snapkv:window=4@8", "selector SnapKV"),
-        ("keydiff@8", "selector KeyDiff"),
-        ("squeeze+window@8", "allocator Squeeze"),
+        ("h2o@8", "selector h2o"),
+        ("snapkv:window=4@8", "selector snapkv"),
+        ("keydiff@8", "selector keydiff"),
+        ("squeeze+window@8", "allocator squeeze"),
         ("window+merge@8", "merger"),
-        ("window+quest:page=4:read=8@16", "reader Quest"),
+        ("window+quest:page=4:read=8@16", "reader quest"),
         (kvpolicy.Policy.by_layer(["window@0.5"] * 3, budget=0.5), "a policy by layer"),
     ],
 )
