@@ -350,16 +350,19 @@ def _table() -> dict[str, tuple[Kind, str]]:
     table: dict[str, tuple[Kind, str]] = {}
     for kind, built_in in BUILT_IN.items():
         _add(table, kind, built_in.items())
+    points = list(_entry_points())
     for kind in BUILT_IN:
-        _add(table, kind, ((point.name, point.value) for point in _entry_points(f"kvpolicy.{kind}s")))
+        _add(table, kind, ((point.name, point.value) for point in points if point.group == f"kvpolicy.{kind}s"))
     return table
 
 
-def _entry_points(group: str) -> Iterable[EntryPoint]:
+def _entry_points() -> Iterable[EntryPoint]:
+    """Entry points of all kinds, read once: each reading opens a file of every installed package."""
     # `import kvpolicy` imports this module, and importlib.metadata would take most of its time.
     from importlib.metadata import entry_points
 
-    return entry_points(group=group)
+    found = entry_points()
+    return [point for kind in BUILT_IN for point in found.select(group=f"kvpolicy.{kind}s")]
 
 
 def _add(table: dict[str, tuple[Kind, str]], kind: Kind, items: Iterable[tuple[str, str]]) -> None:

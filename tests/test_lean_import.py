@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
+import pytest
+
 from kvpolicy import registry
+from kvpolicy.tuning.grid import PARTS
+from kvpolicy.tuning.ordinary import rivals
 
 LIBRARIES = {
     "transformers",
@@ -93,3 +98,51 @@ def test_nothing_is_imported_before_it_is_needed() -> None:
 
 def test_a_bare_install_is_told_what_it_lacks() -> None:
     assert run(BARE) == ["'kvpolicy[hf]'."] * 2 + ["'kvpolicy[plots]'."] * 2
+
+
+DOORS = {
+    "explain snapkv@0.5": {"uniform", "snapkv", "full", "drop", "plain", "all"},
+    # SnapKV is the default of kvcrush.
+    "explain squeeze+kvcrush/h2o+kivi@0.5": {
+        *("uniform", "squeeze", "kvcrush", "h2o", "snapkv", "full", "drop", "kivi", "plain", "all"),
+    },
+    "plan llama-3.1-8b snapkv@0.5 --tp 2": {"uniform", "snapkv", "full", "drop", "plain", "all"},
+}
+"""Commands, and the methods that a process imports for each: those of the policy, and the defaults."""
+
+OF_TORCH = {"torch.utils._device", "torch.utils._triton"}
+"""What kvpolicy itself imports of PyTorch, beyond what `import torch` does."""
+
+IMPORTED = """
+import torch
+before = set(sys.modules)
+from kvpolicy.cli.app import main
+assert main({words}) == 0
+print(*(set(sys.modules) - before), file=sys.stderr)
+"""
+
+
+def imported_by(command: str) -> tuple[set[str], set[str], set[str]]:
+    """What a command imports after PyTorch: methods, modules of PyTorch, and libraries that a command may not need."""
+    (line,) = run(IMPORTED.format(words=command.split()))
+    modules = set(line.split())
+    targets = {name: target.partition(":")[0] for table in registry.BUILT_IN.values() for name, target in table.items()}
+    methods = {name for name, module in targets.items() if module in modules}
+    return methods, {name for name in modules if name.startswith("torch.")}, modules & LIBRARIES
+
+
+@pytest.mark.parametrize("command", DOORS)
+def test_a_command_imports_the_methods_of_its_policy(command: str) -> None:
+    """And no other, so that no package of methods may import them all."""
+    methods, torch_modules, libraries = imported_by(command)
+    assert methods == DOORS[command]
+    assert torch_modules <= OF_TORCH and not libraries
+
+
+def test_a_plan_imports_what_its_advice_needs() -> None:
+    """The last line of a plan says whether `tune` fits, which depends on the methods that it would try."""
+    methods, torch_modules, libraries = imported_by("plan llama-3.1-8b snapkv@0.5")
+    tried = {word for spec in (*PARTS, *rivals()) for word in re.findall(r"[a-z0-9]+", spec)}
+    assert {"snapkv", "plain"} < methods <= tried | DOORS["explain snapkv@0.5"]
+    assert not methods & {"csr", "gear", "kvquant", "minicache", "lava", "cake"}
+    assert torch_modules <= OF_TORCH and not libraries

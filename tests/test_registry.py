@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 
@@ -17,10 +18,20 @@ from kvpolicy.codecs.kivi import KIVI
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     """A list to which a test adds entry points."""
     points: list[EntryPoint] = []
-    monkeypatch.setattr(registry, "_entry_points", lambda group: [p for p in points if p.group == group])
+    monkeypatch.setattr(registry, "_entry_points", lambda: points)
     registry._table.cache_clear()
     yield points
     registry._table.cache_clear()
+
+
+def test_entry_points_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading opens a file of every installed package."""
+    read = importlib.metadata.entry_points
+    calls: list[dict[str, str]] = []
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **group: calls.append(group) or read(**group))
+    registry._table.cache_clear()
+    assert registry.names() and registry.lookup("snapkv")
+    assert len(calls) == 1
 
 
 def test_every_built_in_name_leads_to_a_class_and_back() -> None:
@@ -62,7 +73,7 @@ def test_unregistered_class_has_no_name() -> None:
 
 
 def test_entry_point_adds_a_name(plugins: list[EntryPoint]) -> None:
-    plugins.append(EntryPoint("level", "kvpolicy.allocators:Uniform", "kvpolicy.allocators"))
+    plugins.append(EntryPoint("level", "kvpolicy:Uniform", "kvpolicy.allocators"))
     assert registry.lookup("level") == ("allocator", Uniform)
     assert "level" in registry.names("allocator")
     assert registry.name_of(Uniform) == "uniform"
@@ -86,7 +97,7 @@ def test_taken_name_raises(plugins: list[EntryPoint], name: str) -> None:
 
 
 def test_package_seen_twice_is_no_clash(plugins: list[EntryPoint]) -> None:
-    plugins.extend([EntryPoint("level", "kvpolicy.allocators:Uniform", "kvpolicy.allocators")] * 2)
+    plugins.extend([EntryPoint("level", "kvpolicy:Uniform", "kvpolicy.allocators")] * 2)
     assert registry.lookup("level")[1] is Uniform
 
 

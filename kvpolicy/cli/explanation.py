@@ -19,7 +19,6 @@ from kvpolicy.planning.planner import divide
 from kvpolicy.planning.tokens import tokens_of, too_short
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SMALLEST_HEAD, Needs, Traits, View, alloc_state, differs_by_layer, traits_for
-from kvpolicy.selectors.kvcrush import KVCrush
 from kvpolicy.spec.budget import Budget, Share, fraction_of
 
 EXAMPLE_COSINES = (0.5, 0.95)
@@ -171,13 +170,13 @@ def of_selector(case: Case) -> list[str]:
     budget = case.kept
     if budget >= case.prompt:
         return [f"Here: the whole prompt of {_tokens(case.prompt)} is kept.", _statistics(selector.needs)]
-    representatives = 0
-    if isinstance(selector, KVCrush):
-        representatives = int(selector.representative_count(torch.tensor(budget, device="cpu")))
+    # Not by its class, which only a policy that has it imports.
+    crush: Any = selector if hasattr(selector, "representative_count") else None
+    representatives = 0 if crush is None else int(crush.representative_count(torch.tensor(budget, device="cpu")))
     chosen = _chosen(case, budget - representatives)
-    if isinstance(selector, KVCrush):
+    if crush is not None:
         chosen = (
-            f"{counted(representatives, 'representative')} ({selector.split} of the budget), and "
+            f"{counted(representatives, 'representative')} ({crush.split} of the budget), and "
             f"{budget - representatives:,} chosen by the base selector ({chosen})"
         )
     who = "each KV head" if case.policy.heads is None else "an average KV head"

@@ -61,14 +61,8 @@ def places(root: Path) -> list[Place]:
     Args:
         root: Folder of the source tree, whose pages of methods are read.
     """
-    allocators = built_in_classes("allocator") | dict.fromkeys(
-        ("load_profile", "save_profile"), "kvpolicy.allocators.profile"
-    )
     found = [
         Place(path="kvpolicy/__init__.py", name="imports", text=_imports(vars(kvpolicy)["_LAZY"], indent="    ")),
-        # Selectors are not re-exported by their package.
-        Place(path="kvpolicy/allocators/__init__.py", name="methods", text=_imports(allocators)),
-        Place(path="kvpolicy/codecs/__init__.py", name="methods", text=_imports(built_in_classes("codec"))),
         Place(path="kvpolicy/registry.py", name="summaries", text=_summaries()),
     ]
     known = field.load()

@@ -245,13 +245,15 @@ def tune_command(model: Any, weights: int, prompt: int, memory: int, ranks: int)
         memory: Bytes of the device, without the headroom.
         ranks: Ranks over which the model is sharded, which cannot tune.
     """
+    if ranks > 1:
+        return ""
     from kvpolicy.policy import Policy
     from kvpolicy.tuning.grid import PARTS
     from kvpolicy.tuning.ordinary import rivals
     from kvpolicy.tuning.peak import ANSWER, tuning_peak
 
     policies = [Policy.parse(spec) for spec in dict.fromkeys([*PARTS, *rivals()])]  # the peak depends on no budget
-    for tile in (None, *(each for each in SIZES if each < prompt)) if ranks == 1 else ():
+    for tile in (None, *(each for each in SIZES if each < prompt)):
         if tuning_peak(model, weights, policies, prompt, ANSWER, tile) <= memory:
             return "kvpolicy tune" + (f" --tile {tile}" if tile else "")
     return ""
