@@ -158,7 +158,9 @@ if not TYPE_CHECKING:  # a type checker would accept every misspelled name
             if found is None:
                 message = f"kvpolicy.{name} needs transformers, which is not installed; run pip install 'kvpolicy[hf]'."
             else:
-                message = f"kvpolicy.{name} needs transformers 5.18 or newer, got {found}; run pip install -U transformers."
+                message = (
+                    f"kvpolicy.{name} needs transformers 5.18 or newer, got {found}; run pip install -U transformers."
+                )
             raise type(error)(message, name=error.name) from error
         value = getattr(module, name)
         globals()[name] = value

@@ -14,6 +14,7 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.model_spec import describe
+from kvpolicy.hf.text_angles import check_pieces
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.logging import without_warning_of_few_tokens
@@ -193,6 +194,8 @@ def share_bytes(model: nn.Module, window: Window, share: float) -> int:
 
 def _decode(model: nn.Module, window: Window) -> tuple[Tensor, int]:
     """Logits from the last token of the prompt on, [1 + Q + M, V], and bytes after the prompt."""
+    prompt = len(window.prompt)
+    check_pieces(model, prompt, prompt + len(window.follow), "What follows the prompt of a window")
     cache = PolicyCache(model, new=len(window.follow))
     parts = [_logits(model, window.prompt, 1, cache)]
     nbytes = cache.nbytes
