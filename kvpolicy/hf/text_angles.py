@@ -82,11 +82,11 @@ def _without_end(output: Any) -> Any:
     return type(output)(part[..., :-1, :] for part in output)
 
 
-def check_pieces(config: Any, first: int, last: int, what: str) -> None:
+def check_pieces(model_or_config: Any, first: int, last: int, what: str) -> None:
     """Refuse a text whose pieces would have other angles than the whole.
 
     Args:
-        config: The model's config.
+        model_or_config: The model, or its config.
         first: Tokens of the first piece.
         last: Tokens of the whole text.
         what: What is fed in pieces, as the subject of the message.
@@ -94,7 +94,7 @@ def check_pieces(config: Any, first: int, last: int, what: str) -> None:
     Raises:
         KVPolicyError: Naming the kind of rotary embedding.
     """
-    kind = changing_kind(config, first, last)
+    kind = changing_kind(getattr(model_or_config, "config", model_or_config), first, last)
     if kind:
         raise KVPolicyError(
             f"{what} must have the angles that the tokens before it have, got a rotary embedding of type {kind}, which "

@@ -14,6 +14,7 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.model_spec import describe
+from kvpolicy.hf.text_angles import check_pieces
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.logging import without_warning_of_few_tokens
@@ -193,6 +194,8 @@ def share_bytes(model: nn.Module, window: Window, share: float) -> int:
 
 def _decode(model: nn.Module, window: Window) -> tuple[Tensor, int]:
     """Logits from the last token of the prompt on, [1 + Q + M, V], and bytes after the prompt."""
+    prompt = len(window.prompt)
+    check_pieces(model, prompt, prompt + len(window.follow), "What follows the prompt of a window")
     cache = PolicyCache(model, new=len(window.follow))
     parts = [_logits(model, window.prompt, 1, cache)]
     nbytes = cache.nbytes
@@ -202,12 +205,13 @@ def _decode(model: nn.Module, window: Window) -> tuple[Tensor, int]:
     return torch.cat(parts), nbytes
 
 
-def _logits(model: Any, ids: Tensor, count: int, cache: PolicyCache | None = None) -> Tensor:
+def _logits(model: Any, ids: Tensor, count: int, cache: PolicyCache | None = None, **kwargs: Any) -> Tensor:
     """Logits behind the last `count` of some tokens, [count, V]."""
     keeps = getattr(model, "_supports_logits_to_keep", None)
     given = {"logits_to_keep": count} if keeps is not None and keeps() else {}
     device = next(model.parameters()).device
-    return model(ids[None].to(device), **given, **cache_argument(model, cache)).logits[0, -count:]
+    out = model(ids[None].to(device), **given, **cache_argument(model, cache), **kwargs)
+    return out.logits[0, -count:]
 
 
 def _compare(logits: Tensor, full: Tensor, window: Window) -> tuple[float, float, float]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.engine.attention import Past
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.text_angles import check_pieces
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
@@ -313,6 +314,7 @@ def _prompts(tap: Tap, window: Window, pins: Collection[int] = ()) -> tuple[list
     """The prompt of a window in each layer under a policy, and a cache that has seen it."""
     prompts: list[LayerPrompt] = []
     length = len(window.prompt)
+    check_pieces(tap.model, length, length + len(window.answer), "What follows the prompt of a window")
     cache = tap.run(window.prompt, length, lambda call: prompts.append(prompt_of(call, length).to(tap.store)), pins)
     return prompts, cache
 

@@ -144,7 +144,7 @@ def test_what_is_planned_is_held(spec: str, length: int) -> None:
     planned = kvpolicy.plan(model.config, policy, **sizes)
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model, new=STEPS)
-        model(torch.arange(length)[None] % 40 + 3, past_key_values=cache)
+        model(torch.arange(length)[None] % 40 + 3, cache=cache)
     assert planned.nbytes == cache.nbytes == kvpolicy.plan(model.config, of(spec, BUDGETS[length]), **sizes).nbytes
     assert [layer.tokens for layer in planned.layers] == [layer.tokens for layer in cache.plan.layers]
 

@@ -14,6 +14,9 @@ import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.hf.rotary_lookup import changing_kind, least_with_angles
 from kvpolicy.hf.text_angles import angles_of
+from kvpolicy.tuning.evidence import score
+from kvpolicy.tuning.measure import layer_kls
+from kvpolicy.tuning.windows import Window
 from tests.conformance.models import build
 from tests.conformance.play import make_batch
 
@@ -117,3 +120,17 @@ def test_a_kind_without_a_module_is_refused() -> None:
         pass
     with angles_of(model, TRAINED):
         pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_of_the_tuner_have_one_kind_of_angles(kind: str) -> None:
+    ids, _ = make_batch([40], [40])
+    model = adapting(kind)
+    short = Window(ids[0, :18], ids[0, 18:TRAINED])
+    long = Window(ids[0, :18], ids[0, 18:])
+    assert layer_kls(model, [short], ["h2o@0.5"]).isfinite().all()
+    assert score(model, [short], "h2o@0.5")
+    for measure in (layer_kls, score):
+        refused = pytest.raises(KVPolicyError, match=rf"What follows the prompt of a window .* {kind}, .* 18 and 40")
+        with refused:
+            measure(model, [long], ["h2o@0.5"] if measure is layer_kls else "h2o@0.5")
