@@ -197,11 +197,11 @@ def _decode(model: nn.Module, window: Window) -> tuple[Tensor, int]:
     prompt = len(window.prompt)
     check_pieces(model, prompt, prompt + len(window.follow), "What follows the prompt of a window")
     cache = PolicyCache(model, new=len(window.follow))
-    parts = [_logits(model, window.prompt, 1, cache)]
+    parts = [_logits(model, window.prompt, 1, cache=cache)]
     nbytes = cache.nbytes
     if len(window.question):
-        parts.append(_logits(model, window.question, len(window.question), cache))
-    parts += [_logits(model, token, 1, cache) for token in window.answer.split(1)]
+        parts.append(_logits(model, window.question, len(window.question), cache=cache))
+    parts += [_logits(model, token, 1, cache=cache) for token in window.answer.split(1)]
     return torch.cat(parts), nbytes
 
 
