@@ -153,9 +153,9 @@ def test_a_part_is_shown_as_in_a_spec() -> None:
     with pytest.raises(KVPolicyError, match=r"^The budget must be at least 5 tokens for streaming, got 4\.$"):
         Policy.parse("streaming@4")
     with pytest.raises(
-        KVPolicyError, match=r"^The budget must be at least 4 tokens for kvzip, got 0\.2, which is 3 of 15"
+        KVPolicyError, match=r"^The budget must be at least 4 tokens for kvzip, got 0\.005, which is 3 of 600"
     ):
-        base_tokens(Policy.parse("uniform/adakv+kvzip@0.2"), torch.tensor([15]))
+        base_tokens(Policy.parse("uniform/adakv+kvzip@0.005"), torch.tensor([600]))
     for kind in ("selector", "codec", "reader", "merger", "allocator"):
         for name in registry.names(kind):
             cls = registry.lookup(name)[1]

@@ -350,10 +350,17 @@ def _sort_layers(text: Any) -> _Kinds:
             )
     if not found.attending:
         raise KVPolicyError(
-            f"At least one layer must have full attention, got none of {found.depth} layers of {text.model_type}; try "
+            f"At least one layer must have full attention, got {_count_kinds(found)} for {text.model_type}; try "
             "config.sliding_window = None if the model supports it."
         )
     return found
+
+
+def _count_kinds(found: _Kinds) -> str:
+    """How many layers without full attention there are of each kind."""
+    states = len(found.states.keys() - found.windows.keys())
+    parts = [(len(found.windows), "sliding-window layers"), (states, "layers with a state alone")]
+    return " and ".join(f"{number} {kind}" for number, kind in parts if number) or "none"
 
 
 def stock_layers(text: Any) -> list[Any]:

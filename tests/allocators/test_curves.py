@@ -140,5 +140,7 @@ def test_chunks_stay_within_the_budget(policy: str) -> None:
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(KVPolicyError, match=r"must rank tokens by attention .* across layers, got Sl.* try kvzip or"):
+    with pytest.raises(
+        KVPolicyError, match=r"must rank tokens by attention .* across layers, got window.* try kvzip or"
+    ):
         Policy.parse("kvcompose+window@0.5")

@@ -224,7 +224,7 @@ def test_the_page_without_matplotlib(
         ("a=1 --policy full --layer 8", "--layer must be a layer under the policy (0-7), got 8; try 0."),
         ("a=1 --policy full --html FOLDER/no/page.html", "--html must be a file in a folder that exists, got"),
         ("a=1 --policy full --html FOLDER", "must be a file, got the folder"),
-        ("a=1 --policy streaming:sinks=1@0.3", "budget must be at least 2 tokens"),
+        ("a=1 --policy streaming:sinks=1@64B", "budget must be at least"),
         ("a --model FOLDER", "cannot be loaded"),
         ("a --new 2048", "2,048 positions"),
     ],

@@ -93,7 +93,7 @@ def policies() -> list[Policy]:
     made = [Policy(allocator=a, selector=s, codec=c, budget=0.2) for a in allocators for s in selectors for c in codecs]
     words: list[str] = [str(policy) for policy in made]
     parsed: Policy = Policy.parse("squeeze+kvcrush/h2o+kivi:bits=4@512MiB")
-    budget: float | int | str = parsed.budget
+    budget: float | int | str | kvpolicy.Share = parsed.budget
     print(words, budget, {parsed: parsed.decode}, parsed == made[0], hash(parsed))
     return made
 

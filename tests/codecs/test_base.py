@@ -80,5 +80,5 @@ def test_what_can_be_wrapped() -> None:
         check_base(KIVI(), base)
     with pytest.raises(KVPolicyTypeError, match=r"KIVI\.base must be a codec, got 4; try TokenWise\(\)\."):
         check_base(KIVI(), 4)
-    with pytest.raises(KVPolicyError, match=r"KIVI\.base must encode keys and values separately, got CSR"):
+    with pytest.raises(KVPolicyError, match=r"KIVI\.base must encode keys and values separately, got csr"):
         check_base(KIVI(), CSR())

@@ -169,9 +169,9 @@ def test_selectors_that_keep_the_same_in_all_heads(other: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("snapkv+lowrank:head_group=2@0.5", "must keep the same tokens in every head .* got SnapKV"),
+        ("snapkv+lowrank:head_group=2@0.5", "must keep the same tokens in every head .* got snapkv"),
         ("h2o+lowrank:head_group=2@0.5", "must keep the same tokens in every head"),
-        ("uniform/adakv+window+lowrank:head_group=2@0.5", "to be combined with AdaKV"),
+        ("uniform/adakv+window+lowrank:head_group=2@0.5", "to be combined with adakv"),
         ("window+lowrank:head_group=2+labels@0.5", "The reader must read every token"),
     ],
 )

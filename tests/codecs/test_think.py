@@ -113,7 +113,7 @@ def test_the_error_of_scores_is_small_where_channels_are() -> None:
         ({"ratio": -0.1}, r"ThinK\.ratio must be between 0 and 1, got -0\.1"),
         ({"ratio": float("nan")}, r"ThinK\.ratio must be between 0 and 1, got nan"),
         ({"window": 0}, r"ThinK\.window must be at least 1, got 0"),
-        ({"base": CSR()}, r"ThinK\.base must encode keys and values separately, got CSR"),
+        ({"base": CSR()}, r"ThinK\.base must encode keys and values separately, got csr"),
         ({"base": RotateKV()}, r"ThinK\.base must encode keys and values separately"),
         ({"base": ThinK()}, r"ThinK\.base must encode keys and values separately"),
         ({"base": KIVI(), "block_size": 4}, r"ThinK\.block_size must be auto with a base, which has its own, got 4"),
@@ -134,7 +134,7 @@ def test_what_no_model_can_have() -> None:
         ThinK(base=KIVI(bits=4)).check(ModelInfo(1, 1, 7))
     for base in (Plain(), *BASES):
         ThinK(base=base).check(ModelInfo(1, 1, 128))
-    with pytest.raises(KVPolicyError, match=r"The codec must encode every token by itself to be combined with AdaKV"):
+    with pytest.raises(KVPolicyError, match=r"The codec must encode every token by itself to be combined with adakv"):
         Policy.parse("uniform/adakv+snapkv+think@0.2")
 
 

@@ -52,17 +52,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "t5": _make("T5ForConditionalGeneration", "T5Config", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4),
     "deepseek_v3": _make("DeepseekV3ForCausalLM", "DeepseekV3Config", **_LATENT),
     "mamba": _make("MambaForCausalLM", "MambaConfig", *_FEW, "num_attention_heads", state_size=4),
-    "jamba": _make(
-        "JambaForCausalLM",
-        "JambaConfig",
-        use_mamba_kernels=False,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=2,
-        num_experts_per_tok=1,
-        mamba_d_state=4,
-        mamba_dt_rank=4,
-    ),
     "falcon_alibi": _make("FalconForCausalLM", "FalconConfig", *_FEW, alibi=True),
     "bloom": _make("BloomForCausalLM", "BloomConfig", *_FEW),
     "mpt": _make(

@@ -147,7 +147,7 @@ PAGED = ["uniform/adakv+h2o+compensate@0.5", words("uniform/adakv", "h2o", "comp
 @pytest.mark.parametrize("merger", [name for name in DECODING if name != "compensate"])
 def test_a_merger_that_would_read_the_keys_of_all_heads_is_refused(merger: str) -> None:
     message = (
-        "must not compare keys while decoding to be combined with AdaKV.* try compensate, a codec such as tokenwise"
+        "must not compare keys while decoding to be combined with adakv.* try compensate, a codec such as tokenwise"
     )
     with pytest.raises(kvpolicy.KVPolicyError, match=message):
         Policy.parse(f"uniform/adakv+h2o+{merger}@0.5")

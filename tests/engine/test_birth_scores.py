@@ -57,5 +57,5 @@ def test_long_inputs_are_scored_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_layer_without_its_input_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be run with the input of its attention for the selector KVzap"):
+    with pytest.raises(ValueError, match="must be run with the input of its attention for the selector kvzap"):
         birth_scores.score_inputs(KVzap(), (), None)

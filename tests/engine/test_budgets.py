@@ -38,6 +38,7 @@ def refused(policy: str, lengths: list[int]) -> str:
     return str(met.value)
 
 
+@pytest.mark.filterwarnings("ignore:The text exceeds")
 @pytest.mark.parametrize("selector", FLOORED)
 def test_share(selector: str) -> None:
     said = refused(f"{selector}@0.005", [600, 527])  # shorter ones are kept whole

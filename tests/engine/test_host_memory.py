@@ -285,8 +285,8 @@ def test_shifts(reader: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("tokenwise+quest:host=true", "The codec must be plain for the reader Quest"),
-        ("h2o+merge+labels:host=true@0.5", "The merger must not merge while decoding for the reader DoubleSparsity"),
+        ("tokenwise+quest:host=true", "The codec must be plain for the reader quest"),
+        ("h2o+merge+labels:host=true@0.5", "The merger must not merge while decoding for the reader labels"),
         ("full+exact:host=true", "The options of 'exact' must be among read, dense, recent, got 'host'"),
         ("full+quest:host=1", "must be true or false, got '1'"),
     ],

@@ -416,7 +416,7 @@ def test_parts_that_may_keep_other_tokens_in_one_layer_are_refused(policy: str, 
 
 
 def test_budgets_by_head_are_refused() -> None:
-    with pytest.raises(KVPolicyError, match=r"must encode every token by itself .*AdaKV"):
+    with pytest.raises(KVPolicyError, match=r"must encode every token by itself .*adakv"):
         Policy.parse("uniform/adakv+snapkv+minicache@0.5")
 
 

@@ -280,7 +280,7 @@ def test_heads_that_share_a_basis(selector: str) -> None:
 
 @pytest.mark.parametrize("policy", ["h2o+shadowkv:joint=true@0.5", "snapkv+shadowkv:joint=true@0.5"])
 def test_heads_that_keep_different_tokens_share_no_basis(policy: str) -> None:
-    with pytest.raises(KVPolicyError, match="must keep the same tokens in every head to be combined with ShadowKV"):
+    with pytest.raises(KVPolicyError, match="must keep the same tokens in every head to be combined with shadowkv"):
         Policy.parse(policy)
 
 

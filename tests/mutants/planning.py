@@ -103,8 +103,8 @@ MUTATIONS = (
     Mutation(
         name="a text longer than announced is divided by what was announced",
         file="kvpolicy/planning/tokens.py",
-        old='return prompt if policy.decode == "grow" or end is None else torch.maximum(end, prompt)',
-        new='return prompt if policy.decode == "grow" or end is None else end',
+        old='most = prompt if policy.decode == "grow" or end is None else torch.maximum(end, prompt)',
+        new='most = prompt if policy.decode == "grow" or end is None else end',
         tests=("tests/engine/test_announcements.py",),
     ),
     Mutation(

@@ -115,7 +115,7 @@ def test_a_policy_says_what_its_parts_do() -> None:
     rows = table(Policy.parse("squeeze:keep_share=0.3+kvcrush/h2o+kivi:bits=4@64"))
     assert [row[0] for row in rows[1:]] == [*registry.kinds(), "budget"]
     assert rows[1][2].startswith("Move budget away from layers") and "share=0.3" in rows[1][3]
-    assert "base=H2O(" in rows[2][3] and "bits=4" in rows[4][3]
+    assert "base=h2o" in rows[2][3] and "bits=4" in rows[4][3]
     assert rows[6][1:3] == ["64", "tokens per layer on average"]
 
 

@@ -169,7 +169,7 @@ def test_more_coefficients_than_a_key_has_channels_are_refused() -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("tokenwise+shadowkv", "The codec must be plain for the reader ShadowKV"),
+        ("tokenwise+shadowkv", "The codec must be plain for the reader shadowkv"),
         ("full+reuse/shadowkv", "Reuse.base must be a reader that reads keys as they are stored"),
         ("h2o+merge+shadowkv:host=true@0.5", "The merger must not merge while decoding"),
     ],

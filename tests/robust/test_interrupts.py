@@ -132,7 +132,7 @@ def test_the_models_own_cache_is_broken_off(policy: str) -> None:
 
 def test_a_refused_budget_spoils_nothing() -> None:
     model = build("llama")
-    with kvpolicy.attach(model, "streaming:sinks=4@0.1"):
+    with kvpolicy.attach(model, "streaming:sinks=4@64B"):
         with refused("must be at least"):
             answer(model)
         with refused("must be at least"):

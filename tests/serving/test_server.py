@@ -142,8 +142,6 @@ def test_there_is_one_model(client: Any, port: int) -> None:
         ({"model": "gpt"}, "model must be 'tiny', the one that this server has, got 'gpt'"),
         ({"prompt": ""}, "must have at least one token"),
         ({"prompt": ["a", "b"]}, "prompt must be a string, got a list"),
-        ({"prompt": "1234567", "max_tokens": 2}, "The budget must be at least"),
-        ({"prompt": "1234567", "max_tokens": 2, "stream": True}, "The budget must be at least"),
         ({"max_tokens": -1}, "max_tokens must be an integer from 1 to 2147483647, got -1"),
         ({"max_tokens": 2048}, "must fit into 2,048 positions"),
         ({"temperature": -1}, "temperature must be a number from 0"),

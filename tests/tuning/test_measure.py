@@ -85,9 +85,10 @@ def test_measures_are_those_of_the_reference(make: Callable[[], Any], specs: lis
     model = make()
     errors, kls = agree(model, [window(45, 4)], specs)
     assert errors.shape == kls.shape == (1, 2 if make is llama else 1, len(specs))
-    small = [spec in ("streaming:sinks=8@0.1", "uniform/adakv+h2o@0.05") for spec in specs]
-    assert errors.isnan().any(1).any(0).tolist() == kls.isnan().any(1).any(0).tolist() == small
-    assert bool((errors.nan_to_num(1)[..., 1:] > 1e-6).all()), "every candidate but the first loses something"
+    assert not bool(errors.isnan().any()) and not bool(kls.isnan().any())
+    whole = [spec in ("streaming:sinks=8@0.1", "uniform/adakv+h2o@0.05") for spec in specs]  # of so short a prompt
+    loses = (errors > 1e-6).all(1).all(0)[1:]
+    assert bool((loses | torch.tensor(whole[1:])).all()), "every candidate but the first loses something"
 
 
 def test_each_gate_scores_the_prompt_itself(tmp_path: Path) -> None:

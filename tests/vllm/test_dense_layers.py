@@ -129,7 +129,7 @@ def test_headers_that_are_refused(saved: Saved, fields: dict[str, Any], message:
             "uniform/adakv+snapkv:window=6:kernel=3@0.5",
             "equally many tokens in all layers and heads, got .* try uni",
         ),
-        ("h2o+quest:read=6:page=2:dense=0:resort=3@0.8", "must be read whole in a step, got the reader Quest"),
+        ("h2o+quest:read=6:page=2:dense=0:resort=3@0.8", "must be read whole in a step, got the reader quest"),
         (
             words("h2o", "merge", "plain"),
             "must have one token in each slot, got merged ones",

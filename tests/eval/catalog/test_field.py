@@ -120,12 +120,12 @@ def _system(content: dict[str, Any], name: str) -> dict[str, Any]:
         ("H2O", {"policy": ""}, "policy or feature of H2O .* given if it is here"),
         ("H2O", {"feature": "x", "page": "index.md"}, "policy and feature of H2O .* one at a time"),
         ("H2O", {"nearest": "tova"}, "nearest of H2O .* left out"),
-        ("H2O", {"policy": "h20"}, "must be one of .* got 'h20'"),
+        ("H2O", {"policy": "h20"}, "must have a registered name, got 'h20'"),
         ("H2O", {"decode": "grow"}, "H2O in field.yaml has the unknown key 'decode'"),
         ("PIE", {"page": ""}, "page of PIE .* given beside feature"),
         ("EMS", {"note": ""}, "note of EMS .* given"),
         ("EMS", {"policy": "h2o"}, "policy or feature of EMS"),
-        ("EMS", {"nearest": "heavy"}, "must be one of .* got 'heavy'"),
+        ("EMS", {"nearest": "heavy"}, "must have a registered name, got 'heavy'"),
     ],
 )
 def test_a_wrong_entry_is_one_sentence(name: str, change: dict[str, Any], message: str) -> None:
