@@ -26,13 +26,13 @@ def make_layers(attachment: Attachment, policy: Policy) -> list[Any]:
     def made(index: int) -> Any:
         states = shape.states.get(index)
         if index not in managed:
-            return _unmanaged(shape.unmanaged.get(index), None if states is None else states.count)
+            return _unmanaged(shape.unmanaged.get(index), None if states is None else states.number)
         own = policy.at(index)
         rope = attachment.ropes.get(index) if own.undoes_rotation else None
         chooser = own.reader.traits.source(index)
         board = None if chooser is None else boards.setdefault(chooser, Board())
         projection = attachment.projections.get(index)
-        kind = PolicyLayer if states is None else partial(SlotsAndState, number_of_states=states.count)
+        kind = PolicyLayer if states is None else partial(SlotsAndState, number_of_states=states.number)
         return kind(
             lambda: make_store(own, index, rope, projection),
             board,

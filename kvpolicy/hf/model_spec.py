@@ -24,11 +24,11 @@ class LayerStates(NamedTuple):
     """The states of a layer: of linear attention, a state space model or a convolution.
 
     Attributes:
-        count: How many there are of each kind.
+        number: How many there are of each kind.
         nbytes: Bytes of one row.
     """
 
-    count: int
+    number: int
     nbytes: int
 
 

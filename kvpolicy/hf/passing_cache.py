@@ -175,7 +175,7 @@ class _Sliding(CacheLayerMixin):
 class _WithState(States):
     """A view of a layer with a state, of which it has a copy that a forward may change."""
 
-    is_compileable = False
+    is_compileable = False  # pyright: ignore
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Make a state; keys and values are held by the layer that is shown."""
@@ -190,7 +190,7 @@ class _PassingState(_Passing, _WithState):
         LinearAttentionLayer.__init__(self, layer.number_of_states)
         _Passing.__init__(self, layer)
 
-    lazy_initialization = _WithState.lazy_initialization
+    lazy_initialization = _WithState.lazy_initialization  # pyright: ignore
 
 
 class _SlidingState(_Sliding, _WithState):
@@ -200,4 +200,4 @@ class _SlidingState(_Sliding, _WithState):
         LinearAttentionLayer.__init__(self, layer.number_of_states)
         _Sliding.__init__(self, layer, cache)
 
-    lazy_initialization = _WithState.lazy_initialization
+    lazy_initialization = _WithState.lazy_initialization  # pyright: ignore

@@ -50,7 +50,8 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
     layers: dict[str, Any] = {}
     kept: dict[str, list[int]] = {}
     windows: dict[str, int] = {}
-    for index, layer in enumerate(cache.layers):
+    every: list[Any] = cache.layers
+    for index, layer in enumerate(every):
         if isinstance(layer, States):
             held |= {f"layers.{index}.{name}": state for name, state in layer.named_states().items()}
         if index in cache.attachment.model_shape.unmanaged:
@@ -110,7 +111,8 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     _check_positions(header, owner_of(model, found.decoder) is not None, what)
     check_content(content, attachment, what)
     dtype: torch.dtype = getattr(torch, header["dtype"])
-    for index, layer in enumerate(cache.layers):
+    every: list[Any] = cache.layers
+    for index, layer in enumerate(every):
         own = below(held, f"layers.{index}.")
         states = {name: own.pop(name) for name in list(own) if is_state(name)}
         if isinstance(layer, States):

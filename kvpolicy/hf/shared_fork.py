@@ -108,10 +108,11 @@ def share(cache: Any, other: Any, rows: Tensor | Sequence[int] | None) -> None:
     """
     indices = check_rows([0] if rows is None else rows, 1)
     count = len(indices)
-    for index, (layer, own) in enumerate(zip(cache.layers, other.layers, strict=True)):
+    for index, layer in enumerate(cache.layers):
         # Windows and states move on in every row, so that they are copied.
         if isinstance(layer, DynamicSlidingWindowLayer):
-            other.layers[index] = own = _window(layer, count)
+            other.layers[index] = _window(layer, count)
+        own = other.layers[index]
         if isinstance(layer, PolicyLayer):
             _share_slots(cache, layer, own, count)
         if isinstance(layer, States):  # last, since slots that begin behind a prefix forget everything else

@@ -61,7 +61,7 @@ class States(LinearAttentionLayer):
         for name, state in held.items():
             kind, number = _place(name)
             # By the function of transformers, which notes the size of the kernel, the dtype and the device.
-            self.lazy_initialization(**{_KINDS[kind]: state.to(device)}, state_idx=number)
+            self.lazy_initialization(**{_KINDS[kind]: state.to(device)}, state_idx=number)  # pyright: ignore[reportArgumentType]
             getattr(self, _KINDS[kind])[number].copy_(state)
             self.has_previous_state[number] = True
 
@@ -109,7 +109,7 @@ class StateLayer(States):
     """A layer with a state and no attention."""
 
     is_sliding = False
-    is_compileable = False  # of several layers, some of which are not
+    is_compileable = False  # pyright: ignore  # of several layers, some of which are not
     keys: Tensor | None = None
     values: Tensor | None = None
 
@@ -153,7 +153,7 @@ class WindowAndState(States, LinearAttentionAndSlidingWindowAttentionLayer):
         LinearAttentionAndSlidingWindowAttentionLayer.__init__(self, self.sliding_window, self.number_of_states)
 
 
-class SlotsAndState(PolicyLayer, States, LinearAttentionAndFullAttentionLayer):
+class SlotsAndState(PolicyLayer, States, LinearAttentionAndFullAttentionLayer):  # pyright: ignore
     """The slots of a layer under a policy that has a state beside its attention, such as Falcon-H1's."""
 
     def __init__(self, *args: Any, number_of_states: int, **kwargs: Any) -> None:

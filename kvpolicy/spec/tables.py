@@ -7,7 +7,10 @@ defined, so that this module imports none of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+Key = TypeVar("Key")
 
 MAX_ROWS = 16
 """A longer table is folded."""
@@ -81,14 +84,14 @@ def shorten(text: str, width: int = 60) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def sum_by_kind(sizes: Iterable[dict[str, int]]) -> dict[str, int]:
-    """The sum of several numbers of bytes by kind.
+def sum_by_kind(sizes: Iterable[Mapping[Key, int]]) -> dict[Key, int]:
+    """The sum of several numbers of bytes by kind, or by another key such as the layer.
 
     Examples:
         >>> sum_by_kind([{"codes": 1}, {"codes": 2, "scales": 3}])
         {'codes': 3, 'scales': 3}
     """
-    total: dict[str, int] = {}
+    total: dict[Key, int] = {}
     for one in sizes:
         for kind, size in one.items():
             total[kind] = total.get(kind, 0) + size

@@ -103,7 +103,7 @@ def check_budgets(policy: Policy, cache: PolicyCache, tape: Tape, lengths: list[
 def expected_budgets(policy: Policy, cosines: list[float] | None, length: int, coming: int, layers: int) -> list[int]:
     """What the reference gives each layer of one row."""
     floor = policy.selector.min_tokens
-    assert not isinstance(policy.budget, str)
+    assert isinstance(policy.budget, int | float)
     total = allocators.base_budget(policy.budget, length, floor) * layers
     config = dataclasses.asdict(policy.allocator)  # pyright: ignore[reportArgumentType]
     name = name_of(type(policy.allocator))

@@ -321,7 +321,8 @@ def test_random_divisions(seed: int) -> None:
         return sum(_planned(spec, count, shape, index, length, end) for index, (spec, count) in pairs)
 
     full = layers * shape.token_nbytes * end
-    limit = int(float(policy.budget) * full + 1e-9)
+    assert isinstance(policy.budget, float)
+    limit = int(policy.budget * full + 1e-9)
     try:
         tokens = divide(policy, None, prompt, ends, [shape] * layers)
     except KVPolicyError:

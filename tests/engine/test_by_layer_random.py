@@ -89,5 +89,6 @@ def test_held_planned_and_allowed(seed: int) -> None:
         assert most <= int(policy.budget[:-2]) * 1000
     elif len({*lengths}) == 1:  # else each row has the slots of the longest one in each layer
         token = shape.token_bytes() * len(shape.evictable) * rows
+        assert isinstance(policy.budget, int | float)
         tokens = (lengths[0] + new) * policy.budget if isinstance(policy.budget, float) else policy.budget
         assert most - sum(cache.unmanaged_bytes().values()) <= token * tokens + 1e-6

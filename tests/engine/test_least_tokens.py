@@ -146,6 +146,7 @@ def test_what_is_planned_is_held(spec: str, length: int) -> None:
         cache = PolicyCache(model, new=STEPS)
         model(torch.arange(length)[None] % 40 + 3, cache=cache)
     assert planned.nbytes == cache.nbytes == kvpolicy.plan(model.config, of(spec, BUDGETS[length]), **sizes).nbytes
+    assert cache.plan is not None
     assert [layer.tokens for layer in planned.layers] == [layer.tokens for layer in cache.plan.layers]
 
 

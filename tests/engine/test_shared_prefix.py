@@ -87,6 +87,8 @@ class Rows:
         self.prefix = prefix
         self.transform = transform
         self.policy = Policy.parse(own)
+        budget = self.policy.budget
+        self.budget = int(budget) if isinstance(budget, int | float) else 0
         self.store = LayerStore(layer_spec(self.policy, 0))
         self.store.initialize(prefix.tensors.keys.new_empty(rows, HEADS, 0, DIM), group=GROUP)
         self.store.prefix = SharedPrefix(prefix.contents, prefix.geometry)
@@ -105,17 +107,17 @@ class Rows:
             out, pending = self.store.attend_prompt(q, k, v, valid, self.transform)
             seen = pending.lengths(self.store.tensors.length)
             grows = self.policy.decode == "grow"
-            compress(self.store, pending, seen if grows else torch.full_like(seen, int(self.policy.budget)), 0)
+            compress(self.store, pending, seen if grows else torch.full_like(seen, self.budget), 0)
         for row in range(rows):
             for column in range(count):
                 if valid is None or valid[row, column]:
                     if step and self.policy.decode == "evict":  # evicts before it attends
-                        self.evict(row, int(self.policy.budget) - 1)
+                        self.evict(row, self.budget - 1)
                     self.tokens[row].append((k[row, :, column], v[row, :, column]))
                     want = self.attend(row, q[row, :, column])
                     torch.testing.assert_close(out[row, :, column].double(), want, atol=1e-5, rtol=1e-4)
             if self.policy.decode == "evict":
-                self.evict(row, int(self.policy.budget))
+                self.evict(row, self.budget)
         self.check()
 
     def evict(self, row: int, most: int) -> None:

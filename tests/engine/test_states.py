@@ -69,7 +69,8 @@ def test_a_state_does_not_depend_on_what_is_kept(family: str) -> None:
     expected = [t for kind in ("conv_states", "recurrent_states") for t in getattr(stock.layers[first], kind).values()]
     with kvpolicy.attach(model, "window@4"):
         cache = prefilled(model)
-        found = cache.layers[first].copy_states()
+        layer: Any = cache.layers[first]
+        found = layer.copy_states()
     if first == 0:
         assert all(torch.equal(*pair) for pair in zip(found, [t for t in expected if t is not None], strict=True))
 
@@ -184,6 +185,7 @@ def test_tiles_keep_what_one_piece_keeps(family: str, padding: int) -> None:
     for tile in (None, 7):
         with kvpolicy.attach(model, "snapkv@0.5", tile=tile) as handle:
             logits = model(text(2, 20), attention_mask=mask).logits[:, -1]
+            assert handle.cache is not None
             found.append((logits, [layer.head_positions.sort().values for layer in handle.cache.policy_layers]))
     assert torch.allclose(found[0][0], found[1][0], atol=1e-4)
     assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))

@@ -133,4 +133,4 @@ def test_windows_of_the_tuner_have_one_kind_of_angles(kind: str) -> None:
     for measure in (layer_kls, score):
         refused = pytest.raises(KVPolicyError, match=rf"What follows the prompt of a window .* {kind}, .* 18 and 40")
         with refused:
-            measure(model, [long], ["h2o@0.5"] if measure is layer_kls else "h2o@0.5")
+            measure(model, [long], ["h2o@0.5"] if measure is layer_kls else "h2o@0.5")  # pyright: ignore
