@@ -21,7 +21,7 @@ from kvpolicy.hf.file_content import check_content
 from kvpolicy.hf.known_tokens import KnownTokens
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.rope_owner import ATTRIBUTE, owner_of
-from kvpolicy.hf.states import States, is_state
+from kvpolicy.hf.states import is_state
 from kvpolicy.planning.plan_fields import plan_from_dict, plan_to_dict
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, Ranks
@@ -50,9 +50,8 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
     layers: dict[str, Any] = {}
     kept: dict[str, list[int]] = {}
     windows: dict[str, int] = {}
-    every: list[Any] = cache.layers
-    for index, layer in enumerate(every):
-        if isinstance(layer, States):
+    for index, layer in enumerate(cache.layers):
+        if index in cache.attachment.model_shape.states:
             held |= {f"layers.{index}.{name}": state for name, state in layer.named_states().items()}
         if index in cache.attachment.model_shape.unmanaged:
             held |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
@@ -111,11 +110,10 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     _check_positions(header, owner_of(model, found.decoder) is not None, what)
     check_content(content, attachment, what)
     dtype: torch.dtype = getattr(torch, header["dtype"])
-    every: list[Any] = cache.layers
-    for index, layer in enumerate(every):
+    for index, layer in enumerate(cache.layers):
         own = below(held, f"layers.{index}.")
         states = {name: own.pop(name) for name in list(own) if is_state(name)}
-        if isinstance(layer, States):
+        if index in attachment.model_shape.states:
             layer.load_states(states, _device(model, index))
         if index not in sites:
             continue
