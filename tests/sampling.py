@@ -1,4 +1,7 @@
-"""Which cases of a product run on every commit: a pairwise sample of it, or a star. `pytest -m full` runs the rest.
+"""Which cases of a product run when: a pairwise sample of it, or a star, and `pytest -m full` runs the rest.
+
+Of a pairwise sample, the rows in which a value stands for the first time run on every commit. `bash .ci/run slow` runs
+the others, which have the marker `heavy`.
 
     @product(("selector", "codec", "mode"), SELECTORS, CODECS, MODES)
     def test_something(selector: str, codec: str, mode: str) -> None: ...
@@ -164,6 +167,7 @@ class Product(NamedTuple):
         allowed: Which rows there are.
         ids: Makes the name of a value, as in `pytest.mark.parametrize`.
         drawn: The axes whose values are drawn in the rest of the rows, one for each combination of the others.
+        heavy: The rows of the sample that are left to `bash .ci/run slow`.
     """
 
     names: tuple[str, ...]
@@ -172,6 +176,7 @@ class Product(NamedTuple):
     allowed: Allowed
     ids: Callable[[Any], str | None] | None
     drawn: Collection[int] = ()
+    heavy: tuple[Row, ...] = ()
 
     def rest(self) -> Iterator[Row]:
         """The rows that only `pytest -m full` runs."""
@@ -199,7 +204,7 @@ def product(
     Args:
         names: Of the test's arguments.
         axes: The values of each argument.
-        sample: The rows that run on every commit, in place of a pairwise sample.
+        sample: The rows that run on every commit, all of them, in place of a pairwise sample.
         allowed: Which rows there are.
         ids: Makes the name of a value, as in `pytest.mark.parametrize`.
         drawn: Axes whose values are drawn, with a fixed seed, in the rows that only `pytest -m full` runs: one row for
@@ -213,7 +218,16 @@ def product(
         if not allowed(row) or any(value not in axis for axis, value in zip(axes, row, strict=True)):
             raise ValueError(f"the sample must consist of rows of the product, got {row}")
     names = tuple(names.split(",")) if isinstance(names, str) else tuple(names)
-    return pytest.mark.product(Product(names, axes, tuple(rows), allowed, ids, drawn))
+    heavy = () if sample is not None else tuple(_without_news(rows))
+    return pytest.mark.product(Product(names, axes, tuple(rows), allowed, ids, drawn, heavy))
+
+
+def _without_news(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows in which each value stands in an earlier one too."""
+    for number, row in enumerate(rows):
+        earlier = rows[:number]
+        if all(any(value == before[axis] for before in earlier) for axis, value in enumerate(row)):
+            yield row
 
 
 def wants_full(expression: str) -> bool:
@@ -224,7 +238,8 @@ def wants_full(expression: str) -> bool:
 def cases(some: Product, expression: str) -> Iterator[Any]:
     """The parameters of a test, under a marker expression: making 40,000 cases to leave them out takes long."""
     rest = (pytest.param(*row, marks=pytest.mark.full) for row in some.rest())
-    yield from (pytest.param(*row) for row in some.sample)
+    for row in some.sample:
+        yield pytest.param(*row, marks=[pytest.mark.heavy] * (row in some.heavy))
     if wants_full(expression):
         yield from rest
     elif not some.sample:

@@ -26,6 +26,10 @@ def pairs_of(rows: Sequence[Row]) -> set[tuple[Any, ...]]:
     return {(i, repr(row[i]), j, repr(row[j])) for row in rows for i, j in itertools.combinations(range(len(row)), 2)}
 
 
+def repr_of(row: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(map(repr, row))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_every_pair_of_any_two_axes_is_in_the_sample(seed: int) -> None:
     dice = Random(seed)
@@ -100,20 +104,23 @@ def test_a_star_varies_one_axis_at_a_time() -> None:
 
 
 def made(mark: pytest.MarkDecorator, expression: str) -> tuple[list[Row], list[Row]]:
-    """The cases of a test that run by default, and those with the marker `full`."""
+    """The cases of a test that are in its sample, and those with the marker `full`."""
     found = [*cases(mark.args[0], expression)]
-    every_commit = [case.values for case in found if not case.marks]
-    assert all([mark.name for mark in case.marks] == ["full"] for case in found if case.marks)
-    return every_commit, [case.values for case in found if case.marks]
+    full = [[mark.name for mark in case.marks] == ["full"] for case in found]
+    assert all(not case.marks or case.marks[0].name in ("full", "heavy") for case in found)
+    return (
+        [case.values for case, rest in zip(found, full, strict=True) if not rest],
+        [case.values for case, rest in zip(found, full, strict=True) if rest],
+    )
 
 
 @pytest.mark.parametrize("sample", [None, [("red", 2, [0]), ("blue", 4, [0, 1])]])
 def test_no_case_of_a_product_is_lost(sample: list[Row] | None) -> None:
     mark = product("color,size,shape", COLORS, SIZES, SHAPES, sample=sample)
-    every_commit, rest = made(mark, "full")
-    assert every_commit == (pairwise(COLORS, SIZES, SHAPES) if sample is None else sample)
-    assert sorted([*every_commit, *rest]) == sorted(itertools.product(COLORS, SIZES, SHAPES))
-    assert made(mark, DEFAULT) == (every_commit, [])
+    sample_rows, rest = made(mark, "full")
+    assert sample_rows == (pairwise(COLORS, SIZES, SHAPES) if sample is None else sample)
+    assert sorted([*sample_rows, *rest]) == sorted(itertools.product(COLORS, SIZES, SHAPES))
+    assert made(mark, DEFAULT) == (sample_rows, [])
 
 
 def test_a_product_leaves_out_what_is_not_allowed() -> None:
@@ -154,6 +161,20 @@ SOME = [("red", 1), ("green", 3)]
 def test_the_hook_makes_the_cases(color: str, size: int, request: pytest.FixtureRequest) -> None:
     full = request.node.get_closest_marker("full") is not None
     assert full is ((color, size) not in SOME)
+
+
+def test_pairs_of_known_values_are_left_to_the_slow_job() -> None:
+    (some,) = product("color,size,shape", COLORS, SIZES, SHAPES).args
+    params = [*cases(some, DEFAULT)]
+    light = [param.values for param in params if not param.marks]
+    assert all({row[axis] for row in map(repr_of, light)} == {*map(repr, some.axes[axis])} for axis in range(3))
+    assert 4 <= len(light) < len(params) == len(some.sample)
+    assert all(mark.name == "heavy" for param in params for mark in param.marks)
+
+
+def test_no_row_of_a_given_sample_is_left_out() -> None:
+    (some,) = product("color,size", COLORS, SIZES, sample=[*itertools.product(COLORS, SIZES)]).args
+    assert not any(param.marks for param in cases(some, DEFAULT))
 
 
 def test_drawn_axes_do_not_multiply_the_rest() -> None:
