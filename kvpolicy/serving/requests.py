@@ -48,6 +48,9 @@ MOST_STOPS = 16
 LONGEST_STOP = 256
 """The most characters of a stop string."""
 
+MOST_ROLES = 16
+"""The most different roles of the messages of a request."""
+
 CHAT = {"messages", "tools", "chat_template_kwargs"}
 COMPLETION = {"prompt"}
 SHARED = {
@@ -117,7 +120,11 @@ def parse_chat(body: Any, model: str) -> Call:
         8
     """
     fields = _fields(body, CHAT)
-    own: dict[str, Any] = {"messages": [parse_message(message) for message in _messages(fields)]}
+    messages = [parse_message(message) for message in _messages(fields)]
+    roles = len({message["role"] for message in messages})
+    if roles > MOST_ROLES:
+        raise KVPolicyError(f"messages must have at most {MOST_ROLES} different roles, got {roles:,}; try user.")
+    own: dict[str, Any] = {"messages": messages}
     if fields.get("tools"):
         own["tools"] = _tools(fields["tools"])
     if fields.get("chat_template_kwargs") is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from kvpolicy.serving.streamer import AnswerTokens
@@ -13,6 +13,9 @@ Render = Callable[..., Any]
 
 ALWAYS_USED = {"user", "assistant"}
 """Roles that every chat template has."""
+
+MOST_REMEMBERED = 64
+"""The most parts of which a server remembers that its template uses them: clients may make up roles."""
 
 
 def adapt_tokenizer(tokenizer: Any) -> bool:
@@ -109,16 +112,17 @@ class TemplateUse:
             KVPolicyError: If the text is the same without a part of the request.
         """
         text = None
-        for part, others, changed in _without(messages, options):
+        for part, index in _parts(messages, options).items():
             if part in self._used:
                 continue
             text = self._text(messages, options) if text is None else text
-            if self._is_same(text, others, changed):
+            if self._is_same(text, *_without(part, index, messages, options)):
                 raise KVPolicyError(
                     f"The model's chat template must use {part} of a request, got one that leaves out {part}; try "
                     f"{_instead(part)}."
                 )
-            self._used.add(part)
+            if len(self._used) < MOST_REMEMBERED:
+                self._used.add(part)
 
     def _text(self, messages: Messages, options: dict[str, Any]) -> str:
         plain = {"tokenize": False, "return_dict": False, "return_tensors": None}
@@ -131,18 +135,27 @@ class TemplateUse:
             return False
 
 
-def _without(messages: Messages, options: dict[str, Any]) -> Iterator[tuple[str, Messages, dict[str, Any]]]:
-    """Each part that a template may leave out, with messages and options that differ in this part."""
-    if options.get("tools"):
-        yield "tools", messages, {**options, "tools": None}
+def _parts(messages: Messages, options: dict[str, Any]) -> dict[str, int]:
+    """The parts of a request that a template may leave out, each with the first message that has it."""
+    found = {"tools": 0} if options.get("tools") else {}
     for index, message in enumerate(messages):
-        others = [*messages]
         if message.get("tool_calls"):
-            others[index] = {name: value for name, value in message.items() if name != "tool_calls"}
-            yield "tool_calls", others, options
+            found.setdefault("tool_calls", index)
         if message["role"] not in ALWAYS_USED:
-            others[index] = {**message, "content": f"{message['content']} ?"}
-            yield f"the role {message['role']}", others, options
+            found.setdefault(f"the role {message['role']}", index)
+    return found
+
+
+def _without(part: str, index: int, messages: Messages, options: dict[str, Any]) -> tuple[Messages, dict[str, Any]]:
+    """Messages and options that differ in one part."""
+    if part == "tools":
+        return messages, {**options, "tools": None}
+    changed = {**messages[index]}
+    if part == "tool_calls":
+        del changed["tool_calls"]
+    else:
+        changed["content"] += " ?"
+    return [*messages[:index], changed, *messages[index + 1 :]], options
 
 
 def _instead(part: str) -> str:

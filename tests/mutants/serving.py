@@ -57,8 +57,8 @@ MUTATIONS = (
     Mutation(
         name="tools that the template leaves out are taken",
         file="kvpolicy/serving/templates.py",
-        old='    if options.get("tools"):\n',
-        new='    if options.get("functions"):\n',
+        old='{"tools": 0} if options.get("tools") else {}',
+        new='{"tools": 0} if options.get("functions") else {}',
         tests=("tests/serving/test_templates.py",),
     ),
     Mutation(

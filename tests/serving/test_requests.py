@@ -182,6 +182,14 @@ def test_parts_of_fields_are_not_left_out(fields: dict[str, Any], message: str) 
     assert parse_chat({**CHAT, **usual}, "tiny").max_tokens == 4
 
 
+def test_roles_are_few() -> None:
+    """Since the first message of each role costs a look at the chat template."""
+    messages = [{"role": f"role {number}", "content": "?"} for number in range(17)]
+    assert len(parse_chat({"messages": messages[:16] * 2}, "tiny").body["messages"]) == 32
+    with pytest.raises(KVPolicyError, match="messages must have at most 16 different roles, got 17; try user"):
+        parse_chat({"messages": messages}, "tiny")
+
+
 @pytest.mark.parametrize("tool", [{"function": {}}, {"type": "custom", "custom": {"name": "f"}}, {"function": 1}])
 def test_tools_are_named_functions(tool: Any) -> None:
     with pytest.raises(KVPolicyError, match="tools must be a list of objects with a named function each"):

@@ -12,7 +12,7 @@ pytest.importorskip("openai")
 
 import kvpolicy
 from kvpolicy.serving.messages import parse_message
-from kvpolicy.serving.templates import adapt_tokenizer
+from kvpolicy.serving.templates import MOST_REMEMBERED, TemplateUse, adapt_tokenizer
 from kvpolicy.spec.errors import KVPolicyError
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -91,3 +91,23 @@ def test_without_a_template_only_contents_are_joined(messages: Any, options: dic
         KVPolicyError, match=f"must have a chat template for {lost}, got one without; try it without {lost}"
     ):
         tokenizer.apply_chat_template([parse_message(message) for message in messages], **options)
+
+
+def test_a_template_is_looked_at_once_for_each_part() -> None:
+    """So that most requests are rendered once, with any number of messages."""
+    rendered: list[dict[str, Any]] = []
+
+    def render(messages: list[dict[str, Any]], **options: Any) -> str:
+        rendered.append(options)
+        return str((messages, options.get("tools")))
+
+    use = TemplateUse(render)
+    system = {"role": "system", "content": "Be brief."}
+    messages = [system, *[USER, ASSISTANT, RESULT] * 100]
+    use.check(messages, {"tools": TOOLS, "tokenize": True})
+    assert len(rendered) == 5 and not any(options["tokenize"] for options in rendered)  # the text, and four parts
+    use.check(messages, {"tools": TOOLS})
+    assert len(rendered) == 5
+    for number in range(100):
+        use.check([{"role": f"role {number}", "content": "?"}], {})
+    assert len(use._used) == MOST_REMEMBERED
