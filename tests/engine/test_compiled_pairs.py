@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import kvpolicy
-from kvpolicy.kernels import compiled
+from kvpolicy.kernels import words as words_of_codes
 from kvpolicy.kernels.words import constant
+from tests.codecs.compiling import compile_all
 from tests.conformance.models import build
 from tests.conformance.policies import CODECS, words
 from tests.engine import test_compile
@@ -28,8 +29,8 @@ LENGTHS = (24, 37, 31)
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
     """No code of other tests, and the functions for many slots also with a few."""
-    monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    compile_all(monkeypatch)
+    monkeypatch.setattr(words_of_codes, "HAS_WIDE_VECTORS", True)  # also where the processor has none
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -52,7 +53,8 @@ def check_chain(monkeypatch: pytest.MonkeyPatch, policies: Sequence[str]) -> Non
 
 
 def test_a_policy_compiles_after_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_chain(monkeypatch, [CENTERS[0], words("h2o", "kivi")])
+    """Codes of half the width, whose numbers are symbols when they are compiled."""
+    check_chain(monkeypatch, [f"h2o+kivi:bits={bits}:group_size=4:residual_length=4@0.5" for bits in (4, 2)])
 
 
 @pytest.mark.slow
