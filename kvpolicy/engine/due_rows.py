@@ -37,6 +37,7 @@ def due_rows(due: Tensor | None) -> list[Rows]:
     """The rows that are `due` [B] bool, in parts for one `only_rows` each; none for None. Waits for the device, once.
 
     Examples:
+        >>> import torch
         >>> due_rows(torch.tensor([False, True, True, False]))
         [Rows(numbers=[1, 2], at=slice(1, 3, None))]
     """

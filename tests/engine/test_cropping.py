@@ -155,7 +155,7 @@ def test_after_rows_were_selected() -> None:
 @pytest.mark.parametrize(
     ("policy", "part"),
     [
-        ("h2o@1.0", "the selector H2O"),
+        ("h2o@1.0", "the selector h2o"),
         ("window@4", "after an eviction"),
         ("window+merge@1.0", "the merger"),
         ("full+tokenwise", "the codec"),
