@@ -216,7 +216,6 @@ GENERATED = {
     "README.md",
     "mkdocs.yml",
     "kvpolicy/__init__.py",
-    "kvpolicy/codecs/__init__.py",
     REGISTRY,  # the first sentences of the docstrings
     "docs/api/index.md",
     "docs/api/selectors.md",
