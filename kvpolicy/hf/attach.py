@@ -49,6 +49,7 @@ from kvpolicy.hf.forward_calls import (
 from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exceeds, own_mask, vocabulary_of
 from kvpolicy.hf.generation_hooks import offer_cache
 from kvpolicy.hf.identity import identity
+from kvpolicy.hf.latent import latent_projection
 from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
@@ -113,13 +114,14 @@ class Handle:
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy = self.policy = resolve_for(policy, shape, info)
         policy.check(info)
-        check_held_codes(hold, policy)
-        rotations = _rotations(sites, shape.evictable, policy.undoes_rotation)
+        check_held_codes(hold, policy, shape.shape)
+        rotations = {} if shape.shape.latent else _rotations(sites, shape.evictable, policy.undoes_rotation)
         rotary = getattr(sites.decoder, "rotary_emb", None)
         trained = None if rotary is None else trained_positions(model.config)
         # Before `_connect`, because `detach` needs it if connecting fails.
         described = identity(model, info=info)
-        projections = {site.layer_idx: partial(output_projection, site.attention) for site in sites.layers}
+        behind = latent_projection if shape.shape.latent else output_projection
+        projections = {site.layer_idx: partial(behind, site.attention) for site in sites.layers}
         check_projections(policy, projections)
         vocabulary = vocabulary_of(model)
         check_replayed_ids(policy, vocabulary)

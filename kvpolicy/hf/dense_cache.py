@@ -174,7 +174,8 @@ def dense_layers(content: CacheFile, model: Skeleton, what: str, *, move: bool =
     in_groups = places(attachment.policy.layer_groups)
     for layer_idx in attachment.model_shape.evictable:
         rope = model.rotations[layer_idx]
-        store = make_store(attachment.policy.at(layer_idx), layer_idx, attachment.ropes.get(layer_idx))
+        own = attachment.policy.at(layer_idx)
+        store = make_store(own, layer_idx, attachment.ropes.get(layer_idx), shape=attachment.model_shape.shape)
         group = in_groups.pop(layer_idx, None)  # a group is held until its last layer was read
         if group is not None:
             store.contents.join(*group)
