@@ -16,6 +16,7 @@ from torch import Tensor
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.engine.mixed_values import mixed_values
+from kvpolicy.engine.row_spans import columns_from, rows_by_columns
 from kvpolicy.kernels.products import matmul, products, thin_mix
 from kvpolicy.protocols import Estimated
 
@@ -174,25 +175,18 @@ def attend_tile(
         return _attend_behind(q, keys, values, transform.scale)
     out = q.new_zeros(*q.shape[:3], values.shape[3])
     start = keys.shape[2] - q.shape[2]
-    for rows, columns in _rows_by_columns(valid):
+    for rows, columns in rows_by_columns(valid):
         # As these rows would attend alone; see `_attend_rows`. Their last columns are those of the tile.
-        queries = q[rows][:, :, _from(columns, start)]
+        queries = q[rows][:, :, columns_from(columns, start)]
         if queries.shape[2]:
             mine, mixed = (t[rows][:, :, columns] for t in (keys, values))
-            out[rows, :, _from(columns, start)] = _attend_behind(queries, mine, mixed, transform.scale)
+            out[rows, :, columns_from(columns, start)] = _attend_behind(queries, mine, mixed, transform.scale)
     return out
 
 
 def _is_fusable(transform: ScoreTransform) -> bool:
     """Whether fused attention computes these weights: it neither caps scores nor knows sinks."""
     return transform.softcap is None and transform.sinks is None
-
-
-def _from(columns: slice | Tensor, start: int) -> slice | Tensor:
-    """The columns from `start` on, counted from `start`."""
-    if isinstance(columns, slice):
-        return slice(max(columns.start - start, 0), max(columns.stop - start, 0))
-    return columns[columns >= start] - start
 
 
 def _attend_behind(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -218,6 +212,10 @@ def _attend_behind(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
 
 def _attend_fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
     gqa = q.shape[1] != k.shape[1]
+    size = v.shape[3]
+    if size < q.shape[3] and q.device.type == "cpu":  # which has a fused function for vectors of one size alone
+        v = F.pad(v, (0, q.shape[3] - size))
+        return _attend_fused(q, k, v, scale, mask)[..., :size]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
 
 
@@ -233,39 +231,11 @@ def _attend_masked(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor)
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor) -> Tensor:
     """Attend causally to valid tokens without a mask: the valid tokens of a row alone, 0 for padding queries."""
     out = q.new_zeros(*q.shape[:3], v.shape[3])
-    for rows, columns in _rows_by_columns(valid):
+    for rows, columns in rows_by_columns(valid):
         # The call that these rows would make alone: causal without a mask, and no work for padding.
         queries, keys, values = (t[rows][:, :, columns] for t in (q, k, v))
         out[rows, :, columns] = _attend_fused(queries, keys, values, scale)
     return out
-
-
-def _rows_by_columns(valid: Tensor) -> list[tuple[slice | list[int], slice | Tensor]]:
-    """Groups of rows with valid tokens in the same columns, and these columns; rows without any are left out.
-
-    Args:
-        valid: [B, P] bool.
-    """
-    numbers = valid.to(torch.uint8)
-    count = valid.sum(-1)
-    first = numbers.argmax(-1)
-    stop = valid.shape[1] - numbers.flip(-1).argmax(-1)
-    spans: dict[tuple[int, int], list[int]] = {}
-    scattered: list[tuple[slice | list[int], slice | Tensor]] = []
-    # One transfer to the host for all rows.
-    for row, (size, begin, end) in enumerate(torch.stack([count, first, stop], 1).tolist()):
-        if size and size == end - begin:
-            spans.setdefault((begin, end), []).append(row)
-        elif size:  # padding between tokens
-            scattered.append((slice(row, row + 1), valid[row].nonzero().squeeze(1)))
-    whole = [(_as_slice(rows), slice(*span)) for span, rows in spans.items()]
-    return [*whole, *scattered]
-
-
-def _as_slice(rows: list[int]) -> slice | list[int]:
-    """Neighboring rows as a slice, which reads them without a copy."""
-    neighbors = rows[-1] - rows[0] + 1 == len(rows)
-    return slice(rows[0], rows[-1] + 1) if neighbors else rows
 
 
 def _attend_scores(

@@ -73,7 +73,11 @@ def skeleton(config: Any) -> Skeleton:
     """
     from transformers import AutoModelForCausalLM
 
-    describe(config)
+    if describe(config).shape.latent:
+        raise KVPolicyError(
+            "A model must cache keys and values for its saved caches to be loaded as such, got "
+            f"{config.get_text_config(decoder=True).model_type} with latent attention (MLA); try it in transformers."
+        )
     # Not only meta as the default device: an engine may have set another dtype for its own weights.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,9 @@ def test_a_matrix_is_read_off_where_the_weight_is_another() -> None:
         ("expected@0.5", "must not be undone for latent attention .* got the selector of expected"),
         ("h2o+gear@0.5", "must encode keys and values separately for latent attention .* got gear"),
         ("h2o+rotate@0.5", "must encode keys and values separately"),
+        ("h2o+blend@0.5", "must merge keys for latent attention .* got blend"),
+        ("h2o+regress@0.5", "must merge keys for latent attention .* got regress"),
+        ("h2o+merge@0.5", "must merge keys for latent attention .* got merge"),
         ("streaming+shadowkv@0.5", "must not be undone"),
     ],
 )
@@ -248,3 +252,78 @@ def test_tokens_are_not_moved() -> None:
 def test_prompts_are_not_held_in_codes() -> None:
     with pytest.raises(kvpolicy.KVPolicyError, match="Values must have the size of keys for hold='codes'"):
         kvpolicy.attach(build("deepseek_v3"), "h2o+tokenwise@0.5", hold="codes")
+
+
+def test_layers_are_not_measured_for_a_tuned_policy() -> None:
+    from kvpolicy.tuning.tap import tapped
+
+    model = build("deepseek_v3")
+    with pytest.raises(kvpolicy.KVPolicyError, match="Values must have the size of keys to be measured"), tapped(model):
+        pass
+    assert torch.isfinite(model(text(1, 5)).logits).all()
+
+
+def test_a_saved_cache_has_no_plain_keys_and_values() -> None:
+    from kvpolicy.hf.dense_cache import skeleton
+
+    with pytest.raises(kvpolicy.KVPolicyError, match="got deepseek_v3 with latent attention"):
+        skeleton(build("deepseek_v3").config)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT itself
+def test_adapters_of_the_expansion_count() -> None:
+    """LoRA on `kv_b_proj`, one for all rows and one for each row."""
+    peft = pytest.importorskip("peft")
+    model = copy.deepcopy(build("deepseek_v3"))
+    config = peft.LoraConfig(target_modules=["kv_b_proj"], r=4, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config, adapter_name="one").eval()
+    adapted.add_adapter("two", config)
+    ids = text(2, 20)
+    for given in ({}, {"adapter_names": ["two", "one"]}):
+        expected = adapted(input_ids=ids, **given).logits
+        with kvpolicy.attach(model, "full"):
+            cache = kvpolicy.PolicyCache(model)
+            parts = (slice(15), slice(15, 16), slice(16, 20))
+            found = torch.cat([adapted(input_ids=ids[:, at], cache=cache, **given).logits for at in parts], 1)
+        assert (found - expected).abs().max() < 1e-4 * expected.std(), given
+
+
+def test_offloaded_weights_are_loaded() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = copy.deepcopy(build("deepseek_v3"))
+    expected = model(text(2, 20)).logits
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with kvpolicy.attach(model, "full"):
+        cache = kvpolicy.PolicyCache(model)
+        found = torch.cat([model(text(2, 20)[:, at], cache=cache).logits for at in (slice(15), slice(15, 20))], 1)
+    assert (found - expected).abs().max() < 3e-5 * expected.std()
+
+
+def test_a_step_compiles_whole() -> None:
+    model = build("deepseek_v3")
+    ids = text(2, 24)
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        cache = kvpolicy.PolicyCache(model, prompt=20, new=8)
+        model(ids[:, :20], cache=cache)
+        other = cache.fork()
+        step: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for at in range(20, 24):
+            one = ids[:, at : at + 1]
+            assert torch.allclose(step(one, cache=cache).logits, model(one, cache=other).logits, atol=1e-5)
+            cache.tick()
+    torch.compiler.reset()
+
+
+def test_gradients_flow_through_a_first_prompt() -> None:
+    model = copy.deepcopy(build("deepseek_v3"))
+    grads: list[Tensor] = []
+    for policy in ("", "snapkv@0.5"):
+        model.zero_grad()
+        with torch.enable_grad():
+            if policy:
+                with kvpolicy.attach(model, policy):
+                    model(text(1, 20)).logits.sum().backward()
+            else:
+                model(text(1, 20)).logits.sum().backward()
+        grads.append(model.model.layers[0].self_attn.kv_b_proj.weight.grad.clone())
+    assert torch.allclose(grads[0], grads[1], atol=1e-4 * float(grads[0].abs().max()))
