@@ -50,8 +50,8 @@ class Blocks(NamedTuple):
             x: The tokens of the write, [B, H, n, D].
 
         Returns:
-            The tokens of the blocks `started`, [B, H, F, size, D], zero in slots that are not written; and a mask of the
-            slots that are, [B, H, F, size, 1].
+            The tokens of the blocks `started`, [B, H, F, size, D], zero in slots that are not written; and a mask of
+            the slots that are, [B, H, F, size, 1].
         """
         size = self.token.shape[-1]
         token = self.tokens(self.started)

@@ -269,7 +269,8 @@ class GEAR(SingleStage):
             # In an older block, outlier positions stay. If a token is written to one of them, its element becomes the
             # outlier; positions that are not written (-1) keep theirs.
             places = take(codes.key_places, blocks.order)  # [B, H, blocks, outliers, D]
-            token = blocks.tokens(blocks.order)[..., None].expand(-1, -1, -1, -1, places.shape[-1]).gather(3, places.long())
+            token = blocks.tokens(blocks.order)[..., None].expand(-1, -1, -1, -1, places.shape[-1])
+            token = token.gather(3, places.long())
             found = keys.gather(2, token.clamp(min=0).flatten(2, 3)).unflatten(2, places.shape[2:4])
             outliers = torch.where(token >= 0, found.half(), take(codes.key_outliers, blocks.order))
             write_slots(codes.key_outliers, blocks.order, outliers)

@@ -148,7 +148,10 @@ class KIVI(TwoSides):
         blocks = blocks_of(slots, write_mask, occupied, self.group_size)
         # The bounds of a block to which nothing is written are infinite. It is not new, so nothing of it is stored.
         is_long = is_compiled(keys)
-        bounds = call(_block_bounds, keys, blocks.tokens(blocks.started)) if is_long else _bounds(keys, blocks, slots, write_mask)
+        if is_long:
+            bounds = call(_block_bounds, keys, blocks.tokens(blocks.started))
+        else:
+            bounds = _bounds(keys, blocks, slots, write_mask)
         scale, zero = scale_and_zero(*bounds, self.bits)
         put(codes.key_scale, scale.half(), blocks.started, blocks.is_new)
         put(codes.key_zero, zero.half(), blocks.started, blocks.is_new)
