@@ -13,7 +13,7 @@ from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import SingleStage, mix_by_chunks, score_by_chunks, take, to_groups
 from kvpolicy.codecs._gear_read import mix_gear, score_gear
 from kvpolicy.codecs._lowrank import basis
-from kvpolicy.codecs._outliers import extremes, fill, index_dtype, outliers_per_side
+from kvpolicy.codecs._outliers import bounds, extremes, fill, index_dtype, outliers_per_side
 from kvpolicy.codecs._uniform import FP16, dequantize, encode, is_fused, largest_divisor, quantize, scale_and_zero
 from kvpolicy.kernels.compiled import call, widen_on_cpu
 from kvpolicy.kernels.fused_elements import UNROLLED
@@ -260,8 +260,9 @@ class GEAR(SingleStage):
         is_written = is_written.expand_as(grouped)
         places = extremes(grouped, codes.key_places.shape[3] // 2, 3, is_written)
         # The range to quantize is that of the elements that are neither outliers nor absent.
-        least, most = torch.aminmax(fill(grouped, is_written.scatter(3, places, False), 3), dim=3)
-        scale, zero = scale_and_zero(least, most, self.bits)
+        least, most = (t.squeeze(3) for t in bounds(grouped, is_written.scatter(3, places, False), 3))
+        is_none = least > most
+        scale, zero = scale_and_zero(least.masked_fill(is_none, 0), most.masked_fill(is_none, 0), self.bits)
         new.put(codes.key_scale, scale.half())
         new.put(codes.key_zero, zero.half())
         if self.sparse:
