@@ -252,6 +252,7 @@ def test_positions_of_several_parts_are_refused_by_the_part_that_undoes_them(pol
 class ThreeParts(nn.Module):
     """The angles of a model for pictures, which takes three parts of each position or, if it `expands` them, one."""
 
+    inv_freq: Tensor
     mrope_section = (1, 1, 1)
     attention_scaling = 2.0
 
@@ -268,7 +269,7 @@ class ThreeParts(nn.Module):
 
 @pytest.mark.parametrize("expands", [True, False])
 def test_texts_have_the_same_position_in_every_part(expands: bool) -> None:
-    tables = _of_text(ThreeParts(expands))
+    tables: Any = _of_text(ThreeParts(expands))
     cos, _ = tables(torch.zeros(1), torch.tensor([[0, 1, 7]]))
     assert torch.equal(cos, (torch.tensor([[0, 1, 7]])[..., None] * torch.tensor([1.0, 0.1, 0.01])).cos())
     assert tables.attention_scaling == 2.0 and tables.inv_freq.numel() == 3
