@@ -33,6 +33,8 @@ def test_scoring(family: str) -> None:
             model.set_attn_implementation(attention)
         except ValueError:
             continue
+        if attention == "sdpa" and getattr(model.config, "attn_logit_softcapping", None) is not None:
+            continue  # transformers 5.18 takes it and leaves the cap out
         stock = run(model, mask)
         with kvpolicy.attach(model, "h2o@0.5"):
             ours = run(model, mask)
