@@ -32,7 +32,7 @@ from kvpolicy.hf.attachment import (
 )
 from kvpolicy.hf.attention_interface import PREFIX, attached
 from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.hf.cache_names import cache_name, rename_cache
+from kvpolicy.hf.cache_names import OLD, cache_name, rename_cache
 from kvpolicy.hf.config_swap import configs_of, swap_implementation
 from kvpolicy.hf.deferred_masks import defer_masks
 from kvpolicy.hf.discovery import Site, Sites, find_sites, is_falcon, sample_weights
@@ -218,6 +218,9 @@ class Handle:
         self._undo += self._deltas.connect()
         self._names = list(inspect.signature(sites.decoder.forward).parameters)
         self._cache_name = cache_name(sites.decoder)
+        for outer in around(self._model, sites.decoder):
+            if cache_name(outer) == OLD:  # it would pass on no cache of the new name
+                self._undo.append(outer.register_forward_pre_hook(_take_new_name, with_kwargs=True).remove)
         for site in sites.layers:
             self._undo.append(site.attention.register_forward_pre_hook(bind_cache, with_kwargs=True).remove)
             attached.add(site.attention)
@@ -423,6 +426,12 @@ def attach(
         _check_fresh(model)
         check_caching(model)
         return Handle(model, policy, check_tile(tile), check_chunks(chunks), check_hold(hold))
+
+
+def _take_new_name(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Let a module with the old name of the cache take it under the new one too."""
+    rename_cache(kwargs, OLD)
+    return args, kwargs
 
 
 def _end_masks(module: nn.Module, args: Any, output: Any) -> None:

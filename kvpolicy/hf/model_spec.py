@@ -220,7 +220,7 @@ def _states(text: Any, counts: dict[int, int], dtype: torch.dtype, tp: int) -> d
     from kvpolicy.hf.state_sizes import state_nbytes
 
     nbytes = state_nbytes(text, dtype)
-    return {index: LayerStates(count, nbytes[index]) for index, count in counts.items()}
+    return {index: LayerStates(count, nbytes[index]) for index, count in counts.items() if index in nbytes}
 
 
 def check_supported(config: Any) -> None:
