@@ -195,6 +195,9 @@ UNNAMED: dict[str, Config] = {
 }
 """Families that nobody named, which must work as well."""
 
+LATENT = ("deepseek_v3", "deepseek_v2", "minicpm3", "kimi_linear")
+"""Those with latent attention, where a part of each key is rotated, and the rotation is not undone."""
+
 _PROJECTIONS = ("q_proj", "k_proj", "qkv", "query_key_value", "c_attn")
 _SOURCES = {**FAMILIES, **UNNAMED}
 

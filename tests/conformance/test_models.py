@@ -17,7 +17,7 @@ from kvpolicy import Policy, PolicyCache
 from kvpolicy.codecs._apart import is_divisible
 from kvpolicy.registry import lookup, name_of
 from tests.conformance.calibration import DIM
-from tests.conformance.models import FAMILIES, UNNAMED, build, layers_for
+from tests.conformance.models import FAMILIES, LATENT, UNNAMED, build, layers_for
 from tests.conformance.play import ROWS, play
 from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, is_refused, words
 from tests.conformance.replay import Tape, Twin, reference_codec, replay
@@ -37,10 +37,8 @@ UNREADABLE = ("jetmoe",)
 """Families whose output projection is in experts, and cannot be read."""
 
 
-APART = ("deepseek_v3", "deepseek_v2", "minicpm3", "kimi_linear", "mimo_v2_flash")
+APART = (*LATENT, "mimo_v2_flash")
 """Families whose values are a part of their keys, or of another size: a codec must encode both apart."""
-LATENT = APART[:4]
-"""Those with latent attention, whose rotary embedding is not undone."""
 
 
 def fits(family: str, selector: str, codec: str) -> bool:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import kvpolicy
 from kvpolicy.hf.latent import LatentSlots
+from kvpolicy.hf.projection import matrix_of
 from tests.conformance.masked import differences
-from tests.conformance.models import VOCABULARY, build
+from tests.conformance.models import LATENT, VOCABULARY, build
 from tests.conformance.play import TURNS, make_batch
 
-FAMILIES = ["deepseek_v3", "deepseek_v2", "minicpm3", "kimi_linear"]
+FAMILIES = [*LATENT]
 """With projected queries and without, with the rotation of halves, and beside states."""
 
 
@@ -94,6 +95,14 @@ def test_a_token_is_held_once(family: str) -> None:
         if isinstance(own, LatentSlots):
             assert own.held()["exact"] == other.keys.nbytes + other.values.nbytes
             assert own.keys.shape[1] == 1 and own.values.shape[3] == 0
+            assert vars(own).get("_given") is None  # of the prompt
+
+
+def test_codes_hold_no_values() -> None:
+    with kvpolicy.attach(build("deepseek_v3"), "full+tokenwise:bits=8:residual_length=2:block_size=2"):
+        layer = prefilled(build("deepseek_v3")).policy_layers[0]
+        (codes,) = layer.store.tensors.codes
+    assert codes.keys.shape[2] > 0 and not sum(t.numel() for t in (codes.values, codes.value_scale, codes.value_zero))
 
 
 @pytest.mark.parametrize("policy", ["snapkv@0.5", "h2o+tokenwise:bits=8:residual_length=2:block_size=2@0.6"])
@@ -199,6 +208,20 @@ class _Doubled(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return nn.functional.linear(input, self.weight * 2)
+
+
+class _InEightBits(nn.Linear):
+    """A module whose weight is in 8 bits and has a scale beside it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight.to(input.dtype) * 4)
+
+
+def test_the_matrix_of_a_weight_in_fp8_is_read_off() -> None:
+    part = _InEightBits(3, 5, bias=False)
+    part.weight = nn.Parameter(torch.randn(5, 3).to(torch.float8_e4m3fn), requires_grad=False)
+    found = matrix_of(part, torch.zeros(1, 3), "a test")
+    assert torch.equal(found, part.weight.float() * 4)
 
 
 def test_a_matrix_is_read_off_where_the_weight_is_another() -> None:

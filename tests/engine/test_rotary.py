@@ -20,7 +20,7 @@ from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import _ROTATES, _of_text, rope_of
 from kvpolicy.kernels.rotation import rotate_halves
-from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
+from tests.conformance.models import FAMILIES, LATENT, UNNAMED, VOCABULARY, build
 from tests.conformance.play import make_batch
 
 LENGTH = 17
@@ -101,7 +101,10 @@ def check_lengths(before: Tensor, after: Tensor, rope: Rope, family: str) -> Non
     assert torch.allclose(before[..., alone], after[..., alone]), "what is in no plane is not rotated"
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED, "yarn", "linear"])
+ROTATED = [name for name in (*FAMILIES, *UNNAMED) if name not in LATENT]
+
+
+@pytest.mark.parametrize("family", [*ROTATED, "yarn", "linear"])
 def test_keys_are_rotated_and_undone_as_the_model_rotates(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full and partial, by halves and by pairs, scaled and not; and none where there is none."""
     model = scaled(family) if family in ("yarn", "linear") else build(family)
