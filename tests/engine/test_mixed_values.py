@@ -147,6 +147,7 @@ def test_it_is_as_with_values_of_the_size_of_keys(kind: str, spec: str) -> None:
         given = drawn(shape, new, dice)
         found = forward(store, given, kept(spec))
         expected = forward(twin, ordinary(kind, given), kept(spec))
+        assert found.shape[3] == (shape.held_value_dim or DIM)
         if policy.codec.stages and "latent" in kind:  # values have other codes than the keys that stand for them
             assert new > 1 or torch.allclose(found, attended(store, given[0]), atol=1e-5), new
         else:
