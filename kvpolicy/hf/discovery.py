@@ -163,7 +163,7 @@ def check_attention_class(name: str, kind: type) -> None:
         )
     if "position_bias" in {name for code in codes if code is not None for name in code.co_varnames}:
         raise KVPolicyError(
-            f"Attention must score tokens by queries and keys alone, got a bias by content and distance in {name} "
+            f"Attention must use queries and keys alone to score tokens, got a bias by content and distance in {name} "
             f"({kind.__name__}), which is not supported."
         )
 

@@ -240,7 +240,7 @@ def check_supported(config: Any) -> None:
         raise KVPolicyError("The model must be a decoder-only causal language model, got an encoder-decoder model.")
     if getattr(text, "num_hidden_layers", None) is None:
         raise KVPolicyError(
-            f"The config must say how many layers the cache has, got no num_hidden_layers for {text.model_type}; try a "
+            f"The config must have num_hidden_layers, the layers of the cache, got none for {text.model_type}; try a "
             "decoder-only causal language model."
         )
     if getattr(text, "kv_lora_rank", None):

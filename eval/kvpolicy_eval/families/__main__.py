@@ -2,8 +2,9 @@
 
 Small random models of all causal and image-text classes run under policies and with their stock cache, whose attention
 is given a mask of what a policy evicted: logits must be equal within rounding. The exit status is 1 if a model is
-accepted and not right, if the page has no reason for a refusal, or if `plan` says something else than `attach`. A result is kept in the file as soon as it is known: a command that is interrupted continues,
-and measures again what was measured with other versions or other code.
+accepted and not right, if the page has no reason for a refusal, or if `plan` says something else than `attach`. A
+result is kept in the file as soon as it is known: a command that is interrupted continues, and measures again what was
+measured with other versions or other code.
 """
 
 from __future__ import annotations

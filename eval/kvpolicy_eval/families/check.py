@@ -52,8 +52,8 @@ def check(entry: Entry) -> Result:
     """The result of an entry: its verdict, and what was measured.
 
     Returns:
-        `verdict`, one of `VERDICTS`, `sentence`, why it is none of the others, and `model`, the name of the class. Of
-        an accepted model also `full`, `policies`, `padding` and `bytes`.
+        `verdict`, one of `VERDICTS`, `sentence`, why it is not right, and `model`, the name of the class; `planned`,
+        what `plan` says. Of a model that `attach` takes also `attached`, `full`, `policies` and `padding`.
     """
     start = time.perf_counter()
     result: Result = {"model": str(classes()[entry.kind][entry.name]), "verdict": ERROR, "sentence": ""}
@@ -90,6 +90,7 @@ def _check(entry: Entry, result: Result) -> None:
     model, expected = _stock(entry, given)
     result["planned"] = _planned(model)
     with kvpolicy.attach(model, "full"):
+        result["attached"] = True
         result["full"] = until_parted(generated(model, given), expected)
     if not torch.equal(generated(model, given)[1], expected[1]):
         result |= {"verdict": WRONG, "sentence": "After detach, the stock model gives other logits."}

@@ -22,6 +22,7 @@ REASONS = {
     "keys and values of several widths or numbers of heads": r"same head dimension|same number of KV heads",
     "layers that read the keys of earlier ones": r"reads those of an earlier one",
     "only sliding windows, which bound themselves": r"sliding-window layers for",
+    "layers that run several times for a token": r"attend once in a forward",
     "several stacks of layers": r"which has \d+ stacks",
     "layers that share attention modules, or a cache that is not by layer": (
         r"share attention modules|takes no cache of transformers"
@@ -30,7 +31,7 @@ REASONS = {
     "masks that the model makes itself": r"makes its own",
     "several tokens at a position": r"one of each of its codebooks",
     "arguments of attention that a policy does not know": r"Attention must be called without",
-    "configs without layers": r"got no num_hidden_layers",
+    "configs without layers": r"must have num_hidden_layers",
 }
 """By reason: a pattern that the sentences with it have, and no others."""
 

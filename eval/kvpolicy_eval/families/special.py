@@ -52,7 +52,7 @@ FIELDS: dict[str, Fields] = {
     "apertus1p5": {
         "image_token_offset": 100,
         "audio_token_offset": 108,
-        "vision_config": {"codebook_size": 8},
+        "vision_config": {"codebook_size": 8, "base_channels": 32, "embed_dim": 16, "latent_channels": 16},
         "audio_config": {"codebook_size": 8, "codebook_dim": 64},
     },
     "bailing_hybrid": {"layer_types": STATES},
@@ -78,6 +78,7 @@ FIELDS: dict[str, Fields] = {
         "vq_config": {"codebook_size": 16, "base_channels": 32, "embed_dim": 4},
     },
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": WINDOWS, "altup_num_inputs": 2},
+    "gemma4_text": {"num_kv_shared_layers": 2, "layer_types": WINDOWS},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "granitemoehybrid": {"layer_types": STATES},
     "hunyuan_v1_dense": {"head_dim": 16},
