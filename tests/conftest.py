@@ -19,7 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())
 # Before pytest imports a module of the package for its doctests: it would load a second copy of that module, whose
 # classes and tables are not those that the tests see.
 from kvpolicy import registry
-from tests.jobs import is_heavy, missing
+from tests.jobs import heavy_tests, missing
 from tests.sampling import cases
 
 if TYPE_CHECKING:
@@ -54,8 +54,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `bash .ci/run slow` runs in place of `bash .ci/run`."""
-    for item in items:
-        if is_heavy(item.nodeid):
+    others = [item for item in items if not any(map(item.get_closest_marker, ("full", "slow", "heavy", "gpu", "vllm")))]
+    heavy = heavy_tests(item.nodeid for item in others)
+    for item in others:
+        if item.nodeid in heavy:
             item.add_marker("heavy")
 
 

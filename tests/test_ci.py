@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import KINDS, is_heavy, missing
+from tests.jobs import KINDS, STAYS, WALKS, heavy_tests, is_heavy, missing
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / ".ci" / "run"
@@ -56,6 +56,17 @@ def test_each_kind_of_heavy_tests_is_there_and_keeps_some_for_every_commit(kind:
         name = name.rpartition("::")[2] or "test_*"
         found = [one for one in NAMES if fnmatchcase(one, f"{file}::{name}")]
         assert found, f"there are no tests {pattern}"
+
+
+def test_the_walks_are_there() -> None:
+    assert not [one for one in WALKS if not any(fnmatchcase(name, one) for name in (*FILES, *NAMES))]
+
+
+def test_some_cases_of_a_walk_stay_and_so_does_a_walk_of_one_case() -> None:
+    walk, other = "tests/engine/test_rollback.py::test_", "tests/test_policy.py::test_"
+    cases = [f"{start}{name}[{case}]" for name in "ab" for case in range(STAYS + 1) for start in (walk, other)]
+    stay = {f"{walk}{name}[{case}]" for name in "ab" for case in (0, STAYS)}
+    assert heavy_tests([*cases, f"{walk}c"]) == {case for case in cases if case.startswith(walk)} - stay
 
 
 def test_what_stays_of_a_kind_would_be_heavy_otherwise() -> None:
@@ -110,10 +121,11 @@ def test_missing_tools_are_named() -> None:
     assert missing(["pytest", "no_such_tool", "another_one"]) == "no_such_tool, another_one"
 
 
-def test_integrations_are_files_of_tests_each_once() -> None:
+def test_integrations_are_files_or_tests_each_once() -> None:
     found = [line for line in text(".ci/integrations").splitlines() if line and not line.startswith("#")]
     assert len(found) > 10 and len(set(found)) == len(found)
-    assert not [path for path in found if path not in FILES]
+    assert not [test for test in found if test not in FILES and test not in NAMES]
+    assert not [test for test in found if "::" in test and test.partition("::")[0] in found]
 
 
 class TestOldest:

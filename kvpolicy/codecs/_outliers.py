@@ -58,11 +58,21 @@ def extremes(x: Tensor, count: int, dim: int, present: Tensor | None = None) -> 
     return torch.cat([high, largest(negated.scatter(dim, high, -torch.inf), count, dim)], dim)
 
 
+def bounds(x: Tensor, kept: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Minimum and maximum of the elements in `kept` along `dim`, which has one element then; inf and -inf for none.
+
+    >>> bounds(torch.tensor([3.0, 7.0, 5.0]), torch.tensor([True, False, True]), 0)
+    (tensor([3.]), tensor([5.]))
+    """
+    left_out = ~kept
+    least = x.masked_fill(left_out, torch.inf).amin(dim, keepdim=True)
+    return least, x.masked_fill(left_out, -torch.inf).amax(dim, keepdim=True)
+
+
 def fill(x: Tensor, kept: Tensor, dim: int) -> Tensor:
     """Replace the elements outside `kept` by the mean of the kept ones along `dim`; by zero if none is kept."""
     mean = x.masked_fill(~kept, 0).sum(dim, keepdim=True) / kept.sum(dim, keepdim=True).clamp(min=1)
-    least = x.masked_fill(~kept, torch.inf).amin(dim, keepdim=True)
-    most = x.masked_fill(~kept, -torch.inf).amax(dim, keepdim=True)
+    least, most = bounds(x, kept, dim)
     # Rounding can put the mean outside the range of the kept elements, which would widen the range to quantize.
     mean = torch.minimum(torch.maximum(mean, least), most)
     return torch.where(kept, x, mean.masked_fill(least > most, 0))

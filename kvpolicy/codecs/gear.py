@@ -10,15 +10,15 @@ from torch import Tensor
 
 from kvpolicy.codecs._blocks import Blocks, blocks_of
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import SingleStage, mix_by_chunks, put, score_by_chunks, take, to_groups
+from kvpolicy.codecs._common import SingleStage, mix_by_chunks, score_by_chunks, take, to_groups
 from kvpolicy.codecs._gear_read import mix_gear, score_gear
 from kvpolicy.codecs._lowrank import basis
-from kvpolicy.codecs._outliers import extremes, fill, index_dtype, outliers_per_side
+from kvpolicy.codecs._outliers import bounds, extremes, fill, index_dtype, outliers_per_side
 from kvpolicy.codecs._uniform import FP16, dequantize, encode, is_fused, largest_divisor, quantize, scale_and_zero
 from kvpolicy.kernels.compiled import call, widen_on_cpu
 from kvpolicy.kernels.fused_elements import UNROLLED
 from kvpolicy.kernels.packing import pack, packed_width, unpack_float
-from kvpolicy.kernels.slot_writes import Writes
+from kvpolicy.kernels.slot_writes import Writes, write_slots
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
@@ -193,7 +193,7 @@ class GEAR(SingleStage):
         slots = slots.masked_fill(~write_mask, 0)
         blocks = blocks_of(slots, write_mask, occupied, self.group_size)
         into = Writes.of(slots, write_mask)
-        new = Writes.of(blocks.which, blocks.is_new)
+        new = Writes.of(blocks.started, blocks.is_new)
         keys = keys.float().clamp(-FP16, FP16)
         values = values.float().clamp(-FP16, FP16)
         # Scales first: also the keys in older blocks are encoded with what is stored. Then the error of the codes
@@ -260,19 +260,21 @@ class GEAR(SingleStage):
         is_written = is_written.expand_as(grouped)
         places = extremes(grouped, codes.key_places.shape[3] // 2, 3, is_written)
         # The range to quantize is that of the elements that are neither outliers nor absent.
-        least, most = torch.aminmax(fill(grouped, is_written.scatter(3, places, False), 3), dim=3)
-        scale, zero = scale_and_zero(least, most, self.bits)
+        least, most = (t.squeeze(3) for t in bounds(grouped, is_written.scatter(3, places, False), 3))
+        is_none = least > most
+        scale, zero = scale_and_zero(least.masked_fill(is_none, 0), most.masked_fill(is_none, 0), self.bits)
         new.put(codes.key_scale, scale.half())
         new.put(codes.key_zero, zero.half())
         if self.sparse:
             new.put(codes.key_places, places.to(codes.key_places.dtype))
             # In an older block, outlier positions stay. If a token is written to one of them, its element becomes the
             # outlier; positions that are not written (-1) keep theirs.
-            places = take(codes.key_places, blocks.which)  # [B, H, F, outliers, D]
-            token = blocks.tokens()[..., None].expand(-1, -1, -1, -1, places.shape[-1]).gather(3, places.long())
+            places = take(codes.key_places, blocks.order)  # [B, H, blocks, outliers, D]
+            token = blocks.tokens(blocks.order)[..., None].expand(-1, -1, -1, -1, places.shape[-1])
+            token = token.gather(3, places.long())
             found = keys.gather(2, token.clamp(min=0).flatten(2, 3)).unflatten(2, places.shape[2:4])
-            outliers = torch.where(token >= 0, found.half(), take(codes.key_outliers, blocks.which))
-            put(codes.key_outliers, outliers, blocks.which, torch.ones_like(blocks.is_new))
+            outliers = torch.where(token >= 0, found.half(), take(codes.key_outliers, blocks.order))
+            write_slots(codes.key_outliers, blocks.order, outliers)
 
     def _write_keys(self, codes: GEARCodes, keys: Tensor, slots: Tensor, into: Writes) -> Tensor:
         """Write the codes of keys, and return their quantization error, [B, H, n, D], zero for outliers."""

@@ -148,10 +148,13 @@ class KIVI(TwoSides):
         blocks = blocks_of(slots, write_mask, occupied, self.group_size)
         # The bounds of a block to which nothing is written are infinite. It is not new, so nothing of it is stored.
         is_long = is_compiled(keys)
-        bounds = call(_block_bounds, keys, blocks.tokens()) if is_long else _bounds(keys, blocks, slots, write_mask)
+        if is_long:
+            bounds = call(_block_bounds, keys, blocks.tokens(blocks.started))
+        else:
+            bounds = _bounds(keys, blocks, slots, write_mask)
         scale, zero = scale_and_zero(*bounds, self.bits)
-        put(codes.key_scale, scale.half(), blocks.which, blocks.is_new)
-        put(codes.key_zero, zero.half(), blocks.which, blocks.is_new)
+        put(codes.key_scale, scale.half(), blocks.started, blocks.is_new)
+        put(codes.key_zero, zero.half(), blocks.started, blocks.is_new)
         # Read back, since a token may also go to an older group, which keeps its scale and zero.
         group = slots.div(self.group_size, rounding_mode="floor")
         if is_long:
@@ -222,12 +225,12 @@ def _block_bounds(keys: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(keys: Tensor, blocks: Blocks, slots: Tensor, write_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum of what is written to each channel of the blocks `which`, [B, H, F, D] each.
+    """Minimum and maximum of what is written to each channel of the blocks `started`, [B, H, F, D] each.
 
     They are inf and -inf in blocks to which nothing is written.
     """
-    batch, heads, count = blocks.which.shape
-    # Tokens of blocks that are not in `which` go to an extra row at the end, which is cut off.
+    batch, heads, count = blocks.started.shape
+    # Tokens of blocks that are not in `started` go to an extra row at the end, which is cut off.
     inf = keys.new_full((batch, heads, count + 1, keys.shape[-1]), torch.inf)
     row = blocks.rows(slots)[..., None].expand_as(keys)
     is_written = write_mask[..., None]

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
+from kvpolicy.engine.mixed_values import mixed_values
+from kvpolicy.engine.row_spans import columns_from, rows_by_columns
 from kvpolicy.kernels.products import matmul, products, thin_mix
 from kvpolicy.protocols import Estimated
 
@@ -118,7 +120,7 @@ def attend(
     Args:
         q: [B, Hq, P, D].
         k: [B, H, P, D].
-        v: [B, H, P, D].
+        v: [B, H, P, D'], where D' is D or another size, or 0: `mixed_values` takes the place of values then.
         transform: From products to attention weights.
         past: Slots that every query attends to, or None.
         valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
@@ -126,16 +128,17 @@ def attend(
         beside: Attention of these queries to other keys, which takes part in the softmax, or None.
 
     Returns:
-        The output [B, Hq, P, D], and the sums [B, Hq, S + P] fp32 over past slots and new tokens, or None.
+        The output [B, Hq, P, D'], and the sums [B, Hq, S + P] fp32 over past slots and new tokens, or None.
     """
-    if past is None and _is_fusable(transform) and not sum_weights and beside is None:
-        if valid is None:
-            return _attend_fused(q, k, v, transform.scale), None
-        if torch.compiler.is_compiling():
-            return _attend_masked(q, k, v, transform.scale, valid), None
-        return _attend_rows(q, k, v, transform.scale, valid), None
     keys = k if past is None else torch.cat([past.keys, k], 2)
     values = v if past is None else torch.cat([past.values, v], 2)
+    values = values if v.shape[3] else keys  # as `mixed_values`
+    if past is None and _is_fusable(transform) and not sum_weights and beside is None:
+        if valid is None:
+            return _attend_fused(q, keys, values, transform.scale), None
+        if torch.compiler.is_compiling():
+            return _attend_masked(q, keys, values, transform.scale, valid), None
+        return _attend_rows(q, keys, values, transform.scale, valid), None
     sums = q.new_zeros(*q.shape[:2], keys.shape[2], dtype=torch.float32) if sum_weights else None
     return _attend_scores(q, keys, values, transform, past, valid, sums, beside), sums
 
@@ -155,7 +158,7 @@ def attend_tile(
     Args:
         q: Their queries, [B, Hq, T, D].
         keys: Keys of the slots and of the prompt so far, [B, H, S + N, D], of which the last T are those of `q`.
-        values: Values of the slots and of the prompt so far, [B, H, S + N, D].
+        values: Values of the slots and of the prompt so far, [B, H, S + N, D'], as in `attend`.
         transform: From products to attention weights.
         past: The S slots that come first, or None.
         valid: Which of the N tokens are not padding, [B, N] bool; None if all are.
@@ -163,33 +166,27 @@ def attend_tile(
         beside: Attention of these queries to other keys, which takes part in the softmax, or None.
 
     Returns:
-        [B, Hq, T, D].
+        [B, Hq, T, D'].
     """
+    values = mixed_values(keys, values)
     if past is not None or not _is_fusable(transform) or sums is not None or beside is not None:
         return _attend_scores(q, keys, values, transform, past, valid, sums, beside)
     if valid is None:
         return _attend_behind(q, keys, values, transform.scale)
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:3], values.shape[3])
     start = keys.shape[2] - q.shape[2]
-    for rows, columns in _rows_by_columns(valid):
+    for rows, columns in rows_by_columns(valid):
         # As these rows would attend alone; see `_attend_rows`. Their last columns are those of the tile.
-        queries = q[rows][:, :, _from(columns, start)]
+        queries = q[rows][:, :, columns_from(columns, start)]
         if queries.shape[2]:
             mine, mixed = (t[rows][:, :, columns] for t in (keys, values))
-            out[rows, :, _from(columns, start)] = _attend_behind(queries, mine, mixed, transform.scale)
+            out[rows, :, columns_from(columns, start)] = _attend_behind(queries, mine, mixed, transform.scale)
     return out
 
 
 def _is_fusable(transform: ScoreTransform) -> bool:
     """Whether fused attention computes these weights: it neither caps scores nor knows sinks."""
     return transform.softcap is None and transform.sinks is None
-
-
-def _from(columns: slice | Tensor, start: int) -> slice | Tensor:
-    """The columns from `start` on, counted from `start`."""
-    if isinstance(columns, slice):
-        return slice(max(columns.start - start, 0), max(columns.stop - start, 0))
-    return columns[columns >= start] - start
 
 
 def _attend_behind(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -204,7 +201,7 @@ def _attend_behind(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
         bias: Any = causal_lower_right(new, keys.shape[2])
         return _attend_fused(q, keys, values, scale, bias)
     rows = min(max(MASK_ELEMENTS // keys.shape[2], 16), MASK_ROWS)
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:3], values.shape[3])
     for start in range(0, new, rows):
         stop = min(start + rows, new)
         seen = before + stop
@@ -215,6 +212,10 @@ def _attend_behind(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
 
 def _attend_fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
     gqa = q.shape[1] != k.shape[1]
+    size = v.shape[3]
+    if size < q.shape[3] and q.device.type == "cpu":  # which has a fused function for vectors of one size alone
+        v = F.pad(v, (0, q.shape[3] - size))
+        return _attend_fused(q, k, v, scale, mask)[..., :size]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
 
 
@@ -229,40 +230,12 @@ def _attend_masked(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor)
 
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor) -> Tensor:
     """Attend causally to valid tokens without a mask: the valid tokens of a row alone, 0 for padding queries."""
-    out = torch.zeros_like(q)
-    for rows, columns in _rows_by_columns(valid):
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    for rows, columns in rows_by_columns(valid):
         # The call that these rows would make alone: causal without a mask, and no work for padding.
         queries, keys, values = (t[rows][:, :, columns] for t in (q, k, v))
         out[rows, :, columns] = _attend_fused(queries, keys, values, scale)
     return out
-
-
-def _rows_by_columns(valid: Tensor) -> list[tuple[slice | list[int], slice | Tensor]]:
-    """Groups of rows with valid tokens in the same columns, and these columns; rows without any are left out.
-
-    Args:
-        valid: [B, P] bool.
-    """
-    numbers = valid.to(torch.uint8)
-    count = valid.sum(-1)
-    first = numbers.argmax(-1)
-    stop = valid.shape[1] - numbers.flip(-1).argmax(-1)
-    spans: dict[tuple[int, int], list[int]] = {}
-    scattered: list[tuple[slice | list[int], slice | Tensor]] = []
-    # One transfer to the host for all rows.
-    for row, (size, begin, end) in enumerate(torch.stack([count, first, stop], 1).tolist()):
-        if size and size == end - begin:
-            spans.setdefault((begin, end), []).append(row)
-        elif size:  # padding between tokens
-            scattered.append((slice(row, row + 1), valid[row].nonzero().squeeze(1)))
-    whole = [(_as_slice(rows), slice(*span)) for span, rows in spans.items()]
-    return [*whole, *scattered]
-
-
-def _as_slice(rows: list[int]) -> slice | list[int]:
-    """Neighboring rows as a slice, which reads them without a copy."""
-    neighbors = rows[-1] - rows[0] + 1 == len(rows)
-    return slice(rows[0], rows[-1] + 1) if neighbors else rows
 
 
 def _attend_scores(
@@ -283,7 +256,7 @@ def _attend_scores(
     hidden = _hidden_columns(past, valid, total)
     mass = None if sums is None else sums.unflatten(1, (heads, group))
     is_query = None if valid is None else valid[:, valid.shape[1] - new :]
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:3], values.shape[3])
     grouped = q.unflatten(1, (heads, group))
     grouped_out = out.unflatten(1, (heads, group))
     rows = min(max(TILE_ELEMENTS // (batch * q.shape[1] * total), 16), 256)
@@ -304,8 +277,7 @@ def _attend_scores(
             score = torch.cat([score, beside.normalizer[..., start:stop, None]], -1)
         weights = transform.weights(score)
         if is_query is not None:  # padding queries produce no output and no statistics
-            # Not in place with a graph, because the backward of softmax needs its output. The fill also replaces the
-            # NaN of padding queries that see nothing.
+            # Not in place with a graph, whose backward needs it. NaN of queries that see nothing is replaced as well.
             fill = weights.masked_fill if weights.requires_grad else weights.masked_fill_
             weights = fill(~is_query[:, None, None, start:stop, None], 0)
         if mass is not None:
@@ -424,7 +396,7 @@ def attend_slots(
 
     Args:
         q: [B, Hq, 1, D].
-        exact: Keys and values of the full-precision slots, each [B, H, E, D].
+        exact: Keys and values of the full-precision slots, [B, H, E, D] and [B, H, E, D'], as in `attend`.
         coded: The coded slots, which follow them; S slots in all.
         occupied: Which slots hold a token, [B, H, S] bool.
         transform: From products to attention weights.
@@ -436,8 +408,10 @@ def attend_slots(
         beside: Attention of the queries [B, H, G, 1, D] to other keys, which takes part in the softmax, without `rest`.
 
     Returns:
-        The output [B, Hq, 1, D], and the attention weights [B, H, G, S] fp32, or None.
+        The output [B, Hq, 1, D'], and the attention weights [B, H, G, S] fp32, or None.
     """
+    keys = exact[0]
+    values = exact[1] if exact[1].shape[3] else keys  # as `mixed_values`
     grouped = q.squeeze(2).unflatten(1, (occupied.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
     plain = not want_weights and transform.softcap is None and transform.sinks is None and coded is None
     plain = plain and scanned is None and rest is None and beside is None
@@ -445,11 +419,8 @@ def attend_slots(
     if plain and (counts is None or q.dtype == torch.float32):
         visible = occupied if counts is None else counts.masked_fill(~occupied, -torch.inf)
         mask = visible[:, :, None].expand(-1, -1, grouped.shape[2], -1)
-        out = F.scaled_dot_product_attention(grouped, *exact, attn_mask=mask, scale=transform.scale)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=transform.scale)
         return out.flatten(1, 2).unsqueeze(2), None
-    # Scored and mixed part by part: joining keys would copy the whole cache in every step, and torch 2.13's inductor
-    # then loses the write of the new token (eager and aot_eager do not).
-    keys, values = exact
     known = None if scanned is None else transform.finish(scanned)
     score = known if known is not None and coded is None else transform.scores(grouped, keys)
     if coded is not None:

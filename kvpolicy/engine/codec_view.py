@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.mixed_values import mixed_values
 from kvpolicy.engine.rotary import SlotRotary
 from kvpolicy.kernels.products import matmul, products
 from kvpolicy.protocols import At, Stage, StageStore
@@ -78,9 +79,9 @@ class ChosenSlots:
     """Some coded slots of a layer, decoded, as a step attends to them that reads no others."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Take rotated keys and values, [B, H, n, D]."""
+        """Take rotated keys and values, [B, H, n, D] and [B, H, n, D']."""
         self._keys = keys
-        self._values = values
+        self._values = mixed_values(keys, values)
         self.sizes: list[int] = [keys.shape[2]]
 
     def score(self, queries: Tensor) -> list[Tensor]:

@@ -17,6 +17,7 @@ from kvpolicy.engine.layer_clusters import LayerClusters
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_tensors import alloc_index
 from kvpolicy.engine.link import Link
+from kvpolicy.engine.mixed_values import mixed_values
 from kvpolicy.engine.reading import (
     AbsoluteSums,
     Board,
@@ -152,7 +153,8 @@ class IndexReader:
         keys = self._link.rows(tensors.keys, slots) if rebuilt is None else rebuilt
         if sums_in_place(group, tensors.values):
             self._link.count_vectors(tensors.values, slots.shape[-1])
-            return attend_in_place(q, keys, tensors.values, slots, occupied, transform, counts, rest)
+            held = mixed_values(tensors.keys, tensors.values)
+            return attend_in_place(q, keys, held, slots, occupied, transform, counts, rest)
         values = self._link.rows(tensors.values, slots)
         return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts, rest=rest)
 
@@ -475,8 +477,7 @@ class IndexReader:
     def renew(self) -> None:
         """Sort the slots again, and find their clusters or the basis of their keys; see `count_unsorted_step`."""
         if self._layer.steps_unsorted < self._spec.reader_traits.resort:  # for rows without a basis alone
-            self.rebuild()
-            return
+            return self.rebuild()
         self._layer.steps_unsorted = 0
         placed = torch.ones_like(self._layer.tensors.length, dtype=torch.bool)
         if self._spec.reader_traits.ordered and not self._spec.grows:
@@ -489,9 +490,8 @@ class IndexReader:
         tensors = self._layer.tensors
         order = torch.where(tensors.positions >= 0, tensors.positions, BEYOND).argsort(dim=-1, stable=True)
         # Every slot is in full precision here: a policy that evicts may not combine a codec with an `ordered` reader.
-        vectors = order.to(tensors.keys.device)[..., None].expand(tensors.keys.shape)
-        tensors.keys.copy_(tensors.keys.gather(2, vectors))
-        tensors.values.copy_(tensors.values.gather(2, vectors))
+        for held in (tensors.keys, tensors.values):
+            held.copy_(held.gather(2, order.to(held.device)[..., None].expand(held.shape)))
         tensors.positions.copy_(tensors.positions.gather(-1, order))
         per_slot = (tensors.state, tensors.counts)
         in_order = map_slots(lambda t: t.gather(-1, order), per_slot)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import QueryWindow, ScoreTransform, window_attention
 from kvpolicy.engine.attention_sum import AttentionSum
+from kvpolicy.engine.mixed_values import read_values
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.recent_queries import RecentQueries
 from kvpolicy.engine.statistic import Statistic, newest_of
@@ -23,13 +24,14 @@ EPSILON = 1e-10
 """Added to attention weights inside a logarithm."""
 
 
-def layer_attention(pending: PendingPrompt, needs: AttentionNeeds, ranks: Ranks) -> LayerAttention:
+def layer_attention(pending: PendingPrompt, needs: AttentionNeeds, ranks: Ranks, latent: int = 0) -> LayerAttention:
     """The attention of a prompt, reduced as an allocator needs it; of rows in their first prompt.
 
     Args:
         pending: The prompt, with keys and values.
         needs: The reductions.
         ranks: The ranks that hold the layer's other heads.
+        latent: How many numbers of a key are its value, where none is held; else 0.
     """
     none = torch.zeros(pending.keys.shape[0], dtype=torch.int64, device=pending.keys.device)
     length = pending.lengths(none)
@@ -46,7 +48,7 @@ def layer_attention(pending: PendingPrompt, needs: AttentionNeeds, ranks: Ranks)
         assert summed is not None and summed.total is not None, "the allocator requested the sum of attention"
         found["total"] = summed.total[..., summed.total.shape[-1] - pending.columns :]  # behind slots of other rows
     if "value_size" in needs.reductions:
-        found["value_size"] = _value_size(pending)
+        found["value_size"] = _value_size(pending, read_values(pending.keys, pending.values, latent))
     positions = pending.positions(none).long()
     if pending.valid is not None:  # pooling must see the neighbors that a row has alone
         order = (~pending.valid).to(torch.uint8).argsort(dim=-1, stable=True)
@@ -108,10 +110,10 @@ def _of_heads(transform: ScoreTransform, heads: slice) -> ScoreTransform:
     return transform if transform.sinks is None else transform._replace(sinks=transform.sinks[heads])
 
 
-def _value_size(pending: PendingPrompt) -> Tensor:
+def _value_size(pending: PendingPrompt, values: Tensor) -> Tensor:
     """The largest L1 norm of the value of a token, [B, H] fp32, of one KV head at a time."""
     sizes: list[Tensor] = []
-    for head in range(pending.values.shape[1]):
-        size = pending.values[:, head].abs().sum(-1, dtype=torch.float32)
+    for head in range(values.shape[1]):
+        size = values[:, head].abs().sum(-1, dtype=torch.float32)
         sizes.append((size if pending.valid is None else size * pending.valid).amax(-1))
     return torch.stack(sizes, 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy.engine.clusters import ClusterTokens
 from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.mixed_values import mixed_values
 from kvpolicy.engine.reading import Chosen, ReadShape, ReadState, chooses, entry_slots, log_tokens, restricted_rows
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.protocols import Estimated, Index
@@ -91,14 +92,16 @@ class LayerClusters:
         return rows & rows.new_tensor(restricted)
 
     def _vectors_at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots [B, H, n], [B, H, n, D] each."""
+        """Keys of slots [B, H, n] and what attention mixes of them, [B, H, n, D] each."""
         tensors = self._layer.tensors
         link = self._layer.link
         coded = self._codes.view()
         if coded is None:
-            return link.rows(tensors.keys, slots), link.rows(tensors.values, slots)
-        dtype = tensors.keys.dtype
-        return coded.keys_at(slots, dtype), coded.values_at(slots, dtype)
+            keys, values = link.rows(tensors.keys, slots), link.rows(tensors.values, slots)
+        else:
+            dtype = tensors.keys.dtype
+            keys, values = coded.keys_at(slots, dtype), coded.values_at(slots, dtype)
+        return keys, mixed_values(keys, values)
 
 
 def to_find(found: Tensor, placed: Tensor | None, length: Tensor) -> Tensor:

@@ -204,6 +204,7 @@ class LayerContents:
             layer_idx=self.spec.layer_idx,
             ranks=self.ranks,
             projection=self.spec.projection,
+            latent=self.spec.latent,
         )
 
     def score_inputs(self, forward: Forward | None) -> Tensor | None:

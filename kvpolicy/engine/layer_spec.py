@@ -43,6 +43,7 @@ class LayerSpec:
         rope: The rotary embedding, if keys are coded unrotated or rebuilt, or the selector needs vectors without it.
         projection: Reads the output projection, if the selector needs the norms of values behind it.
         allocator_needs: The statistics of a row's first prompt that the allocator needs.
+        latent: How many numbers of a key are its value, where none is held; else 0. See `LayerShape`.
         grows: Whether generated tokens are kept in addition to the budget.
         key_rope: The rotary embedding, if keys are coded unrotated.
         needs: What the selector needs.
@@ -65,6 +66,7 @@ class LayerSpec:
     rope: Rope | None = None
     projection: Projection | None = None
     allocator_needs: Needs = _NONE
+    latent: int = 0
 
     grows: bool = field(init=False)
     key_rope: Rope | None = field(init=False)

@@ -19,6 +19,7 @@ from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.link import StepBytes
+from kvpolicy.engine.mixed_values import read_values
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics, see_prompt
@@ -61,10 +62,20 @@ class LayerStore:
         self.geometry: Geometry = self.slots or PageGeometry(self.contents)
         self.prefix: SharedPrefix | None = None
 
-    def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1) -> None:
-        """Allocate a layer without slots, like `keys` [B, H, P, D], the first, with `group` query heads for each."""
+    def initialize(
+        self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1, value_dim: int | None = None
+    ) -> None:
+        """Allocate a layer without slots.
+
+        Args:
+            keys: The first keys, [B, H, P, D].
+            ranks: The ranks that hold the layer's other heads.
+            group: Query heads of each KV head.
+            value_dim: Size of a value that is held; None if it is D.
+        """
         batch, heads, _, dim = keys.shape
-        shape = LayerShape(heads, dim, keys.dtype, group)
+        value_dim = None if value_dim == dim else value_dim
+        shape = LayerShape(heads, dim, keys.dtype, group, value_dim=value_dim, latent=self.spec.latent)
         self.contents.begin(self.geometry.alloc(batch, shape, keys.device), shape, ranks)
 
     @property
@@ -104,6 +115,7 @@ class LayerStore:
         transform: ScoreTransform,
         forward: Forward | None = None,
         held: PendingPrompt | None = None,
+        expanded: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, PendingPrompt]:
         """Attend from a prompt or chunk to the slots and to itself; `compress` must follow.
 
@@ -115,13 +127,16 @@ class LayerStore:
             transform: From products to attention weights.
             forward: The arguments of the attention module, if the selector needs them.
             held: Earlier chunks of the prompt, which are not compressed yet, or None.
+            expanded: Queries, keys and values with the same attention weights, which take the place of `q`, `k` and `v`
+                where nothing stands before the prompt; the output is of these values then.
 
         Returns:
             The output [B, Hq, P, D], and the prompt, earlier chunks included.
         """
         past = self.past() if held is None else held.after(self.past())
         beside = None if self.prefix is None else self.prefix.attend_prompt(q, transform)
-        out, attn_sum = attend(q, k, v, transform, past, valid, self.contents.prompt_needs.attn_sum, beside)
+        vectors = (q, k, v) if expanded is None else expanded
+        out, attn_sum = attend(*vectors, transform, past, valid, self.contents.prompt_needs.attn_sum, beside)
         pending = see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
         return out, self.end_prompt(pending, held)
 
@@ -141,7 +156,9 @@ class LayerStore:
         past = self.past() if held is None else held.after(self.past())
         statistics = PromptStatistics(self.contents, valid, columns, held)
         sums = self.contents.prompt_needs.attn_sum
-        return PromptTiles(k, q.shape[1], columns, valid, past, statistics, sums, self.prefix)
+        return PromptTiles(
+            k, q.shape[1], self.shape.held_value_dim, columns, valid, past, statistics, sums, self.prefix
+        )
 
     @on_host
     def end_prompt(self, pending: PendingPrompt, held: PendingPrompt | None) -> PendingPrompt:
@@ -282,7 +299,8 @@ class LayerStore:
             out, weights = self.slots.index.attend(q, transform, needs.decode_attn, beside)
         layer.link.stop()
         if needs.decode_attn or needs.vectors:
-            view = view._replace(token=new_token(q, k, v, position[:, 0], needs, self.spec.rope))
+            values = read_values(k, v, self.spec.latent)
+            view = view._replace(token=new_token(q, k, values, position[:, 0], needs, self.spec.rope))
             update_state(selector, tensors.state, weights if needs.decode_attn else None, view, valid)
         if layer.undo is not None:
             layer.undo.end()
@@ -341,7 +359,8 @@ class LayerStore:
         past = self.past()
         if past is not None:
             rotation = KeyRotation(self.spec.rope)
-            seen = Seen(None, None, scale=layer.scale, keys=past.keys, values=past.values)
+            values = read_values(past.keys, past.values, self.spec.latent)
+            seen = Seen(None, None, scale=layer.scale, keys=past.keys, values=values)
             seen = seen._replace(mean_rotation=rotation.mean, pair_lengths=rotation.pair_lengths)
             decode.rank_again(self.spec.selector, layer.tensors.state, seen, layer.view())
 

@@ -48,7 +48,7 @@ class LayerTensors:
 
     Attributes:
         keys: Keys of the full-precision buffer, [B, H, E, D], or of its pages, [B, NB, P, D].
-        values: Values, as the keys.
+        values: Values, as the keys; with D' in place of D where the sizes differ, 0 where none is held.
         positions: Original position of the token in each slot, [B, H, S] or [B, NB, P] int32, -1 for an empty slot.
         state: The selector's state of each slot.
         counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] or [B, NB, P] fp32; () if it is
@@ -101,7 +101,7 @@ class LayerTensors:
         own = "cpu" if spec.host and length.device.type != "meta" else device
         return cls(
             keys=torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device=own),
-            values=torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device=own),
+            values=torch.empty(batch, heads, layout.exact, shape.held_value_dim, dtype=shape.dtype, device=own),
             positions=torch.empty(batch, heads, slots, dtype=torch.int32, device=device),
             state=alloc_state(spec.selector, batch, heads, slots, device, shape.head),
             counts=torch.zeros(batch, heads, slots, device=device, dtype=torch.float32)
@@ -134,17 +134,17 @@ class LayerTensors:
         heads = shape.heads
         dim = shape.head_dim
         codec = spec.codec
-        exact = (batch, *pages, dim)
+        exact = (batch, *pages)
         codes: tuple[Codes, ...] = ()
         every = pages
         if codec.stages:
-            exact = (batch, heads, buffer, dim)
+            exact = (batch, heads, buffer)
             codes = (alloc_codes(codec, batch, heads, *pages, dim, device),)
             every = Pages(pages.number + heads * buffer_pages(buffer, pages.size), pages.size)
         length, budget, columns = _counters(batch, device)
         return cls(
-            keys=torch.empty(exact, dtype=shape.dtype, device=device),
-            values=torch.empty(exact, dtype=shape.dtype, device=device),
+            keys=torch.empty(*exact, dim, dtype=shape.dtype, device=device),
+            values=torch.empty(*exact, shape.held_value_dim, dtype=shape.dtype, device=device),
             positions=torch.empty(batch, *every, dtype=torch.int32, device=device),
             state=alloc_paged_state(spec.selector, batch, heads, *every, device, shape.head),
             counts=torch.zeros(batch, *every, device=device, dtype=torch.float32) if spec.merger_traits.counted else (),

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.engine.mixed_values import mixed_values
 from kvpolicy.kernels.products import matmul
 
 _FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -24,7 +25,7 @@ def has_parts(q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform) -> boo
 
     In half precision, parts would be rounded before they are joined.
     """
-    fused = transform.softcap is None and transform.sinks is None and q.shape[-1] == v.shape[-1]
+    fused = transform.softcap is None and transform.sinks is None and q.shape[-1] == mixed_values(k, v).shape[-1]
     return _FUSED is not None and fused and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in (q, k, v))
 
 
@@ -40,13 +41,14 @@ def attend_part(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> 
     if not keys.shape[2]:
         return None
     grouped = queries.shape[2:4]
-    output, normalizer = _FUSED(queries.flatten(2, 3), keys, values, 0.0, False, scale=scale)
+    output, normalizer = _FUSED(queries.flatten(2, 3), keys, mixed_values(keys, values), 0.0, False, scale=scale)
     return Part(output.unflatten(2, grouped), normalizer.unflatten(2, grouped))
 
 
 def attend_causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
     """Attend causally from queries to their own keys; arguments as in `attend_part`, with N = T."""
     # One query head of each group at a time, since the fused function would need copies of the keys.
+    values = mixed_values(keys, values)
     parts = [_FUSED(queries[:, :, g], keys, values, 0.0, True, scale=scale) for g in range(queries.shape[2])]
     output, normalizer = (torch.stack(each, 2) for each in zip(*parts, strict=True))
     return Part(output, normalizer)
@@ -73,7 +75,8 @@ def attend_occupied(
     Returns:
         The output [B, H, M, D], in fp32 or in the dtype of the values, and the normalizer [B, H, M].
     """
-    keys, values = exact
+    keys = exact[0]
+    values = mixed_values(*exact)
     if coded is None and occupied is None and counts is None and has_parts(queries, keys, values, transform):
         return Part(*_FUSED(queries, keys, values, 0.0, False, scale=transform.scale))
     score = transform.scores(queries, keys)

@@ -21,6 +21,7 @@ class PromptTiles:
     Args:
         like: The first tile's keys, [B, H, T, D].
         queries: Query heads.
+        value_dim: Size of a value; 0 if none is held.
         columns: P.
         valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
         past: Slots and held chunks before them; None if there are none.
@@ -36,6 +37,7 @@ class PromptTiles:
         self,
         like: Tensor,
         queries: int,
+        value_dim: int,
         columns: int,
         valid: Tensor | None,
         past: Past | None,
@@ -48,7 +50,7 @@ class PromptTiles:
         self._before = 0 if past is None else past.keys.shape[2]
         size = self._before + columns
         self._keys = like.new_empty(batch, heads, size, dim)
-        self._values = like.new_empty(batch, heads, size, dim)
+        self._values = like.new_empty(batch, heads, size, value_dim)
         if past is not None:
             self._keys[:, :, : self._before] = past.keys
             self._values[:, :, : self._before] = past.values

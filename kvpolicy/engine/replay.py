@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import MASK_ELEMENTS, MASK_ROWS, TILE_ELEMENTS, Past, ScoreTransform, attend_tile
+from kvpolicy.engine.mixed_values import mixed_values
 from kvpolicy.protocols import Replay
 
 NOT_REPLAYED = -1.0
@@ -78,7 +79,7 @@ def attend_context(
         valid: Which of the R tokens are not padding, [B, R] bool; None if all are and the past has no empty slot.
     """
     keys = torch.cat([past.keys, k], 2)
-    values = torch.cat([past.values, v], 2)
+    values = mixed_values(keys, torch.cat([past.values, v], 2))
     if transform.softcap is not None or transform.sinks is not None:
         return attend_tile(q, keys, values, transform, past, valid, None)
     if valid is None:  # the context is as the earlier part of a prompt
@@ -89,7 +90,7 @@ def attend_context(
     seen = torch.cat([past.occupied[:, 0], valid], 1)[:, None, None]
     gqa = q.shape[1] != k.shape[1]
     rows = min(max(MASK_ELEMENTS // seen.numel(), 16), MASK_ROWS)
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:3], values.shape[3])
     for start in range(0, new, rows):
         stop = min(start + rows, new)
         # Query i of this part stands in column held + start + i, which it sees as well.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import Past
 from kvpolicy.engine.birth_scores import BirthScores
+from kvpolicy.engine.mixed_values import read_values
 from kvpolicy.engine.output_norms import Projection, absolute_norms
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED
@@ -117,6 +118,7 @@ def rank_candidates(
     layer_idx: int,
     ranks: Ranks,
     projection: Projection | None = None,
+    latent: int = 0,
 ) -> Ranking:
     """Rank the slots of a layer and the tokens of a prompt.
 
@@ -131,6 +133,7 @@ def rank_candidates(
         layer_idx: Index of the layer.
         ranks: The ranks that hold the layer's other heads.
         projection: Reads the output projection, if the selector needs the norms of values behind it.
+        latent: How many numbers of a key are its value, where none is held; else 0.
     """
     slots = positions.shape[-1]
     new_positions = prompt.positions(seen_before)[:, None].expand(-1, positions.shape[1], -1)
@@ -142,6 +145,8 @@ def rank_candidates(
     state = join_states(state, new)
     found = prompt.seen(past, positions, layer_idx, ranks)
     seen = _statistics(found, prompt, past, positions, slots)
+    if seen.keys is not None and seen.values is not None:
+        seen = seen._replace(values=read_values(seen.keys, seen.values, latent))
     rotation = prompt.rotation
     if selector.needs.unrotated_keys and rotation is not None and seen.keys is not None:
         seen = seen._replace(unrotated=rotation.undone(seen.keys, positions))

@@ -60,9 +60,8 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
         raise _damaged("another number of pinned tokens")  # it is allocated below, and the policy is that of a file
     try:
         batch, heads, dim = snapshot.numbers["shape"]
-        store.initialize(
-            torch.empty(batch, heads, 0, dim, dtype=dtype, device=device), ranks, snapshot.numbers["group"]
-        )
+        keys = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)
+        store.initialize(keys, ranks, snapshot.numbers["group"], snapshot.tensors["values"].shape[-1])
         store.geometry.set_numbers(snapshot.numbers)
         expected = store.geometry.alloc(batch, store.shape, torch.device("meta")).parts()
     except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
+from kvpolicy.engine.mixed_values import mixed_values
 from kvpolicy.engine.reading import Chosen, ReadShape, ReadState, chooses, entries_of, entry_slots, value_codes
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.protocols import Estimated
@@ -86,6 +87,10 @@ class Summaries:
         slots, inside = entry_slots(shape, entries.clamp_max(shape.entries - 1))
         flat = slots.flatten(2)
         coded = self._codes.view()
-        values = layer.link.rows(tensors.values, flat) if coded is None else coded.values_at(flat, tensors.values.dtype)
+        if coded is None:
+            values = layer.link.rows(mixed_values(tensors.keys, tensors.values), flat)
+        else:
+            read = coded.values_at if tensors.values.shape[-1] else coded.keys_at
+            values = read(flat, tensors.values.dtype)
         occupied = inside & within[..., None] & (tensors.positions.gather(-1, flat) >= 0).view_as(inside)
         self._reader.summarize(reads.index, blocks, values.unflatten(2, (blocks.shape[2], -1)), occupied.flatten(3))

@@ -32,7 +32,7 @@ from kvpolicy.hf.attachment import (
 )
 from kvpolicy.hf.attention_interface import PREFIX, attached
 from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.hf.cache_names import cache_name, rename_cache
+from kvpolicy.hf.cache_names import OLD, cache_name, rename_cache
 from kvpolicy.hf.config_swap import configs_of, swap_implementation
 from kvpolicy.hf.deferred_masks import defer_masks
 from kvpolicy.hf.discovery import Site, Sites, find_sites, is_falcon, sample_weights
@@ -49,6 +49,7 @@ from kvpolicy.hf.forward_calls import (
 from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exceeds, own_mask, vocabulary_of
 from kvpolicy.hf.generation_hooks import offer_cache
 from kvpolicy.hf.identity import identity
+from kvpolicy.hf.latent import latent_projection
 from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
@@ -113,13 +114,14 @@ class Handle:
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy = self.policy = resolve_for(policy, shape, info)
         policy.check(info)
-        check_held_codes(hold, policy)
-        rotations = _rotations(sites, shape.evictable, policy.undoes_rotation)
+        check_held_codes(hold, policy, shape.shape)
+        rotations = {} if shape.shape.latent else _rotations(sites, shape.evictable, policy.undoes_rotation)
         rotary = getattr(sites.decoder, "rotary_emb", None)
         trained = None if rotary is None else trained_positions(model.config)
         # Before `_connect`, because `detach` needs it if connecting fails.
         described = identity(model, info=info)
-        projections = {site.layer_idx: partial(output_projection, site.attention) for site in sites.layers}
+        behind = latent_projection if shape.shape.latent else output_projection
+        projections = {site.layer_idx: partial(behind, site.attention) for site in sites.layers}
         check_projections(policy, projections)
         vocabulary = vocabulary_of(model)
         check_replayed_ids(policy, vocabulary)
@@ -216,6 +218,9 @@ class Handle:
         self._undo += self._deltas.connect()
         self._names = list(inspect.signature(sites.decoder.forward).parameters)
         self._cache_name = cache_name(sites.decoder)
+        for outer in around(self._model, sites.decoder):
+            if cache_name(outer) == OLD:  # it would pass on no cache of the new name
+                self._undo.append(outer.register_forward_pre_hook(_take_new_name, with_kwargs=True).remove)
         for site in sites.layers:
             self._undo.append(site.attention.register_forward_pre_hook(bind_cache, with_kwargs=True).remove)
             attached.add(site.attention)
@@ -421,6 +426,12 @@ def attach(
         _check_fresh(model)
         check_caching(model)
         return Handle(model, policy, check_tile(tile), check_chunks(chunks), check_hold(hold))
+
+
+def _take_new_name(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Let a module with the old name of the cache take it under the new one too."""
+    rename_cache(kwargs, OLD)
+    return args, kwargs
 
 
 def _end_masks(module: nn.Module, args: Any, output: Any) -> None:

@@ -15,7 +15,7 @@ from kvpolicy.hf.model_spec import ModelShape
 from kvpolicy.hf.tile_size import TileSize, tile_size
 from kvpolicy.parallel.runtime import Sharing
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import SINGLE_RANK, ModelInfo, Ranks
+from kvpolicy.protocols import SINGLE_RANK, LayerShape, ModelInfo, Ranks
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.limits import MAX_SIZE
 
@@ -74,7 +74,7 @@ def check_replayed_ids(policy: Policy, vocabulary: int) -> None:
         )
 
 
-def check_held_codes(hold: Hold, policy: Policy) -> None:
+def check_held_codes(hold: Hold, policy: Policy, shape: LayerShape) -> None:
     """Refuse to hold prompts in the codes of a codec that does not encode every token by itself.
 
     Raises:
@@ -85,6 +85,11 @@ def check_held_codes(hold: Hold, policy: Policy) -> None:
     if hold == CODES and codec is not None:
         raise KVPolicyError(
             f"The codec must encode every token by itself for hold='codes', got {codec}; try tokenwise, or "
+            "hold='plain'."
+        )
+    if hold == CODES and shape.value_dim is not None:
+        raise KVPolicyError(
+            f"Values must have the size of keys for hold='codes', got {shape.value_dim} and {shape.head_dim}; try "
             "hold='plain'."
         )
 
@@ -183,7 +188,7 @@ class Attachment:
         policy.check(self.info)  # first: what follows asks a policy by layer for each layer of the model
         check_projections(policy, self.projections)
         check_replayed_ids(policy, self.vocabulary)
-        check_held_codes(self.hold, policy)
+        check_held_codes(self.hold, policy, self.model_shape.shape)
         if policy.layer_metric == "cosine" != self.policy.layer_metric:
             raise KVPolicyError(
                 f"The attached policy must measure every layer as the cache's {policy} does, got {self.policy}; try to "

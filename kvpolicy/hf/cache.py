@@ -111,8 +111,7 @@ class PolicyCache(CacheForward):
         own = 0
         for layer in self.policy_layers:
             if layer.is_initialized:
-                dim = layer.keys.shape[-1]
-                own += int(layer.length.sum()) * 2 * layer.store.shape.heads * dim * layer.keys.element_size()
+                own += int(layer.length.sum()) * layer.store.shape.token_nbytes
                 own += len(layer.length) * full_prefix_nbytes(layer)
         return own + sum(self.unmanaged_bytes().values())
 

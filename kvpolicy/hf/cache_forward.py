@@ -203,6 +203,7 @@ class CacheForward(Cache):
         valid: Tensor | None,
         transform: ScoreTransform,
         forward: Forward | None = None,
+        expanded: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Attend from new tokens through a layer's slots, and store them.
 
@@ -214,6 +215,7 @@ class CacheForward(Cache):
             valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
             transform: From products to attention weights.
             forward: The arguments of the attention module, if the selector needs them.
+            expanded: See `LayerStore.attend_prompt`; None if there are tiles.
 
         Returns:
             [B, Hq, P, D].
@@ -227,8 +229,7 @@ class CacheForward(Cache):
         held.check_compatible(k, v)
         ranks = held.ranks if held.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
         heads, new = q.shape[1:3]
-        # Before this prompt gets slots: a first prompt attends to itself alone, and gradients may flow.
-        has_slots = held.layout.slots > 0 or layer.pending is not None or layer.prefix is not None
+        alone = tile is None and not layer.holds_tokens  # before this prompt gets slots
         if ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         if tile is not None:
@@ -237,13 +238,13 @@ class CacheForward(Cache):
             out = store.append(q, k, v, valid, transform, forward)
         else:
             if not store.is_initialized:
-                store.initialize(k, ranks, q.shape[1] // k.shape[1])
-            out, pending = store.attend_prompt(q, k, v, valid, transform, forward, layer.pending)
+                store.initialize(k, ranks, q.shape[1] // k.shape[1], v.shape[3])
+            out, pending = store.attend_prompt(q, k, v, valid, transform, forward, layer.pending, expanded)
             self.compress(layer, pending)
         # One digest serves all layers, which see the same columns.
         if layer is self.policy_layers[0] and tile is None:
             layer.extend_digest(valid, new)
-        if has_slots or tile is not None:
+        if not alone:  # gradients may flow where a prompt attends to itself
             refuse_gradients(out)
         # The output of a phantom head is not part of the model: `heads` is 0 there.
         return out[:, :heads]
@@ -263,7 +264,7 @@ class CacheForward(Cache):
         store = layer.store
         if tile.start == 0:
             if not store.is_initialized:
-                store.initialize(k, ranks, q.shape[1] // k.shape[1])
+                store.initialize(k, ranks, q.shape[1] // k.shape[1], v.shape[3])
             valid = None if tile.valid is None else tile.valid.to(k.device)
             layer.tiles = store.begin_tiles(q, k, tile.columns, valid, layer.pending)
         tiles = layer.tiles

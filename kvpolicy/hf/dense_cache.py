@@ -73,7 +73,11 @@ def skeleton(config: Any) -> Skeleton:
     """
     from transformers import AutoModelForCausalLM
 
-    describe(config)
+    if describe(config).shape.latent:
+        raise KVPolicyError(
+            "A model must cache keys and values for its saved caches to be loaded as such, got "
+            f"{config.get_text_config(decoder=True).model_type} with latent attention (MLA); try it in transformers."
+        )
     # Not only meta as the default device: an engine may have set another dtype for its own weights.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
@@ -174,7 +178,8 @@ def dense_layers(content: CacheFile, model: Skeleton, what: str, *, move: bool =
     in_groups = places(attachment.policy.layer_groups)
     for layer_idx in attachment.model_shape.evictable:
         rope = model.rotations[layer_idx]
-        store = make_store(attachment.policy.at(layer_idx), layer_idx, attachment.ropes.get(layer_idx))
+        own = attachment.policy.at(layer_idx)
+        store = make_store(own, layer_idx, attachment.ropes.get(layer_idx), shape=attachment.model_shape.shape)
         group = in_groups.pop(layer_idx, None)  # a group is held until its last layer was read
         if group is not None:
             store.contents.join(*group)

@@ -17,7 +17,6 @@ from kvpolicy.planning.planner import divide
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.planning.tokens import Tokens, expect_tokens
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import LayerShape
 from kvpolicy.reporting.logging import warn_of_few_tokens
 from kvpolicy.spec.errors import KVPolicyStateError
 from kvpolicy.spec.limits import MAX_SIZE
@@ -101,16 +100,16 @@ def divide_budget(
         keep: Tokens that each layer keeps of each row, [B, L] int64, where they do not follow from the budget.
         before: Those columns that are a shared prefix, and no part of the budget.
     """
-    batch, heads, _, dim = pending.keys.shape
+    batch, heads = pending.keys.shape[:2]
     model = attachment.model_shape
     indices = model.evictable
     own, length, end = RowLengths.of(store, pending, told)
     dtype = pending.keys.dtype
     every = store.ranks.kv_heads(heads)
-    shape = LayerShape(heads, dim, dtype, store.shape.group, every)
+    shape = store.shape._replace(dtype=dtype, all_heads=every)
     # All ranks must divide a budget in bytes alike, so it is that of a rank with the most heads; bytes in the plan
     # are those of this rank.
-    fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype, store.ranks.most_group(store.shape.group), every)
+    fullest = shape._replace(heads=store.ranks.most_heads(heads), group=store.ranks.most_group(shape.group))
     columns += int((length - own).max())
     alone = model.unmanaged_bytes(batch, columns + (told.new or 0))
     most = model.unmanaged_bytes(batch, columns + (MAX_SIZE if told.new is None else told.new))  # full windows

@@ -13,6 +13,7 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, LAYER_NAMES, passed_cache
 from kvpolicy.hf.cropping import policy_obstacle
 from kvpolicy.hf.discovery import home
+from kvpolicy.hf.latent import LatentAttention, TakesLatents
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.policy import Policy
@@ -39,11 +40,14 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                     kwargs["policy_call"] = _module_call(cache, module, args, kwargs)
                 elif needs.layer_input:
                     kwargs["policy_call"] = _module_input(module, args, kwargs)
-                kwargs["policy_cache"] = cache
+                kwargs["policy_cache"] = (
+                    LatentAttention(cache, layer, module) if isinstance(layer, TakesLatents) else cache
+                )
         elif isinstance(cache, PassingCache) and cache.manages(module.layer_idx):  # pyright: ignore[reportArgumentType]
             if cache.wants_inputs:
                 kwargs["policy_call"] = _module_input(module, args, kwargs)
-            kwargs["policy_cache"] = cache
+            layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
+            kwargs["policy_cache"] = LatentAttention(cache, layer, module) if isinstance(layer, TakesLatents) else cache
     return args, kwargs
 
 

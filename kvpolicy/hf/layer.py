@@ -27,15 +27,19 @@ from kvpolicy.hf.transcript import Transcript
 from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.result import SHARED
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Layout
+from kvpolicy.protocols import LayerShape, Layout
 from kvpolicy.selectors.full import KeepAll
 
 
 def make_store(
-    policy: Policy, layer_idx: int, rope: Rope | None = None, projection: Projection | None = None
+    policy: Policy,
+    layer_idx: int,
+    rope: Rope | None = None,
+    projection: Projection | None = None,
+    shape: LayerShape | None = None,
 ) -> LayerStore:
-    """The empty store of a layer under a policy, with what it needs of the model's layer; see `LayerSpec`."""
-    return LayerStore(layer_spec(policy, layer_idx, rope, projection))
+    """The empty store of a layer under a policy, with what it needs of the model's layer; see `layer_spec`."""
+    return LayerStore(layer_spec(policy, layer_idx, rope, projection, shape))
 
 
 class PolicyLayer(CacheLayerMixin):
@@ -182,6 +186,11 @@ class PolicyLayer(CacheLayerMixin):
         return kinds | ({"waiting prompt": sum(part.nbytes for part in waiting) + block} if waiting or block else {})
 
     @property
+    def holds_tokens(self) -> bool:
+        """Whether new tokens attend to others: in slots, of a prompt that waits, or of a shared prefix."""
+        return self.store.contents.layout.slots > 0 or self.pending is not None or self.prefix is not None
+
+    @property
     def holds_prompt(self) -> bool:
         """Whether the layer holds a prompt that is compressed, so that a single token is a step."""
         return self.is_initialized and self.pending is None and not self.awaits_prompt
@@ -244,7 +253,7 @@ class PolicyLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make a layer without slots, on the device of its first keys."""
-        self.store.initialize(key_states)
+        self.store.initialize(key_states, value_dim=value_states.shape[3])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return keys and values as they are: the attention function reads and writes the slots."""

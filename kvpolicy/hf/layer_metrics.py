@@ -27,7 +27,7 @@ def measure_attention(allocator: Allocator, store: LayerStore, pending: PendingP
     assert isinstance(allocator, MeasuresAttention)  # see `policy.combination.check_attention`
     contents = store.contents
     with outside_autocast(pending.keys.device):
-        seen = layer_attention(pending.decoded(), allocator.attention, contents.ranks)
+        seen = layer_attention(pending.decoded(), allocator.attention, contents.ranks, contents.spec.latent)
         numbers = allocator.measure(seen).float().cpu()
     return numbers, without_measured(pending, store.spec.prompt_needs)
 

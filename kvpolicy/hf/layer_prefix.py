@@ -34,7 +34,8 @@ class LayerPrefix(NamedTuple):
         """Let an empty layer begin behind the prefix; returns the digest of each row, [B] int64, if there is one."""
         keys = self.source.tensors.keys
         empty = keys.new_empty(self.rows, self.source.shape.heads, 0, keys.shape[-1])
-        store.initialize(empty, self.source.ranks, self.source.shape.group)
+        shape = self.source.shape
+        store.initialize(empty, self.source.ranks, shape.group, shape.value_dim)
         store.prefix = self.slots
         if self.digest is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ from kvpolicy.engine.layer_group import places
 from kvpolicy.engine.reading import Board
 from kvpolicy.hf.attachment import CODES, Attachment
 from kvpolicy.hf.empty_layer import DummyLayer
+from kvpolicy.hf.latent import LatentSlots
 from kvpolicy.hf.layer import PolicyLayer, make_store
+from kvpolicy.hf.model_spec import LayerStates
 from kvpolicy.hf.states import SlotsAndState, StateLayer, WindowAndState
 from kvpolicy.policy import Policy
 
@@ -23,6 +26,11 @@ def make_layers(attachment: Attachment, policy: Policy) -> list[Any]:
     boards: dict[int, Board] = {}  # by the layer that chooses what others read too
     groups = places(policy.layer_groups)
 
+    def kind(states: LayerStates | None) -> Callable[..., PolicyLayer]:
+        if states is not None:
+            return partial(SlotsAndState, number_of_states=states.number)
+        return LatentSlots if shape.shape.latent else PolicyLayer
+
     def made(index: int) -> Any:
         states = shape.states.get(index)
         if index not in managed:
@@ -32,9 +40,8 @@ def make_layers(attachment: Attachment, policy: Policy) -> list[Any]:
         chooser = own.reader.traits.source(index)
         board = None if chooser is None else boards.setdefault(chooser, Board())
         projection = attachment.projections.get(index)
-        kind = PolicyLayer if states is None else partial(SlotsAndState, number_of_states=states.number)
-        return kind(
-            lambda: make_store(own, index, rope, projection),
+        return kind(states)(
+            lambda: make_store(own, index, rope, projection, shape.shape),
             board,
             groups.get(index),
             holds_codes=attachment.hold == CODES,

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpolicy.hf.discovery import CROSSES, not_causal
+from kvpolicy.hf.layer_sizes import layer_size
 from kvpolicy.hf.shipped import ShippedConfig
+from kvpolicy.hf.value_checks import check_values
 from kvpolicy.hf.widths import widths_of
 from kvpolicy.planning.activations import Prefill, Widths
 from kvpolicy.planning.result import LayerPlan
@@ -184,29 +186,19 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         raise KVPolicyTypeError(f"dtype must be a torch.dtype, got {named!r}; try torch.bfloat16.")
     if not wanted.is_floating_point:
         raise KVPolicyError(f"dtype must be one of floating-point numbers, got {wanted}; try torch.bfloat16.")
-    sizes = {index: _size(layer) for index, layer in enumerate(_layer_configs(text))}
+    layers = _layer_configs(text)
+    sizes = [layer_size(layer, windows.get(index)) for index, layer in enumerate(layers)]
     kept = {sizes[index] for index in evictable}
-    values: int | None = getattr(text, "v_head_dim", None)
-    if values is not None and any(dim != values for _, dim in kept):
-        raise KVPolicyError(
-            f"Keys and values must have the same head dimension, got values of {values} and keys of another one for "
-            f"{text.model_type}."
-        )
     if len(kept) > 1:
         raise KVPolicyError(
             "All layers with full attention must have the same number of KV heads and the same head dimension, since "
-            f"they share a budget, got {sorted(kept)} for {text.model_type}."
+            f"they share a budget, got {sorted(size[:2] for size in kept)} for {text.model_type}."
         )
-    shapes = {
-        index: LayerShape(-(-heads // tp), dim, wanted, _group(layer, heads, tp), heads)
-        for (index, (heads, dim)), layer in zip(sizes.items(), _layer_configs(text), strict=True)
-    }
+    shapes = [size.on(wanted, tp) for size in sizes]
     first = evictable[0]
     return ModelShape(
         shape=shapes[first],
-        whole=shapes[first]._replace(
-            heads=sizes[first][0], group=_group(_layer_configs(text)[first], sizes[first][0], 1)
-        ),
+        whole=sizes[first].on(wanted, 1),
         evictable=evictable,
         unmanaged=windows,
         unmanaged_shapes={index: shapes[index] for index in windows},
@@ -228,7 +220,7 @@ def _states(text: Any, counts: dict[int, int], dtype: torch.dtype, tp: int) -> d
     from kvpolicy.hf.state_sizes import state_nbytes
 
     nbytes = state_nbytes(text, dtype)
-    return {index: LayerStates(count, nbytes[index]) for index, count in counts.items()}
+    return {index: LayerStates(count, nbytes[index]) for index, count in counts.items() if index in nbytes}
 
 
 def check_supported(config: Any) -> None:
@@ -242,11 +234,6 @@ def check_supported(config: Any) -> None:
         raise KVPolicyError(
             f"The config must have num_hidden_layers, the layers of the cache, got none for {text.model_type}; try a "
             "decoder-only causal language model."
-        )
-    if getattr(text, "kv_lora_rank", None):
-        raise KVPolicyError(
-            f"The model must cache keys and values, got {text.model_type}, which caches latent vectors (MLA); use a "
-            "model with multi-head or grouped-query attention."
         )
     if text.model_type == "falcon" and text.alibi:
         raise KVPolicyError("A Falcon must use rotary embeddings, got one with ALiBi, which is not supported.")
@@ -280,8 +267,11 @@ def resolve_for(policy: Policy, shape: ModelShape, info: ModelInfo) -> Policy:
 
     found = resolve(policy, info, shape.shape, shape.whole, unmanaged_nbytes)
     if isinstance(found, LayeredPolicy) and len(found.layers) == info.depth:
-        return found.of_layers(shape.evictable)
-    return for_model(found, info)
+        resolved = found.of_layers(shape.evictable)
+    else:
+        resolved = for_model(found, info)
+    check_values(resolved, shape.shape)
+    return resolved
 
 
 def _layer_configs(text: Any) -> list[Any]:
@@ -289,21 +279,6 @@ def _layer_configs(text: Any) -> list[Any]:
     if getattr(text, "is_heterogeneous", False):
         return list(text.per_layer_config)
     return [text] * text.num_hidden_layers
-
-
-def _size(text: Any) -> tuple[int, int]:
-    """KV heads and head dimension of a layer."""
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if text.model_type == "falcon":  # its older architecture ignores num_kv_heads
-        heads = text.num_kv_heads
-        if not text.new_decoder_architecture:
-            heads = 1 if text.multi_query else text.num_attention_heads
-    return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
-def _group(text: Any, heads: int, tp: int) -> int:
-    """Query heads of each KV head on one of `tp` ranks; the group is divided if ranks outnumber KV heads."""
-    return max(text.num_attention_heads // heads // max(tp // heads, 1), 1)
 
 
 def _has_encoder(model_type: str) -> bool:

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindo
 
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.hf.empty_layer import DummyLayer
+from kvpolicy.hf.latent import TakesLatents
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.states import SlotsAndState, StateLayer, States, WindowAndState
 from kvpolicy.hf.tiles import Tile
@@ -63,7 +64,7 @@ class PassingCache(Cache):
         if isinstance(layer, SlotsAndState):
             view = _PassingState(layer)
         elif isinstance(layer, PolicyLayer):
-            return _Passing(layer)
+            return _PassingLatents(layer) if isinstance(layer, TakesLatents) else _Passing(layer)
         elif isinstance(layer, WindowAndState):
             view = _SlidingState(layer, self)
         elif isinstance(layer, StateLayer):
@@ -115,6 +116,10 @@ class _Passing(CacheLayerMixin):
     def get_max_length(self) -> int:
         """No limit."""
         return -1
+
+
+class _PassingLatents(TakesLatents, _Passing):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """A layer under the policy with latent attention."""
 
 
 class _Sliding(CacheLayerMixin):

@@ -112,7 +112,7 @@ def plan(
             f"held_next must be 0 for a policy with budgets by head, whose pages depend on the text, got {held_next}; "
             "try the plan of a cache after its question."
         )
-    check_held_codes(check_hold(hold), policy)
+    check_held_codes(check_hold(hold), policy, model.shape)
     if prefix is not None:
         check_text(prefix, policy, len(model.evictable))
     before = text_length(prefix)

@@ -1,4 +1,4 @@
-"""The output projection of an attention module."""
+"""Matrices of an attention module: its output projection, and others that are multiplied by vectors of a policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,37 @@ def output_projection(module: nn.Module) -> Tensor:
             "The output projection must be in memory while its layer runs, for the norms of values, got "
             f"{type(module).__name__} with offloaded weights; try another selector, such as snapkv."
         )
-    return _adapted(part, weight) if _is_adapted(part) else weight
+    return _adapted(part, weight, "output projection", _NORMS) if _is_adapted(part) else weight
+
+
+def matrix_of(part: nn.Module, like: Tensor, use: str) -> Tensor:
+    """The matrix of a linear module without a bias on this rank, [out, in], or [B, out, in] with adapters by row.
+
+    It is read off its outputs where the weight does not hold it: one that is quantized, or offloaded.
+
+    Args:
+        part: The module, whose layer runs.
+        like: An input of it, [..., in].
+        use: What the matrix is for, in a message.
+
+    Raises:
+        KVPolicyError: If it depends on the tokens.
+    """
+    weight = _float_weight(part)
+    if weight is None or weight.is_meta or weight.element_size() == 1:  # fp8 has scales beside it
+        return part(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)).mT
+    return _adapted(part, weight, "matrix", use) if _is_adapted(part) else weight
+
+
+_NORMS = "the norms of values, got an adapter"
+
+
+def _float_weight(part: Any) -> Tensor | None:
+    """The weight of a module as its multiplication reads it, in memory or not; None if it has none of that kind."""
+    weight: Any = getattr(part, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        return None
+    return weight.to_local() if hasattr(weight, "to_local") else weight  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_adapted(part: nn.Module) -> bool:
@@ -39,14 +69,14 @@ def _is_adapted(part: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _adapted(part: nn.Module, weight: Tensor) -> Tensor:
+def _adapted(part: nn.Module, weight: Tensor, what: str, use: str) -> Tensor:
     """The weight of a projection with what its adapters add in the running call, read off its outputs."""
     given = _given_by_call(part)
     rows: Any = given.pop("adapter_names", None)
     if given:
         raise KVPolicyError(
-            "The output projection must be the same for all tokens of a row, for the norms of values, got an adapter "
-            f"that is given {', '.join(sorted(given))} in this call; try another selector, such as snapkv."
+            f"The {what} must be the same for all tokens of a row, for {use} that is given "
+            f"{', '.join(sorted(given))} in this call; try another selector, such as snapkv."
         )
     with _without_dropout(part):
         return _outputs(part, weight) if rows is None else _of_rows(part, weight, rows)
@@ -106,10 +136,9 @@ def _find(module: nn.Module) -> tuple[nn.Module, Tensor]:
     """The projection of an attention module, and its own weight."""
     for name in PROJECTIONS:
         part: Any = getattr(module, name, None)
-        weight: Any = getattr(part, "weight", None)
-        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point():
+        weight = _float_weight(part)
+        if part is not None and weight is not None:
             weight = weight.detach()
-            weight = weight.to_local() if hasattr(weight, "to_local") else weight  # pyright: ignore[reportAttributeAccessIssue]
             return part, weight.T if type(part).__name__ == "Conv1D" else weight
     raise KVPolicyError(
         "The output projection must have a weight in floating point for the norms of values, got "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.mixed_values import mixed_values, read_values
 from kvpolicy.engine.output_norms import euclidean_norms
 from kvpolicy.engine.partial_attention import has_parts
 from kvpolicy.engine.prefill import PendingPrompt
@@ -27,7 +28,6 @@ from kvpolicy.engine.replayed_queries import ReplayedQueries, no_queries
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
-from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.rotary_lookup import steady_angles
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.protocols import Forward, Replay
@@ -139,7 +139,7 @@ class ReplayCache(PassingCache):
             flags = None if self.whole else self.valid[:, : k.shape[2]].to(k.device)
             scores = received(q, k, pending.keys, transform, chunk, flags, gain)
             if layer_idx == self._last:  # nothing that follows is read
-                out = v.new_zeros(*q.shape[:3], v.shape[3])
+                out = v.new_zeros(*q.shape[:3], mixed_values(k, v).shape[3])
             else:
                 out = attend_context(q, k, v, transform, past, flags)
         add_scores(self.scores[layer_idx], chunk, scores)
@@ -167,8 +167,8 @@ class ReplayCache(PassingCache):
         if self.tile is None:
             return k, v
         if self.tile.start == 0:
-            size = (*k.shape[:2], self.tile.columns, k.shape[3])
-            self._replayed = k.new_empty(size), v.new_empty(size)
+            size = (*k.shape[:2], self.tile.columns)
+            self._replayed = k.new_empty(*size, k.shape[3]), v.new_empty(*size, v.shape[3])
         for held, new in zip(self._replayed, (k, v), strict=True):
             held[:, :, self.tile.start : self.tile.stop] = new
         keys, values = (held[:, :, : self.tile.stop] for held in self._replayed)
@@ -176,8 +176,10 @@ class ReplayCache(PassingCache):
 
     def _gain(self, layer_idx: int, forward: Forward) -> Gain:
         if layer_idx not in self._outputs:
-            projection = output_projection(forward.module)
-            self._outputs[layer_idx] = euclidean_norms(self._prompt(layer_idx).values, projection)
+            spec = self.held[layer_idx].store.spec
+            prompt = self._prompt(layer_idx)
+            values = read_values(prompt.keys, prompt.values, spec.latent)
+            self._outputs[layer_idx] = euclidean_norms(values, spec.projection())
         return Gain(self._outputs[layer_idx], input_norms(forward.hidden_states))
 
 

@@ -163,7 +163,7 @@ def first_not_undone(decoder: nn.Module, sites: Iterable[Site], ropes: Mapping[i
         if tables is None:
             return None
         layer_type = _layer_type(tables, site)
-        return tables(like, positions, **({} if layer_type is None else {"layer_type": layer_type}))
+        return _of_text(tables)(like, positions, **({} if layer_type is None else {"layer_type": layer_type}))
 
     return next(
         (site for site in sites if is_undone(site, ropes[site.layer_idx], partial(angles, site)) is False), None
@@ -243,7 +243,36 @@ def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
             f"{type(tables).__name__} of type {kind}, which cannot be undone; try "
             + INSTEAD.get(part, "another policy.")
         )
-    return Rope(tables, _of_pairs(apply), layer_type)
+    return Rope(_of_text(tables), _of_pairs(apply), layer_type)
+
+
+class _ThreeParts(nn.Module):
+    """A rotary embedding that asks for three parts of each position, which are equal in a text."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def __getattr__(self, name: str) -> Any:
+        """What `Rope` reads of the embedding itself."""
+        own = self.__dict__["_modules"]["tables"]
+        return own if name == "tables" else getattr(own, name)
+
+    def forward(self, like: Tensor, positions: Tensor, **more: Any) -> Any:
+        """Cosines and sines at positions [B, n]."""
+        return self.tables(like, positions.expand(3, *positions.shape), **more)
+
+
+def _of_text(tables: nn.Module) -> nn.Module:
+    """A rotary embedding as one of positions [B, n]: before transformers 5.24, those with three parts ask for all."""
+    if not hasattr(tables, "mrope_section"):
+        return tables
+    at = next(tables.buffers()).new_zeros(1, 1)
+    try:
+        tables(at, at)
+    except IndexError:
+        return _ThreeParts(tables)
+    return tables
 
 
 def _layer_type(tables: nn.Module, site: Site) -> str | None:

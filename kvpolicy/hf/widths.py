@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from kvpolicy.hf.layer_sizes import layer_size
 from kvpolicy.planning.activations import Widths
 
 SEPARATE = frozenset(
@@ -43,15 +44,21 @@ def widths_of(layers: Iterable[Any], tp: int = 1) -> Widths:
 
 
 def _of_layer(text: Any, tp: int) -> Widths:
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = -(-text.num_attention_heads // tp)
     return Widths(
         hidden=text.hidden_size,
         mlp=max(_dense(text, tp), _experts(text, tp)),
-        queries=-(-text.num_attention_heads // tp) * head_dim,
+        queries=heads * layer_size(text, None).head_dim,
         vocab=getattr(text, "vocab_size", 0),
         tiled=bool(getattr(text, "attn_logit_softcapping", None)) or text.model_type == "gpt_oss",
         eager=text.model_type in EAGER,
+        expanded=heads * _expanded(text) if getattr(text, "kv_lora_rank", None) else 0,
     )
+
+
+def _expanded(text: Any) -> int:
+    """Elements of a head: its query, what a latent vector is expanded to, and its key behind the expansion."""
+    return 2 * (text.qk_nope_head_dim + text.qk_rope_head_dim) + text.qk_nope_head_dim + text.v_head_dim
 
 
 def _intermediate(text: Any) -> int:

@@ -38,6 +38,7 @@ class Widths(NamedTuple):
         vocab: Elements of the logits.
         tiled: Whether attention is always computed in tiles: with a cap of the scores, or sinks.
         eager: Whether layers that no policy manages compute a whole matrix of attention weights.
+        expanded: Elements of the queries, keys and values that latent vectors are expanded to; 0 without such.
     """
 
     hidden: int
@@ -46,6 +47,7 @@ class Widths(NamedTuple):
     vocab: int
     tiled: bool = False
     eager: bool = False
+    expanded: int = 0
 
 
 class Piece(NamedTuple):
@@ -217,7 +219,9 @@ def _forward(prefill: Prefill, piece: Piece, statistics: int) -> int:
     measured = 0
     if prefill.policy.layer_metric == "cosine":  # cosines of hidden states before and after attention
         measured = 24 * hidden
-    attention = 3 * hidden * size + max(rotated, attended + max(statistics, sliding), measured)
+    # Expanded vectors are alive beside folded queries, and beside what is chosen among latent vectors.
+    expanded = piece.tokens * widths.expanded * size
+    attention = 3 * hidden * size + max(rotated, attended + expanded + max(statistics, sliding), measured)
     head = 3 * hidden * size + piece.batch * widths.vocab * (size + 8)
     return common + max(mlp, attention, head)
 

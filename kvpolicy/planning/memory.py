@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from kvpolicy.codecs._apart import sized_for
 from kvpolicy.engine.geometry import step_bytes
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_group import LayerGroup
@@ -28,13 +29,20 @@ DIGEST_NBYTES = 8
 
 
 def layer_spec(
-    policy: Policy, layer_idx: int, rope: Rope | None = None, projection: Projection | None = None
+    policy: Policy,
+    layer_idx: int,
+    rope: Rope | None = None,
+    projection: Projection | None = None,
+    shape: LayerShape | None = None,
 ) -> LayerSpec:
-    """The parts of a policy in a layer, with what they need of the model's layer; see `LayerSpec`."""
+    """The parts of a policy in a layer, with what they need of the model's layer; see `LayerSpec`.
+
+    The `shape` of a layer is needed where its values have another size than its keys, or are not held.
+    """
     return LayerSpec(
         layer_idx=layer_idx,
         selector=policy.selector,
-        codec=policy.codec,
+        codec=policy.codec if shape is None else sized_for(policy.codec, shape),
         decode=policy.decode,
         merger=policy.merger,
         reader=policy.reader,
@@ -42,6 +50,7 @@ def layer_spec(
         rope=rope,
         projection=projection,
         allocator_needs=attention_of(policy.allocator),
+        latent=0 if shape is None else shape.latent,
     )
 
 
@@ -89,7 +98,7 @@ def layer_bytes(
 
 
 def _slots_on_meta(policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int) -> SlotGeometry:
-    layer = LayerContents(layer_spec(policy, layer_idx))
+    layer = LayerContents(layer_spec(policy, layer_idx, shape=shape))
     layer.layout = layout
     slots = SlotGeometry(layer)
     layer.tensors = slots.alloc(batch, shape, "meta")
@@ -108,7 +117,7 @@ def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages, buf
         pages: The pages that its heads share.
         buffer: Slots of each head's full-precision buffer, if the pages hold codes.
     """
-    layer = LayerContents(layer_spec(policy, 0))
+    layer = LayerContents(layer_spec(policy, 0, shape=shape))
     layer.tensors = LayerTensors.of_pages(layer.spec, batch, shape, pages, buffer, "meta")
     return LayerBytes(layer.tensors.nbytes_by_kind(), step_bytes(PageGeometry(layer)))
 

@@ -219,7 +219,9 @@ class Stage(Protocol):
             store: The stage's tensors.
             keys: [B, H, n, D], in the codec's key space.
             values: [B, H, n, D].
-            slots: Slot of each token in the stage, [B, H, n] int64, distinct within a head where written.
+            slots: Slot of each token in the stage, [B, H, n] int64, distinct within a head where written. Empty groups
+                of slots are filled one after the other, so that at most n / `Traits.group_size` of them, rounded up,
+                get their first token.
             write_mask: Which of the n tokens are written, [B, H, n] bool.
             occupied: Which slots hold a token that stays, [B, H, C] bool.
         """

@@ -102,7 +102,7 @@ class CAOTE(Wrapper):
         """No distances, and the empty state of the base."""
         return CaoteState(
             distance=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
-            output=torch.zeros(batch, heads, head[0].head_dim, dtype=torch.float32, device=device),
+            output=torch.zeros(batch, heads, head[0].value_size, dtype=torch.float32, device=device),
             base=alloc_state(self.base, batch, heads, slots, device, *head),
         )
 

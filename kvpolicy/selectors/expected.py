@@ -133,7 +133,7 @@ class ExpectedAttention(Selector):
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
     ) -> State:
         """Scores of zero, and moments of no query."""
-        group, dim = (0, 0) if self.moments == "prompt" else head
+        group, dim = (0, 0) if self.moments == "prompt" else head[:2]
         return Expectation(
             score=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
             total=torch.zeros(batch, heads, group, dim, dtype=torch.float32, device=device),

@@ -100,7 +100,7 @@ class RKV(Selector):
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
     ) -> State:
         """Scores of zero, and no queries."""
-        shape = (batch, heads, self.window, *head)
+        shape = (batch, heads, self.window, head.group, head.head_dim)
         return Reasoned(
             score=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
             queries=torch.zeros(shape, dtype=torch.float32, device=device),

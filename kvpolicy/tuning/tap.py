@@ -162,6 +162,11 @@ def tapped(model: nn.Module, tile: TileSize = None) -> Generator[Tap]:
                 f"The model must be on one rank to be measured, got {tap.attachment.place[1]}; try loading it without "
                 "tensor parallelism."
             )
+        if tap.attachment.model_shape.shape.value_dim is not None:
+            raise KVPolicyError(
+                "Values must have the size of keys to be measured, got a model with latent attention (MLA) or with "
+                "values of another size; try kvpolicy compare."
+            )
         yield tap
 
 

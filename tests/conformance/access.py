@@ -17,6 +17,7 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
+from kvpolicy.hf.latent import LatentSlots
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.replay import ReplayCache
@@ -84,6 +85,14 @@ def static_tensors(cache: PolicyCache) -> list[Tensor]:
 def addresses(cache: PolicyCache) -> list[int]:
     """Where these tensors are."""
     return [tensor.data_ptr() for tensor in static_tensors(cache)]
+
+
+@contextmanager
+def always_folded() -> Generator[None]:
+    """Let latent attention fold its expansion also where nothing stands before a prompt, so that outputs are alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LatentSlots, "holds_tokens", True)
+        yield
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -27,7 +28,10 @@ _SIZES = _COMMON | {
 def _make(name: str, *without: str, **fields: Any) -> Config:
     def make() -> Any:
         sizes = {key: value for key, value in _SIZES.items() if key not in without}
-        return getattr(transformers, f"{name}Config")(**(sizes | fields))
+        config: Any = getattr(transformers, f"{name}Config", None)
+        if config is None:
+            pytest.skip(f"transformers {transformers.__version__} has no {name}")
+        return config(**(sizes | fields))
 
     return make
 
@@ -88,6 +92,17 @@ def _hybrid(name: str, layers: list[str], *without: str, **fields: Any) -> Confi
 
 
 _FEW_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
+_LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+
+
+def _latent(name: str, **fields: Any) -> Config:
+    """A family with latent attention, whose heads are as many for keys as for queries."""
+    few = {} if name == "KimiLinear" else {"n_routed_experts": 2, "first_k_dense_replace": 2}
+    experts = few | {"moe_intermediate_size": 16, "num_experts_per_tok": 1}
+    more = {} if name == "MiniCPM3" else experts
+    return _make(name, **{"num_key_value_heads": 4, **_LATENT, **more, **fields})
+
+
 _GPT = ("num_key_value_heads", "intermediate_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 FAMILIES: dict[str, Config] = {
@@ -146,6 +161,27 @@ UNNAMED: dict[str, Config] = {
     ),
     "falcon_h1": _make("FalconH1", head_dim=8, mamba_d_ssm=64, attention_out_multiplier=0.5, **_MAMBA),
     "lfm2": _hybrid("Lfm2", ["conv", "full_attention", "full_attention"], block_auto_adjust_ff_dim=False),
+    "deepseek_v3": _latent("DeepseekV3", q_lora_rank=12, n_group=1, topk_group=1),
+    "deepseek_v2": _latent("DeepseekV2", q_lora_rank=None, n_group=1, topk_group=1),
+    "minicpm3": _latent("MiniCPM3", q_lora_rank=12),
+    "kimi_linear": _latent(
+        "KimiLinear",
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        q_lora_rank=None,
+        mlp_layer_types=["dense"] * 4,
+        linear_head_dim=8,
+        linear_num_heads=4,
+    ),
+    "mimo_v2_flash": _make(
+        "MiMoV2Flash",
+        head_dim=12,
+        v_head_dim=8,
+        sliding_window=12,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense"] * 3,
+        attn_implementation="eager",
+    ),
     "nemotron_h": _hybrid(
         "NemotronH",
         ["linear_attention", "mlp", "full_attention", "linear_attention", "full_attention"],
@@ -158,6 +194,9 @@ UNNAMED: dict[str, Config] = {
     ),
 }
 """Families that nobody named, which must work as well."""
+
+LATENT = ("deepseek_v3", "deepseek_v2", "minicpm3", "kimi_linear")
+"""Those with latent attention, where a part of each key is rotated, and the rotation is not undone."""
 
 _PROJECTIONS = ("q_proj", "k_proj", "qkv", "query_key_value", "c_attn")
 _SOURCES = {**FAMILIES, **UNNAMED}

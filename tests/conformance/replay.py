@@ -19,6 +19,7 @@ from kvpolicy.registry import name_of
 from tests.conformance.access import (
     Attend,
     Slots,
+    always_folded,
     attending,
     coded_positions,
     kept_positions,
@@ -137,8 +138,11 @@ def recording() -> Generator[Recorder]:
             kernel: ScoreTransform,
             *rest: Any,
         ) -> Tensor:
+            whole = real(cache, layer_idx, q, k, v, valid, kernel, *rest)
+            # Values that are a part of their keys are handed over as such, and the output is of whole keys.
+            latent = cache.attachment.model_shape.shape.latent
+            v, out = (k[..., :latent], whole[..., :latent]) if latent else (v, whole)
             given = [x.detach().clone() for x in (q, k, v)]
-            out = real(cache, layer_idx, q, k, v, valid, kernel, *rest)
             flags = None if valid is None else valid.bool()
             turn = Turn(q=given[0], k=given[1], v=given[2], valid=flags, kernel=kernel, out=out.clone())
             if cache.policy.at(layer_idx).selector.needs.layer_input:
@@ -147,14 +151,15 @@ def recording() -> Generator[Recorder]:
                 turn.projection = cache.attachment.projections[layer_idx]()
             layer: Any = cache.layers[layer_idx]
             recorder.note(layer, turn)
-            return out
+            return whole
 
         return attend
 
     def replayed(layer_idx: int, *given: Any) -> None:
         recorder.replays.setdefault(layer_idx, []).append(Replayed(*given))
 
-    with noticing(recorder.keep.__setitem__, recorder.hidden.__setitem__), attending(around), replaying(replayed):
+    noted = noticing(recorder.keep.__setitem__, recorder.hidden.__setitem__)
+    with noted, always_folded(), attending(around), replaying(replayed):
         yield recorder
 
 

@@ -50,7 +50,7 @@ _PICTURES = _SMALL | {"image_size": 28, "patch_size": 14}
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "t5": _make("T5ForConditionalGeneration", "T5Config", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4),
-    "deepseek_v3": _make("DeepseekV3ForCausalLM", "DeepseekV3Config", **_LATENT),
+    "deepseek_v32": _make("DeepseekV32ForCausalLM", "DeepseekV32Config", **_LATENT),
     "mamba": _make("MambaForCausalLM", "MambaConfig", *_FEW, "num_attention_heads", state_size=4),
     "falcon_alibi": _make("FalconForCausalLM", "FalconConfig", *_FEW, alibi=True),
     "bloom": _make("BloomForCausalLM", "BloomConfig", *_FEW),
@@ -64,18 +64,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
         d_model=32,
         n_heads=4,
         n_layers=2,
-    ),
-    "mimo_v2_flash": _make(
-        "MiMoV2FlashForCausalLM",
-        "MiMoV2FlashConfig",
-        head_dim=8,
-        v_head_dim=6,
-        n_routed_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        n_group=1,
-        topk_group=1,
-        layer_types=["full_attention", "sliding_attention"],
     ),
     "diffllama": _make("DiffLlamaForCausalLM", "DiffLlamaConfig"),
     "doge": _make("DogeForCausalLM", "DogeConfig"),

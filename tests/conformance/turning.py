@@ -29,8 +29,9 @@ def turns(model: Any, dim: int) -> Callable[[int], tuple[Rotation, Rotation]]:
             return torch.eye(dim, dtype=torch.float64)
         named = "layer_type" in inspect.signature(tables.forward).parameters
         more = {"layer_type": tables.config.layer_types[layer]} if named else {}
+        parts = (3, 1, 1) if hasattr(tables, "mrope_section") else (1, 1)
         with torch.no_grad():
-            cos, sin = tables(torch.zeros(1, 1, dim), torch.tensor([[position]]), **more)
+            cos, sin = tables(torch.zeros(1, 1, dim), torch.tensor(position).expand(parts), **more)
         apply = sys.modules[type(tables).__module__].apply_rotary_pos_emb
         width = rotated[layer]
         basis = torch.eye(width)[:, None, None]  # a batch of keys of one token and one head

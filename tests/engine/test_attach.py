@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy.hf.cache_names import cache_argument
 from tests.conformance.access import Attend, attending, selector_state
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import make_batch
@@ -180,7 +181,7 @@ def test_a_cache_outlives_its_policy_only_as_an_error() -> None:
         logits(model, use_cache=True)
         cache = handle.cache
     with pytest.raises(ValueError, match="detached"):
-        model(torch.ones(2, 1, dtype=torch.int64), cache=cache)
+        model(torch.ones(2, 1, dtype=torch.int64), **cache_argument(model, cache))
     again = "must be attached to its model, got a detached one"  # attaching alone does not bring it back
     with kvpolicy.attach(model, "window"):
         for _ in range(2):  # which a refusal does not change

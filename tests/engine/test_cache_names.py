@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy.hf.cache_names import (
@@ -90,6 +91,23 @@ def test_users_may_pass_either_name(name: str) -> None:
         assert output_cache(out) is generating
         assert handle.cache is generating
         assert torch.equal(out.sequences, model.generate(IDS, max_new_tokens=3))
+
+
+class OldOuter(LlamaForCausalLM):
+    """A model that passes on the cache by the old name alone, such as Falcon before transformers 5.24."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop(NEW, None)
+        return super().forward(input_ids, **cache_argument(self.model, past_key_values), **kwargs)
+
+
+@pytest.mark.parametrize("name", [NEW, OLD])
+def test_a_model_that_passes_on_the_old_name_alone_takes_either(name: str) -> None:
+    model = OldOuter(build("llama", layers=2).config).eval()
+    with torch.no_grad(), kvpolicy.attach(model, "window@0.5"):
+        cache = kvpolicy.PolicyCache(model)
+        model(IDS, **{name: cache})
+        assert cache.get_seq_length() == IDS.shape[1]
 
 
 @pytest.mark.parametrize("policy", ["snapkv@0.5", "kvzip@0.5", "squeeze+window@0.5", "full"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kvpolicy
@@ -193,6 +194,35 @@ def test_only_due_rows_are_encoded(policy: str, monkeypatch: pytest.MonkeyPatch)
     run(policy, told=watch)
     assert 0 < max(dues) < len(LENGTHS), "some rows are due where others are not"
     assert sum(written)
+
+
+IN_GROUPS = [policy for policy in POLICIES if kvpolicy.Policy.parse(policy).codec.traits.group_size > 1]
+
+
+@product("policy", IN_GROUPS, sample=[(policy,) for policy in IN_GROUPS])
+def test_a_write_starts_no_more_groups_than_its_tokens_fill(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codecs fit parameters for so many groups only; see `Stage.write`."""
+    codec = kvpolicy.Policy.parse(policy).codec
+    size = codec.traits.group_size
+    started: list[int] = []
+
+    def watch(kind: Any) -> None:
+        real = kind.write
+
+        def write(self: Any, store: Any, keys: Any, values: Any, slots: Tensor, mask: Tensor, occupied: Tensor) -> None:
+            after = F.pad(occupied, (0, 1)).scatter(-1, slots.where(mask, occupied.shape[-1]), True)[..., :-1]
+            before, now = (t.unflatten(-1, (-1, size)).any(-1) for t in (occupied, after))
+            new = int((now & ~before).sum(-1).max())
+            assert new <= -(-slots.shape[-1] // size)
+            started.append(new)
+            real(self, store, keys, values, slots, mask, occupied)
+
+        monkeypatch.setattr(kind, "write", write)
+
+    for kind in {type(stage) for stage in codec.stages}:
+        watch(kind)
+    run(policy)
+    assert {0, 1} < {*started}, "tokens continue groups, a block starts one group, and a prompt starts several"
 
 
 @product("policy", POLICIES, sample=EVERY)

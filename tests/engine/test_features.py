@@ -56,6 +56,8 @@ def test_chunks(family: str) -> None:
     assert ((positions >= 0).sum(-1) <= 12).all()
 
 
+# transformers 5.18 warns of weights that are not where tokens are.
+@pytest.mark.filterwarnings("ignore:.*on a device type different than your model:UserWarning")
 @product("family", OFFLOADED, sample=SAMPLE)
 def test_offloaded_weights(family: str) -> None:
     accelerate = pytest.importorskip("accelerate")

@@ -42,7 +42,7 @@ def test_models(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "word"),
-    [("deepseek_v3", "MLA"), ("mistral_window", "sliding-window"), ("falcon_alibi", "ALiBi")],
+    [("mistral_window", "sliding-window"), ("falcon_alibi", "ALiBi")],
 )
 def test_it_says_why(name: str, word: str) -> None:
     with pytest.raises(ValueError, match=word):

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy.engine.rotary import Rope, SlotRotary, rope_offset
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import find_sites
-from kvpolicy.hf.rotary_lookup import _ROTATES, rope_of
+from kvpolicy.hf.rotary_lookup import _ROTATES, _of_text, rope_of
 from kvpolicy.kernels.rotation import rotate_halves
-from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
+from tests.conformance.models import FAMILIES, LATENT, UNNAMED, VOCABULARY, build
 from tests.conformance.play import make_batch
 
 LENGTH = 17
@@ -62,7 +63,7 @@ def keys_before_and_after(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[t
     cache = DynamicCache(config=model.config)
     ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        model(ids, cache=cache)
+        model(ids, **cache_argument(model, cache))
     monkeypatch.undo()
     for hook in hooks:
         hook.remove()
@@ -100,7 +101,10 @@ def check_lengths(before: Tensor, after: Tensor, rope: Rope, family: str) -> Non
     assert torch.allclose(before[..., alone], after[..., alone]), "what is in no plane is not rotated"
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED, "yarn", "linear"])
+ROTATED = [name for name in (*FAMILIES, *UNNAMED) if name not in LATENT]
+
+
+@pytest.mark.parametrize("family", [*ROTATED, "yarn", "linear"])
 def test_keys_are_rotated_and_undone_as_the_model_rotates(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full and partial, by halves and by pairs, scaled and not; and none where there is none."""
     model = scaled(family) if family in ("yarn", "linear") else build(family)
@@ -119,6 +123,8 @@ def test_keys_are_rotated_and_undone_as_the_model_rotates(family: str, monkeypat
 @pytest.mark.parametrize("kind", ["exaone_moe", "cohere2_moe", "kolibri1", "beam"])
 def test_layers_without_an_embedding(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their keys are as the projection made them, and nothing is undone; each family has a condition of its own."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     make: Any = CONFIG_MAPPING[kind]
     kinds = ["sliding_attention", "full_attention"] * 2
     rope = {"rope_type": "default", "rope_theta": 1e4}
@@ -244,3 +250,30 @@ def test_positions_of_several_parts_are_refused_by_the_part_that_undoes_them(pol
     ids, _ = make_batch([9], [9])
     with torch.no_grad(), kvpolicy.attach(model, policy), pytest.raises(kvpolicy.KVPolicyError, match=message):
         model(ids, position_ids=torch.arange(9).expand(3, 1, -1))
+
+
+class ThreeParts(nn.Module):
+    """The angles of a model for pictures, which takes three parts of each position or, if it `expands` them, one."""
+
+    inv_freq: Tensor
+    mrope_section = (1, 1, 1)
+    attention_scaling = 2.0
+
+    def __init__(self, expands: bool) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.tensor([1.0, 0.1, 0.01]))
+        self.expands = expands
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        parts = position_ids.expand(3, -1, -1) if self.expands else position_ids[:, :, :]
+        angles = torch.stack([parts[part] * self.inv_freq[part] for part in range(3)], -1)
+        return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("expands", [True, False])
+def test_texts_have_the_same_position_in_every_part(expands: bool) -> None:
+    tables: Any = _of_text(ThreeParts(expands))
+    cos, _ = tables(torch.zeros(1), torch.tensor([[0, 1, 7]]))
+    assert torch.equal(cos, (torch.tensor([[0, 1, 7]])[..., None] * torch.tensor([1.0, 0.1, 0.01])).cos())
+    assert tables.attention_scaling == 2.0 and tables.inv_freq.numel() == 3
+    assert len([*tables.buffers()]) == 1

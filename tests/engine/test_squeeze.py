@@ -38,6 +38,9 @@ BEHIND = {
 }
 """Norms between attention and the residual stream."""
 
+SCALES = {"granite": 0.3, "falcon_h1": 0.5, "minicpm3": 1.4 / 3**0.5}
+"""Factors of attention's output where it is added."""
+
 
 class Residuals:
     """The residual stream before and after every attention, by hooks that know each family's block by heart."""
@@ -53,7 +56,7 @@ class Residuals:
                 behind: nn.Module = module
                 if family in BEHIND:
                     behind = block.get_submodule(BEHIND[family])
-                self._follow(index, block, behind, {"granite": 0.3, "falcon_h1": 0.5}.get(family, 1.0))
+                self._follow(index, block, behind, SCALES.get(family, 1.0))
 
     def _follow(self, index: int, block: nn.Module, behind: nn.Module, scale: float) -> None:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:

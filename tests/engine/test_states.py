@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import kvpolicy
+from kvpolicy.hf import model_spec, state_sizes
 from kvpolicy.hf.forward_calls import check_step
 from kvpolicy.hf.states import States
 from tests.conformance.models import VOCABULARY, build
@@ -220,3 +222,30 @@ def test_a_compiled_step_is_one_graph() -> None:
             found = run(torch.full((2, 1), token), cache=compiled).logits[:, -1]
             compiled.tick()
             assert torch.allclose(found, expected, atol=1e-5)
+
+
+class _Experts(nn.Module):
+    """A layer without a state that takes the cache of its model."""
+
+    layer_idx = 0
+
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Tensor:
+        return x
+
+
+class _Fails(_Experts):
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Tensor:
+        raise TypeError("more arguments")
+
+
+def test_a_layer_that_fills_no_state_has_none() -> None:
+    """transformers 5.18 lists the experts of Nemotron-H among the layers with a state."""
+    cache: Any = SimpleNamespace(layers=[SimpleNamespace()])
+    state_sizes._fill(_Experts(), cache, 0, 4, torch.float32)
+    with pytest.raises(kvpolicy.KVPolicyError, match="states of layer 0 of _Fails must have a size"):
+        state_sizes._fill(_Fails(), cache, 0, 4, torch.float32)
+
+
+def test_layers_without_bytes_have_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_sizes, "state_nbytes", lambda config, dtype: {2: 8})
+    assert [*model_spec._states(SimpleNamespace(), {1: 1, 2: 1}, torch.float32, 1)] == [2]

@@ -13,6 +13,13 @@ MUTATIONS = (
         tests=("tests/codecs/test_gear.py", "tests/conformance/test_gear.py"),
     ),
     Mutation(
+        name="a flush fits parameters for as many blocks as it has tokens",
+        file="kvpolicy/codecs/_blocks.py",
+        old="order[..., : -(-tokens // size)]",
+        new="order",
+        tests=("tests/codecs/test_blocks.py",),
+    ),
+    Mutation(
         name="a chunk of slots is rounded down to whole groups",
         file="kvpolicy/codecs/_common.py",
         old="size = -(-max(CHUNK_SLOTS, -(-slots // MAX_CHUNKS)) // group_size) * group_size",

@@ -184,6 +184,21 @@ def test_sliding_windows(family: str, chunk: int | None) -> None:
     assert measured <= plan.prefill_nbytes <= MARGIN * measured
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "window+tokenwise"])
+@pytest.mark.parametrize("how", [{}, {"chunk": 192}, {"tile": 192}], ids=["whole", "chunks", "tiles"])
+def test_latent_attention(policy: str, how: dict[str, Any]) -> None:
+    from transformers import DeepseekV3Config
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 64}
+    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": None}
+    latent: dict[str, Any] = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    few: dict[str, Any] = {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    config = DeepseekV3Config(**sizes | heads | latent | few, first_k_dense_replace=3, max_position_embeddings=8192)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    check_plan(model, policy, TILED_MARGIN, **how)
+
+
 def without_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """The output of an attention in its memory layout, without its arithmetic, which the meta device would expand."""
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None

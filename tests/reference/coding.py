@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -112,6 +112,22 @@ class Codec:
     pinned: int = 0
     recode_all: bool = False
     query_squares: int = 0
+
+
+@dataclass(frozen=True)
+class KeysAlone:
+    """Codes keys of which a part is their value: what is read of a value is that part of what is read of its key."""
+
+    coder: Coder
+
+    def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:
+        read = self.coder.write(slots, [(key, key) for key, _ in tokens], live, given)
+        return [(key, key[: value.shape[-1]]) for (key, _), (_, value) in zip(read, tokens, strict=True)]
+
+
+def keys_alone(codec: Codec) -> Codec:
+    """A codec of keys of which a part is their value."""
+    return replace(codec, coder=lambda *where: KeysAlone(codec.coder(*where)))
 
 
 def as_it_is(key: Tensor, position: int) -> Tensor:

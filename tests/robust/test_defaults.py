@@ -68,7 +68,7 @@ SPECS = {
 }
 OTHERS = {"full": "full", "minicache": "full+minicache", "all": "full+all", "reuse": "full+reuse"}
 POLICIES = [OTHERS.get(name, SPECS[kind].format(name)) for kind, names in registry.BUILT_IN.items() for name in names]
-TAKEN = ["compactor@0.5", "zigzag+snapkv@0.5", "h2o+d2o@0.5", "h2o+gear@0.7", "h2o+csr@0.7", "full+retrieval:read=0.3"]
+TAKEN = ["compactor@0.5", "zigzag+snapkv@0.5", "h2o+d2o@0.5", "h2o+csr@0.7", "h2o+gear@0.7", "full+retrieval:read=0.3"]
 
 
 @product("policy", POLICIES, sample=[(policy,) for policy in TAKEN])

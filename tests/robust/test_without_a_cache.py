@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
+from kvpolicy.hf.cache_names import output_cache
 from tests.conformance.models import FAMILIES, UNNAMED
 from tests.conformance.play import make_batch
 from tests.robust.hostile import own, refused
@@ -32,12 +33,14 @@ def test_scoring(family: str) -> None:
             model.set_attn_implementation(attention)
         except ValueError:
             continue
+        if attention == "sdpa" and getattr(model.config, "attn_logit_softcapping", None) is not None:
+            continue  # transformers 5.18 takes it and leaves the cap out
         stock = run(model, mask)
         with kvpolicy.attach(model, "h2o@0.5"):
             ours = run(model, mask)
         seen = torch.ones_like(padded).bool() if mask is None else mask.bool()
         assert torch.allclose(ours.logits[seen], stock.logits[seen], atol=3e-5, rtol=1e-4)
-        assert ours.cache is None
+        assert output_cache(ours) is None
 
 
 def test_attention_matrices() -> None:

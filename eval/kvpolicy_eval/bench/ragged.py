@@ -45,18 +45,22 @@ def _row(what: str, policy: str, shorter: Tensor, rounds: int) -> Row:
 
 
 def _steps(policy: str, mask: Tensor, rounds: int) -> Callable[[], None]:
-    """A function that decodes the next steps of a batch under a policy, after its prompt."""
+    """A function that decodes the steps after the prompt of a batch under a policy, of another cache each time.
+
+    So each round encodes the same rows: equal lengths, which are all due at one step, are due in each round or in none.
+    """
     model, _ = kvpolicy.tiny()
     kvpolicy.attach(model, policy)
-    cache = kvpolicy.PolicyCache(model, prompt=mask.sum(-1), new=STEPS * (rounds + 1))
     ids = torch.randint(5, 300, mask.shape, generator=torch.Generator().manual_seed(0))
-    _forward(model, ids, mask, cache)
+    caches = [kvpolicy.PolicyCache(model, prompt=mask.sum(-1), new=STEPS) for _ in range(rounds + 1)]
+    for cache in caches:
+        _forward(model, ids, mask, cache)
 
     def run() -> None:
-        nonlocal mask
+        cache, seen = caches.pop(), mask
         for _ in range(STEPS):
-            mask = torch.cat([mask, mask.new_ones(ROWS, 1)], 1)
-            _forward(model, ids[:, :1], mask, cache)
+            seen = torch.cat([seen, seen.new_ones(ROWS, 1)], 1)
+            _forward(model, ids[:, :1], seen, cache)
 
     return run
 

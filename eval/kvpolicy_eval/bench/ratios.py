@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 
-from kvpolicy_eval.bench import crush, decode, prefill, ragged
+from kvpolicy_eval.bench import crush, decode, latent, prefill, ragged
 from kvpolicy_eval.bench.timing import Row
 from kvpolicy_eval.common.table import Grid, Section, Table, collect, parts, threads, torch_note
 
@@ -17,6 +17,7 @@ PARTS = {
     "decode": decode.measure,
     "kvcrush": crush.measure,
     "ragged": ragged.measure,
+    "latent": latent.measure,
 }
 
 
@@ -46,6 +47,6 @@ TABLE = Table(
     measure=measure,
     places={"bench": ["README.md"]}
     | {f"bench-{name}": [] for name in PARTS}
-    | {"bench-padded": ["docs/benchmarks.md"], "bench-ragged": ["docs/benchmarks.md"]},
+    | {f"bench-{name}": ["docs/benchmarks.md"] for name in ("padded", "ragged", "latent")},
     options=[parts(list(PARTS)), threads()],
 )

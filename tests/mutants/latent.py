@@ -1,0 +1,123 @@
+"""Defects in layers whose values are a part of their keys, or of another size."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutation
+
+LATENT = "tests/engine/test_latent.py"
+SIZES = "tests/engine/test_mixed_values.py"
+
+MUTATIONS = (
+    Mutation(
+        name="the rotated part of a query is folded too far",
+        file="kvpolicy/hf/latent.py",
+        old="q[..., plain:]], -1)",
+        new="q[..., -plain:]], -1)[..., : latent.shape[3] + rotated.shape[3]]",
+        tests=(LATENT,),
+    ),
+    Mutation(
+        name="the rotated key stands before the latent vector",
+        file="kvpolicy/hf/latent.py",
+        old="torch.cat([latent, rotated], -1)",
+        new="torch.cat([rotated, latent], -1)",
+        tests=(LATENT,),
+    ),
+    Mutation(
+        name="a prompt behind slots attends to itself alone",
+        file="kvpolicy/hf/latent.py",
+        old="if self.cache.tile is None and not self.layer.holds_tokens:",
+        new="if q.shape[2] > 1:",
+        tests=(LATENT,),
+    ),
+    Mutation(
+        name="a tile attends to itself alone",
+        file="kvpolicy/hf/latent.py",
+        old="if self.cache.tile is None and not self.layer.holds_tokens:",
+        new="if not self.layer.holds_tokens:",
+        tests=(f"{LATENT}::test_tiles_keep_the_same_tokens",),
+    ),
+    Mutation(
+        name="a layer keeps the prompt that it was given",
+        file="kvpolicy/hf/latent.py",
+        old="given, self._given = self._given, None",
+        new="given = self._given",
+        tests=(LATENT,),
+    ),
+    Mutation(
+        name="the norms of latent values leave out the expansion of the heads behind the first",
+        file="kvpolicy/hf/latent.py",
+        old="[..., -module.v_head_dim :, :]",
+        new="[:1, -module.v_head_dim :, :]",
+        tests=(f"{LATENT}::test_norms_of_values_are_those_behind_both_weights",),
+    ),
+    Mutation(
+        name="the weight of an fp8 module is taken for its matrix",
+        file="kvpolicy/hf/projection.py",
+        old=" or weight.element_size() == 1",
+        new="",
+        tests=(f"{LATENT}::test_the_matrix_of_a_weight_in_fp8_is_read_off",),
+    ),
+    Mutation(
+        name="values are held where they are a part of keys",
+        file="kvpolicy/engine/layer_tensors.py",
+        old="layout.exact, shape.held_value_dim,",
+        new="layout.exact, dim,",
+        tests=(SIZES,),
+    ),
+    Mutation(
+        name="a snapshot forgets the size of values",
+        file="kvpolicy/engine/snapshot.py",
+        old='snapshot.numbers["group"], snapshot.tensors["values"].shape[-1])',
+        new='snapshot.numbers["group"])',
+        tests=(SIZES,),
+    ),
+    Mutation(
+        name="selectors see whole keys as values",
+        file="kvpolicy/engine/selection.py",
+        old="        seen = seen._replace(values=read_values(seen.keys, seen.values, latent))",
+        new="        seen = seen._replace(values=seen.values if seen.values.shape[-1] else seen.keys)",
+        tests=("tests/conformance/test_models.py", LATENT),
+    ),
+    Mutation(
+        name="values of another size are encoded in that of keys",
+        file="kvpolicy/codecs/_apart.py",
+        old="values = self.inner.alloc(batch, heads, slots, self.value_dim, device)",
+        new="values = self.inner.alloc(batch, heads, slots, head_dim, device)",
+        tests=(SIZES,),
+    ),
+    Mutation(
+        name="codes of values are allocated where there are none",
+        file="kvpolicy/codecs/_apart.py",
+        old="return keys_only(self.inner.alloc(batch, heads, slots, head_dim, device))",
+        new="return self.inner.alloc(batch, heads, slots, head_dim, device)",
+        tests=(f"{LATENT}::test_codes_hold_no_values",),
+    ),
+    Mutation(
+        name="a reader sums values that are not held",
+        file="kvpolicy/engine/index_reader.py",
+        old="held = mixed_values(tensors.keys, tensors.values)",
+        new="held = tensors.values",
+        tests=(SIZES,),
+    ),
+    Mutation(
+        name="a plan forgets the vectors that latent ones are expanded to",
+        file="kvpolicy/planning/activations.py",
+        old="expanded = piece.tokens * widths.expanded * size",
+        new="expanded = 0",
+        tests=("tests/planning/test_activations.py",),
+    ),
+    Mutation(
+        name="a merger of values alone is let in",
+        file="kvpolicy/hf/value_checks.py",
+        old="return found.keys is not None",
+        new="return True",
+        tests=(LATENT,),
+    ),
+    Mutation(
+        name="the windows of MiMo-V2-Flash have as many heads as its other layers",
+        file="kvpolicy/hf/layer_sizes.py",
+        old="        heads *= 2\n",
+        new="        heads *= 1\n",
+        tests=(LATENT,),
+    ),
+)
