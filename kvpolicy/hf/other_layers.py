@@ -36,9 +36,11 @@ def why_no_stack(model: nn.Module, stacks: int) -> str:
     """
     if stacks > 1:
         return f"which has {stacks} stacks"
+    names = {type(module).__name__ for module in model.modules()}
+    if latent := [name for name in sorted(names) if name.endswith("MLA")]:
+        return f"whose layers attend twice, by latent vectors ({latent[0]})"
     parameters = inspect.signature(model.forward).parameters
-    attends = any(type(module).__name__.endswith("Attention") for module in model.modules())
-    if not attends or any(name in parameters for name in _STATES):
+    if not any(name.endswith("Attention") for name in names) or any(name in parameters for name in _STATES):
         return "whose layers hold states of a fixed size and no tokens"
     if not any(name in parameters for name in LAYER_NAMES):
         return "which takes no cache of transformers"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 REASONS = {
-    "latent attention (MLA)": r"latent vectors|latents",
+    "latent attention (MLA) twice in a layer": r"attend twice, by latent vectors",
     "sparse attention, which keeps an index of its own beside the keys": r"also holds an index",
     "compressed attention, whose entries stand for several tokens": r"entries that stand for several tokens",
     "a window beside a reference text": r"a reference text before it",
@@ -39,8 +39,8 @@ REASONS = {
 def reason_of(sentence: str) -> str:
     """The reason for a refusal; empty if the page has none for it.
 
-    >>> reason_of("The model must cache keys and values, got axk1, which caches latent vectors (MLA); use another.")
-    'latent attention (MLA)'
+    >>> reason_of("A Falcon must use rotary embeddings, got one with ALiBi, which is not supported.")
+    'ALiBi'
     >>> reason_of("No.")
     ''
     """
