@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvpolicy.hf.discovery import check_attention_class, find_sites, is_falcon_class, no_single_stack
+from kvpolicy.hf.discovery import check_attention_class, find_sites, is_falcon_class
+from kvpolicy.hf.other_layers import no_single_stack
 from kvpolicy.hf.shipped import ShippedConfig
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -84,8 +85,10 @@ def _skeleton(kind: type[nn.Module], config: Any) -> nn.Module | None:
     """A model without weights; None if it cannot be made here."""
     config = copy.deepcopy(config)
     needed: Any = getattr(kind, "config_class", None)
-    if needed is not None and not isinstance(config, needed):
-        config = config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    # Only where the class is that of the text decoder: a class may take configs of another model, as that of GLM-4.6V.
+    if needed is not None and not isinstance(config, needed) and isinstance(text, needed):
+        config = text
     try:
         config._attn_implementation = "eager"  # another one may need a package
         with torch.device("meta"):

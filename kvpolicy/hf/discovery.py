@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from kvpolicy.hf.other_layers import no_single_stack, why_no_stack
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -48,7 +49,7 @@ def find_sites(model: nn.Module) -> Sites:
     decoders: set[str] = set()
     states = _without_attention(model)
     for name, module in model.named_modules():
-        if not type(module).__name__.endswith("Attention") or not isinstance(getattr(module, "layer_idx", None), int):
+        if not type(module).__name__.endswith("Attention") or not _has_index(module):
             continue
         if module.layer_idx in states:  # such as KimiLinearDeltaAttention: a state, and no tokens
             continue
@@ -63,17 +64,22 @@ def find_sites(model: nn.Module) -> Sites:
         decoders.add(".".join(path[: depth - 1]))
         found.append(Site(int(module.layer_idx), model.get_submodule(".".join(path[: depth + 1])), module))  # pyright: ignore[reportArgumentType]
     if not found or len(decoders) != 1:
-        raise no_single_stack(type(model).__name__)
+        raise no_single_stack(type(model).__name__, why_no_stack(model, len(decoders)))
     # Two attention modules of one layer index are self-attention and cross-attention.
-    not_self = any(
-        getattr(site.attention, "is_causal", True) is False or "CrossAttention" in type(site.attention).__name__
-        for site in found
-    )
-    if not_self or len({site.layer_idx for site in found}) < len(found):
-        raise not_causal(type(model).__name__)
+    crosses = any("CrossAttention" in type(site.attention).__name__ for site in found)
+    if crosses or len({site.layer_idx for site in found}) < len(found):
+        raise not_causal(type(model).__name__, CROSSES)
+    if any(getattr(site.attention, "is_causal", True) is False for site in found):
+        raise not_causal(type(model).__name__, LOOKS_AHEAD)
     decoder = model.get_submodule(decoders.pop())
     _check_decoder(decoder)
     return Sites(decoder, sorted(found, key=lambda site: site.layer_idx))
+
+
+def _has_index(module: nn.Module) -> bool:
+    """Whether a module knows the index of its layer; attention that layers share may have -1."""
+    index = getattr(module, "layer_idx", None)
+    return isinstance(index, int) and index >= 0
 
 
 def _check_decoder(decoder: nn.Module) -> None:
@@ -118,19 +124,15 @@ def samples_of(weight: torch.Tensor, count: int = 64) -> torch.Tensor:
     return flat[torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64, device="cpu").long()]
 
 
-def no_single_stack(name: str) -> KVPolicyError:
-    """The error for a model without recognized attention layers, or with several stacks of them."""
-    return KVPolicyError(
-        f"The model must have a single stack of attention layers that cache keys and values, got {name}; try a "
-        "decoder-only model with multi-head or grouped-query attention."
-    )
+CROSSES = "it also attends to an encoder or to pictures"
+LOOKS_AHEAD = "tokens attend to later ones"
 
 
-def not_causal(name: str) -> KVPolicyError:
+def not_causal(name: str, why: str) -> KVPolicyError:
     """The error for a model with attention that is not causal self-attention."""
     return KVPolicyError(
         f"The model must be a decoder-only causal language model of transformers, got {name}, whose attention is not "
-        "causal self-attention."
+        f"causal self-attention: {why}."
     )
 
 
@@ -158,6 +160,11 @@ def check_attention_class(name: str, kind: type) -> None:
         raise KVPolicyError(
             f"Attention must use the attention interface of transformers to be replaced, got {name} "
             f"({kind.__name__}), which does not; try a newer transformers."
+        )
+    if "position_bias" in {name for code in codes if code is not None for name in code.co_varnames}:
+        raise KVPolicyError(
+            f"Attention must use queries and keys alone to score tokens, got a bias by content and distance in {name} "
+            f"({kind.__name__}), which is not supported."
         )
 
 

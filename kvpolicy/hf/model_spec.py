@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpolicy.hf.discovery import not_causal
+from kvpolicy.hf.discovery import CROSSES, not_causal
 from kvpolicy.hf.layer_sizes import layer_size
 from kvpolicy.hf.shipped import ShippedConfig
 from kvpolicy.hf.value_checks import check_values
@@ -230,10 +230,15 @@ def check_supported(config: Any) -> None:
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False) or _has_encoder(text.model_type):
         raise KVPolicyError("The model must be a decoder-only causal language model, got an encoder-decoder model.")
+    if getattr(text, "num_hidden_layers", None) is None:
+        raise KVPolicyError(
+            f"The config must have num_hidden_layers, the layers of the cache, got none for {text.model_type}; try a "
+            "decoder-only causal language model."
+        )
     if text.model_type == "falcon" and text.alibi:
         raise KVPolicyError("A Falcon must use rotary embeddings, got one with ALiBi, which is not supported.")
     if getattr(text, "cross_attention_layers", None) or getattr(text, "add_cross_attention", False):
-        raise not_causal(text.model_type)
+        raise not_causal(text.model_type, CROSSES)
     if text.model_type == "jetmoe" and text.num_experts_per_tok > 1:
         raise KVPolicyError(
             f"A JetMoE must have one expert per token, got {text.num_experts_per_tok}: it repeats its KV heads for "
@@ -321,7 +326,7 @@ def _sort_layers(text: Any) -> _Kinds:
         elif index not in {*found.attending, *found.windows, *found.states}:
             raise KVPolicyError(
                 f"Every layer must have full or sliding-window attention, a state, or both, got layer {index} of "
-                f"{text.model_type}, whose cache ({kind.__name__}) is of another kind; try another model."
+                f"{text.model_type}, whose cache ({kind.__name__}) {_also_holds(kind.__name__)}; try another model."
             )
     if not found.attending:
         raise KVPolicyError(
@@ -329,6 +334,28 @@ def _sort_layers(text: Any) -> _Kinds:
             "config.sliding_window = None if the model supports it."
         )
     return found
+
+
+def _also_holds(kind: str) -> str:
+    """What a cache of transformers holds that is not just the keys and values of each token, by the name of its class.
+
+    >>> _also_holds("DynamicIndexedLayer")
+    'also holds an index, by which sparse attention chooses tokens'
+    """
+    for word, holds in _HOLDS.items():
+        if word in kind:
+            return holds
+    return "holds more than the keys and values of tokens"
+
+
+_HOLDS = {
+    "Indexed": "also holds an index, by which sparse attention chooses tokens",
+    "Sparse": "also holds an index, by which sparse attention chooses tokens",
+    "HCA": "holds entries that stand for several tokens (compressed attention)",
+    "CSA": "holds entries that stand for several tokens (compressed attention)",
+    "Reference": "holds a window and a reference text before it",
+}
+"""By a word in the names of such classes."""
 
 
 def _count_kinds(found: _Kinds) -> str:

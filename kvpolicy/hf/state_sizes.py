@@ -35,7 +35,7 @@ def state_nbytes(config: Any, dtype: torch.dtype) -> dict[int, int]:
         dtype: The dtype of the model; a state may have another one.
 
     Raises:
-        KVPolicyError: If the modules cannot be run on `meta`.
+        KVPolicyError: If the modules put no states there, or cannot be run on `meta`.
     """
     key = f"{dtype} {config.to_json_string(use_diff=False)}"
     if key not in _known:
@@ -75,8 +75,8 @@ def _fill(model: nn.Module, cache: Cache, index: int, hidden: int, dtype: torch.
     if failed is None:  # experts, which transformers counted among the layers with a state before 5.24
         return
     raise KVPolicyError(
-        f"The states of layer {index} of {type(model).__name__} must have a size that its config says, got a module "
-        "that cannot be run without weights."
+        f"The state of each layer must be in the layers of transformers' cache, got layer {index} of "
+        f"{type(model).__name__}, which keeps its own in another way; try another model."
     ) from failed
 
 

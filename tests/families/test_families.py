@@ -1,0 +1,73 @@
+"""Each class of the installed transformers under policies: a sample of every commit, and all with `pytest -m full`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from kvpolicy_eval.families import check as checks
+from kvpolicy_eval.families.check import EVICTING, REFUSED, RIGHT, SEEN_FROM, STOCK, WITHIN, check
+from kvpolicy_eval.families.entries import CAUSAL, IMAGE, Entry, installed
+from kvpolicy_eval.families.page import bytes_of, faults_of
+from kvpolicy_eval.families.prompts import prompt
+
+SAMPLE = {
+    Entry(CAUSAL, "llama"): RIGHT,  # plain
+    Entry(CAUSAL, "qwen3_5_text"): RIGHT,  # states beside attention
+    Entry(CAUSAL, "gemma2"): RIGHT,  # sliding windows
+    Entry(IMAGE, "blip-2"): RIGHT,  # a picture in the prompt
+    Entry(CAUSAL, "mpt"): REFUSED,
+    Entry(CAUSAL, "musicgen"): STOCK,
+}
+
+
+@pytest.mark.parametrize("entry", SAMPLE, ids=lambda entry: entry.key)
+def test_a_sample(entry: Entry) -> None:
+    if entry not in installed():
+        pytest.skip("this version of transformers lacks it")
+    result = check(entry)
+    assert (result["verdict"], [*faults_of(result)]) == (SAMPLE[entry], [])
+    if result["verdict"] != RIGHT:
+        assert result["sentence"]
+        return
+    assert [*result["policies"]] == [*EVICTING]
+    assert result["full"] <= WITHIN
+    assert all(one["difference"] <= WITHIN and one["unmasked"] >= SEEN_FROM for one in result["policies"].values())
+    if entry.name == "blip-2":
+        assert "pixel_values" in prompt(entry) and "padding" not in result
+    else:
+        assert result["padding"]["stock"] <= WITHIN and result["padding"]["policy"] <= WITHIN
+        planned = bytes_of(result)
+        assert planned and planned[0] == planned[1] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("entry", installed(), ids=lambda entry: entry.key)
+def test_every_family(entry: Entry) -> None:
+    assert [*faults_of(check(entry))] == []
+
+
+def test_a_stock_model_without_numbers_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models that both give NaN are not equal: there is nothing to compare with."""
+    build = checks.build
+
+    def broken(entry: Entry) -> object:
+        model = build(entry)
+        model.get_output_embeddings().weight.data.fill_(float("nan"))  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        return model
+
+    monkeypatch.setattr(checks, "build", broken)
+    result = check(Entry(CAUSAL, "llama"))
+    assert result["verdict"] == STOCK and "no numbers" in result["sentence"]
+
+
+@pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
+def test_what_stock_needs_is_said_for_a_reader() -> None:
+    result = check(Entry(IMAGE, "fast_vlm"))
+    assert (result["verdict"], result["sentence"].partition(";")[0]) == (
+        STOCK,
+        "its picture tower needs the package timm",
+    )
