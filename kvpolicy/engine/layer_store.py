@@ -29,6 +29,7 @@ from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import worth_of
 from kvpolicy.engine.shared_prefix import SharedPrefix
+from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_slots, map_state
 from kvpolicy.engine.token_batch import SlotData
@@ -124,6 +125,20 @@ class LayerStore:
         out, attn_sum = attend(q, k, v, transform, past, valid, self.contents.prompt_needs.attn_sum, beside)
         pending = see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
         return out, self.end_prompt(pending, held)
+
+    @on_host
+    def show_prompt(self, k: Tensor, v: Tensor, valid: Tensor | None, held: PendingPrompt | None = None) -> ShownPrompt:
+        """A prompt or chunk, and all that its tokens may attend to, for later layers that read the keys of this one.
+
+        Args:
+            k: [B, H, P, D].
+            v: [B, H, P, D].
+            valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+            held: Earlier chunks of the prompt, which are not compressed yet, or None.
+        """
+        past = self.past() if held is None else held.after(self.past())
+        keys, values = (k, v) if past is None else (torch.cat([past.keys, k], 2), torch.cat([past.values, v], 2))
+        return ShownPrompt(keys, values, past, valid, self.prefix)
 
     @on_host
     def begin_tiles(
@@ -287,6 +302,22 @@ class LayerStore:
         if layer.undo is not None:
             layer.undo.end()
         return out
+
+    def read(self, q: Tensor, transform: ScoreTransform) -> Tensor:
+        """Attend from one token per row of a later layer, after `append` of the same step. Traceable, no host sync.
+
+        The bytes are not counted, and no slot is changed.
+
+        Args:
+            q: [B, Hq, 1, D].
+            transform: From products to attention weights.
+
+        Returns:
+            [B, Hq, 1, D].
+        """
+        if self.prefix is None or self.slots is None:
+            return self.geometry.attend(q, transform, False)[0]
+        return self.slots.index.attend(q, transform, False, self.prefix.attend_step(q, transform))[0]
 
     @property
     def rope_offset(self) -> Tensor | None:

@@ -12,6 +12,7 @@ from kvpolicy.engine.attention import Past, ScoreTransform, attend_tile
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics
 from kvpolicy.engine.shared_prefix import SharedPrefix
+from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.protocols import Forward
 
 
@@ -69,6 +70,10 @@ class PromptTiles:
     def is_complete(self) -> bool:
         """Whether the last tile was attended to."""
         return self._seen == self._columns
+
+    def shown(self) -> ShownPrompt:
+        """The prompt as later layers read it, once all tiles have come."""
+        return ShownPrompt(self._keys, self._values, self._past, self.valid, self._prefix)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform, scores: Tensor | None = None

@@ -53,9 +53,10 @@ from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.recent_cache import RecentCache
-from kvpolicy.hf.residual_hooks import measure
+from kvpolicy.hf.residual_hooks import measure, stream_input
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
+from kvpolicy.hf.shared_reads import cuts, read_whole
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
 from kvpolicy.hf.tiles import around, check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
 from kvpolicy.hf.versions import check_cache_name, check_version
@@ -250,7 +251,7 @@ class Handle:
             if cache is not None and cache.wants_massive:
                 cache.note_massive(site.layer_idx, args[0] if args else kwargs["hidden_states"])
 
-        self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.append(stream_input(site).register_forward_pre_hook(before, with_kwargs=True).remove)
 
     @property
     def _running(self) -> PolicyCache | None:
@@ -269,6 +270,9 @@ class Handle:
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         defer_masks(False)
+        if self._attachment.model_shape.owners and cuts(self._names) and tokens is not None and tokens.shape[1] > 1:
+            may_cut = caches(module, kwargs) and self._attachment.tile is None
+            read_whole(kwargs, tokens.shape[1], kwargs.get("attention_mask"), may_cut=may_cut)
         if tokens is None:
             return args, kwargs  # the model says so itself
         if isinstance(cache, PassingCache):  # it stores nothing, and its maker has checked what it passes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.hf.added_whole import counted, exceed, whole_budgets
 from kvpolicy.hf.attachment import HOLD, Attachment
 from kvpolicy.hf.cascade import trim_waiting
@@ -24,16 +27,19 @@ from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.history import History, note_forward
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.layer_metrics import measure_attention, measured_metrics
+from kvpolicy.hf.layer_tiles import attend_tile
 from kvpolicy.hf.make_layers import make_layers
 from kvpolicy.hf.measured import Measured
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.running_forward import RunningForward
 from kvpolicy.hf.shared_fork import with_prefix
+from kvpolicy.hf.shared_keys import ReadingLayer
+from kvpolicy.hf.shared_reads import attend_shared
 from kvpolicy.hf.tiles import Tile
 from kvpolicy.hf.transcript import extended
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Forward, LayerMetric, Ranks
+from kvpolicy.protocols import Forward, LayerMetric
 from kvpolicy.reporting.logging import log_extended
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.spec.validation import at_least
@@ -133,7 +139,7 @@ class CacheForward(Cache):
         if replays and not self.guard.running:
             transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
         note_forward(self, new, one_token, seen, valid)
-        self.guard.begin(layer.layer_idx for layer in self.policy_layers)
+        self.guard.begin(filter(self.attachment.model_shape.attends_by_policy, range(len(self.layers))))
         self._forward = RunningForward(
             one_token=one_token, holds=replays or holds, adds_whole=self.holds_next, rope_offset=offset
         )
@@ -219,10 +225,12 @@ class CacheForward(Cache):
             [B, Hq, P, D].
         """
         layer: Any = self.layers[layer_idx]
-        store: LayerStore = layer.store
         tile = self.tile
         if tile is None or tile.start == 0:
             self.guard.note_attention(layer_idx)
+        if isinstance(layer, ReadingLayer):
+            return attend_shared(self.layers, layer, self._forward.shown, tile, q, transform)
+        store: LayerStore = layer.store
         held = store.contents
         held.check_compatible(k, v)
         ranks = held.ranks if held.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
@@ -232,12 +240,13 @@ class CacheForward(Cache):
         if ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         if tile is not None:
-            out = self._attend_tile(layer, tile, (q, k, v), transform, forward, ranks)
+            out = attend_tile(self, layer, tile, (q, k, v), transform, forward, ranks)
         elif q.shape[2] == 1 and layer.holds_prompt and not self._keeps_prompt:
             out = store.append(q, k, v, valid, transform, forward)
         else:
             if not store.is_initialized:
                 store.initialize(k, ranks, q.shape[1] // k.shape[1])
+            self.show(layer, partial(store.show_prompt, k, v, valid, layer.pending))
             out, pending = store.attend_prompt(q, k, v, valid, transform, forward, layer.pending)
             self.compress(layer, pending)
         # One digest serves all layers, which see the same columns.
@@ -248,35 +257,10 @@ class CacheForward(Cache):
         # The output of a phantom head is not part of the model: `heads` is 0 there.
         return out[:, :heads]
 
-    @on_host
-    def _attend_tile(
-        self,
-        layer: PolicyLayer,
-        tile: Tile,
-        vectors: tuple[Tensor, Tensor, Tensor],
-        transform: ScoreTransform,
-        forward: Forward | None,
-        ranks: Ranks,
-    ) -> Tensor:
-        """Attend from one tile of a prompt, which is compressed with the last one: see `attend`."""
-        q, k, v = vectors
-        store = layer.store
-        if tile.start == 0:
-            if not store.is_initialized:
-                store.initialize(k, ranks, q.shape[1] // k.shape[1])
-            valid = None if tile.valid is None else tile.valid.to(k.device)
-            layer.tiles = store.begin_tiles(q, k, tile.columns, valid, layer.pending)
-        tiles = layer.tiles
-        assert tiles is not None
-        out = tiles.attend(q, k, v, transform, store.contents.score_inputs(forward))
-        if forward is not None and store.spec.needs.forward:
-            tiles.note_forward(forward, q, tile.whole)
-        if tile.is_last:
-            layer.tiles = None
-            self.compress(layer, store.end_prompt(tiles.prompt(transform), layer.pending))
-            if layer is self.policy_layers[0]:
-                layer.extend_digest(tiles.valid, tile.columns)
-        return out
+    def show(self, layer: PolicyLayer, make: Callable[[], ShownPrompt]) -> None:
+        """Show a prompt to the layers that read the keys of a layer, if there are any, until the forward ends."""
+        if layer.layer_idx in self.attachment.model_shape.owners.values():
+            self._forward.shown[layer.layer_idx] = make()
 
     @on_host
     def compress(self, layer: PolicyLayer, pending: PendingPrompt) -> None:
@@ -295,6 +279,10 @@ class CacheForward(Cache):
             return
         if layer is self.policy_layers[0]:
             self._divide(layer, pending)
+        if layer.layer_idx in self._forward.shown:  # behind the layers that read its slots as they are now
+            layer.pending = pending
+            self._forward.waiting.append(layer)
+            return
         layer.store.compress(pending, self._row_budget(layer), **self._prompt_facts(layer))
 
     @on_host
@@ -330,12 +318,14 @@ class CacheForward(Cache):
         """Divide the budget, and compress every layer with a pending prompt."""
         waiting = self._forward.waiting
         self._forward.waiting = []
+        self._forward.shown.clear()
+        is_divided = self._forward.tokens is not None  # by the first layer, where not all have waited
         if waiting and self._wants("curve", "attention"):
             self._measure_layers(waiting)
         for number, layer in enumerate(waiting):
             # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
             pending, known = layer.release()
-            if number == 0:
+            if number == 0 and not is_divided:
                 self._divide(layer, pending)
             facts = self._prompt_facts(layer) | {name: fact for name, fact in known.items() if fact is not None}
             with outside_autocast(pending.keys.device):

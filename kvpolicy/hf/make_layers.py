@@ -12,6 +12,7 @@ from kvpolicy.engine.reading import Board
 from kvpolicy.hf.attachment import CODES, Attachment
 from kvpolicy.hf.empty_layer import DummyLayer
 from kvpolicy.hf.layer import PolicyLayer, make_store
+from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.hf.states import SlotsAndState, StateLayer, WindowAndState
 from kvpolicy.policy import Policy
 
@@ -25,6 +26,8 @@ def make_layers(attachment: Attachment, policy: Policy) -> list[Any]:
 
     def made(index: int) -> Any:
         states = shape.states.get(index)
+        if index in shape.owners:
+            return ReadingLayer(shape.owners[index], is_sliding=shape.owners[index] in shape.unmanaged)
         if index not in managed:
             return _unmanaged(shape.unmanaged.get(index), None if states is None else states.number)
         own = policy.at(index)

@@ -18,6 +18,7 @@ from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.residual_hooks import stream_input
 from kvpolicy.hf.rotary_lookup import ropes_of
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
@@ -103,7 +104,7 @@ class Tap:
         self.store = None if self.attachment.tile_size(ids[None].to(self.device)) is None else _HOST
         with ExitStack() as hooks:
             for site in self._sites.layers if pins else ():
-                hooks.callback(site.block.register_forward_pre_hook(note, with_kwargs=True).remove)
+                hooks.callback(stream_input(site).register_forward_pre_hook(note, with_kwargs=True).remove)
             # A block's hook runs before its attention, so `massive` is that of the layer. The next block overwrites it.
             self._looker.look = lambda call: look(call._replace(massive=dict(massive)))
             hooks.callback(setattr, self._looker, "look", None)

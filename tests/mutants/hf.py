@@ -420,7 +420,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the digest of a mask misses the padding of tiles",
-        file="kvpolicy/hf/cache_forward.py",
+        file="kvpolicy/hf/layer_tiles.py",
         old="layer.extend_digest(tiles.valid, tile.columns)",
         new="layer.extend_digest(None, tile.columns)",
         tests=("tests/conformance/test_tiles.py",),
