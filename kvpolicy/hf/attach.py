@@ -53,7 +53,7 @@ from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.recent_cache import RecentCache
-from kvpolicy.hf.residual_hooks import measure, stream_input
+from kvpolicy.hf.residual_hooks import active_stream, measure
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
 from kvpolicy.hf.shared_reads import cuts, read_whole
@@ -249,9 +249,9 @@ class Handle:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             cache = self._running
             if cache is not None and cache.wants_massive:
-                cache.note_massive(site.layer_idx, args[0] if args else kwargs["hidden_states"])
+                cache.note_massive(site.layer_idx, active_stream(site, args[0] if args else kwargs["hidden_states"]))
 
-        self._undo.append(stream_input(site).register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
 
     @property
     def _running(self) -> PolicyCache | None:

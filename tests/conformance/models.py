@@ -53,7 +53,7 @@ def _gemma4() -> Any:
 
 
 def _shared(name: str, **fields: Any) -> Config:
-    """A Gemma whose last layers read the keys of the last ones before them, one of a sliding window and one without."""
+    """A Gemma whose last layers read the keys of the last ones before them, one with a window and one without."""
     return _make(
         name,
         num_hidden_layers=8,

@@ -350,6 +350,25 @@ def test_held_chunks_keep_what_one_piece_keeps(family: str, hold: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("padding", [[0, 0], [0, 5]])
+@pytest.mark.parametrize("policy", ["squeeze+h2o@0.5", "uniform/adakv+snapkv@0.5", "rotate+snapkv@0.5"])
+def test_tiles_keep_what_one_piece_keeps(family: str, attention: str, padding: list[int], policy: str) -> None:
+    """In a prompt and in a second turn, with layers' metrics and largest activations, too."""
+    model = build(family)
+    model.set_attn_implementation(attention)
+    found: list[list[Tensor]] = []
+    try:
+        for tile in (None, 7):
+            logits, seen = played(model, policy, padding, tile=tile)
+            found.append([*logits, *(heads for each in seen for heads in each.values())])
+    finally:
+        model.set_attn_implementation("eager")
+    for whole, tiled in zip(*found, strict=True):
+        assert torch.equal(whole, tiled) if whole.dtype == torch.bool else off(tiled, whole) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_compiled_step_is_one_graph(family: str) -> None:
     model = build(family)
     with kvpolicy.attach(model, "snapkv@0.5"):
