@@ -139,6 +139,8 @@ def recording() -> Generator[Recorder]:
         ) -> Tensor:
             given = [x.detach().clone() for x in (q, k, v)]
             out = real(cache, layer_idx, q, k, v, valid, kernel, *rest)
+            if not isinstance(cache.layers[layer_idx], PolicyLayer):  # it reads the keys of one that has some
+                return out
             flags = None if valid is None else valid.bool()
             turn = Turn(q=given[0], k=given[1], v=given[2], valid=flags, kernel=kernel, out=out.clone())
             if cache.policy.at(layer_idx).selector.needs.layer_input:

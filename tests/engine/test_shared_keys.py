@@ -391,10 +391,3 @@ def test_a_reading_layer_that_is_left_out_is_noticed() -> None:
         with pytest.raises(kvpolicy.KVPolicyError, match="without layer 7"):
             step(model, cache)
         attention._forward_pre_hooks.update(before)
-
-
-def test_models_that_read_the_keys_of_others_are_refused() -> None:
-    config = build("gemma4_shared").config.__class__(**build("gemma4_shared").config.to_dict())
-    config.num_kv_shared_layers = config.num_hidden_layers
-    with pytest.raises(kvpolicy.KVPolicyError, match="last layer of its kind with keys of its own"):
-        kvpolicy.plan(config, "snapkv@0.5", prompt=20)
