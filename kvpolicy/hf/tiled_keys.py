@@ -18,7 +18,13 @@ SHARED = "shared_kv_states"
 
 def passes_by_kind(attention: nn.Module) -> bool:
     """Whether an attention module passes keys to later ones of its kind, or reads those of an earlier one."""
-    return hasattr(attention, "is_kv_shared_layer") and hasattr(attention, "layer_type")
+    return hasattr(attention, "is_kv_shared_layer")
+
+
+def _key(attention: nn.Module) -> Any:
+    """Under what the keys of a module's owner are passed: its kind, or its index in Gemma 3n of transformers 5.18."""
+    index = getattr(attention, "kv_shared_layer_index", None)
+    return getattr(attention, "layer_type", None) if index is None else index
 
 
 class TiledKeys:
@@ -28,12 +34,12 @@ class TiledKeys:
         length: The keys that the layer is given for its newest tile; None if it has its own.
     """
 
-    def __init__(self, attention: nn.Module, passed: MutableMapping[str, tuple[Tensor, ...]] | None) -> None:
+    def __init__(self, attention: nn.Module, passed: MutableMapping[Any, tuple[Tensor, ...]] | None) -> None:
         """Keys that earlier layers have passed to one with an attention module; None if layers pass none."""
-        self._reads = getattr(attention, "layer_type", "") if getattr(attention, "is_kv_shared_layer", False) else None
+        self._reads = _key(attention) if getattr(attention, "is_kv_shared_layer", False) else None
         self._passed = passed
         self._tiles = 0
-        self._new: dict[str, list[Tensor]] = {}
+        self._new: dict[Any, list[Tensor]] = {}
         self.length: int | None = None
 
     @contextmanager

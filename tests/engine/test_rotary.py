@@ -67,7 +67,7 @@ def keys_before_and_after(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[t
     for hook in hooks:
         hook.remove()
     layers: Any = cache.layers
-    own = [site for site in sites.layers if layers[site.layer_idx].keys is not None]  # others read those of earlier ones
+    own = [site for site in sites.layers if layers[site.layer_idx].keys is not None]  # others read those
     ropes = [rope_of(sites.decoder, site) for site in own]
     after: dict[int, Tensor] = {site.layer_idx: layers[site.layer_idx].keys for site in own}
     pairs = [(before.get(index, keys), keys) for index, keys in after.items()]
