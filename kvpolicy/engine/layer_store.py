@@ -32,6 +32,7 @@ from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_slots, map_state
+from kvpolicy.engine.step import Step
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.trimming import can_trim, trim
 from kvpolicy.protocols import SINGLE_RANK, Forward, LayerBounds, LayerShape, Layout, Ranks, ScoresInputs, Seen
@@ -108,6 +109,27 @@ class LayerStore:
     ) -> tuple[Tensor, PendingPrompt]:
         """Attend from a prompt or chunk to the slots and to itself; `compress` must follow.
 
+        The arguments are those of `attend_new`.
+
+        Returns:
+            The output [B, Hq, P, D], and the prompt, earlier chunks included.
+        """
+        out, pending = self.attend_new(q, k, v, valid, transform, forward, held)
+        return out, self.end_prompt(pending, held)
+
+    @on_host
+    def attend_new(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        transform: ScoreTransform,
+        forward: Forward | None = None,
+        held: PendingPrompt | None = None,
+    ) -> tuple[Tensor, PendingPrompt]:
+        """Attend from a prompt or chunk to the slots and to itself; `end_prompt` must follow.
+
         Args:
             q: [B, Hq, P, D].
             k: [B, H, P, D].
@@ -118,27 +140,26 @@ class LayerStore:
             held: Earlier chunks of the prompt, which are not compressed yet, or None.
 
         Returns:
-            The output [B, Hq, P, D], and the prompt, earlier chunks included.
+            The output [B, Hq, P, D], and the prompt without earlier chunks.
         """
         past = self.past() if held is None else held.after(self.past())
         beside = None if self.prefix is None else self.prefix.attend_prompt(q, transform)
         out, attn_sum = attend(q, k, v, transform, past, valid, self.contents.prompt_needs.attn_sum, beside)
-        pending = see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
-        return out, self.end_prompt(pending, held)
+        return out, see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
 
     @on_host
-    def show_prompt(self, k: Tensor, v: Tensor, valid: Tensor | None, held: PendingPrompt | None = None) -> ShownPrompt:
-        """A prompt or chunk, and all that its tokens may attend to, for later layers that read the keys of this one.
+    def show_prompt(self, k: Tensor, v: Tensor, pending: PendingPrompt, held: PendingPrompt | None) -> ShownPrompt:
+        """A prompt as later layers read it that have no keys of their own; `end_prompt` follows behind these.
 
         Args:
-            k: [B, H, P, D].
-            v: [B, H, P, D].
-            valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
-            held: Earlier chunks of the prompt, which are not compressed yet, or None.
+            k: Its keys, [B, H, P, D].
+            v: Its values, [B, H, P, D].
+            pending: The prompt, from `attend_new`.
+            held: Earlier chunks of it, which are not compressed yet, or None.
         """
         past = self.past() if held is None else held.after(self.past())
         keys, values = (k, v) if past is None else (torch.cat([past.keys, k], 2), torch.cat([past.values, v], 2))
-        return ShownPrompt(keys, values, past, valid, self.prefix)
+        return ShownPrompt(self.contents, keys, values, past, pending, held, self.prefix)
 
     @on_host
     def begin_tiles(
@@ -254,6 +275,26 @@ class LayerStore:
     ) -> Tensor:
         """Write one token per row, evicting where the budget is full, and attend from it. Traceable, no host sync.
 
+        The arguments are those of `attend_step`.
+
+        Returns:
+            [B, Hq, 1, D].
+        """
+        out, step = self.attend_step(q, k, v, valid, transform, forward)
+        self.end_step(step)
+        return out
+
+    def attend_step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        transform: ScoreTransform,
+        forward: Forward | None = None,
+    ) -> tuple[Tensor, Step]:
+        """Write one token per row and attend from it; `end_step` must follow, behind the layers that `read`.
+
         Args:
             q: [B, Hq, 1, D].
             k: [B, H, 1, D].
@@ -263,7 +304,7 @@ class LayerStore:
             forward: The arguments of the attention module, if the selector scores inputs.
 
         Returns:
-            [B, Hq, 1, D].
+            The output [B, Hq, 1, D], and what the selector is to see of the step.
         """
         layer = self.contents
         tensors = layer.tensors
@@ -289,35 +330,43 @@ class LayerStore:
         if merge is not None:
             slot, data = merging.with_merge(slot, data, merge)
         self.geometry.write(slot, data, None if valid is None else valid[:, None].expand_as(slot))
-        if self.prefix is None or self.slots is None:
-            out, weights = self.geometry.attend(q, transform, needs.decode_attn)
-        else:
+        if self.prefix is not None and self.slots is not None:
             self.prefix.count_read(layer.link)
-            beside = self.prefix.attend_step(q, transform)
-            out, weights = self.slots.index.attend(q, transform, needs.decode_attn, beside)
+        out, weights = self._attend_slots(q, transform)
         layer.link.stop()
-        if needs.decode_attn or needs.vectors:
-            view = view._replace(token=new_token(q, k, v, position[:, 0], needs, self.spec.rope))
-            update_state(selector, tensors.state, weights if needs.decode_attn else None, view, valid)
         if layer.undo is not None:
             layer.undo.end()
-        return out
+        return out, Step((q, k, v), position[:, 0], valid, view, weights if needs.decode_attn else None)
 
-    def read(self, q: Tensor, transform: ScoreTransform) -> Tensor:
-        """Attend from one token per row of a later layer, after `append` of the same step. Traceable, no host sync.
+    def read(self, q: Tensor, transform: ScoreTransform, step: Step) -> tuple[Tensor, Step]:
+        """Attend from one token per row of a later layer, which has no keys of its own. Traceable, no host sync.
 
-        The bytes are not counted, and no slot is changed.
+        No slot is changed, and the bytes are not counted.
 
         Args:
             q: [B, Hq, 1, D].
             transform: From products to attention weights.
+            step: The step, from `attend_step`.
 
         Returns:
-            [B, Hq, 1, D].
+            The output [B, Hq, 1, D], and the step with the queries of this layer.
         """
+        out, weights = self._attend_slots(q, transform)
+        return out, step.beside(weights)
+
+    def _attend_slots(self, q: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor | None]:
+        """Attend from one token per row; with attention weights if the selector looks at them in steps."""
+        wanted = self.spec.needs.decode_attn
         if self.prefix is None or self.slots is None:
-            return self.geometry.attend(q, transform, False)[0]
-        return self.slots.index.attend(q, transform, False, self.prefix.attend_step(q, transform))[0]
+            return self.geometry.attend(q, transform, wanted)
+        return self.slots.index.attend(q, transform, wanted, self.prefix.attend_step(q, transform))
+
+    def end_step(self, step: Step) -> None:
+        """Let the selector see a step."""
+        needs = self.spec.needs
+        if needs.decode_attn or needs.vectors:
+            view = step.view._replace(token=new_token(*step.vectors, step.position, needs, self.spec.rope))
+            update_state(self.spec.selector, self.tensors.state, step.weights, view, step.valid)
 
     @property
     def rope_offset(self) -> Tensor | None:
@@ -402,15 +451,6 @@ class LayerStore:
     def recount(self) -> None:
         """Count the free steps again, after slots were emptied or filled otherwise than by steps."""
         self.contents.free_steps = self.geometry.count_free_steps()
-
-    def note_move(self, by: int) -> None:
-        """Note that the newest tokens were given positions larger by `by`, and that others may be gone."""
-        self.tensors.length.add_(by)
-        self.contents.add_columns(by)
-        self.contents.schedule.move(by)
-        if self.slots is not None:
-            self.slots.index.rebuild()
-        self.recount()
 
     # what is held
 

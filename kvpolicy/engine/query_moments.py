@@ -56,6 +56,10 @@ class Moments:
             return self if later.moments is None else later
         return replace(later, moments=_added(self.moments, later.moments))
 
+    def beside(self, other: Moments, heads: int) -> Moments:
+        """The layer's own: a selector may hold moments of each of its query heads."""
+        return self
+
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """The moments, and what they are used with."""
         scale = candidates.transform.scale

@@ -56,7 +56,8 @@ from kvpolicy.hf.recent_cache import RecentCache
 from kvpolicy.hf.residual_hooks import active_stream, measure
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
-from kvpolicy.hf.shared_reads import cuts, read_whole
+from kvpolicy.hf.shared_keys import joint_projections
+from kvpolicy.hf.shared_reads import cuts, ranks_by_queries, read_whole
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
 from kvpolicy.hf.tiles import around, check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
 from kvpolicy.hf.versions import check_cache_name, check_version
@@ -122,6 +123,7 @@ class Handle:
         described = identity(model, info=info)
         projections = {site.layer_idx: partial(output_projection, site.attention) for site in sites.layers}
         check_projections(policy, projections)
+        projections |= joint_projections(projections, shape.owners, shape.shape.heads)
         vocabulary = vocabulary_of(model)
         check_replayed_ids(policy, vocabulary)
         obstacle = partial(move_obstacle, weakref.ref(model), rotations)
@@ -271,7 +273,8 @@ class Handle:
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         defer_masks(False)
         if self._attachment.model_shape.owners and cuts(self._names) and tokens is not None and tokens.shape[1] > 1:
-            may_cut = caches(module, kwargs) and self._attachment.tile is None
+            policy = self.policy if not isinstance(given, PolicyCache) else given.policy
+            may_cut = caches(module, kwargs) and self._attachment.tile is None and not ranks_by_queries(policy)
             read_whole(kwargs, tokens.shape[1], kwargs.get("attention_mask"), may_cut=may_cut)
         if tokens is None:
             return args, kwargs  # the model says so itself

@@ -229,7 +229,7 @@ class CacheForward(Cache):
         if tile is None or tile.start == 0:
             self.guard.note_attention(layer_idx)
         if isinstance(layer, ReadingLayer):
-            return attend_shared(self.layers, layer, self._forward.shown, tile, q, transform)
+            return attend_shared(self.layers, layer, self._forward, tile, q, transform)
         store: LayerStore = layer.store
         held = store.contents
         held.check_compatible(k, v)
@@ -242,13 +242,16 @@ class CacheForward(Cache):
         if tile is not None:
             out = attend_tile(self, layer, tile, (q, k, v), transform, forward, ranks)
         elif q.shape[2] == 1 and layer.holds_prompt and not self._keeps_prompt:
-            out = store.append(q, k, v, valid, transform, forward)
+            out, step = store.attend_step(q, k, v, valid, transform, forward)
+            if layer_idx in self.attachment.model_shape.owners.values():
+                self._forward.steps[layer_idx] = step
+            else:
+                store.end_step(step)
         else:
             if not store.is_initialized:
                 store.initialize(k, ranks, q.shape[1] // k.shape[1])
-            self.show(layer, partial(store.show_prompt, k, v, valid, layer.pending))
-            out, pending = store.attend_prompt(q, k, v, valid, transform, forward, layer.pending)
-            self.compress(layer, pending)
+            out, pending = store.attend_new(q, k, v, valid, transform, forward, layer.pending)
+            self.end_prompt(layer, pending, partial(store.show_prompt, k, v))
         # One digest serves all layers, which see the same columns.
         if layer is self.policy_layers[0] and tile is None:
             layer.extend_digest(valid, new)
@@ -257,10 +260,20 @@ class CacheForward(Cache):
         # The output of a phantom head is not part of the model: `heads` is 0 there.
         return out[:, :heads]
 
-    def show(self, layer: PolicyLayer, make: Callable[[], ShownPrompt]) -> None:
-        """Show a prompt to the layers that read the keys of a layer, if there are any, until the forward ends."""
+    def end_prompt(self, layer: PolicyLayer, pending: PendingPrompt, show: Callable[..., ShownPrompt]) -> None:
+        """Compress a prompt that a layer has attended to, or `show` it first to those that read the layer's keys."""
         if layer.layer_idx in self.attachment.model_shape.owners.values():
-            self._forward.shown[layer.layer_idx] = make()
+            self._forward.shown[layer.layer_idx] = show(pending, layer.pending)
+        else:
+            self.compress(layer, layer.store.end_prompt(pending, layer.pending))
+
+    def _end_shown(self) -> None:
+        """Compress the prompts that later layers have read."""
+        while self._forward.shown:
+            index, shown = self._forward.shown.popitem()
+            layer: Any = self.layers[index]
+            with outside_autocast(shown.pending.keys.device):
+                self.compress(layer, layer.store.end_prompt(shown.pending, layer.pending))
 
     @on_host
     def compress(self, layer: PolicyLayer, pending: PendingPrompt) -> None:
@@ -279,16 +292,13 @@ class CacheForward(Cache):
             return
         if layer is self.policy_layers[0]:
             self._divide(layer, pending)
-        if layer.layer_idx in self._forward.shown:  # behind the layers that read its slots as they are now
-            layer.pending = pending
-            self._forward.waiting.append(layer)
-            return
         layer.store.compress(pending, self._row_budget(layer), **self._prompt_facts(layer))
 
     @on_host
     def finish(self, decoder: nn.Module) -> None:
         """Do the work after an eager forward of `decoder`: replay and compress waiting prompts, or count a step."""
         self.guard.end()
+        self._end_shown()
         forward = self._forward
         waits = forward.holds and not self._is_complete
         if forward.holds and not waits:
@@ -318,14 +328,12 @@ class CacheForward(Cache):
         """Divide the budget, and compress every layer with a pending prompt."""
         waiting = self._forward.waiting
         self._forward.waiting = []
-        self._forward.shown.clear()
-        is_divided = self._forward.tokens is not None  # by the first layer, where not all have waited
         if waiting and self._wants("curve", "attention"):
             self._measure_layers(waiting)
         for number, layer in enumerate(waiting):
             # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
             pending, known = layer.release()
-            if number == 0 and not is_divided:
+            if number == 0:
                 self._divide(layer, pending)
             facts = self._prompt_facts(layer) | {name: fact for name, fact in known.items() if fact is not None}
             with outside_autocast(pending.keys.device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -48,8 +49,7 @@ def attend_tile(
         tiles.note_forward(forward, q, tile.whole)
     if tile.is_last:
         layer.tiles = None
-        cache.show(layer, tiles.shown)
-        cache.compress(layer, store.end_prompt(tiles.prompt(transform), layer.pending))
+        cache.end_prompt(layer, tiles.prompt(transform), partial(tiles.shown, store.contents))
         if layer is cache.policy_layers[0]:
             layer.extend_digest(tiles.valid, tile.columns)
     return out

@@ -23,11 +23,13 @@ def make_layers(attachment: Attachment, policy: Policy) -> list[Any]:
     managed = {*shape.evictable}
     boards: dict[int, Board] = {}  # by the layer that chooses what others read too
     groups = places(policy.layer_groups)
+    last = {owner: index for index, owner in sorted(shape.owners.items())}
 
     def made(index: int) -> Any:
         states = shape.states.get(index)
         if index in shape.owners:
-            return ReadingLayer(shape.owners[index], is_sliding=shape.owners[index] in shape.unmanaged)
+            owner = shape.owners[index]
+            return ReadingLayer(owner, is_last=index == last[owner], is_sliding=owner in shape.unmanaged)
         if index not in managed:
             return _unmanaged(shape.unmanaged.get(index), None if states is None else states.number)
         own = policy.at(index)

@@ -185,6 +185,11 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
     kinds = _sort_layers(text)
     evictable = kinds.attending
     windows = kinds.windows
+    if kinds.owners and tp > 1:
+        raise KVPolicyError(
+            f"Every layer must have keys of its own on several ranks, got {text.model_type} with {len(kinds.owners)} "
+            f"layers that read those of others and tp={tp}; try one rank."
+        )
     # Of a model of several parts, the whole config has the dtype.
     named = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
     wanted = getattr(torch, named, None) if isinstance(named, str) else named

@@ -5,11 +5,15 @@ A layer of a model reads those of the last layer of its kind before the first on
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvpolicy.engine.output_norms import Projection
 from kvpolicy.spec.errors import KVPolicyError
 
 _READS = "reuse"
@@ -22,6 +26,7 @@ class ReadingLayer(CacheLayerMixin):
 
     Attributes:
         reads: Index of the owner.
+        is_last: Whether no later layer reads it.
     """
 
     is_compileable = True
@@ -31,9 +36,10 @@ class ReadingLayer(CacheLayerMixin):
     keys = None  # pyright: ignore
     values = None  # pyright: ignore
 
-    def __init__(self, reads: int, *, is_sliding: bool) -> None:
+    def __init__(self, reads: int, *, is_last: bool, is_sliding: bool) -> None:
         """Read the layer with an index, which may have a sliding window."""
         self.reads = reads
+        self.is_last = is_last
         self.is_sliding = is_sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -102,3 +108,24 @@ def _modes(text: Any) -> list[str | None] | None:
         shared = getattr(text, "num_kv_shared_layers", None) or 0
         return [None] * (text.num_hidden_layers - shared) + [_READS] * shared if shared else None
     return list(modes)
+
+
+def joint_projections(
+    projections: Mapping[int, Projection], owners: Mapping[int, int], heads: int
+) -> dict[int, Projection]:
+    """How to read the output projection of each owner, [hidden, Hq * D], with those of the layers that read its keys.
+
+    Args:
+        projections: How to read that of each layer.
+        owners: The owner of each layer that reads.
+        heads: KV heads.
+    """
+    readers: dict[int, list[int]] = {}
+    for index, owner in owners.items():
+        readers.setdefault(owner, [owner]).append(index)
+    return {owner: partial(_joint, [projections[i] for i in same], heads) for owner, same in readers.items()}
+
+
+def _joint(parts: Sequence[Projection], heads: int) -> Tensor:
+    first, *others = (part().unflatten(-1, (heads, -1)) for part in parts)
+    return torch.cat([first, *(other.to(first.device) for other in others)], -1).flatten(-2)

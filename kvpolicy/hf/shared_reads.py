@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,13 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.engine.shown_prompt import ShownPrompt
+from kvpolicy.engine.prompt_statistics import looks_at_queries
 from kvpolicy.hf.forward_guard import refuse_gradients
+from kvpolicy.hf.running_forward import RunningForward
 from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.hf.tiles import Tile
+from kvpolicy.planning.memory import layer_spec
+from kvpolicy.policy import Policy
 
 _KEPT = "logits_to_keep"
 
@@ -21,7 +24,7 @@ _KEPT = "logits_to_keep"
 def attend_shared(
     layers: list[Any],
     layer: ReadingLayer,
-    shown: Mapping[int, ShownPrompt],
+    forward: RunningForward,
     tile: Tile | None,
     q: Tensor,
     transform: ScoreTransform,
@@ -31,7 +34,7 @@ def attend_shared(
     Args:
         layers: The layers of the cache.
         layer: The layer that reads.
-        shown: The prompts that owners show, by their index.
+        forward: The running forward.
         tile: The tile of the prompt that the layer takes, or None.
         q: [B, Hq, P, D].
         transform: From products to attention weights.
@@ -44,9 +47,13 @@ def attend_shared(
     q = q.to(store.tensors.length.device)  # the owner may be on another one
     if store.ranks.phantom:  # a rank without heads takes part with one that no sum counts
         q = q.new_zeros(q.shape[0], 1, *q.shape[2:])
-    prompt = shown.get(layer.reads)
+    prompt = forward.shown.get(layer.reads)
     if prompt is None:
-        out = store.read(q, transform)
+        out, step = store.read(q, transform, forward.steps.pop(layer.reads))
+        if layer.is_last:
+            store.end_step(step)
+        else:
+            forward.steps[layer.reads] = step
     else:
         out = prompt.attend(q, transform, None if tile is None else tile.stop)
     if prompt is None or not prompt.is_first or tile is not None:
@@ -59,6 +66,11 @@ def cuts(names: Sequence[str]) -> bool:
     return _KEPT in names
 
 
+def ranks_by_queries(policy: Policy) -> bool:
+    """Whether a policy looks at what the queries of a prompt attend to."""
+    return any(looks_at_queries(layer_spec(own, 0)) for own in policy.distinct)
+
+
 def read_whole(kwargs: dict[str, Any], columns: int, mask: Any, *, may_cut: bool) -> None:
     """Let layers that read the keys of others take all tokens of a forward, where they would take wrong ones.
 
@@ -69,7 +81,7 @@ def read_whole(kwargs: dict[str, Any], columns: int, mask: Any, *, may_cut: bool
         kwargs: The arguments of the decoder, in which it is said.
         columns: Tokens of the forward.
         mask: Its padding mask, or None.
-        may_cut: Whether the forward has a cache under the policy, and takes its prompt at once.
+        may_cut: Whether the forward has a cache under a policy that asks for no queries, and takes its prompt at once.
     """
     padded = mask is not None and not (isinstance(mask, Tensor) and bool(mask.all()))
     kept = kwargs.get(_KEPT, 0)

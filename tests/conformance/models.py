@@ -212,4 +212,6 @@ def build(family: str, dtype: torch.dtype = torch.float32, layers: int | None = 
             nn.init.normal_(parameter, std=0.35 if any(word in name for word in _PROJECTIONS) else 0.15)
         elif name.endswith("sinks"):
             nn.init.normal_(parameter, std=2.0)
+        elif name.endswith("k_norm.weight") and getattr(config, "num_kv_shared_layers", 0):
+            nn.init.normal_(parameter, mean=1.0, std=0.5)  # else keys, which are normalized last, are all of one norm
     return model.eval().to(dtype)

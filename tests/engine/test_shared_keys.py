@@ -19,6 +19,7 @@ from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import home
 from kvpolicy.hf.model_spec import describe
 from tests.conformance.models import VOCABULARY, build
+from tests.conformance.test_models import compare
 
 FAMILIES = ["gemma3n", "gemma4_shared"]
 TURNS = [(30, 0), (1, 1), (1, 2), (1, 3), (6, 4), (1, 5), (1, 6)]
@@ -165,17 +166,18 @@ def test_full_is_stock_however_many_logits_are_asked_for(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_token_alone_goes_through_reading_layers_where_it_is_asked_for(family: str) -> None:
+@pytest.mark.parametrize("policy", ["window@0.5", "snapkv@0.5", "kivi+h2o@0.5", "full"])
+def test_the_last_token_alone_goes_through_reading_layers_if_no_other_query_counts(family: str, policy: str) -> None:
     model = build(family)
     last = model.model.layers[-1]
     cuts = "logits_to_keep" in inspect.signature(model.model.forward).parameters
     assert not (cuts and family == "gemma3n")
     seen: list[int] = []
     hook = last.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-2]))
-    with kvpolicy.attach(model, "window@0.5"):
+    with kvpolicy.attach(model, policy):
         model.generate(text(2, 20), max_new_tokens=2, do_sample=False)
     hook.remove()
-    assert seen == [1 if cuts else 20, 1]
+    assert seen == [1 if cuts and policy in ("window@0.5", "full") else 20, 1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -397,3 +399,10 @@ def test_a_reading_layer_that_is_left_out_is_noticed() -> None:
         with pytest.raises(kvpolicy.KVPolicyError, match="without layer 7"):
             step(model, cache)
         attention._forward_pre_hooks.update(before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("selector", ["kvzip", "snapkv", "h2o", "defensive", "critical/snapkv"])
+def test_layers_that_read_count_where_tokens_are_ranked(family: str, selector: str) -> None:
+    """As the reference ranks, to which the queries of all layers that read the same keys are those of one layer."""
+    compare("uniform", selector, "plain", family, "padded", "fp32")

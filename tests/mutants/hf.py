@@ -14,9 +14,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="a shift leaves the host's count of columns",
-        file="kvpolicy/engine/layer_store.py",
-        old="self.contents.add_columns(by)",
-        new="self.tensors.columns.add_(by)",
+        file="kvpolicy/engine/editing.py",
+        old="store.contents.add_columns(by)",
+        new="store.tensors.columns.add_(by)",
         tests=("tests/engine/test_announcements.py",),
     ),
     Mutation(
