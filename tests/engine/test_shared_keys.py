@@ -406,3 +406,13 @@ def test_a_reading_layer_that_is_left_out_is_noticed() -> None:
 def test_layers_that_read_count_where_tokens_are_ranked(family: str, selector: str) -> None:
     """As the reference ranks, to which the queries of all layers that read the same keys are those of one layer."""
     compare("uniform", selector, "plain", family, "padded", "fp32")
+
+
+def test_what_cannot_be_exact_is_refused() -> None:
+    model = build("gemma4_shared")
+    with pytest.raises(kvpolicy.KVPolicyError, match="keys of its own on several ranks"):
+        kvpolicy.plan(model.config, "snapkv@0.5", prompt=20, tp=2)
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        with pytest.raises(kvpolicy.KVPolicyError, match="return_shared_kv_states must be False"):
+            model(text(1, 20), return_shared_kv_states=True)
+        model(text(1, 20), return_shared_kv_states=True, use_cache=False)
