@@ -51,7 +51,8 @@ class TiledKeys:
         of_tile = slice(2 * self._tiles, 2 * self._tiles + 2)
         given = {kind: pairs[of_tile] for kind, pairs in self._passed.items()}
         self.length = None if self._reads is None else given[self._reads][0].shape[2]
-        part: Any = type(self._passed)(given)
+        make: Any = type(self._passed)
+        part = make(given)
         yield {SHARED: part}
         for kind, pair in part.items():
             if pair is not given.get(kind):

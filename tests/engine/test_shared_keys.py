@@ -66,7 +66,8 @@ def hidden(model: Any, seen: Mapping[int, Tensor]) -> Generator[None]:
     stock: Any = module.eager_attention_forward
 
     def eager(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **kwargs: Any) -> Any:
-        past = seen.get(owners.get(layer.layer_idx, layer.layer_idx))
+        index: int = layer.layer_idx
+        past = seen.get(owners[index] if index in owners else index)
         if past is not None:
             every = torch.ones(*past.shape[:2], k.shape[2], dtype=torch.bool)
             every[..., : past.shape[2]] = past
@@ -200,7 +201,7 @@ def test_planned_bytes_are_held_and_reading_layers_hold_none(family: str) -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_full_cache_holds_as_many_bytes_as_the_stock_one(family: str) -> None:
     model = build(family)
-    stock_cache = DynamicCache(config=model.config)
+    stock_cache: Any = DynamicCache(config=model.config)
     model(text(2, 20), **cache_argument(model.model, stock_cache))
     held = [(layer.keys, layer.values) for layer in stock_cache.layers]
     nbytes = sum(t.nbytes for pair in held for t in pair if t is not None)
