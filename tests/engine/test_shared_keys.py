@@ -67,7 +67,7 @@ def hidden(model: Any, seen: Mapping[int, Tensor]) -> Generator[None]:
 
     def eager(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **kwargs: Any) -> Any:
         index: int = layer.layer_idx
-        past = seen.get(owners[index] if index in owners else index)
+        past = seen.get(owners.get(index, index))
         if past is not None:
             every = torch.ones(*past.shape[:2], k.shape[2], dtype=torch.bool)
             every[..., : past.shape[2]] = past
