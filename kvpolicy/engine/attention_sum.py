@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.engine.joint_heads import together
 from kvpolicy.engine.statistic import Candidates, Coming, Tile
 
 
@@ -43,6 +44,11 @@ class AttentionSum:
             return later
         # The columns of the later sums begin with those of the earlier ones, which its queries had as a past.
         return replace(later, total=later.total + F.pad(self.total, (0, later.total.shape[-1] - self.total.shape[-1])))
+
+    def beside(self, other: AttentionSum, heads: int) -> AttentionSum:
+        """The sums of both layers."""
+        assert self.total is not None and other.total is not None
+        return AttentionSum(together(self.total, other.total, heads))
 
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """The sums."""

@@ -57,6 +57,10 @@ class BirthScores:
             return self if later.scores is None else later
         return BirthScores(torch.cat([self.scores, later.scores], 2), self.columns + later.columns)
 
+    def beside(self, other: BirthScores, heads: int) -> BirthScores:
+        """These scores: no keys were made of the input of another layer."""
+        return self
+
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """Nothing: see `rank_candidates`."""
         return {}

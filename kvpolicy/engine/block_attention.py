@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import TILE_ELEMENTS, take_queries
+from kvpolicy.engine.joint_heads import together
 from kvpolicy.engine.prefill import token_positions
 from kvpolicy.engine.statistic import Candidates, Coming, Tile
 
@@ -103,6 +104,13 @@ class BlockAttention:
     def _summed(self, sums: Tensor, tokens: OpenTokens) -> BlockAttention:
         sums, rest = sum_blocks(sums, tokens, self.size, partial=False)
         return replace(self, sums=sums, open=rest)
+
+    def beside(self, other: BlockAttention, heads: int) -> BlockAttention:
+        """The sums and the tokens of both layers, which have the same keys."""
+        assert self.sums is not None and self.open is not None and other.sums is not None and other.open is not None
+        queries = together(self.open.queries, other.open.queries, heads)
+        sums = together(self.sums, other.sums, heads)
+        return replace(self, sums=sums, open=self.open._replace(queries=queries))
 
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """The sums of all blocks, and how many tokens the prompt adds."""

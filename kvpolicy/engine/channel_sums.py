@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import QueryWindow, newest_columns
+from kvpolicy.engine.joint_heads import together
 from kvpolicy.engine.reading import AbsoluteSums, absolute_sums
 from kvpolicy.engine.statistic import Candidates, Coming, Tile, WindowStatistic, newest_of
 from kvpolicy.protocols import Ranks
@@ -46,6 +47,10 @@ class LargestQueries:
         if self.absmax is None or later.absmax is None:
             return self if later.absmax is None else later
         return LargestQueries(torch.stack([self.absmax, later.absmax]).amax(0))
+
+    def beside(self, other: LargestQueries, heads: int) -> LargestQueries:
+        """The larger of both layers, which have the same KV heads."""
+        return self.joined(other, 0)
 
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """Nothing that a selector sees."""
@@ -135,6 +140,11 @@ class ChannelSums:
         if self.sums is None or later.sums is None:
             return self if later.sums is None else later
         return ChannelSums(self.sums.plus(later.sums))
+
+    def beside(self, other: ChannelSums, heads: int) -> ChannelSums:
+        """The sums of the queries of both layers, which have the same keys."""
+        assert self.sums is not None and other.sums is not None
+        return ChannelSums(self.sums._replace(queries=together(self.sums.queries, other.sums.queries, heads)))
 
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """Nothing that a selector sees."""

@@ -63,7 +63,7 @@ def move_tokens(store: LayerStore, start: int, by: int, rope: Rope) -> None:
     if tensors.limits is not None:
         pins = tensors.limits.pins
         pins.add_(by * (pins >= start))
-    store.note_move(by)
+    note_move(store, by)
 
 
 def _key_positions(store: LayerStore) -> Tensor:
@@ -77,3 +77,13 @@ def _key_positions(store: LayerStore) -> Tensor:
     pins = tensors.limits.pins
     first = torch.where(pins >= 0, pins, positions[..., : layer.reserved])
     return torch.cat([first, positions[..., layer.reserved :]], -1)
+
+
+def note_move(store: LayerStore, by: int) -> None:
+    """Note that the newest tokens were given positions larger by `by`, and that others may be gone."""
+    store.tensors.length.add_(by)
+    store.contents.add_columns(by)
+    store.contents.schedule.move(by)
+    if store.slots is not None:
+        store.slots.index.rebuild()
+    store.recount()

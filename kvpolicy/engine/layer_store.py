@@ -10,7 +10,6 @@ from torch import Tensor
 from kvpolicy.engine import decode, merging
 from kvpolicy.engine.attention import Past, ScoreTransform, attend
 from kvpolicy.engine.birth_scores import score_inputs
-from kvpolicy.engine.channel_sums import LargestQueries, QuerySquares
 from kvpolicy.engine.decode import update_state
 from kvpolicy.engine.due_rows import due_rows, only_rows
 from kvpolicy.engine.geometry import Geometry, step_bytes
@@ -22,7 +21,7 @@ from kvpolicy.engine.link import StepBytes
 from kvpolicy.engine.mixed_values import read_values
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.prompt_statistics import PromptStatistics, see_prompt
+from kvpolicy.engine.prompt_statistics import PromptStatistics, note_queries, see_prompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.query_moments import new_token
 from kvpolicy.engine.rollback import copied_tensors, note_counters, undoable
@@ -30,8 +29,10 @@ from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import worth_of
 from kvpolicy.engine.shared_prefix import SharedPrefix
+from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_slots, map_state
+from kvpolicy.engine.step import Step
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.trimming import can_trim, trim
 from kvpolicy.protocols import SINGLE_RANK, Forward, LayerBounds, LayerShape, Layout, Ranks, ScoresInputs, Seen
@@ -65,13 +66,9 @@ class LayerStore:
     def initialize(
         self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1, value_dim: int | None = None
     ) -> None:
-        """Allocate a layer without slots.
+        """Allocate a layer without slots, like `keys` [B, H, P, D], the first, with `group` query heads for each.
 
-        Args:
-            keys: The first keys, [B, H, P, D].
-            ranks: The ranks that hold the layer's other heads.
-            group: Query heads of each KV head.
-            value_dim: Size of a value that is held; None if it is D.
+        A value that is held has `value_dim` numbers, D by default.
         """
         batch, heads, _, dim = keys.shape
         value_dim = None if value_dim == dim else value_dim
@@ -95,7 +92,7 @@ class LayerStore:
 
     @property
     def layout(self) -> Layout:
-        """Slots of the full-precision buffer and of each stage."""
+        """See `LayerContents`."""
         return self.contents.layout
 
     @property
@@ -115,9 +112,30 @@ class LayerStore:
         transform: ScoreTransform,
         forward: Forward | None = None,
         held: PendingPrompt | None = None,
-        expanded: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, PendingPrompt]:
         """Attend from a prompt or chunk to the slots and to itself; `compress` must follow.
+
+        The arguments are those of `attend_new`.
+
+        Returns:
+            The output [B, Hq, P, D], and the prompt, earlier chunks included.
+        """
+        out, pending = self.attend_new(q, k, v, valid, transform, forward, held)
+        return out, self.end_prompt(pending, held)
+
+    @on_host
+    def attend_new(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        transform: ScoreTransform,
+        forward: Forward | None = None,
+        held: PendingPrompt | None = None,
+        expanded: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, PendingPrompt]:
+        """Attend from a prompt or chunk to the slots and to itself; `end_prompt` must follow.
 
         Args:
             q: [B, Hq, P, D].
@@ -131,14 +149,27 @@ class LayerStore:
                 where nothing stands before the prompt; the output is of these values then.
 
         Returns:
-            The output [B, Hq, P, D], and the prompt, earlier chunks included.
+            The output [B, Hq, P, D], and the prompt without earlier chunks.
         """
         past = self.past() if held is None else held.after(self.past())
         beside = None if self.prefix is None else self.prefix.attend_prompt(q, transform)
         vectors = (q, k, v) if expanded is None else expanded
         out, attn_sum = attend(*vectors, transform, past, valid, self.contents.prompt_needs.attn_sum, beside)
-        pending = see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
-        return out, self.end_prompt(pending, held)
+        return out, see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
+
+    @on_host
+    def show_prompt(self, k: Tensor, v: Tensor, pending: PendingPrompt, held: PendingPrompt | None) -> ShownPrompt:
+        """A prompt as later layers read it that have no keys of their own; `end_prompt` follows behind these.
+
+        Args:
+            k: Its keys, [B, H, P, D].
+            v: Its values, [B, H, P, D].
+            pending: The prompt, from `attend_new`.
+            held: Earlier chunks of it, which are not compressed yet, or None.
+        """
+        past = self.past() if held is None else held.after(self.past())
+        keys, values = (k, v) if past is None else (torch.cat([past.keys, k], 2), torch.cat([past.values, v], 2))
+        return ShownPrompt(self.contents, keys, values, past, pending, held, self.prefix)
 
     @on_host
     def begin_tiles(
@@ -156,9 +187,8 @@ class LayerStore:
         past = self.past() if held is None else held.after(self.past())
         statistics = PromptStatistics(self.contents, valid, columns, held)
         sums = self.contents.prompt_needs.attn_sum
-        return PromptTiles(
-            k, q.shape[1], self.shape.held_value_dim, columns, valid, past, statistics, sums, self.prefix
-        )
+        sizes = (q.shape[1], self.shape.held_value_dim, columns)
+        return PromptTiles(k, *sizes, valid, past, statistics, sums, self.prefix)
 
     @on_host
     def end_prompt(self, pending: PendingPrompt, held: PendingPrompt | None) -> PendingPrompt:
@@ -229,19 +259,8 @@ class LayerStore:
         known = self.rope_offset
         if rope_offset is not None and known is not None:
             known.copy_(rope_offset)
-        limits = self.tensors.limits
-        if limits is None:
-            return
-        queries = pending.statistic(LargestQueries)
-        if queries is not None and queries.absmax is not None:
-            # Ranks that replicate a KV head have different queries of it, and must still write the same codes.
-            largest = self.contents.ranks.largest(queries.absmax)
-            limits.query_absmax.copy_(torch.maximum(limits.query_absmax, largest))
-        newest = pending.statistic(QuerySquares)
-        if newest is not None:
-            square, seen = newest.mean(self.contents.ranks, limits.query_square.shape[1])
-            # A row without a query in this prompt keeps what it has.
-            limits.query_square.copy_(torch.where(seen[:, None, None], square, limits.query_square))
+        if self.tensors.limits is not None:
+            note_queries(self.tensors.limits, pending, self.contents.ranks)
 
     # a decode step
 
@@ -256,6 +275,26 @@ class LayerStore:
     ) -> Tensor:
         """Write one token per row, evicting where the budget is full, and attend from it. Traceable, no host sync.
 
+        The arguments are those of `attend_step`.
+
+        Returns:
+            [B, Hq, 1, D].
+        """
+        out, step = self.attend_step(q, k, v, valid, transform, forward)
+        self.end_step(step)
+        return out
+
+    def attend_step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        transform: ScoreTransform,
+        forward: Forward | None = None,
+    ) -> tuple[Tensor, Step]:
+        """Write one token per row and attend from it; `end_step` must follow, behind the layers that `read`.
+
         Args:
             q: [B, Hq, 1, D].
             k: [B, H, 1, D].
@@ -265,7 +304,7 @@ class LayerStore:
             forward: The arguments of the attention module, if the selector scores inputs.
 
         Returns:
-            [B, Hq, 1, D].
+            The output [B, Hq, 1, D], and what the selector is to see of the step.
         """
         layer = self.contents
         tensors = layer.tensors
@@ -291,20 +330,44 @@ class LayerStore:
         if merge is not None:
             slot, data = merging.with_merge(slot, data, merge)
         self.geometry.write(slot, data, None if valid is None else valid[:, None].expand_as(slot))
-        if self.prefix is None or self.slots is None:
-            out, weights = self.geometry.attend(q, transform, needs.decode_attn)
-        else:
+        if self.prefix is not None and self.slots is not None:
             self.prefix.count_read(layer.link)
-            beside = self.prefix.attend_step(q, transform)
-            out, weights = self.slots.index.attend(q, transform, needs.decode_attn, beside)
+        out, weights = self._attend_slots(q, transform)
         layer.link.stop()
-        if needs.decode_attn or needs.vectors:
-            values = read_values(k, v, self.spec.latent)
-            view = view._replace(token=new_token(q, k, values, position[:, 0], needs, self.spec.rope))
-            update_state(selector, tensors.state, weights if needs.decode_attn else None, view, valid)
         if layer.undo is not None:
             layer.undo.end()
-        return out
+        return out, Step((q, k, v), position[:, 0], valid, view, weights if needs.decode_attn else None)
+
+    def read(self, q: Tensor, transform: ScoreTransform, step: Step) -> tuple[Tensor, Step]:
+        """Attend from one token per row of a later layer, which has no keys of its own. Traceable, no host sync.
+
+        No slot is changed, and the bytes are not counted.
+
+        Args:
+            q: [B, Hq, 1, D].
+            transform: From products to attention weights.
+            step: The step, from `attend_step`.
+
+        Returns:
+            The output [B, Hq, 1, D], and the step with the queries of this layer.
+        """
+        out, weights = self._attend_slots(q, transform)
+        return out, step.beside(weights)
+
+    def _attend_slots(self, q: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor | None]:
+        """Attend from one token per row; with attention weights if the selector looks at them in steps."""
+        wanted = self.spec.needs.decode_attn
+        if self.prefix is None or self.slots is None:
+            return self.geometry.attend(q, transform, wanted)
+        return self.slots.index.attend(q, transform, wanted, self.prefix.attend_step(q, transform))
+
+    def end_step(self, step: Step) -> None:
+        """Let the selector see a step."""
+        needs = self.spec.needs
+        if needs.decode_attn or needs.vectors:
+            token = new_token(*step.vectors, step.position, needs, self.spec.rope, self.spec.latent)
+            view = step.view._replace(token=token)
+            update_state(self.spec.selector, self.tensors.state, step.weights, view, step.valid)
 
     @property
     def rope_offset(self) -> Tensor | None:
@@ -390,15 +453,6 @@ class LayerStore:
     def recount(self) -> None:
         """Count the free steps again, after slots were emptied or filled otherwise than by steps."""
         self.contents.free_steps = self.geometry.count_free_steps()
-
-    def note_move(self, by: int) -> None:
-        """Note that the newest tokens were given positions larger by `by`, and that others may be gone."""
-        self.tensors.length.add_(by)
-        self.contents.add_columns(by)
-        self.contents.schedule.move(by)
-        if self.slots is not None:
-            self.slots.index.rebuild()
-        self.recount()
 
     # what is held
 

@@ -37,6 +37,10 @@ class NewestQueries(WindowStatistic):
         """As many as in one piece."""
         return newest_of(window, self.width)
 
+    def beside(self, other: NewestQueries, heads: int) -> NewestQueries:
+        """The layer's own: a selector may hold queries of each of its query heads."""
+        return self
+
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """The queries, and what they are used with."""
         assert self.window is not None

@@ -17,6 +17,7 @@ from kvpolicy.engine.state import owned
 from kvpolicy.engine.statistic import Candidates, Statistic
 from kvpolicy.engine.trimmed_tokens import TrimmedTokens
 from kvpolicy.protocols import Calibration, Codec, Forward, Ranks
+from kvpolicy.spec.errors import KVPolicyError
 
 Kind = TypeVar("Kind")
 
@@ -150,6 +151,22 @@ class PendingPrompt(NamedTuple):
             valid=torch.cat([self.flags, later.flags], 1) if both else None,
             statistics=tuple(first.joined(second, self.columns) for first, second in pairs),
         )
+
+    def beside(self, reader: PendingPrompt) -> PendingPrompt:
+        """This prompt with the statistics of a layer that reads its keys, of which each KV head then has more queries.
+
+        Raises:
+            KVPolicyError: If the layers make other weights of the same scores.
+        """
+        if reader.transform != self.transform or self.transform.sinks is not None:
+            raise KVPolicyError(
+                "Layers that read the same keys must turn scores into attention alike, and have no learned sinks, got "
+                f"{self.transform} and {reader.transform}; try another model."
+            )
+        heads = self.values.shape[1]
+        pairs = ((each, reader.statistic(type(each))) for each in self.statistics)
+        found = (each if other is None else each.beside(other, heads) for each, other in pairs)
+        return self._replace(statistics=tuple(found))
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> PendingPrompt:
         """The same with `fn` of every per-row tensor, which selects or repeats rows."""

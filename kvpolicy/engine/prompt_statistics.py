@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
@@ -14,20 +15,32 @@ from kvpolicy.engine.block_attention import BlockAttention
 from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries, QuerySquares
 from kvpolicy.engine.decayed_sum import DecayedSum
 from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.newest_queries import NewestQueries
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import ProbeQueries
 from kvpolicy.engine.query_moments import Moments
 from kvpolicy.engine.recent_queries import RecentQueries
 from kvpolicy.engine.reduced_rows import ReducedRows
+from kvpolicy.engine.row_limits import RowLimits
 from kvpolicy.engine.statistic import Coming, Statistic, Tile
-from kvpolicy.protocols import Forward, Traits
+from kvpolicy.protocols import Forward, Needs, Ranks, Traits
 
 
 def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
     """The statistics that the parts of a layer need of a prompt, before it begins."""
-    needs = layer.prompt_needs
     codec = Traits() if layer.tensors.limits is None else layer.spec.codec_traits
+    return _needed(layer.prompt_needs, codec, layer.measures_salience)
+
+
+def looks_at_queries(spec: LayerSpec) -> bool:
+    """Whether a layer's parts look at what queries of a prompt attend to, those of layers that read its keys too."""
+    needs = spec.prompt_needs | spec.allocator_needs
+    found = _needed(needs, spec.codec_traits, spec.reader_traits.salience)
+    return not all(isinstance(each, BirthScores | Moments | NewestQueries) for each in found)
+
+
+def _needed(needs: Needs, codec: Traits, salience: bool) -> tuple[Statistic, ...]:
     found: list[Statistic | None] = [
         AttentionSum() if needs.attn_sum else None,
         RecentQueries(needs.window_queries) if needs.window_queries else None,
@@ -41,7 +54,7 @@ def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
         BirthScores() if needs.layer_input else None,
         LargestQueries() if codec.query_absmax else None,
         QuerySquares(codec.query_squares) if codec.query_squares else None,
-        ChannelSums() if layer.measures_salience else None,
+        ChannelSums() if salience else None,
     ]
     return tuple(each for each in found if each is not None)
 
@@ -91,6 +104,11 @@ class PromptStatistics:
         self._columns = columns
         self._wants_vectors = layer.spec.prompt_needs.candidates
 
+    def of_reader(self) -> PromptStatistics:
+        """The same for a layer that reads the keys of this one: without what is known of the keys' own layer."""
+        self.statistics = tuple(each for each in self.statistics if not isinstance(each, BirthScores))
+        return self
+
     def add(self, q: Tensor, k: Tensor, start: int, scores: Tensor | None = None) -> None:
         """Take the tokens from column `start` on.
 
@@ -128,3 +146,23 @@ class PromptStatistics:
             forward=None if forward is None else forward._replace(valid=self._valid, **transform._asdict()),
             wants_vectors=self._wants_vectors,
         )
+
+
+def note_queries(limits: RowLimits, pending: PendingPrompt, ranks: Ranks) -> None:
+    """Update what the codec is told of a prompt's queries, in place.
+
+    Args:
+        limits: The limits of each row.
+        pending: The prompt.
+        ranks: The ranks that hold the layer's other heads.
+    """
+    queries = pending.statistic(LargestQueries)
+    if queries is not None and queries.absmax is not None:
+        # Ranks that replicate a KV head have different queries of it, and must still write the same codes.
+        largest = ranks.largest(queries.absmax)
+        limits.query_absmax.copy_(torch.maximum(limits.query_absmax, largest))
+    newest = pending.statistic(QuerySquares)
+    if newest is not None:
+        square, seen = newest.mean(ranks, limits.query_square.shape[1])
+        # A row without a query in this prompt keeps what it has.
+        limits.query_square.copy_(torch.where(seen[:, None, None], square, limits.query_square))

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, ScoreTransform, attend_tile
+from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics
 from kvpolicy.engine.shared_prefix import SharedPrefix
+from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.protocols import Forward
 
 
@@ -71,6 +73,10 @@ class PromptTiles:
     def is_complete(self) -> bool:
         """Whether the last tile was attended to."""
         return self._seen == self._columns
+
+    def shown(self, layer: LayerContents, pending: PendingPrompt, held: PendingPrompt | None) -> ShownPrompt:
+        """The prompt as later layers read it, once all tiles have come; see `LayerStore.show_prompt`."""
+        return ShownPrompt(layer, self._keys, self._values, self._past, pending, held, self._prefix)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform, scores: Tensor | None = None

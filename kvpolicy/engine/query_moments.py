@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import TILE_ELEMENTS
+from kvpolicy.engine.mixed_values import read_values
 from kvpolicy.engine.prefill import token_positions
 from kvpolicy.engine.rotary import KeyRotation, Rope
 from kvpolicy.engine.statistic import Candidates, Coming, Tile
@@ -55,6 +56,10 @@ class Moments:
         if self.moments is None or later.moments is None:
             return self if later.moments is None else later
         return replace(later, moments=_added(self.moments, later.moments))
+
+    def beside(self, other: Moments, heads: int) -> Moments:
+        """The layer's own: a selector may hold moments of each of its query heads."""
+        return self
 
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """The moments, and what they are used with."""
@@ -102,12 +107,14 @@ def plain_queries(q: Tensor, positions: Tensor, rope: Rope | None) -> Tensor:
     return q.float() if rope is None else rope.unrotate_rows(q, positions)
 
 
-def new_token(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, needs: Needs, rope: Rope | None) -> NewToken | None:
-    """The token of a decode step at `positions` [B, 1], as far as a selector needs it."""
+def new_token(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, needs: Needs, rope: Rope | None, latent: int = 0
+) -> NewToken | None:
+    """The token of a decode step at `positions` [B, 1], as far as a selector needs it; see `read_values`."""
     if not needs.vectors:
         return None
     queries = q.detach()
     plain = None if needs.query_moments is None else plain_queries(queries, positions, rope)
     taken = queries if needs.newest_queries else None
     by_head = (None if t is None else t.squeeze(2).unflatten(1, (k.shape[1], -1)) for t in (plain, taken))
-    return NewToken(k.detach(), v.detach(), *by_head)
+    return NewToken(k.detach(), read_values(k, v, latent).detach(), *by_head)

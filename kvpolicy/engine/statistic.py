@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform, take_queries
+from kvpolicy.engine.joint_heads import together
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.protocols import SINGLE_RANK, Ranks
 
@@ -111,6 +112,14 @@ class Statistic(Protocol):
         """This statistic and that of the next chunk of the prompt, which begins after `columns` columns."""
         ...
 
+    def beside(self: Self, other: Self, heads: int) -> Self:
+        """This statistic with the query heads of another layer that reads the same keys, of `heads` KV heads.
+
+        Those of each KV head stand together, those of the other layer last. Queries themselves are not joined, as a
+        selector may hold some of each query head of its layer; what they attend to is.
+        """
+        ...
+
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """Fields of `kvpolicy.protocols.Seen`."""
         ...
@@ -160,6 +169,11 @@ class WindowStatistic(Statistic, Protocol):
     def joined(self: Any, later: Any, columns: int) -> Any:
         """The queries of both."""
         return replace(self, window=self.newest(joined_windows(self.window, later.window, columns)))
+
+    def beside(self: Any, other: Any, heads: int) -> Any:
+        """The queries of both layers, which are of the same columns."""
+        queries = together(self.window.queries, other.window.queries, heads)
+        return replace(self, window=QueryWindow(queries, self.window.at))
 
     def map_rows(self: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         """The same with `fn` of every tensor."""

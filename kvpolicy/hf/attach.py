@@ -54,9 +54,11 @@ from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.recent_cache import RecentCache
-from kvpolicy.hf.residual_hooks import measure
+from kvpolicy.hf.residual_hooks import active_stream, measure
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
+from kvpolicy.hf.shared_keys import joint_projections
+from kvpolicy.hf.shared_reads import cuts, ranks_by_queries, read_whole
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
 from kvpolicy.hf.tiles import around, check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
 from kvpolicy.hf.versions import check_cache_name, check_version
@@ -123,6 +125,7 @@ class Handle:
         behind = latent_projection if shape.shape.latent else output_projection
         projections = {site.layer_idx: partial(behind, site.attention) for site in sites.layers}
         check_projections(policy, projections)
+        projections |= joint_projections(projections, shape.owners, shape.shape.heads)
         vocabulary = vocabulary_of(model)
         check_replayed_ids(policy, vocabulary)
         obstacle = partial(move_obstacle, weakref.ref(model), rotations)
@@ -253,7 +256,7 @@ class Handle:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             cache = self._running
             if cache is not None and cache.wants_massive:
-                cache.note_massive(site.layer_idx, args[0] if args else kwargs["hidden_states"])
+                cache.note_massive(site.layer_idx, active_stream(site, args[0] if args else kwargs["hidden_states"]))
 
         self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
 
@@ -274,6 +277,10 @@ class Handle:
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         defer_masks(False)
+        if self._attachment.model_shape.owners and cuts(self._names) and tokens is not None and tokens.shape[1] > 1:
+            policy = self.policy if not isinstance(given, PolicyCache) else given.policy
+            may_cut = caches(module, kwargs) and self._attachment.tile is None and not ranks_by_queries(policy)
+            read_whole(kwargs, tokens.shape[1], kwargs.get("attention_mask"), may_cut=may_cut)
         if tokens is None:
             return args, kwargs  # the model says so itself
         if isinstance(cache, PassingCache):  # it stores nothing, and its maker has checked what it passes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.hf.added_whole import counted, exceed, whole_budgets
 from kvpolicy.hf.attachment import HOLD, Attachment
 from kvpolicy.hf.cascade import trim_waiting
@@ -24,16 +27,19 @@ from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.history import History, note_forward
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.layer_metrics import measure_attention, measured_metrics
+from kvpolicy.hf.layer_tiles import attend_tile
 from kvpolicy.hf.make_layers import make_layers
 from kvpolicy.hf.measured import Measured
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.running_forward import RunningForward
 from kvpolicy.hf.shared_fork import with_prefix
+from kvpolicy.hf.shared_keys import ReadingLayer
+from kvpolicy.hf.shared_reads import attend_shared
 from kvpolicy.hf.tiles import Tile
 from kvpolicy.hf.transcript import extended
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Forward, LayerMetric, Ranks
+from kvpolicy.protocols import Forward, LayerMetric
 from kvpolicy.reporting.logging import log_extended
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.spec.validation import at_least
@@ -133,7 +139,7 @@ class CacheForward(Cache):
         if replays and not self.guard.running:
             transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
         note_forward(self, new, one_token, seen, valid)
-        self.guard.begin(layer.layer_idx for layer in self.policy_layers)
+        self.guard.begin(filter(self.attachment.model_shape.attends_by_policy, range(len(self.layers))))
         self._forward = RunningForward(
             one_token=one_token, holds=replays or holds, adds_whole=self.holds_next, rope_offset=offset
         )
@@ -215,16 +221,18 @@ class CacheForward(Cache):
             valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
             transform: From products to attention weights.
             forward: The arguments of the attention module, if the selector needs them.
-            expanded: See `LayerStore.attend_prompt`; None if there are tiles.
+            expanded: See `LayerStore.attend_new`; None if there are tiles.
 
         Returns:
             [B, Hq, P, D].
         """
         layer: Any = self.layers[layer_idx]
-        store: LayerStore = layer.store
         tile = self.tile
         if tile is None or tile.start == 0:
             self.guard.note_attention(layer_idx)
+        if isinstance(layer, ReadingLayer):
+            return attend_shared(self.layers, layer, self._forward, tile, q, transform)
+        store: LayerStore = layer.store
         held = store.contents
         held.check_compatible(k, v)
         ranks = held.ranks if held.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
@@ -233,14 +241,18 @@ class CacheForward(Cache):
         if ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         if tile is not None:
-            out = self._attend_tile(layer, tile, (q, k, v), transform, forward, ranks)
+            out = attend_tile(self, layer, tile, (q, k, v), transform, forward, ranks)
         elif q.shape[2] == 1 and layer.holds_prompt and not self._keeps_prompt:
-            out = store.append(q, k, v, valid, transform, forward)
+            out, step = store.attend_step(q, k, v, valid, transform, forward)
+            if layer_idx in self.attachment.model_shape.owners.values():
+                self._forward.steps[layer_idx] = step
+            else:
+                store.end_step(step)
         else:
             if not store.is_initialized:
                 store.initialize(k, ranks, q.shape[1] // k.shape[1], v.shape[3])
-            out, pending = store.attend_prompt(q, k, v, valid, transform, forward, layer.pending, expanded)
-            self.compress(layer, pending)
+            out, pending = store.attend_new(q, k, v, valid, transform, forward, layer.pending, expanded)
+            self.end_prompt(layer, pending, partial(store.show_prompt, k, v))
         # One digest serves all layers, which see the same columns.
         if layer is self.policy_layers[0] and tile is None:
             layer.extend_digest(valid, new)
@@ -249,35 +261,20 @@ class CacheForward(Cache):
         # The output of a phantom head is not part of the model: `heads` is 0 there.
         return out[:, :heads]
 
-    @on_host
-    def _attend_tile(
-        self,
-        layer: PolicyLayer,
-        tile: Tile,
-        vectors: tuple[Tensor, Tensor, Tensor],
-        transform: ScoreTransform,
-        forward: Forward | None,
-        ranks: Ranks,
-    ) -> Tensor:
-        """Attend from one tile of a prompt, which is compressed with the last one: see `attend`."""
-        q, k, v = vectors
-        store = layer.store
-        if tile.start == 0:
-            if not store.is_initialized:
-                store.initialize(k, ranks, q.shape[1] // k.shape[1], v.shape[3])
-            valid = None if tile.valid is None else tile.valid.to(k.device)
-            layer.tiles = store.begin_tiles(q, k, tile.columns, valid, layer.pending)
-        tiles = layer.tiles
-        assert tiles is not None
-        out = tiles.attend(q, k, v, transform, store.contents.score_inputs(forward))
-        if forward is not None and store.spec.needs.forward:
-            tiles.note_forward(forward, q, tile.whole)
-        if tile.is_last:
-            layer.tiles = None
-            self.compress(layer, store.end_prompt(tiles.prompt(transform), layer.pending))
-            if layer is self.policy_layers[0]:
-                layer.extend_digest(tiles.valid, tile.columns)
-        return out
+    def end_prompt(self, layer: PolicyLayer, pending: PendingPrompt, show: Callable[..., ShownPrompt]) -> None:
+        """Compress a prompt that a layer has attended to, or `show` it first to those that read the layer's keys."""
+        if layer.layer_idx in self.attachment.model_shape.owners.values():
+            self._forward.shown[layer.layer_idx] = show(pending, layer.pending)
+        else:
+            self.compress(layer, layer.store.end_prompt(pending, layer.pending))
+
+    def _end_shown(self) -> None:
+        """Compress the prompts that later layers have read."""
+        while self._forward.shown:
+            index, shown = self._forward.shown.popitem()
+            layer: Any = self.layers[index]
+            with outside_autocast(shown.pending.keys.device):
+                self.compress(layer, layer.store.end_prompt(shown.pending, layer.pending))
 
     @on_host
     def compress(self, layer: PolicyLayer, pending: PendingPrompt) -> None:
@@ -302,6 +299,7 @@ class CacheForward(Cache):
     def finish(self, decoder: nn.Module) -> None:
         """Do the work after an eager forward of `decoder`: replay and compress waiting prompts, or count a step."""
         self.guard.end()
+        self._end_shown()
         forward = self._forward
         waits = forward.holds and not self._is_complete
         if forward.holds and not waits:
@@ -425,7 +423,9 @@ class CacheForward(Cache):
             residual = self.guard.residuals.pop(layer_idx, None)
         else:
             residual = self.guard.residuals.get(layer_idx)
-        return residual if self.tile is None else self.tile.cut(residual)
+        if self.tile is None or residual is None or residual.shape[1] != self.tile.columns:
+            return residual  # a norm inside the layer has seen one tile
+        return self.tile.cut(residual)
 
     @on_host
     def note_massive(self, layer_idx: int, hidden: Tensor) -> None:

@@ -43,7 +43,14 @@ class DeferredMask:
 
     def of_tile(self, start: int, stop: int, layer: Any) -> Tensor | None:
         """The mask [B, 1, T, window + T] of the new tokens `start` to `stop`, which a layer of the cache takes next."""
-        length, offset = layer.get_mask_sizes(stop - start)
+        return self._of(start, stop, *layer.get_mask_sizes(stop - start))
+
+    def of_keys(self, start: int, stop: int, length: int) -> Tensor | None:
+        """The mask [B, 1, T, length] of the new tokens `start` to `stop` for keys that end with those of the last."""
+        end = self._arguments.get("q_offset", 0) + stop
+        return self._of(start, stop, length, end - length)
+
+    def _of(self, start: int, stop: int, length: int, offset: Any) -> Tensor | None:
         sizes = {
             "q_length": stop - start,
             "q_offset": self._arguments.get("q_offset", 0) + start,

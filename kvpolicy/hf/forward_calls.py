@@ -16,6 +16,7 @@ from kvpolicy.hf.discovery import home
 from kvpolicy.hf.latent import LatentAttention, TakesLatents
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
+from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward
 from kvpolicy.selectors.full import KeepAll
@@ -43,6 +44,8 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 kwargs["policy_cache"] = (
                     LatentAttention(cache, layer, module) if isinstance(layer, TakesLatents) else cache
                 )
+            elif isinstance(layer, ReadingLayer) and not layer.is_sliding:
+                kwargs["policy_cache"] = cache
         elif isinstance(cache, PassingCache) and cache.manages(module.layer_idx):  # pyright: ignore[reportArgumentType]
             if cache.wants_inputs:
                 kwargs["policy_call"] = _module_input(module, args, kwargs)

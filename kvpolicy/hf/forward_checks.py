@@ -90,6 +90,11 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
             "output_attentions must be False where a policy keeps a cache, since no attention matrix is computed, got "
             "True; try use_cache=False, and a model with eager attention."
         )
+    if call.get("return_shared_kv_states"):
+        raise KVPolicyError(
+            "return_shared_kv_states must be False where a policy keeps a cache, since layers pass on the keys of new "
+            "tokens alone, got True; try use_cache=False, or the model without a policy."
+        )
     if tokens.device.type == "meta":
         raise KVPolicyError(
             "The model and its tokens must be on a device that holds numbers, got tokens on the meta device; try "

@@ -15,6 +15,7 @@ from kvpolicy.hf.empty_layer import DummyLayer
 from kvpolicy.hf.latent import LatentSlots
 from kvpolicy.hf.layer import PolicyLayer, make_store
 from kvpolicy.hf.model_spec import LayerStates
+from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.hf.states import SlotsAndState, StateLayer, WindowAndState
 from kvpolicy.policy import Policy
 
@@ -25,6 +26,7 @@ def make_layers(attachment: Attachment, policy: Policy) -> list[Any]:
     managed = {*shape.evictable}
     boards: dict[int, Board] = {}  # by the layer that chooses what others read too
     groups = places(policy.layer_groups)
+    last = {owner: index for index, owner in sorted(shape.owners.items())}
 
     def kind(states: LayerStates | None) -> Callable[..., PolicyLayer]:
         if states is not None:
@@ -33,6 +35,9 @@ def make_layers(attachment: Attachment, policy: Policy) -> list[Any]:
 
     def made(index: int) -> Any:
         states = shape.states.get(index)
+        if index in shape.owners:
+            owner = shape.owners[index]
+            return ReadingLayer(owner, is_last=index == last[owner], is_sliding=owner in shape.unmanaged)
         if index not in managed:
             return _unmanaged(shape.unmanaged.get(index), None if states is None else states.number)
         own = policy.at(index)

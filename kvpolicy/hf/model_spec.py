@@ -42,12 +42,14 @@ class _Kinds(NamedTuple):
         windows: Sliding windows.
         states: Numbers of states.
         depth: All layers.
+        owners: Layers whose keys others read.
     """
 
     attending: list[int]
     windows: dict[int, int]
     states: dict[int, int]
     depth: int
+    owners: dict[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +65,7 @@ class ModelShape:
         widths: Widths of the tensors of a forward on one rank.
         states: States of layers that have some, beside their attention or in place of it; the model's own.
         depth: All layers of the model: also those with neither tokens nor a state, such as an MLP alone.
+        owners: For each layer that reads the keys of an earlier one, and holds nothing, the index of that layer.
     """
 
     shape: LayerShape
@@ -73,6 +76,7 @@ class ModelShape:
     widths: Widths
     states: dict[int, LayerStates]
     depth: int
+    owners: dict[int, int]
 
     def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
         """Description of the model for codecs.
@@ -82,6 +86,10 @@ class ModelShape:
         """
         sizes = len(self.evictable), self.heads, self.shape.head_dim
         return ModelInfo(*sizes, weights, tuple(self.evictable), self.depth, self.widths.hidden)
+
+    def attends_by_policy(self, index: int) -> bool:
+        """Whether a layer attends to slots under the policy: its own, or those of the layer whose keys it reads."""
+        return self.owners.get(index, index) in self.evictable
 
     @property
     def heads(self) -> int:
@@ -179,6 +187,11 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
     kinds = _sort_layers(text)
     evictable = kinds.attending
     windows = kinds.windows
+    if kinds.owners and tp > 1:
+        raise KVPolicyError(
+            f"Every layer must have keys of its own on several ranks, got {text.model_type} with {len(kinds.owners)} "
+            f"layers that read those of others and tp={tp}; try one rank."
+        )
     # Of a model of several parts, the whole config has the dtype.
     named = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
     wanted = getattr(torch, named, None) if isinstance(named, str) else named
@@ -205,6 +218,7 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         widths=widths_of(_layer_configs(text), tp),
         states=_states(text, kinds.states, wanted, tp),
         depth=kinds.depth,
+        owners=kinds.owners,
     )
 
 
@@ -300,14 +314,17 @@ def _sort_layers(text: Any) -> _Kinds:
     if isinstance(text, ShippedConfig):
         windows = text.windows()
         attending = [index for index in range(text.num_hidden_layers) if index not in windows]
-        return _Kinds(attending, windows, {}, text.num_hidden_layers)
+        return _Kinds(attending, windows, {}, text.num_hidden_layers, {})
     from transformers import cache_utils
 
     from kvpolicy.hf.empty_layer import DummyLayer
+    from kvpolicy.hf.shared_keys import key_owners
 
-    found = _Kinds([], {}, {}, text.num_hidden_layers)
+    found = _Kinds([], {}, {}, text.num_hidden_layers, key_owners(text))
     for index, layer in enumerate(stock_layers(text)):
         kind = type(layer)
+        if index in found.owners:
+            continue
         if kind in (cache_utils.DynamicLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
             found.attending.append(index)
         if kind in (
@@ -321,9 +338,7 @@ def _sort_layers(text: Any) -> _Kinds:
             cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
         ):
             found.states[index] = layer.number_of_states
-        if kind is DummyLayer:
-            _check_empty(text, index)
-        elif index not in {*found.attending, *found.windows, *found.states}:
+        if kind is not DummyLayer and index not in {*found.attending, *found.windows, *found.states}:
             raise KVPolicyError(
                 f"Every layer must have full or sliding-window attention, a state, or both, got layer {index} of "
                 f"{text.model_type}, whose cache ({kind.__name__}) {_also_holds(kind.__name__)}; try another model."
@@ -373,13 +388,3 @@ def stock_layers(text: Any) -> list[Any]:
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     return list(DynamicCache(config=text).layers) or [DynamicLayer() for _ in range(text.num_hidden_layers)]
-
-
-def _check_empty(text: Any, index: int) -> None:
-    """Refuse a layer whose cache stays empty because it reads the keys of an earlier one."""
-    kinds = getattr(text, "layer_types", None) or []
-    if index >= len(kinds) or kinds[index] not in ("moe", "mlp"):
-        raise KVPolicyError(
-            f"Every layer must have keys and values of its own, got layer {index} of {text.model_type}, which reads "
-            "those of an earlier one; try a model with num_kv_shared_layers of 0 in its config."
-        )

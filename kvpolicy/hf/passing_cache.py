@@ -14,6 +14,7 @@ from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.hf.empty_layer import DummyLayer
 from kvpolicy.hf.latent import TakesLatents
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.hf.states import SlotsAndState, StateLayer, States, WindowAndState
 from kvpolicy.hf.tiles import Tile
 from kvpolicy.protocols import Forward
@@ -46,8 +47,13 @@ class PassingCache(Cache):
         self.tile: Tile | None = None
 
     def manages(self, layer_idx: int) -> bool:
-        """Whether a layer is under the policy."""
-        return isinstance(self.held[layer_idx], PolicyLayer)
+        """Whether a layer is under the policy, or reads the keys of one that is."""
+        return isinstance(self.held[self.owner(layer_idx)], PolicyLayer)
+
+    def owner(self, layer_idx: int) -> int:
+        """The layer whose keys a layer reads, which is itself unless it has none."""
+        layer = self.held[layer_idx]
+        return layer.reads if isinstance(layer, ReadingLayer) else layer_idx
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that a layer has seen, with its earlier tiles."""
@@ -70,7 +76,7 @@ class PassingCache(Cache):
         elif isinstance(layer, StateLayer):
             view = StateLayer(layer.number_of_states)
         else:
-            return layer if isinstance(layer, DummyLayer) else _Sliding(layer, self)
+            return layer if isinstance(layer, DummyLayer | ReadingLayer) else _Sliding(layer, self)
         view.adopt_states(layer, self._rows)
         return view
 

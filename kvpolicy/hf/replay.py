@@ -26,8 +26,10 @@ from kvpolicy.engine.replay import (
 from kvpolicy.engine.replay_parts import ChunkPlace, attend_and_score
 from kvpolicy.engine.replayed_queries import ReplayedQueries, no_queries
 from kvpolicy.hf.cache_names import cache_argument
+from kvpolicy.hf.latent import latent_projection
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
+from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.rotary_lookup import steady_angles
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.protocols import Forward, Replay
@@ -89,7 +91,7 @@ class ReplayCache(PassingCache):
         self.context = context
         self.wants_inputs = plan.norms
         self._chunk_size = plan.chunk
-        self._last = max(index for index, layer in enumerate(layers) if isinstance(layer, PolicyLayer))
+        self._last = max(index for index in range(len(layers)) if self.manages(index))
         self.scores: dict[int, Tensor] = {}
         self.queries: dict[int, ReplayedQueries] = {}
         self._outputs: dict[int, Tensor] = {}
@@ -116,19 +118,22 @@ class ReplayCache(PassingCache):
 
         See `PolicyCache.attend`; nothing is stored.
         """
-        store = self.held[layer_idx].store
-        pending = self._prompt(layer_idx)
+        # Layers that read the same keys score the same tokens, each of which has its largest score.
+        owner = self.owner(layer_idx)
+        store = self.held[owner].store
+        pending = self._prompt(owner)
         heads = q.shape[1]
         if store.ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         gain = None if forward is None or store.ranks.phantom else self._gain(layer_idx, forward)
-        if layer_idx not in self.scores:
+        if owner not in self.scores:
             shape = pending.keys.shape[:3]
-            self.scores[layer_idx] = torch.full(shape, NOT_REPLAYED, dtype=torch.float32, device=k.device)
+            self.scores[owner] = torch.full(shape, NOT_REPLAYED, dtype=torch.float32, device=k.device)
         k, v = self._so_far(layer_idx, k, v)
         # Layers may be on several devices.
         chunk = self.chunk.to(k.device)
-        self._observe(layer_idx, q, chunk)
+        if owner == layer_idx:
+            self._observe(layer_idx, q, chunk)
         occupied = self.context.to(k.device)[:, None].expand(-1, k.shape[1], -1)
         past = Past(pending.keys, pending.values, occupied)
         if self.whole and layer_idx != self._last and has_parts(q, k, v, transform):
@@ -142,7 +147,7 @@ class ReplayCache(PassingCache):
                 out = v.new_zeros(*q.shape[:3], mixed_values(k, v).shape[3])
             else:
                 out = attend_context(q, k, v, transform, past, flags)
-        add_scores(self.scores[layer_idx], chunk, scores)
+        add_scores(self.scores[owner], chunk, scores)
         return out[:, :heads]
 
     def _observe(self, layer_idx: int, q: Tensor, chunk: Chunk) -> None:
@@ -176,10 +181,11 @@ class ReplayCache(PassingCache):
 
     def _gain(self, layer_idx: int, forward: Forward) -> Gain:
         if layer_idx not in self._outputs:
-            spec = self.held[layer_idx].store.spec
-            prompt = self._prompt(layer_idx)
-            values = read_values(prompt.keys, prompt.values, spec.latent)
-            self._outputs[layer_idx] = euclidean_norms(values, spec.projection())
+            owner = self.owner(layer_idx)
+            latent = self.held[owner].store.spec.latent
+            prompt = self._prompt(owner)
+            projection = latent_projection(forward.module) if latent else output_projection(forward.module)
+            self._outputs[layer_idx] = euclidean_norms(read_values(prompt.keys, prompt.values, latent), projection)
         return Gain(self._outputs[layer_idx], input_norms(forward.hidden_states))
 
 

@@ -49,6 +49,12 @@ def stream_input(site: Site) -> nn.Module:
     return site.block.get_submodule("input_layernorm") if hasattr(site.block, "altup") else site.block
 
 
+def active_stream(site: Site, hidden: Tensor) -> Tensor:
+    """The hidden states [B, P, hidden] of a block's input; of several streams, the one that is active (Gemma-3n)."""
+    config: Any = getattr(site.block, "config", None)
+    return hidden if hidden.dim() == 3 else hidden[config.altup_active_idx]
+
+
 def next_norm(site: Site) -> nn.Module | None:
     """The norm of the residual stream after attention, if its name in the block is unambiguous."""
     names = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # Gemma-2 and later, AFMoE

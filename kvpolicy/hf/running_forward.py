@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kvpolicy.engine.shown_prompt import ShownPrompt
+from kvpolicy.engine.step import Step
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.planning.tokens import Tokens
 
@@ -25,6 +27,8 @@ class RunningForward:
         valid: Which of its tokens are not padding, [B, P] bool; None if all are, or nothing asks.
         tokens: The division of the budget; None before the first layer has attended.
         waiting: Layers with a prompt that awaits its budget.
+        shown: Prompts of layers whose keys later layers read, by index.
+        steps: Steps of these layers, by index.
         attention: Numbers of layers that are measured by their attention, [B, ...] on the host, by index.
     """
 
@@ -38,4 +42,6 @@ class RunningForward:
     valid: Tensor | None = None
     tokens: Tokens | None = None
     waiting: list[PolicyLayer] = field(default_factory=list)
+    shown: dict[int, ShownPrompt] = field(default_factory=dict)
+    steps: dict[int, Step] = field(default_factory=dict)
     attention: dict[int, Tensor] = field(default_factory=dict)

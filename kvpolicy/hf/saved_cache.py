@@ -115,7 +115,7 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
         states = {name: own.pop(name) for name in list(own) if is_state(name)}
         if index in attachment.model_shape.states:
             layer.load_states(states, _device(model, index))
-        if index not in sites:
+        if index not in sites or index in attachment.model_shape.owners:
             continue
         device = next(sites[index].attention.parameters()).device
         if index in attachment.model_shape.unmanaged:

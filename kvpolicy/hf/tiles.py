@@ -19,10 +19,12 @@ from kvpolicy.hf.deferred_masks import DeferredMask
 from kvpolicy.hf.discovery import Site
 from kvpolicy.hf.held_weights import hold_weights
 from kvpolicy.hf.recorded import Recorded
+from kvpolicy.hf.tiled_keys import SHARED, TiledKeys, passes_by_kind
 from kvpolicy.spec.errors import KVPolicyError
 
 COLUMNS = {
-    "hidden_states": 1,
+    "hidden_states": -2,
+    "per_layer_input": -2,
     "position_ids": -1,
     "cache_position": -1,
     "position_embeddings": -2,
@@ -32,9 +34,6 @@ COLUMNS = {
 
 OFFLOADED = "_old_forward"
 """Where accelerate keeps the forward of a module that it wraps."""
-
-SHARED = ("shared_kv_states",)
-"""Arguments through which layers pass keys to later layers."""
 
 
 class Tile(NamedTuple):
@@ -69,9 +68,8 @@ def tile_obstacle(sites: list[Site]) -> str:
     for site in sites:
         kind = type(site.block)
         names = inspect.signature(kind.forward).parameters
-        shared = next((name for name in names if name in SHARED), "")
-        if shared:
-            return f"{kind.__name__}, since layers pass keys to others ({shared})"
+        if SHARED in names and not passes_by_kind(site.attention):
+            return f"{kind.__name__}, since layers pass keys to others ({SHARED})"
         if "hidden_states" not in names:
             return f"{kind.__name__}, which has no argument hidden_states"
     return ""
@@ -197,7 +195,7 @@ def _shadow(module: Any, replace: Callable[[Callable[..., Any]], Callable[..., A
 
 def _run(site: Site, original: Callable[..., Any], arguments: dict[str, Any], cache: Any, size: int) -> Any:
     """The output of a layer for all tokens, computed tile by tile."""
-    columns = arguments["hidden_states"].shape[1]
+    columns = arguments["hidden_states"].shape[-2]
     _check_arguments(site, arguments, columns)
     mask = arguments.get("attention_mask")
     if cache.layers[site.layer_idx].is_sliding and not isinstance(mask, DeferredMask):
@@ -212,24 +210,29 @@ def _run(site: Site, original: Callable[..., Any], arguments: dict[str, Any], ca
         stack.enter_context(hold_weights(site.block))
         stack.callback(setattr, cache, "tile", None)
         recorded = Recorded()
+        keys = TiledKeys(site.attention, arguments.get(SHARED))
         for start in range(0, columns, size):
             tile = Tile(start, min(start + size, columns), columns, valid, arguments)
             cache.tile = tile
             recorded.begin_tile()
-            found = original(**dict(_cut(arguments, tile, cache.layers[site.layer_idx])))
+            with keys.next_tile() as passed:
+                found = original(**dict(_cut(arguments | passed, tile, cache.layers[site.layer_idx], keys.length)))
             part: Tensor = found[0] if isinstance(found, tuple) else found
             others = found[1:] if isinstance(found, tuple) else None
             if out is None:
-                out = part.new_empty(part.shape[0], columns, *part.shape[2:])
-            out[:, tile.start : tile.stop] = part
-        recorded.join(arguments["hidden_states"].shape[0])
+                out = part.new_empty(*part.shape[:-2], columns, part.shape[-1])
+            out[..., tile.start : tile.stop, :] = part
+        keys.join()
+        recorded.join(arguments["hidden_states"].shape[-3])
     return out if others is None else (out, *others)
 
 
-def _cut(arguments: Mapping[str, Any], tile: Tile, layer: Any) -> Iterator[tuple[str, Any]]:
-    """The arguments of a layer for one tile."""
+def _cut(arguments: Mapping[str, Any], tile: Tile, layer: Any, length: int | None) -> Iterator[tuple[str, Any]]:
+    """The arguments of a layer for one tile, with a number of keys if they are passed to it."""
     for name, value in arguments.items():
-        if isinstance(value, DeferredMask):
+        if isinstance(value, DeferredMask) and length is not None:
+            yield name, value.of_keys(tile.start, tile.stop, length)
+        elif isinstance(value, DeferredMask):
             yield name, value.of_tile(tile.start, tile.stop, layer)
         elif name == "attention_mask":
             yield name, tile.cut(value)

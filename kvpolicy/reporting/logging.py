@@ -32,7 +32,9 @@ def log_attached(model: Any, policy: Policy, shape: ShapeSource) -> None:
     """Log that a policy was attached, and how many layers it does not manage."""
     unmanaged = f", {len(shape.unmanaged)} sliding-window layers unmanaged" if shape.unmanaged else ""
     states = f", {len(shape.states)} layers with states of their own" if shape.states else ""
-    log.info("attached %s to %s: %d layers%s%s", policy, type(model).__name__, len(shape.evictable), unmanaged, states)
+    reading = f", {len(shape.owners)} layers that read the keys of others" if shape.owners else ""
+    others = unmanaged + states + reading
+    log.info("attached %s to %s: %d layers%s", policy, type(model).__name__, len(shape.evictable), others)
 
 
 def log_detached(model: Any, policy: Policy) -> None:

@@ -230,7 +230,9 @@ def make_report(cache: CacheSource) -> Report:
     unmanaged = cache.unmanaged_bytes()
     for index, stock in enumerate(cache.layers):
         layer = managed.get(index)
-        if layer is None:
+        if layer is None and hasattr(stock, "reads"):
+            layers.append(LayerReport(layer_idx=index, nbytes={}, note=f"reads the keys of layer {stock.reads}"))
+        elif layer is None:
             kind, note = _unmanaged(stock)
             layers.append(LayerReport(layer_idx=index, nbytes={kind: unmanaged.get(index, 0)}, note=note))
         elif not layer.is_initialized:

@@ -149,3 +149,8 @@ class ShapeSource(Protocol):
     def states(self) -> Mapping[int, object]:
         """Layers with states."""
         ...
+
+    @property
+    def owners(self) -> Mapping[int, int]:
+        """Layers that read the keys of earlier ones, and these."""
+        ...

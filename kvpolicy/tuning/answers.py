@@ -52,19 +52,20 @@ class AnswerCache(PassingCache):
     ) -> Tensor:
         """Attend from the answer to all of the prompt and causally to itself, or as a row's change says."""
         out = torch.empty_like(q)
-        changed = [row for row, changes in enumerate(self._changes) if layer_idx in changes]
+        owner = self.owner(layer_idx)
+        changed = [row for row, changes in enumerate(self._changes) if owner in changes]
         # Rows with no change so far are equal, so that one of them is computed for all.
         fresh = [row for row, changes in enumerate(self._changes) if min(changes, default=layer_idx) >= layer_idx]
         others = [row for row in range(len(self._changes)) if row not in changed and row not in fresh]
         same = [row for row in fresh if row not in changed]
         if same:
-            out[same] = over(self._full[layer_idx])(q[same[:1]], k[same[:1]], v[same[:1]], transform)
+            out[same] = over(self._full[owner])(q[same[:1]], k[same[:1]], v[same[:1]], transform)
         if others:
-            out[others] = over(self._full[layer_idx])(q[others], k[others], v[others], transform)
+            out[others] = over(self._full[owner])(q[others], k[others], v[others], transform)
         # Rows that share a change of this layer are computed together.
         shared: dict[Attention, list[int]] = {}
         for row in changed:
-            shared.setdefault(self._changes[row][layer_idx], []).append(row)
+            shared.setdefault(self._changes[row][owner], []).append(row)
         for attention, some in shared.items():
             out[some] = attention(q[some], k[some], v[some], transform)
         return out

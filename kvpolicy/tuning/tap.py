@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.discovery import Site, find_sites
+from kvpolicy.hf.residual_hooks import active_stream
 from kvpolicy.hf.rotary_lookup import ropes_of
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
@@ -94,8 +96,8 @@ class Tap:
         """
         massive: dict[int, Tensor] = {}
 
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        def note(site: Site, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = active_stream(site, args[0] if args else kwargs["hidden_states"])
             massive.update((count, massive_tokens(hidden[:, :prompt], None, count)) for count in pins)
 
         cache = PolicyCache(self.model)
@@ -103,7 +105,7 @@ class Tap:
         self.store = None if self.attachment.tile_size(ids[None].to(self.device)) is None else _HOST
         with ExitStack() as hooks:
             for site in self._sites.layers if pins else ():
-                hooks.callback(site.block.register_forward_pre_hook(note, with_kwargs=True).remove)
+                hooks.callback(site.block.register_forward_pre_hook(partial(note, site), with_kwargs=True).remove)
             # A block's hook runs before its attention, so `massive` is that of the layer. The next block overwrites it.
             self._looker.look = lambda call: look(call._replace(massive=dict(massive)))
             hooks.callback(setattr, self._looker, "look", None)

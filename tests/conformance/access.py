@@ -112,15 +112,15 @@ def attending(around: Callable[[Attend], Attend], *, replays: bool = False) -> G
 
 @contextmanager
 def replaying(told: Callable[..., None]) -> Generator[None]:
-    """Tell of every layer of every replay: its index, the chunk's number, queries, keys, which tokens are no padding,
-    and, if norms are asked for, the layer's input and the output projection."""
+    """Tell of every layer of every replay: the index of the one whose keys it reads, the chunk's number, queries, keys,
+    which tokens are no padding, and, if norms are asked for, the layer's input and the output projection."""
     attend = ReplayCache.attend
 
     def attend_and_tell(
         self: ReplayCache, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, valid: Any, transform: Any, forward: Any
     ) -> Tensor:
         norms = () if forward is None else (forward.hidden_states.clone(), output_projection(forward.module))
-        told(layer_idx, self.chunk.number, q.clone(), k.clone(), self.valid, *norms)
+        told(self.owner(layer_idx), self.chunk.number, q.clone(), k.clone(), self.valid, *norms)
         return attend(self, layer_idx, q, k, v, valid, transform, forward)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -56,6 +56,21 @@ def _gemma4() -> Any:
     )()
 
 
+def _shared(name: str, **fields: Any) -> Config:
+    """A Gemma whose last layers read the keys of the last ones before them, one with a window and one without."""
+    return _make(
+        name,
+        num_hidden_layers=8,
+        layer_types=["sliding_attention", "full_attention"] * 4,
+        num_kv_shared_layers=4,
+        sliding_window=12,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        attn_implementation="eager",
+        **fields,
+    )
+
+
 def _gemma3_pictures() -> Any:
     """A text model inside one of pictures, which makes the masks."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -143,6 +158,8 @@ UNNAMED: dict[str, Config] = {
     "granitemoe_swa": _gemma("GraniteMoeSWA", num_local_experts=2, num_experts_per_tok=1, attention_multiplier=0.35),
     "flint": _gemma("Flint"),
     "gemma4": _gemma4,
+    "gemma3n": _shared("Gemma3nText", head_dim=8, laurel_rank=4, activation_sparsity_pattern=[0.0] * 8),
+    "gemma4_shared": _shared("Gemma4Text", head_dim=4, global_head_dim=8, use_double_wide_mlp=True),
     "gemma3_pictures": _gemma3_pictures,
     "qwen3_5": _hybrid(
         "Qwen3_5Text",
@@ -234,4 +251,6 @@ def build(family: str, dtype: torch.dtype = torch.float32, layers: int | None = 
             nn.init.normal_(parameter, std=0.35 if any(word in name for word in _PROJECTIONS) else 0.15)
         elif name.endswith("sinks"):
             nn.init.normal_(parameter, std=2.0)
+        elif name.endswith("k_norm.weight") and getattr(config, "num_kv_shared_layers", 0):
+            nn.init.normal_(parameter, mean=1.0, std=0.5)  # else keys, which are normalized last, are all of one norm
     return model.eval().to(dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpolicy import KeepKV, Plain, Policy, PolicyCache, Regress, ZSMerge
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.joint_heads import together
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.protocols import GroupsLayers
 from kvpolicy.registry import name_of
@@ -117,6 +118,11 @@ class Recorder:
             turn.replays = self.replays.pop(layer.layer_idx, [])
         self._open = []
 
+    def join(self, owner: int, q: Tensor, out: Tensor) -> None:
+        """Note queries and outputs of a layer that reads the keys of another: as those of more heads of its groups."""
+        turn = self.tape[owner][-1]
+        turn.q, turn.out = (together(*pair, turn.k.shape[1]) for pair in ((turn.q, q), (turn.out, out)))
+
     def note(self, layer: PolicyLayer, turn: Turn) -> None:
         self.tape.setdefault(layer.layer_idx, []).append(turn)
         self._open.append((layer, turn))
@@ -143,6 +149,12 @@ def recording() -> Generator[Recorder]:
             latent = cache.attachment.model_shape.shape.latent
             v, out = (k[..., :latent], whole[..., :latent]) if latent else (v, whole)
             given = [x.detach().clone() for x in (q, k, v)]
+            owner: Any = cache.layers[layer_idx]
+            if not isinstance(owner, PolicyLayer):
+                needs = cache.policy.at(owner.reads).selector.needs
+                if needs.query_moments is None and not needs.newest_queries:  # else its queries are not looked at
+                    recorder.join(owner.reads, given[0], out.clone())
+                return out
             flags = None if valid is None else valid.bool()
             turn = Turn(q=given[0], k=given[1], v=given[2], valid=flags, kernel=kernel, out=out.clone())
             if cache.policy.at(layer_idx).selector.needs.layer_input:
@@ -156,7 +168,12 @@ def recording() -> Generator[Recorder]:
         return attend
 
     def replayed(layer_idx: int, *given: Any) -> None:
-        recorder.replays.setdefault(layer_idx, []).append(Replayed(*given))
+        known = recorder.replays.setdefault(layer_idx, [])
+        new = Replayed(*given)
+        if known and known[-1].number == new.number:  # of a layer that reads the same keys
+            known[-1] = known[-1]._replace(q=together(known[-1].q, new.q, new.k.shape[1]))
+        else:
+            known.append(new)
 
     noted = noticing(recorder.keep.__setitem__, recorder.hidden.__setitem__)
     with noted, always_folded(), attending(around), replaying(replayed):

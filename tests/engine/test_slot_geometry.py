@@ -10,6 +10,7 @@ import torch
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.capacity import UNLIMITED
+from kvpolicy.engine.editing import note_move
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
@@ -81,7 +82,7 @@ def test_a_move_neither_hastens_nor_delays_the_next_ranking(by: int) -> None:
     _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
     keep = torch.tensor([PROMPT])
     store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))
-    store.note_move(by)
+    note_move(store, by)
     assert store.tensors.length.tolist() == [PROMPT + by] and int(store.tensors.columns) == PROMPT + by
     due = [bool(store.contents.schedule.due(store.tensors.length + more, store.tensors.budget)) for more in range(6)]
     assert due == [False] * 4 + [True] * 2

@@ -175,8 +175,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="an edit leaves the rank schedule behind",
-        file="kvpolicy/engine/layer_store.py",
-        old="        self.contents.schedule.move(by)\n",
+        file="kvpolicy/engine/editing.py",
+        old="    store.contents.schedule.move(by)\n",
         new="",
         tests=("tests/engine/test_slot_geometry.py::test_a_move_neither_hastens_nor_delays_the_next_ranking",),
     ),
@@ -319,7 +319,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the largest queries are those of the last prompt",
-        file="kvpolicy/engine/layer_store.py",
+        file="kvpolicy/engine/prompt_statistics.py",
         old="limits.query_absmax.copy_(torch.maximum(limits.query_absmax, largest))",
         new="limits.query_absmax.copy_(largest)",
         tests=("tests/engine/test_layer_store.py::test_the_largest_queries_are_those_of_all_prompts",),
@@ -403,9 +403,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="an index stays as it was before tokens are moved",
-        file="kvpolicy/engine/layer_store.py",
-        old="            self.slots.index.rebuild()\n",
-        new="            pass\n",
+        file="kvpolicy/engine/editing.py",
+        old="        store.slots.index.rebuild()\n",
+        new="        pass\n",
         tests=("tests/engine/test_editing.py",),
     ),
     Mutation(

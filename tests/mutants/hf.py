@@ -14,9 +14,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="a shift leaves the host's count of columns",
-        file="kvpolicy/engine/layer_store.py",
-        old="self.contents.add_columns(by)",
-        new="self.tensors.columns.add_(by)",
+        file="kvpolicy/engine/editing.py",
+        old="store.contents.add_columns(by)",
+        new="store.tensors.columns.add_(by)",
         tests=("tests/engine/test_announcements.py",),
     ),
     Mutation(
@@ -420,7 +420,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the digest of a mask misses the padding of tiles",
-        file="kvpolicy/hf/cache_forward.py",
+        file="kvpolicy/hf/layer_tiles.py",
         old="layer.extend_digest(tiles.valid, tile.columns)",
         new="layer.extend_digest(None, tile.columns)",
         tests=("tests/conformance/test_tiles.py",),

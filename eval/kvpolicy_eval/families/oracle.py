@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ _readable: Held = {}
 
 
 @contextmanager
-def oracle(model: nn.Module) -> Iterator[Callable[[Mapping[int, Tensor]], None]]:
+def oracle(model: nn.Module) -> Generator[Callable[[Mapping[int, Tensor]], None]]:
     """Let a stock model attend to some tokens alone.
 
     Args:
@@ -113,6 +113,7 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
     if mask is None and (hidden is not None or eager is None):
         mask = _causal(query.shape[2], key.shape[2], query.dtype)
     if hidden is not None:
+        assert mask is not None  # made above where the model gave none
         mask = _add(mask, _wide(hidden, key.shape[2]))
     if kwargs.get("scaling", 0.0) is None:  # the eager functions of some families divide by it
         del kwargs["scaling"]

@@ -1,0 +1,131 @@
+"""Layers that read the keys and values of an earlier layer, their owner, and hold none of their own (Gemma 3n).
+
+A layer of a model reads those of the last layer of its kind before the first one that reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvpolicy.engine.output_norms import Projection
+from kvpolicy.spec.errors import KVPolicyError
+
+_READS = "reuse"
+_MODES = {None, "store", _READS}
+"""What transformers says of a layer: it keeps its keys to itself, shows them to others, or reads those of another."""
+
+
+class ReadingLayer(CacheLayerMixin):
+    """The layer of a cache that holds nothing, since the model's layer reads the slots or the window of its owner.
+
+    Attributes:
+        reads: Index of the owner.
+        is_last: Whether no later layer reads it.
+    """
+
+    is_compileable = True
+    is_croppable = True
+    supports_early_init = False
+    is_initialized = True  # pyright: ignore[reportIncompatibleUnannotatedOverride]
+    keys = None  # pyright: ignore
+    values = None  # pyright: ignore
+
+    def __init__(self, reads: int, *, is_last: bool, is_sliding: bool) -> None:
+        """Read the layer with an index, which may have a sliding window."""
+        self.reads = reads
+        self.is_last = is_last
+        self.is_sliding = is_sliding
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are: no model stores any here."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """None: its owner counts them."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of the new tokens alone: masks are made for layers with keys of their own."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing to take back."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """No rows."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """No rows."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """No rows."""
+
+
+def key_owners(text: Any) -> dict[int, int]:
+    """The owner of each layer of a text decoder's config that reads the keys of another.
+
+    Raises:
+        KVPolicyError: If a layer reads those of no earlier layer of its kind.
+    """
+    modes = _modes(text)
+    if modes is None or _READS not in modes:
+        return {}
+    kinds: list[str] = text.layer_types
+    first = modes.index(_READS)
+    owners = {kind: index for index, kind in enumerate(kinds[:first])}
+    readers = [index for index, mode in enumerate(modes) if mode == _READS]
+    others = {*modes} - _MODES or hasattr(text, "kv_source_layers")
+    if others or readers[-1] - first >= len(readers) or any(kinds[index] not in owners for index in readers):
+        raise KVPolicyError(
+            "Every layer that reads the keys of another must read those of the last layer of its kind with keys of its "
+            f"own, and stand behind all of these, got others in {text.model_type}; try another model."
+        )
+    return {index: owners[kinds[index]] for index in readers}
+
+
+def _modes(text: Any) -> list[str | None] | None:
+    """What transformers says of each layer; None if all have keys of their own."""
+    if getattr(text, "num_kv_shared_layers", None) == text.num_hidden_layers:
+        return [_READS] * text.num_hidden_layers  # of a drafter, which reads another model's
+    modes = getattr(text, "kv_sharing_modes", None)
+    if modes is None:  # before transformers 5.23, its configs have the number alone
+        shared = getattr(text, "num_kv_shared_layers", None) or 0
+        return [None] * (text.num_hidden_layers - shared) + [_READS] * shared if shared else None
+    return list(modes)
+
+
+def joint_projections(
+    projections: Mapping[int, Projection], owners: Mapping[int, int], heads: int
+) -> dict[int, Projection]:
+    """How to read the output projection of each owner, [hidden, Hq * D], with those of the layers that read its keys.
+
+    Args:
+        projections: How to read that of each layer.
+        owners: The owner of each layer that reads.
+        heads: KV heads.
+    """
+    readers: dict[int, list[int]] = {}
+    for index, owner in owners.items():
+        readers.setdefault(owner, [owner]).append(index)
+    return {owner: partial(_joint, [projections[i] for i in same], heads) for owner, same in readers.items()}
+
+
+def _joint(parts: Sequence[Projection], heads: int) -> Tensor:
+    first, *others = (part().unflatten(-1, (heads, -1)) for part in parts)
+    return torch.cat([first, *(other.to(first.device) for other in others)], -1).flatten(-2)

@@ -1,0 +1,419 @@
+"""Layers that read the keys of earlier ones: they attend to their owner's slots, and hold nothing."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpolicy
+from kvpolicy.hf.cache_names import cache_argument
+from kvpolicy.hf.discovery import home
+from kvpolicy.hf.model_spec import describe
+from tests.conformance.models import VOCABULARY, build
+from tests.conformance.test_models import compare
+
+FAMILIES = ["gemma3n", "gemma4_shared"]
+TURNS = [(30, 0), (1, 1), (1, 2), (1, 3), (6, 4), (1, 5), (1, 6)]
+"""Columns and seed of each forward: a prompt, steps, a second turn, steps."""
+
+
+def text(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def prefilled(model: Any, rows: int = 2, columns: int = 20, new: int = 8) -> kvpolicy.PolicyCache:
+    cache = kvpolicy.PolicyCache(model, prompt=columns, new=new)
+    model(text(rows, columns), cache=cache)
+    return cache
+
+
+def step(model: Any, cache: Any, token: int = 7) -> Tensor:
+    return model(torch.full((cache.batch_size, 1), token), cache=cache).logits[:, -1]
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.std())
+
+
+def held(cache: Any, padding: list[int]) -> dict[int, Tensor]:
+    """Which columns each head of each layer holds, [B, H, columns] bool."""
+    found: dict[int, Tensor] = {}
+    for layer in cache.policy_layers:
+        positions = layer.head_positions
+        columns = torch.zeros(*positions.shape[:2], cache.get_seq_length(), dtype=torch.bool)
+        for row, before in enumerate(padding):
+            for head, some in enumerate(positions[row]):
+                columns[row, head, some[some >= 0].long() + before] = True
+        found[layer.layer_idx] = columns
+    return found
+
+
+@contextmanager
+def hidden(model: Any, seen: Mapping[int, Tensor]) -> Generator[None]:
+    """Let the stock model attend in each layer, and in those that read its keys, to the `seen` of its past columns."""
+    owners = describe(model.config).owners
+    attention = next(m for m in model.modules() if type(m).__name__.endswith("TextAttention"))
+    module = sys.modules[home(attention).__module__]
+    stock: Any = module.eager_attention_forward
+
+    def eager(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **kwargs: Any) -> Any:
+        index: int = layer.layer_idx
+        past = seen.get(owners.get(index, index))
+        if past is not None:
+            every = torch.ones(*past.shape[:2], k.shape[2], dtype=torch.bool)
+            every[..., : past.shape[2]] = past
+            every = every.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
+            mask = mask.expand(-1, q.shape[1], -1, -1).masked_fill(~every, torch.finfo(q.dtype).min)
+        return stock(layer, q, k, v, mask, **kwargs)
+
+    module.eager_attention_forward = eager  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        module.eager_attention_forward = stock  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def mask_of(padding: list[int], columns: int) -> Tensor:
+    mask = torch.ones(len(padding), columns, dtype=torch.int64)
+    for row, count in enumerate(padding):
+        mask[row, :count] = 0
+    return mask
+
+
+def played(model: Any, policy: str, padding: list[int], **options: Any) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
+    """Logits of all turns under a policy, and what each could see of the columns before."""
+    logits: list[Tensor] = []
+    seen: list[dict[int, Tensor]] = []
+    with kvpolicy.attach(model, policy, **options):
+        cache = kvpolicy.PolicyCache(model)
+        for columns, seed in TURNS:
+            before = {} if not cache.is_initialized else held(cache, padding)
+            mask = mask_of(padding, cache.get_seq_length() + columns)
+            out = model(text(len(padding), columns, seed), attention_mask=mask, cache=cache)
+            logits.append(out.logits[:, -1])
+            seen.append(held(cache, padding) if columns == 1 else before)
+    return logits, seen
+
+
+def stock(model: Any, seen: list[dict[int, Tensor]], padding: list[int]) -> list[Tensor]:
+    """The same of the stock model, which is shown the same columns."""
+    logits: list[Tensor] = []
+    cache = DynamicCache(config=model.config)
+    total = 0
+    for (columns, seed), now in zip(TURNS, seen, strict=True):
+        total += columns
+        with hidden(model, now):
+            given = {"attention_mask": mask_of(padding, total), **cache_argument(model.model, cache)}
+            logits.append(model(text(len(padding), columns, seed), **given).logits[:, -1])
+    return logits
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("padding", [[0, 0], [0, 5]])
+@pytest.mark.parametrize(
+    "policy", ["snapkv@0.5", "window@0.5", "h2o@0.4", "uniform/adakv+snapkv@0.4", "squeeze+kvcrush/snapkv@0.4"]
+)
+def test_layers_that_read_see_what_their_owner_holds(family: str, padding: list[int], policy: str) -> None:
+    model = build(family)
+    logits, seen = played(model, policy, padding)
+    expected = stock(model, seen, padding)
+    everything = stock(model, [{} for _ in TURNS], padding)
+    assert max(map(off, logits, expected)) < 1e-4
+    assert max(map(off, everything, expected)) > 0.05
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", ["kvzip:chunk=8@0.5", "lagkv@0.5", "expected@0.5"])
+def test_other_selectors(family: str, policy: str) -> None:
+    model = build(family)
+    logits, seen = played(model, policy, [0, 5])
+    assert max(map(off, logits, stock(model, seen, [0, 5]))) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kept", [0, 1, 3])
+@pytest.mark.parametrize("padding", [[0, 0], [0, 5]])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_full_is_stock_however_many_logits_are_asked_for(
+    family: str, kept: int, padding: list[int], attention: str
+) -> None:
+    """Gemma 4 cuts the tokens of its reading layers to those, which it does in its own masks alone."""
+    model = build(family)
+    model.set_attn_implementation(attention)
+    try:
+        for columns in (10, 30):  # within a sliding window, and beyond it
+            inputs = {"input_ids": text(2, columns), "attention_mask": mask_of(padding, columns)}
+            expected = model(**inputs, logits_to_keep=kept).logits[:, -1]
+            with kvpolicy.attach(model, "full"):
+                assert off(model(**inputs, logits_to_keep=kept).logits[:, -1], expected) < 1e-5
+                assert off(model(**inputs, logits_to_keep=kept, use_cache=False).logits[:, -1], expected) < 1e-5
+    finally:
+        model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", ["window@0.5", "snapkv@0.5", "kivi+h2o@0.5", "full"])
+def test_the_last_token_alone_goes_through_reading_layers_if_no_other_query_counts(family: str, policy: str) -> None:
+    model = build(family)
+    last = model.model.layers[-1]
+    cuts = "logits_to_keep" in inspect.signature(model.model.forward).parameters
+    assert not (cuts and family == "gemma3n")
+    seen: list[int] = []
+    hook = last.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-2]))
+    with kvpolicy.attach(model, policy):
+        model.generate(text(2, 20), max_new_tokens=2, do_sample=False)
+    hook.remove()
+    assert seen == [1 if cuts and policy in ("window@0.5", "full") else 20, 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planned_bytes_are_held_and_reading_layers_hold_none(family: str) -> None:
+    model = build(family)
+    planned = kvpolicy.plan(model.config, "snapkv@0.5", batch=2, prompt=20, new=8)
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        cache = prefilled(model)
+        for _ in range(8):
+            step(model, cache)
+        assert cache.nbytes == planned.nbytes
+        assert cache.full_nbytes == planned.full_nbytes
+        report = cache.report()
+    reading = report.layers[4:]
+    assert [layer.note for layer in reading] == [f"reads the keys of layer {owner}" for owner in (2, 3, 2, 3)]
+    assert not any(sum(layer.nbytes.values()) for layer in reading)
+    assert report.nbytes == sum(sum(layer.nbytes.values()) for layer in report.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_full_cache_holds_as_many_bytes_as_the_stock_one(family: str) -> None:
+    model = build(family)
+    stock_cache: Any = DynamicCache(config=model.config)
+    model(text(2, 20), **cache_argument(model.model, stock_cache))
+    held = [(layer.keys, layer.values) for layer in stock_cache.layers]
+    nbytes = sum(t.nbytes for pair in held for t in pair if t is not None)
+    with kvpolicy.attach(model, "full"):
+        assert prefilled(model).full_nbytes == nbytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_budgets_are_those_of_layers_with_keys(family: str) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "squeeze+window@0.5"):
+        cache = prefilled(model)
+        assert cache.cosines().shape == (2, 2)
+        assert [layer.layer_idx for layer in cache.policy_layers] == [1, 3]
+        assert int(sum(int(layer.budget[0]) for layer in cache.policy_layers)) == 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_codes_are_read_by_all(family: str) -> None:
+    """In 8 bits, so that keys which a layer should have read and did not would be seen."""
+    model = build(family)
+    logits, seen = played(model, "tokenwise:bits=8+h2o@0.5", [0, 0])
+    assert max(map(off, logits, stock(model, seen, [0, 0]))) < 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reading_layers_choose_pages_by_their_own_queries(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "quest:read=0.3:page=1:dense=0"):
+        cache = prefilled(model)
+        owner = cache.policy_layers[1].store.slots
+        assert owner is not None and owner.index.shape is not None
+        choices: list[Tensor] = []
+        choose = owner.index._choose
+
+        def noted(*args: Any) -> Any:
+            chosen = choose(*args)
+            choices.append(chosen.slots.sort(-1).values)
+            return chosen
+
+        monkeypatch.setattr(owner.index, "_choose", noted)
+        step(model, cache)
+    assert len(choices) == 3
+    assert not torch.equal(choices[0], choices[1])
+    assert not torch.equal(choices[1], choices[2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_and_forks(family: str) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        cache = prefilled(model, rows=3)
+        fork = cache.fork([2, 0])
+        expected = step(model, cache)
+        assert torch.allclose(step(model, fork), expected[[2, 0]], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beams_are_those_of_the_stock_cache(family: str) -> None:
+    model = build(family)
+    options: dict[str, Any] = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
+    expected = model.generate(text(2, 20), **options)
+    with kvpolicy.attach(model, "window@64"):
+        assert torch.equal(model.generate(text(2, 20), **options), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_forks(family: str) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "full"):
+        cache = prefilled(model, rows=1)
+        alone = cache.fork()
+        shared = cache.fork([0, 0], shared=True)
+        for turn in (text(1, 5, 1), text(1, 1, 2), text(1, 1, 3)):
+            expected = model(turn, cache=alone).logits[:, -1]
+            found = model(turn.expand(2, -1), cache=shared).logits[:, -1]
+            assert torch.allclose(expected.expand_as(found), found, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("accepted", [0, 2, 3])
+def test_rollback(family: str, accepted: int) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "h2o@8"):
+        cache = prefilled(model)
+        other = cache.fork()
+        cache.mark(most=3)
+        for token in (5, 6, 7):
+            step(model, cache, token)
+        cache.rollback(accepted)
+        for token in (5, 6, 7)[:accepted]:
+            step(model, other, token)
+        assert cache.nbytes == other.nbytes
+        assert torch.equal(step(model, cache), step(model, other))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_crop(family: str) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "full"):
+        cache = kvpolicy.PolicyCache(model)
+        model(text(2, 8), cache=cache)
+        expected = step(model, cache)
+        for _ in range(2):
+            step(model, cache)
+        cache.crop(-3)
+        assert torch.allclose(step(model, cache), expected, atol=1e-5)
+        cache.crop(-3)  # into the prompt
+        again = kvpolicy.PolicyCache(model)
+        model(text(2, 8)[:, :6], cache=again)
+        assert torch.allclose(step(model, cache), step(model, again), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    path = str(tmp_path / "cache.safetensors")
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        cache = prefilled(model)
+        cache.save(path)
+        loaded = kvpolicy.PolicyCache.load(model, path)
+        assert loaded.nbytes == cache.nbytes
+        for token in (5, 6):
+            assert torch.equal(step(model, cache, token), step(model, loaded, token))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reset_cache_is_new(family: str) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        cache = prefilled(model, rows=2)
+        cache.reset()
+        cache.expect(20, 8)
+        again = model(text(3, 20), cache=cache).logits[:, -1]
+        assert torch.equal(again, model(text(3, 20), cache=kvpolicy.PolicyCache(model, prompt=20, new=8)).logits[:, -1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("hold", ["plain", "codes"])
+def test_held_chunks_keep_what_one_piece_keeps(family: str, hold: Any) -> None:
+    model = build(family)
+    policy = "tokenwise:bits=8+snapkv@0.5" if hold == "codes" else "snapkv@0.5"
+    kept: list[list[Tensor]] = []
+    for sizes in ([20], [9, 11]):
+        with kvpolicy.attach(model, policy, chunks="hold", hold=hold):
+            cache = kvpolicy.PolicyCache(model, prompt=20, new=4)
+            *before, last = text(2, 20).split(sizes, 1)
+            for part in before:
+                model(part, cache=cache)
+            logits = model(last, cache=cache).logits[:, -1]
+            kept.append([logits, *(layer.head_positions.sort().values for layer in cache.policy_layers)])
+    if hold == "plain":  # else what is attended to was decoded
+        assert torch.allclose(kept[0][0], kept[1][0], atol=1e-4)
+        assert all(map(torch.equal, kept[0][1:], kept[1][1:]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("padding", [[0, 0], [0, 5]])
+@pytest.mark.parametrize("policy", ["squeeze+h2o@0.5", "uniform/adakv+snapkv@0.5", "rotate+snapkv@0.5"])
+def test_tiles_keep_what_one_piece_keeps(family: str, attention: str, padding: list[int], policy: str) -> None:
+    """In a prompt and in a second turn, with layers' metrics and largest activations, too."""
+    model = build(family)
+    model.set_attn_implementation(attention)
+    found: list[list[Tensor]] = []
+    try:
+        for tile in (None, 7):
+            logits, seen = played(model, policy, padding, tile=tile)
+            found.append([*logits, *(heads for each in seen for heads in each.values())])
+    finally:
+        model.set_attn_implementation("eager")
+    for whole, tiled in zip(*found, strict=True):
+        assert torch.equal(whole, tiled) if whole.dtype == torch.bool else off(tiled, whole) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_compiled_step_is_one_graph(family: str) -> None:
+    model = build(family)
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        eager, compiled = prefilled(model), prefilled(model)
+        run = torch.compile(model, backend="eager", fullgraph=True)
+        for token in (5, 6, 7):
+            expected = step(model, eager, token)
+            found = run(torch.full((2, 1), token), **cache_argument(model, compiled)).logits[:, -1]
+            compiled.tick()
+            assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_reading_layer_that_is_left_out_is_noticed() -> None:
+    model = build("gemma3n")
+    attention = model.model.layers[7].self_attn
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        cache = prefilled(model)
+        before = dict(attention._forward_pre_hooks)
+        attention._forward_pre_hooks.clear()
+        with pytest.raises(kvpolicy.KVPolicyError, match="without layer 7"):
+            step(model, cache)
+        attention._forward_pre_hooks.update(before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("selector", ["kvzip", "snapkv", "h2o", "defensive", "critical/snapkv"])
+def test_layers_that_read_count_where_tokens_are_ranked(family: str, selector: str) -> None:
+    """As the reference ranks, to which the queries of all layers that read the same keys are those of one layer."""
+    compare("uniform", selector, "plain", family, "padded", "fp32")
+
+
+def test_what_cannot_be_exact_is_refused() -> None:
+    model = build("gemma4_shared")
+    with pytest.raises(kvpolicy.KVPolicyError, match="keys of its own on several ranks"):
+        kvpolicy.plan(model.config, "snapkv@0.5", prompt=20, tp=2)
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        with pytest.raises(kvpolicy.KVPolicyError, match="return_shared_kv_states must be False"):
+            model(text(1, 20), return_shared_kv_states=True)
+        model(text(1, 20), return_shared_kv_states=True, use_cache=False)
