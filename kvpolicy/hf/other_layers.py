@@ -6,7 +6,6 @@ import inspect
 
 from torch import nn
 
-from kvpolicy.hf.cache_names import LAYER_NAMES
 from kvpolicy.spec.errors import KVPolicyError
 
 _STATES = ("state", "cache_params")
@@ -34,6 +33,8 @@ def why_no_stack(model: nn.Module, stacks: int) -> str:
         model: The model.
         stacks: How many stacks were found.
     """
+    from kvpolicy.hf.cache_names import LAYER_NAMES  # here: plans need no transformers
+
     if stacks > 1:
         return f"which has {stacks} stacks"
     names = {type(module).__name__ for module in model.modules()}

@@ -56,17 +56,8 @@ def test_readers_of_a_layer_see_what_it_holds(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    model = build(Entry(CAUSAL, "falcon"))
-    before = [
-        (name, module.config._attn_implementation)
-        for name, module in model.named_modules()
-        if hasattr(module, "config")
-    ]
+    model: Any = build(Entry(CAUSAL, "falcon"))
+    before = model.config._attn_implementation
     played(model, Entry(CAUSAL, "falcon"), {0: torch.zeros(1, 1, PROMPT, dtype=torch.bool)})
-    after = [
-        (name, module.config._attn_implementation)
-        for name, module in model.named_modules()
-        if hasattr(module, "config")
-    ]
-    assert before == after
+    assert model.config._attn_implementation == before
     assert not any(module._forward_pre_hooks for module in model.modules())

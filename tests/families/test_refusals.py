@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,7 +41,7 @@ SAID = {
 def test_a_refusal_names_its_reason(entry: Entry) -> None:
     if entry not in installed():
         pytest.skip("this version of transformers lacks it")
-    model = build(entry)
+    model: Any = build(entry)
     said = list[str]()
     for call, given in ((kvpolicy.attach, model), (kvpolicy.plan, model), (kvpolicy.plan, model.config)):
         with pytest.raises(kvpolicy.KVPolicyError) as error:
@@ -58,7 +60,7 @@ def test_a_class_may_take_the_config_of_another_model(name: str) -> None:
     entry = Entry(IMAGE, name)
     if entry not in installed():
         pytest.skip("this version of transformers lacks it")
-    model = build(entry)
+    model: Any = build(entry)
     with kvpolicy.attach(model, "window@0.5") as handle, torch.no_grad():
         model(torch.arange(3, 43)[None])
         held = handle.cache.nbytes  # pyright: ignore[reportOptionalMemberAccess]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,7 +99,7 @@ def test_a_trace_left_behind_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     attach = kvpolicy.attach
 
     @contextmanager
-    def leaving(model: Any, spec: str) -> Iterator[Any]:
+    def leaving(model: Any, spec: str) -> Generator[Any]:
         with attach(model, spec) as handle:
             yield handle
         with torch.no_grad():

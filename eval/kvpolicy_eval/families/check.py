@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -226,8 +226,8 @@ def _judge(result: Result) -> tuple[str, str]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without warnings, and with one thread: the models are small."""
+def _quiet() -> Generator[None]:
+    """Without warnings: those of other packages about small sizes help nobody."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

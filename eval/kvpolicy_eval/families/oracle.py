@@ -107,7 +107,7 @@ def _hide_outside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
     """The eager attention of a module, with a mask that hides more."""
-    mask = attention_mask
+    mask: Any = attention_mask
     hidden = _hidden(module, query.shape[1], query.dtype)
     eager = getattr(_source(module), "eager_attention_forward", None)
     if mask is None and (hidden is not None or eager is None):
@@ -140,7 +140,7 @@ def _causal(queries: int, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(1, 1, queries, columns, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
-def _add(mask: Tensor, hidden: Tensor) -> Tensor:
+def _add(mask: Any, hidden: Tensor) -> Tensor:
     lowest = torch.finfo(hidden.dtype).min
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=hidden.dtype).masked_fill(~mask, lowest)

@@ -95,7 +95,8 @@ def answer(result: Result | None) -> str:
 def held(by_kind: Mapping[str, Result]) -> str:
     """Bytes that were planned from the config alone, and those held; one number where they are equal.
 
-    >>> held({"causal": {"planned": {"nbytes": 1000}, "policies": {"snapkv@0.5": {"nbytes": 1000}}}})
+    >>> found = {"planned": {"nbytes": 1000}, "policies": {"snapkv@0.5": {"nbytes": 1000}}}
+    >>> held({"causal": {"verdict": "right", **found}})
     '1,000'
     """
     found = [bytes_of(result) for result in by_kind.values() if result["verdict"] == RIGHT]
