@@ -57,7 +57,7 @@ def measure(policy: str = POLICY) -> dict[str, set[CodeType]]:
 
     def has_keys(frame: FrameType) -> bool:
         given = frame.f_locals
-        if frame.f_code.co_name == "attend_prompt":
+        if frame.f_code.co_name == "attend_new":
             keys[given["k"].untyped_storage().data_ptr()] = given["k"]
         return any(tensor.untyped_storage().data_ptr() in keys for tensor in _tensors(given.values()))
 

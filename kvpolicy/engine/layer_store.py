@@ -71,8 +71,7 @@ class LayerStore:
         A value that is held has `value_dim` numbers, D by default.
         """
         batch, heads, _, dim = keys.shape
-        value_dim = None if value_dim == dim else value_dim
-        shape = LayerShape(heads, dim, keys.dtype, group, value_dim=value_dim, latent=self.spec.latent)
+        shape = LayerShape(heads, dim, keys.dtype, group, 0, None if value_dim == dim else value_dim, self.spec.latent)
         self.contents.begin(self.geometry.alloc(batch, shape, keys.device), shape, ranks)
 
     @property
@@ -186,9 +185,8 @@ class LayerStore:
         """
         past = self.past() if held is None else held.after(self.past())
         statistics = PromptStatistics(self.contents, valid, columns, held)
-        sums = self.contents.prompt_needs.attn_sum
         sizes = (q.shape[1], self.shape.held_value_dim, columns)
-        return PromptTiles(k, *sizes, valid, past, statistics, sums, self.prefix)
+        return PromptTiles(k, *sizes, valid, past, statistics, self.contents.prompt_needs.attn_sum, self.prefix)
 
     @on_host
     def end_prompt(self, pending: PendingPrompt, held: PendingPrompt | None) -> PendingPrompt:

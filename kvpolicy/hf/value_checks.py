@@ -59,9 +59,9 @@ def changes_keys(merger: Merger) -> bool:
     """
     if merger.traits.when == "never":
         return True
-    tokens = torch.ones(1, 1, 3, 2, device="cpu")
-    weights = torch.full((1, 1, 1, 3), 1 / 3, device="cpu")
-    every = torch.zeros(1, 1, 3, device="cpu")
+    tokens = torch.ones(1, 1, 3, 2, device="cpu", dtype=torch.float32)
+    weights = torch.full((1, 1, 1, 3), 1 / 3, device="cpu", dtype=torch.float32)
+    every = torch.zeros(1, 1, 3, device="cpu", dtype=torch.float32)
     kept = torch.tensor([[[True, True, False]]], device="cpu")
     found = merger.merge_prompt(
         merger.alloc(1, 1, "cpu"),

@@ -463,7 +463,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a row without a query in a prompt forgets those before",
-        file="kvpolicy/engine/layer_store.py",
+        file="kvpolicy/engine/prompt_statistics.py",
         old="torch.where(seen[:, None, None], square, limits.query_square)",
         new="square",
         tests=("tests/engine/test_layer_store.py",),
