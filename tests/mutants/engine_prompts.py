@@ -14,7 +14,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="rows that are no neighbors are read as one slice",
-        file="kvpolicy/engine/attention.py",
+        file="kvpolicy/engine/row_spans.py",
         old="neighbors = rows[-1] - rows[0] + 1 == len(rows)",
         new="neighbors = rows[-1] - rows[0] + 1 >= len(rows)",
         tests=("tests/engine/test_attention.py::test_prompts_with_padding",),
