@@ -21,7 +21,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="padding between tokens is attended to",
-        file="kvpolicy/engine/attention.py",
+        file="kvpolicy/engine/row_spans.py",
         old="if size and size == end - begin:",
         new="if size:",
         tests=("tests/engine/test_attention.py",),

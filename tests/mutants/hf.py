@@ -160,8 +160,8 @@ MUTATIONS = (
     Mutation(
         name="query heads are rounded down in the widths of a rank",
         file="kvpolicy/hf/widths.py",
-        old="queries=-(-text.num_attention_heads // tp) * head_dim",
-        new="queries=text.num_attention_heads // tp * head_dim",
+        old="heads = -(-text.num_attention_heads // tp)",
+        new="heads = text.num_attention_heads // tp",
         tests=("tests/planning/test_division.py",),
     ),
     Mutation(
