@@ -237,6 +237,13 @@ class SlotRotary:
         return self._rope.rotate(self._rope.unrotate(queries, here), torch.full_like(here, distance))
 
 
+def one_part(position_ids: Tensor | None) -> Tensor | None:
+    """Positions of several parts (M-RoPE), [parts, B, P], as [B, P] where all parts are equal, as in a text."""
+    if position_ids is None or position_ids.dim() != 3 or not bool((position_ids == position_ids[:1]).all()):
+        return position_ids
+    return position_ids[0]
+
+
 def rope_offset(
     position_ids: Tensor | None,
     valid: Tensor | None,
@@ -249,7 +256,7 @@ def rope_offset(
     """Offset of the model's rotary positions from the rows' positions, which do not count padding, [B] int64.
 
     Args:
-        position_ids: Positions that the model was given, [B or 1, P], or None.
+        position_ids: Positions that the model was given, [B or 1, P], or equal parts of them, or None.
         valid: Which of the P tokens are no padding, [B, P]; None where all are.
         columns: Tokens seen before, padding included.
         seen: Tokens that each row has seen before, [B] int64.
@@ -258,12 +265,13 @@ def rope_offset(
         part: The `codec`, `reader` or `selector` that undoes the rotation.
 
     Raises:
-        KVPolicyError: If the offset differs within a row, or the positions have several parts.
+        KVPolicyError: If the offset differs within a row, or the positions have parts that differ.
     """
+    position_ids = one_part(position_ids)
     if position_ids is not None and position_ids.dim() != 2:
         raise KVPolicyError(
             f"Positions must be one number per token for a {part} that undoes their rotation, got position_ids "
-            f"{list(position_ids.shape)} of several parts (M-RoPE); try {INSTEAD[part]}"
+            f"{list(position_ids.shape)} of parts that differ (M-RoPE); try {INSTEAD[part]}"
         )
     at = torch.arange(new, device=seen.device) + columns if position_ids is None else position_ids
     counted = torch.arange(new, device=seen.device) if valid is None else (valid.long().cumsum(-1) - 1).clamp_min(0)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.rotary import one_part
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -53,9 +54,11 @@ def extended(
     Raises:
         KVPolicyError: If a token has several positions.
     """
+    position_ids = one_part(position_ids)
     if position_ids is not None and position_ids.dim() != 2:
         raise KVPolicyError(
-            "The positions of a prompt that is replayed must be one number per token, got several (M-RoPE); try a "
+            "The positions of a prompt that is replayed must be one number per token, got parts that "
+            "differ (M-RoPE), as behind a picture; try a "
             "selector without a replay, such as snapkv."
         )
     rows, new = tokens.shape[:2]

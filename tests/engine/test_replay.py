@@ -431,7 +431,7 @@ def test_refused() -> None:
             check_step(model.model.decoder, (), {"input_ids": ids[:, :1], "cache": held})
     rotary = build("llama")
     with torch.no_grad(), kvpolicy.attach(rotary, "kvzip@0.5"), pytest.raises(KVPolicyError, match="M-RoPE"):
-        rotary(ids[:, :9], position_ids=torch.arange(9).expand(3, 1, -1))
+        rotary(ids[:, :9], position_ids=torch.arange(9).expand(3, 1, -1) + torch.arange(3)[:, None, None])
 
 
 def test_layers_without_the_embedding_are_not_replayed() -> None:

@@ -246,11 +246,11 @@ def test_angles_that_depend_on_the_length_stay_those_of_the_prompt(kind: str, po
         ("full+rotate", "for a codec that .*M-RoPE.; try a codec that stores rotated keys"),
     ],
 )
-def test_positions_of_several_parts_are_refused_by_the_part_that_undoes_them(policy: str, message: str) -> None:
+def test_positions_of_parts_that_differ_are_refused_by_the_part_that_undoes_them(policy: str, message: str) -> None:
     model = build("llama")
     ids, _ = make_batch([9], [9])
     with torch.no_grad(), kvpolicy.attach(model, policy), pytest.raises(kvpolicy.KVPolicyError, match=message):
-        model(ids, position_ids=torch.arange(9).expand(3, 1, -1))
+        model(ids, position_ids=torch.arange(9).expand(3, 1, -1) + torch.arange(3)[:, None, None])
 
 
 class ThreeParts(nn.Module):
