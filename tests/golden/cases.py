@@ -22,7 +22,7 @@ from kvpolicy import Policy
 from tests.golden import ranks, scenarios
 from tests.golden.calibrations import write_files
 from tests.golden.digests import FAILED, REFUSED, Fields
-from tests.golden.families import MAIN, build
+from tests.golden.families import KINDS, MAIN, build
 from tests.golden.policies import OPTIONS, SCORERS, parse, star
 
 
@@ -79,6 +79,9 @@ def all_cases(quick: bool = False) -> dict[str, Case]:
         add(many, "beams", ["llama"], ["fp32"])
         add(few, "beams", ["gemma2"], ["bf16"])
         add(few, "long", ["llama", "gpt_oss"], ["fp32"])
+        add(few, "turns", KINDS, ["fp32"])
+        add(few, "prompt", KINDS, ["bf16"])
+        add(few, "rows", KINDS, ["fp32"])
         add(many, "ranks", ["llama"], ["fp32"])
         add(few, "ranks", ["qwen3", "llama_mqa"], ["fp32"])
     return {case.name: case for case in found}

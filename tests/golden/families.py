@@ -65,10 +65,70 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_positions": 2048,
         },
     ),
+    "qwen3_5": (  # states of linear attention between attending layers
+        "Qwen3_5Text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "falcon_h1": (  # a state beside the slots of each layer
+        "FalconH1",
+        {
+            "head_dim": 8,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "deepseek_v3": (  # latent vectors
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "first_k_dense_replace": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "gemma3n": (  # layers that read the keys of earlier ones
+        "Gemma3nText",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "sliding_window": 12,
+            "head_dim": 8,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [48] * 6,
+            "activation_sparsity_pattern": [0.0] * 6,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "altup_num_inputs": 2,
+            "laurel_rank": 4,
+        },
+    ),
 }
 """By name: the class of the config, and its fields where they differ from the common ones; None omits a field."""
 
-MAIN = [name for name in FAMILIES if name != "llama_mqa"]
+KINDS = ["qwen3_5", "falcon_h1", "deepseek_v3", "gemma3n"]
+"""Families of which a layer holds something else than keys and values of its own."""
+
+MAIN = [name for name in FAMILIES if name not in ("llama_mqa", *KINDS)]
 """The families that every policy meets."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
