@@ -96,7 +96,7 @@ def test_users_may_pass_either_name(name: str) -> None:
 class OldOuter(LlamaForCausalLM):
     """A model that passes on the cache by the old name alone, such as Falcon before transformers 5.24."""
 
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         kwargs.pop(NEW, None)
         return super().forward(input_ids, **cache_argument(self.model, past_key_values), **kwargs)
 
