@@ -243,7 +243,7 @@ def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
             f"{type(tables).__name__} of type {kind}, which cannot be undone; try "
             + INSTEAD.get(part, "another policy.")
         )
-    return Rope(_of_text(tables), _of_pairs(apply), layer_type)
+    return Rope(_of_text(tables, layer_type), _of_pairs(apply), layer_type)
 
 
 class _ThreeParts(nn.Module):
@@ -263,13 +263,13 @@ class _ThreeParts(nn.Module):
         return self.tables(like, positions.expand(3, *positions.shape), **more)
 
 
-def _of_text(tables: nn.Module) -> nn.Module:
+def _of_text(tables: nn.Module, layer_type: str | None = None) -> nn.Module:
     """A rotary embedding as one of positions [B, n]: before transformers 5.24, those with three parts ask for all."""
     if not hasattr(tables, "mrope_section"):
         return tables
     at = next(tables.buffers()).new_zeros(1, 1)
     try:
-        tables(at, at)
+        tables(at, at, **({} if layer_type is None else {"layer_type": layer_type}))
     except IndexError:
         return _ThreeParts(tables)
     return tables

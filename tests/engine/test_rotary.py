@@ -278,3 +278,18 @@ def test_texts_have_the_same_position_in_every_part(expands: bool) -> None:
     assert torch.equal(cos, (torch.tensor([[0, 1, 7]])[..., None] * torch.tensor([1.0, 0.1, 0.01])).cos())
     assert tables.attention_scaling == 2.0 and tables.inv_freq.numel() == 3
     assert len([*tables.buffers()]) == 1
+
+
+class OfLayers(ThreeParts):
+    """The same, whose angles depend on the type of a layer (Command A Compass)."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        assert layer_type == "full_attention", "angles of no type of layer are asked for"
+        return super().forward(x, position_ids)
+
+
+@pytest.mark.parametrize("expands", [True, False])
+def test_angles_that_depend_on_the_type_of_a_layer(expands: bool) -> None:
+    tables: Any = _of_text(OfLayers(expands), "full_attention")
+    cos, _ = tables(torch.zeros(1), torch.tensor([[0, 1, 7]]), layer_type="full_attention")
+    assert torch.equal(cos, (torch.tensor([[0, 1, 7]])[..., None] * torch.tensor([1.0, 0.1, 0.01])).cos())
