@@ -132,7 +132,7 @@ class LayerStore:
         transform: ScoreTransform,
         forward: Forward | None = None,
         held: PendingPrompt | None = None,
-        expanded: tuple[Tensor, Tensor, Tensor] | None = None,
+        attention: Callable[..., tuple[Tensor, Tensor | None]] = attend,
     ) -> tuple[Tensor, PendingPrompt]:
         """Attend from a prompt or chunk to the slots and to itself; `end_prompt` must follow.
 
@@ -144,16 +144,14 @@ class LayerStore:
             transform: From products to attention weights.
             forward: The arguments of the attention module, if the selector needs them.
             held: Earlier chunks of the prompt, which are not compressed yet, or None.
-            expanded: Queries, keys and values with the same attention weights, which take the place of `q`, `k` and `v`
-                where nothing stands before the prompt; the output is of these values then.
+            attention: Attends, as `attend` does, which it takes the place of where nothing stands before the prompt.
 
         Returns:
             The output [B, Hq, P, D], and the prompt without earlier chunks.
         """
         past = self.past() if held is None else held.after(self.past())
         beside = None if self.prefix is None else self.prefix.attend_prompt(q, transform)
-        vectors = (q, k, v) if expanded is None else expanded
-        out, attn_sum = attend(*vectors, transform, past, valid, self.contents.prompt_needs.attn_sum, beside)
+        out, attn_sum = attention(q, k, v, transform, past, valid, self.contents.prompt_needs.attn_sum, beside)
         return out, see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
 
     @on_host

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpolicy.engine.attention import ScoreTransform, attend
 from kvpolicy.engine.host import outside_autocast
+from kvpolicy.hf.block_masks import check_blocks, is_token, under_mask
 from kvpolicy.hf.deferred_masks import DeferredMask, are_deferred
 from kvpolicy.hf.discovery import home
 from kvpolicy.spec.errors import KVPolicyError
@@ -124,8 +125,13 @@ def attention_forward(
             f"Attention must be causal where a policy keeps a cache, got is_causal=False in {type(module).__name__}; "
             "try use_cache=False."
         )
+    attention = attend
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise no_padding(attention_mask.dim())
+        check_blocks(policy_cache, module, attention_mask, query.shape[2])
+        own = partial(_stock_attention(stock, module), module, attention_mask=attention_mask)
+        how = {"scaling": scaling, "softcap": softcap, **kwargs}
+        attention = under_mask(lambda q, k, v: own(query=q, key=k, value=v, **how)[0])
+        attention_mask = is_token(attention_mask)
     sinks: Tensor | None = kwargs.get("s_aux")
     if sinks is not None and len(sinks) != query.shape[1]:
         raise KVPolicyError(
@@ -157,7 +163,8 @@ def attention_forward(
     else:
         layer_idx: Any = module.layer_idx
         with outside_autocast(query.device):
-            out = policy_cache.attend(layer_idx, query, key, value, attention_mask, transform, policy_call)
+            given = (query, key, value, attention_mask, transform, policy_call)
+            out = policy_cache.attend(layer_idx, *given, *(() if attention is attend else (attention,)))
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.attention import ScoreTransform, attend
 from kvpolicy.engine.hidden_stats import massive_tokens, sum_cosines
 from kvpolicy.engine.host import on_host, outside_autocast
 from kvpolicy.engine.layer_store import LayerStore
@@ -209,7 +209,7 @@ class CacheForward(Cache):
         valid: Tensor | None,
         transform: ScoreTransform,
         forward: Forward | None = None,
-        expanded: tuple[Tensor, Tensor, Tensor] | None = None,
+        attention: Callable[..., tuple[Tensor, Tensor | None]] = attend,
     ) -> Tensor:
         """Attend from new tokens through a layer's slots, and store them.
 
@@ -221,7 +221,7 @@ class CacheForward(Cache):
             valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
             transform: From products to attention weights.
             forward: The arguments of the attention module, if the selector needs them.
-            expanded: See `LayerStore.attend_new`; None if there are tiles.
+            attention: See `LayerStore.attend_new`; without tiles.
 
         Returns:
             [B, Hq, P, D].
@@ -251,7 +251,7 @@ class CacheForward(Cache):
         else:
             if not store.is_initialized:
                 store.initialize(k, ranks, q.shape[1] // k.shape[1], v.shape[3])
-            out, pending = store.attend_new(q, k, v, valid, transform, forward, layer.pending, expanded)
+            out, pending = store.attend_new(q, k, v, valid, transform, forward, layer.pending, attention)
             self.end_prompt(layer, pending, partial(store.show_prompt, k, v))
         # One digest serves all layers, which see the same columns.
         if layer is self.policy_layers[0] and tile is None:

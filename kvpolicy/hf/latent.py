@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.attention import ScoreTransform, attend
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.projection import matrix_of, output_projection
 from kvpolicy.protocols import Forward
@@ -90,7 +90,7 @@ class LatentAttention(NamedTuple):
         keys = torch.cat([latent, rotated], -1).to(q.dtype)
         given = (layer_idx, folded, keys, keys[..., :0], valid, transform, forward)
         if self.cache.tile is None and not self.layer.holds_tokens:  # fewer numbers for each pair, as transformers does
-            return self.cache.attend(*given, (q, k, v))
+            return self.cache.attend(*given, lambda *folded: attend(q, k, v, *folded[3:]))
         return self.cache.attend(*given)[..., : latent.shape[3]] @ of_values.mT
 
 

@@ -24,6 +24,8 @@ _seen: Seen = {}
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **others: Any) -> Any:
     """The model's own eager attention, with a mask that hides more."""
     eager = vars(sys.modules[home(module).__module__])["eager_attention_forward"]
+    if not isinstance(getattr(module, "layer_idx", None), int):  # of a part that looks at pictures
+        return eager(module, query, key, value, mask, **others)
     size, new = key.shape[2], query.shape[2]
     least = torch.finfo(query.dtype).min
     if mask is None:
@@ -73,12 +75,14 @@ def columns_held(cache: Any, starts: Tensor) -> Seen:
     return found
 
 
-def logits_of(model: Any, ids: Tensor, mask: Tensor, turns: list[int], held: list[Seen]) -> list[Tensor]:
+def logits_of(
+    model: Any, ids: Tensor, mask: Tensor, turns: list[int], held: list[Seen], first: Mapping[str, Any]
+) -> list[Tensor]:
     """Logits of a conversation turn by turn, each of which sees of the columns before it what is held at that turn.
 
     A single token sees what is held when it has been written; several tokens see what was held before them.
     """
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     found: list[Tensor] = []
     start = 0
     with torch.no_grad(), masking(model):
@@ -87,7 +91,8 @@ def logits_of(model: Any, ids: Tensor, mask: Tensor, turns: list[int], held: lis
             _seen.update(seen)
             stop = start + turn
             places = (mask.cumsum(-1) - 1).clamp_min(0)[:, start:stop]
-            out = model(ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=places, cache=cache)
+            more = {} if start else first
+            out = model(ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=places, cache=cache, **more)
             found.append(out.logits)
             start = stop
     return found
@@ -100,7 +105,9 @@ def largest_difference(found: list[Tensor], expected: list[Tensor], mask: Tensor
     return float((one - two).abs().max() / two.std())
 
 
-def differences(model: Any, policy: str, ids: Tensor, mask: Tensor, turns: list[int]) -> Mapping[str, float]:
+def differences(
+    model: Any, policy: str, ids: Tensor, mask: Tensor, turns: list[int], **first: Any
+) -> Mapping[str, float]:
     """How far a policy is from the masked stock model, and the stock model without the mask from that one.
 
     Args:
@@ -109,6 +116,7 @@ def differences(model: Any, policy: str, ids: Tensor, mask: Tensor, turns: list[
         ids: Tokens of the conversation, [B, N].
         mask: Which are not padding, [B, N].
         turns: Tokens of each forward.
+        **first: Further arguments of the first forward, such as a picture.
     """
     import kvpolicy
 
@@ -122,10 +130,11 @@ def differences(model: Any, policy: str, ids: Tensor, mask: Tensor, turns: list[
             before = columns_held(cache, starts) if start else {}
             stop = start + turn
             places = (mask.cumsum(-1) - 1).clamp_min(0)[:, start:stop]
-            out = model(ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=places, cache=cache)
+            more = {} if start else first
+            out = model(ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=places, cache=cache, **more)
             found.append(out.logits)
             held.append(columns_held(cache, starts) if turn == 1 else before)
             start = stop
-    expected = logits_of(model, ids, mask, turns, held)
-    blind = logits_of(model, ids, mask, turns, [{} for _ in turns])
+    expected = logits_of(model, ids, mask, turns, held, first)
+    blind = logits_of(model, ids, mask, turns, [{} for _ in turns], first)
     return {"policy": largest_difference(found, expected, mask), "unmasked": largest_difference(blind, expected, mask)}

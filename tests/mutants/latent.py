@@ -1,4 +1,4 @@
-"""Defects in layers whose values are a part of their keys, or of another size."""
+"""Defects in layers whose values are a part of their keys or of another size, and in prompts with pictures."""
 
 from __future__ import annotations
 
@@ -119,5 +119,33 @@ MUTATIONS = (
         old="        heads *= 2\n",
         new="        heads *= 1\n",
         tests=(LATENT,),
+    ),
+    Mutation(
+        name="padding beside a picture is kept",
+        file="kvpolicy/hf/block_masks.py",
+        old="return diagonal if diagonal.dtype == torch.bool else diagonal == 0",
+        new="return torch.ones_like(diagonal, dtype=torch.bool)",
+        tests=("tests/engine/test_block_masks.py",),
+    ),
+    Mutation(
+        name="a picture behind other tokens sees itself alone",
+        file="kvpolicy/hf/block_masks.py",
+        old="    if stands or mask.dim() != 4",
+        new="    if mask.dim() != 4",
+        tests=("tests/engine/test_block_masks.py", "tests/robust/test_families.py"),
+    ),
+    Mutation(
+        name="tokens of a picture see earlier ones alone",
+        file="kvpolicy/hf/attention_interface.py",
+        old="attention = under_mask(lambda q, k, v: own(query=q, key=k, value=v, **how)[0])",
+        new="attention = attend",
+        tests=("tests/engine/test_block_masks.py",),
+    ),
+    Mutation(
+        name="parts of positions that differ count as equal",
+        file="kvpolicy/engine/rotary.py",
+        old="or not bool((position_ids == position_ids[:1]).all())",
+        new="",
+        tests=("tests/engine/test_equal_parts.py", "tests/engine/test_rotary.py"),
     ),
 )

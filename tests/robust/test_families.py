@@ -98,15 +98,20 @@ def gemma() -> Any:
 
 
 def test_text_beside_pictures_is_causal() -> None:
-    """Gemma-4's unified model passes blocks of pictures with every text; none is in this one."""
+    """Gemma-4's unified model passes blocks of pictures with every text; a text has none."""
     model = gemma()
     tokens = ids(24)
+    blocks = (torch.arange(24) < 6).long()[None]
     with torch.no_grad():
         want = model(tokens).logits
         with kvpolicy.attach(model, "full"):
             assert torch.allclose(model(tokens).logits, want, atol=1e-4)
             got = model.generate(tokens, do_sample=False, max_new_tokens=5, min_new_tokens=5)
-            with pytest.raises(KVPolicyError, match="as for image tokens that attend to later ones"):
-                model(tokens, mm_token_type_ids=(torch.arange(24) < 6).long()[None])
+            found = model(tokens, mm_token_type_ids=blocks).logits
+            with pytest.raises(KVPolicyError, match="whole picture must be in the first forward"):
+                cache = kvpolicy.PolicyCache(model)
+                model(tokens[:, :3], cache=cache)
+                model(tokens, mm_token_type_ids=blocks, cache=cache)
             model(tokens)
+        assert torch.allclose(found, model(tokens, mm_token_type_ids=blocks).logits, atol=1e-4)
         assert torch.equal(model.generate(tokens, do_sample=False, max_new_tokens=5, min_new_tokens=5), got)

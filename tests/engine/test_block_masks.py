@@ -1,0 +1,99 @@
+"""Pictures whose tokens see each other, also later ones: the prompt is as the model's own mask says."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import kvpolicy
+from kvpolicy.hf.block_masks import is_token
+from tests.conformance.masked import differences
+from tests.conformance.models import UNNAMED
+from tests.conformance.play import TURNS, make_batch
+
+IMAGE = 47
+POLICIES = [
+    "snapkv:window=6:kernel=3@0.5",
+    "h2o@0.5",
+    "squeeze+window@0.4",
+    "uniform/adakv+snapkv:window=6:kernel=3@0.5",
+]
+
+
+@functools.cache
+def gemma() -> Any:
+    """Gemma 3 with a vision tower of one layer, whose pictures are four tokens."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(UNNAMED["gemma3_pictures"]()).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.35 if "q_proj" in name or "k_proj" in name else 0.15)
+    return model
+
+
+def prompt(lengths: list[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Ids and mask of a conversation, and the picture in its first forward."""
+    ids, mask = make_batch(lengths)
+    ids = ids.clamp(max=40)
+    ids[:, 17:21] = IMAGE
+    first = {"token_type_ids": (ids[:, : TURNS[0]] == IMAGE).long()}
+    return ids, mask, first | {"pixel_values": torch.randn(len(lengths), 3, 28, 28, generator=torch.manual_seed(1))}
+
+
+@pytest.mark.parametrize("lengths", [[26], [26, 11]], ids=["one", "padded"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_equals_the_masked_stock_model(policy: str, lengths: list[int]) -> None:
+    ids, mask, first = prompt(lengths)
+    found = differences(gemma(), policy, ids, mask, TURNS, **first)
+    assert found["policy"] < 1e-4 and found["unmasked"] > 0.05, found
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_full_equals_stock_where_order_matters(implementation: str) -> None:
+    ids, mask, first = prompt([26, 26])
+    model = gemma()
+    model.set_attn_implementation(implementation)
+    given = {"attention_mask": mask[:, :26], **first}
+    with torch.no_grad():
+        expected = model(ids[:, :26], **given).logits
+        causal = model(ids[:, :26], **given | {"token_type_ids": torch.zeros(2, 26, dtype=torch.int64)}).logits
+        with kvpolicy.attach(model, "full"):
+            found = model(ids[:, :26], **given, cache=kvpolicy.PolicyCache(model)).logits
+    model.set_attn_implementation("eager")
+    assert (found - expected).abs().max() < 1e-4 * expected.std() < (causal - expected).abs().max()
+
+
+def test_generate_answers() -> None:
+    ids, mask, first = prompt([26])
+    given = {"attention_mask": mask[:, :26], **first, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = gemma().generate(ids[:, :26], **given)
+    with kvpolicy.attach(gemma(), "full"):
+        assert torch.equal(gemma().generate(ids[:, :26], **given), expected)
+    with kvpolicy.attach(gemma(), "snapkv@0.5"):
+        assert gemma().generate(ids[:, :26], **given).shape == (1, 32)
+
+
+def test_a_picture_behind_other_tokens_and_in_tiles_is_refused() -> None:
+    ids, mask, first = prompt([26])
+    with torch.no_grad(), kvpolicy.attach(gemma(), "window@0.5"):
+        cache = kvpolicy.PolicyCache(gemma())
+        gemma()(ids[:, 21:26], cache=cache)
+        with pytest.raises(kvpolicy.KVPolicyError, match="whole picture must be in the first forward"):
+            gemma()(ids[:, :26], cache=cache, **first)
+    refused = pytest.raises(kvpolicy.KVPolicyError, match="attention mask must be 2-D")
+    with torch.no_grad(), kvpolicy.attach(gemma(), "window@0.5", tile=8), refused:
+        gemma()(ids[:, :26], attention_mask=mask[:, :26], **first)
+    with torch.no_grad(), kvpolicy.attach(gemma(), "kvzip:chunk=9:sinks=2@0.5"):
+        assert gemma()(ids[:, :26], attention_mask=mask[:, :26], **first).logits.isfinite().all()
+
+
+def test_padding_by_a_mask_of_either_kind() -> None:
+    mask = torch.tensor([[[[True, True, False], [True, True, False], [False, False, False]]]])
+    assert is_token(mask).tolist() == [[True, True, False]]
+    added = torch.zeros(mask.shape).masked_fill(~mask, -1e9)
+    assert is_token(added).tolist() == [[True, True, False]]
