@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvpolicy.hf.discovery import check_attention_class, find_sites, is_falcon_class
+from kvpolicy.hf.discovery import ATTENTION, check_attention_class, find_sites, is_falcon_class
 from kvpolicy.hf.other_layers import no_single_stack
 from kvpolicy.hf.shipped import ShippedConfig
 from kvpolicy.spec.errors import KVPolicyError
@@ -99,7 +99,7 @@ def _skeleton(kind: type[nn.Module], config: Any) -> nn.Module | None:
 
 def _check_classes(kind: type[nn.Module]) -> None:
     """Check all attention classes of a model's module that take a layer index."""
-    found = [each for name, each in vars(sys.modules[kind.__module__]).items() if name.endswith("Attention")]
+    found = [each for name, each in vars(sys.modules[kind.__module__]).items() if name.endswith(ATTENTION)]
     classes = [
         each
         for each in found

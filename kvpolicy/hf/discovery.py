@@ -39,6 +39,10 @@ class Sites(NamedTuple):
     layers: list[Site]
 
 
+ATTENTION = ("Attention", "MLA")
+"""Ends of the names of attention classes."""
+
+
 def find_sites(model: nn.Module) -> Sites:
     """Find the decoder, the layers and the attention modules of a model.
 
@@ -49,20 +53,24 @@ def find_sites(model: nn.Module) -> Sites:
     decoders: set[str] = set()
     states = _without_attention(model)
     for name, module in model.named_modules():
-        if not type(module).__name__.endswith("Attention") or not _has_index(module):
+        if not type(module).__name__.endswith(ATTENTION) or not _has_index(module):
             continue
         if module.layer_idx in states:  # such as KimiLinearDeltaAttention: a state, and no tokens
             continue
         # In "model.layers.3.self_attn" the layer is the last module whose name is a number, and its list is in the
-        # decoder.
+        # decoder. In "model.layers.3.self_attn.1" it is the one before, whose layer attends twice (LongCat).
         path = name.split(".")
-        depth = max((i for i, part in enumerate(path) if part.isdigit()), default=0)
+        depth = max((i for i, part in enumerate(path[:-1]) if part.isdigit()), default=0)
         if not depth:
             continue
         if not is_falcon(module):
             check_attention_class(name, home(module))
         decoders.add(".".join(path[: depth - 1]))
         found.append(Site(int(module.layer_idx), model.get_submodule(".".join(path[: depth + 1])), module))  # pyright: ignore[reportArgumentType]
+    if len(decoders) > 1:  # one of them may look at pictures (DeepSeek-OCR 2)
+        text = getattr(model, "get_decoder", lambda: None)()
+        decoders = {name for name in decoders if model.get_submodule(name) is text} or decoders
+        found = [site for site in found if len(decoders) > 1 or _is_inside(site.block, text)]
     if not found or len(decoders) != 1:
         raise no_single_stack(type(model).__name__, why_no_stack(model, len(decoders)))
     # Two attention modules of one layer index are self-attention and cross-attention.
@@ -74,6 +82,11 @@ def find_sites(model: nn.Module) -> Sites:
     decoder = model.get_submodule(decoders.pop())
     _check_decoder(decoder)
     return Sites(decoder, sorted(found, key=lambda site: site.layer_idx))
+
+
+def _is_inside(part: nn.Module, whole: Any) -> bool:
+    """Whether a module is a part of another."""
+    return isinstance(whole, nn.Module) and any(part is each for each in whole.modules())
 
 
 def _has_index(module: nn.Module) -> bool:

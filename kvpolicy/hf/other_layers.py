@@ -38,8 +38,6 @@ def why_no_stack(model: nn.Module, stacks: int) -> str:
     if stacks > 1:
         return f"which has {stacks} stacks"
     names = {type(module).__name__ for module in model.modules()}
-    if latent := [name for name in sorted(names) if name.endswith("MLA")]:
-        return f"whose layers attend twice, by latent vectors ({latent[0]})"
     parameters = inspect.signature(model.forward).parameters
     if not any(name.endswith("Attention") for name in names) or any(name in parameters for name in _STATES):
         return "whose layers hold states of a fixed size and no tokens"

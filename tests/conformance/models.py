@@ -215,6 +215,9 @@ UNNAMED: dict[str, Config] = {
 LATENT = ("deepseek_v3", "deepseek_v2", "minicpm3", "kimi_linear")
 """Those with latent attention, where a part of each key is rotated, and the rotation is not undone."""
 
+SHARED = ("gemma3n", "gemma4_shared")
+"""Those with layers that read the keys of earlier ones, and have none of their own."""
+
 _PROJECTIONS = ("q_proj", "k_proj", "qkv", "query_key_value", "c_attn")
 _SOURCES = {**FAMILIES, **UNNAMED}
 

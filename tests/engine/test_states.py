@@ -242,7 +242,9 @@ def test_a_layer_that_fills_no_state_has_none() -> None:
     """transformers 5.18 lists the experts of Nemotron-H among the layers with a state."""
     cache: Any = SimpleNamespace(layers=[SimpleNamespace()])
     state_sizes._fill(_Experts(), cache, 0, 4, torch.float32)
-    with pytest.raises(kvpolicy.KVPolicyError, match="states of layer 0 of _Fails must have a size"):
+    with pytest.raises(
+        kvpolicy.KVPolicyError, match="must be in the layers of transformers' cache, got layer 0 of _Fails"
+    ):
         state_sizes._fill(_Fails(), cache, 0, 4, torch.float32)
 
 

@@ -20,7 +20,6 @@ SAID = {
     Entry(CAUSAL, "gpt_neo"): "whose layers share attention modules, or do not say their index to them",
     Entry(CAUSAL, "hrm_text"): "which has 2 stacks",
     Entry(CAUSAL, "inkling_text"): "a bias by content and distance in model.layers.0.self_attn (InklingAttention)",
-    Entry(CAUSAL, "longcat_flash"): "whose layers attend twice, by latent vectors (LongcatFlashMLA)",
     Entry(CAUSAL, "mamba"): "whose layers hold states of a fixed size and no tokens",
     Entry(CAUSAL, "minimax"): "got layer 0 of MiniMaxModel, which keeps its own in another way",
     Entry(CAUSAL, "mllama"): "it also attends to an encoder or to pictures",

@@ -17,7 +17,7 @@ from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.dense_cache import skeleton
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import first_not_undone, rope_of, ropes_of
-from tests.conformance.models import FAMILIES, LATENT, UNNAMED, VOCABULARY, build
+from tests.conformance.models import FAMILIES, LATENT, SHARED, UNNAMED, VOCABULARY, build
 from tests.engine.test_refused import one_sentence
 
 _SIZES: dict[str, Any] = {
@@ -153,7 +153,7 @@ def find_first(model: Any) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", [name for name in (*FAMILIES, *UNNAMED) if name not in LATENT])
+@pytest.mark.parametrize("family", [name for name in (*FAMILIES, *UNNAMED) if name not in (*LATENT, *SHARED)])
 def test_keys_of_every_family_are_measured(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is refused, none is passed over unmeasured, and without its embedding each would be refused."""
     model = copy.deepcopy(build(family)).to(dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 REASONS = {
-    "latent attention (MLA) twice in a layer": r"attend twice, by latent vectors",
     "sparse attention, which keeps an index of its own beside the keys": r"also holds an index",
     "compressed attention, whose entries stand for several tokens": r"entries that stand for several tokens",
     "a window beside a reference text": r"a reference text before it",
