@@ -128,7 +128,7 @@ MUTATIONS = (
         tests=("tests/engine/test_block_masks.py",),
     ),
     Mutation(
-        name="a picture behind other tokens sees itself alone",
+        name="layers without keys of their own let pictures see earlier tokens alone",
         file="kvpolicy/hf/block_masks.py",
         old="    if stands or mask.dim() != 4",
         new="    if mask.dim() != 4",

@@ -77,9 +77,9 @@ def test_a_cache_for_two_kinds_of_attention(kind: str) -> None:
                 model(ids(), **cache_argument(model, both))
 
 
-def gemma() -> Any:
+def gemma(shared: int = 0) -> Any:
     torch.manual_seed(0)
-    kinds = ["sliding_attention", "full_attention"]
+    kinds = ["sliding_attention", "full_attention"] * (1 + shared // 2)
     heads = {
         "num_key_value_heads": 2,
         "head_dim": 8,
@@ -87,14 +87,33 @@ def gemma() -> Any:
         "intermediate_size": 48,
         "sliding_window": 8,
     }
-    text = TEXT | heads | {"layer_types": kinds, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 48}
+    text = (
+        TEXT
+        | heads
+        | {
+            "layer_types": kinds,
+            "num_hidden_layers": len(kinds),
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 48,
+        }
+    )
     config = transformers.Gemma4UnifiedConfig(
-        text_config=text | {"use_bidirectional_attention": "vision", "num_kv_shared_layers": 0},
+        text_config=text | {"use_bidirectional_attention": "vision", "num_kv_shared_layers": shared},
         image_token_id=41,
         video_token_id=42,
         audio_token_id=43,
     )
     return random(transformers.Gemma4UnifiedForConditionalGeneration(config))
+
+
+def test_layers_that_read_the_keys_of_earlier_ones_take_no_such_picture() -> None:
+    model = gemma(shared=2)
+    tokens = ids(24)
+    refused = pytest.raises(KVPolicyError, match="whole picture must be in the first forward")
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        model(tokens)
+        with refused:
+            model(tokens, mm_token_type_ids=(torch.arange(24) < 6).long()[None])
 
 
 def test_text_beside_pictures_is_causal() -> None:
