@@ -102,7 +102,8 @@ def latent_projection(module: Any) -> Tensor:
     """
     behind = output_projection(module)
     heads = behind.shape[-1] // module.v_head_dim
-    of_values = _expansion(module, behind[..., : module.kv_lora_rank], heads)[..., -module.v_head_dim :, :]
+    like = behind.new_empty(0, module.kv_lora_rank)
+    of_values = _expansion(module, like, heads)[..., -module.v_head_dim :, :]
     each = behind.unflatten(-1, (heads, -1)).transpose(-3, -2)  # [Hq, hidden, D']
     return (each @ of_values.to(behind.dtype)).transpose(-3, -2).flatten(-2)
 

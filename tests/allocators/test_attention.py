@@ -12,10 +12,10 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.allocators._attention import number_reaching
-from kvpolicy.engine import layer_store
 from kvpolicy.engine.attention import ScoreTransform, attend
 from kvpolicy.engine.attention_sum import AttentionSum
 from kvpolicy.engine.layer_attention import layer_attention
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.recent_queries import RecentQueries
 from kvpolicy.engine.statistic import Coming, Tile
@@ -239,9 +239,13 @@ def test_a_later_prompt_has_the_metric_of_the_first(name: str, monkeypatch: pyte
     sums: list[bool] = []
     count: list[int] = []
     real = kind.measure
-    gather = layer_store.attend
+    gather = LayerStore.attend_new
     monkeypatch.setattr(kind, "measure", lambda *given: (count.append(1), real(*given))[1])
-    monkeypatch.setattr(layer_store, "attend", lambda *given: (sums.append(given[6]), gather(*given))[1])
+    monkeypatch.setattr(
+        LayerStore,
+        "attend_new",
+        lambda store, *given: (sums.append(store.contents.prompt_needs.attn_sum), gather(store, *given))[1],
+    )
     tape, cache, _ = play(build("llama", layers=3), f"{small('allocator', name)}+window@0.4", [40], TURNS)
     assert len(count) == 3
     assert sums == [name == "mass"] * 3 + [False] * 3
