@@ -123,6 +123,12 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
         check_angles(config, cache, _end(cache, new, call))
 
 
+def refuse_own_mask(mask: Any) -> None:
+    """Refuse a mask of pairs that a caller made: later tokens would not know what it hides. Models pass several."""
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        raise no_padding(4)
+
+
 def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
     if isinstance(mask, DeferredMask):
         raise no_padding(4)
