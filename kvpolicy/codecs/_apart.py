@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvpolicy.codecs._base import keys_of, keys_only, values_of, values_only
+from kvpolicy.codecs._base import inner_of, keys_of, keys_only, values_of, values_only, wrapper_traits
 from kvpolicy.codecs._common import SingleStage, TwoSides, mix_by_chunks
-from kvpolicy.protocols import At, Codec, LayerShape, ModelInfo, RotaryView, StageStore, Traits, traits_for
+from kvpolicy.protocols import At, Codec, LayerShape, ModelInfo, RotaryView, StageStore, Traits
 
 
 def sized_for(codec: Codec, shape: LayerShape) -> Codec:
@@ -50,17 +50,16 @@ class _OverBase(SingleStage):
     @property
     def inner(self) -> TwoSides:
         """The base as a stage."""
-        return cast(TwoSides, self.base)
+        return inner_of(self.base)
 
     @property
     def traits(self) -> Traits:
         """Those of the base, whose codes do not fit pages here."""
-        return self.base.traits._replace(per_head=None)
+        return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
         """The traits for rows of `tokens` tokens; see `SizedCodec`."""
-        own = self.base.traits if tokens is None else traits_for(self.base, tokens)
-        return own._replace(per_head=None)
+        return wrapper_traits(self.base, tokens, "auto", "auto")
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the base cannot encode the keys and values of a model."""

@@ -277,7 +277,8 @@ def _attend_scores(
             score = torch.cat([score, beside.normalizer[..., start:stop, None]], -1)
         weights = transform.weights(score)
         if is_query is not None:  # padding queries produce no output and no statistics
-            # Not in place with a graph, whose backward needs it. NaN of queries that see nothing is replaced as well.
+            # Not in place with a graph, because the backward of softmax needs its output. The fill also replaces the
+            # NaN of padding queries that see nothing.
             fill = weights.masked_fill if weights.requires_grad else weights.masked_fill_
             weights = fill(~is_query[:, None, None, start:stop, None], 0)
         if mass is not None:
@@ -421,6 +422,8 @@ def attend_slots(
         mask = visible[:, :, None].expand(-1, -1, grouped.shape[2], -1)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=transform.scale)
         return out.flatten(1, 2).unsqueeze(2), None
+    # Scored and mixed part by part: joining keys would copy the whole cache in every step, and torch 2.13's inductor
+    # then loses the write of the new token (eager and aot_eager do not).
     known = None if scanned is None else transform.finish(scanned)
     score = known if known is not None and coded is None else transform.scores(grouped, keys)
     if coded is not None:

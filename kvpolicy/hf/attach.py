@@ -52,7 +52,6 @@ from kvpolicy.hf.forward_checks import (
     check_call,
     exceeds,
     own_mask,
-    refuse_own_mask,
     vocabulary_of,
 )
 from kvpolicy.hf.generation_hooks import offer_cache
@@ -301,7 +300,6 @@ class Handle:
             cache = kwargs[self._cache_name] = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):
             self._check_own(cache)
-            refuse_own_mask(kwargs.get("attention_mask"))
             mask = own_mask(module, kwargs.get("attention_mask"))
             check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
             limit = self._attachment.trained_positions

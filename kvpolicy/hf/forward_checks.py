@@ -30,7 +30,13 @@ def by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def own_mask(decoder: nn.Module, mask: Any) -> Any:
-    """The mask of the full layers, where a model around the decoder made one for each kind of layer (Gemma-3)."""
+    """The mask of the full layers, where a model around the decoder made one for each kind of layer (Gemma-3).
+
+    Raises:
+        KVPolicyError: If a caller made one of pairs of tokens: later tokens would not know what it hides.
+    """
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        raise no_padding(4)
     kinds: Any = getattr(decoder.config, "layer_types", None)
     return mask.get("full_attention", mask) if isinstance(mask, dict) and kinds else mask
 
@@ -121,12 +127,6 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
     _check_limit(decoder, cache, new, call)
     if new > 1 and depends_on_length(config):
         check_angles(config, cache, _end(cache, new, call))
-
-
-def refuse_own_mask(mask: Any) -> None:
-    """Refuse a mask of pairs that a caller made: later tokens would not know what it hides. Models pass several."""
-    if isinstance(mask, Tensor) and mask.dim() == 4:
-        raise no_padding(4)
 
 
 def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:

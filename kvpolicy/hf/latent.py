@@ -25,8 +25,6 @@ class TakesLatents:
     """
 
     _given: tuple[Tensor, Tensor] | None = None
-    holds_tokens: bool = True
-    """Whether new tokens attend to others."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keep latent vectors [B, 1, P, r] and rotated keys [B, 1, P, d] until attention takes them."""
@@ -40,10 +38,8 @@ class TakesLatents:
         return given
 
 
-class LatentSlots(TakesLatents, PolicyLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
+class LatentSlots(TakesLatents, PolicyLayer):
     """The slots of a layer with latent attention."""
-
-    holds_tokens = PolicyLayer.holds_tokens  # pyright: ignore
 
 
 class LatentAttention(NamedTuple):
@@ -56,7 +52,7 @@ class LatentAttention(NamedTuple):
     """
 
     cache: Any
-    layer: TakesLatents
+    layer: Any
     module: nn.Module
 
     def attend(

@@ -99,6 +99,7 @@ class _Passing(CacheLayerMixin):
     """A layer under the policy: keys pass through, and `PassingCache.attend` reads what is held."""
 
     is_sliding = False
+    holds_tokens = True
 
     def __init__(self, layer: PolicyLayer) -> None:
         super().__init__()

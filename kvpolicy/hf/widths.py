@@ -45,14 +45,15 @@ def widths_of(layers: Iterable[Any], tp: int = 1) -> Widths:
 
 def _of_layer(text: Any, tp: int) -> Widths:
     heads = -(-text.num_attention_heads // tp)
+    size = layer_size(text, None)
     return Widths(
         hidden=text.hidden_size,
         mlp=max(_dense(text, tp), _experts(text, tp)),
-        queries=heads * layer_size(text, None).head_dim,
+        queries=heads * size.head_dim,
         vocab=getattr(text, "vocab_size", 0),
         tiled=bool(getattr(text, "attn_logit_softcapping", None)) or text.model_type == "gpt_oss",
         eager=text.model_type in EAGER,
-        expanded=heads * _expanded(text) if getattr(text, "kv_lora_rank", None) else 0,
+        expanded=heads * _expanded(text) if size.latent else 0,
     )
 
 
