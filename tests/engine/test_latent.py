@@ -14,25 +14,12 @@ import kvpolicy
 from kvpolicy.hf.latent import LatentSlots
 from kvpolicy.hf.projection import matrix_of
 from tests.conformance.masked import differences
-from tests.conformance.models import LATENT, VOCABULARY, build
+from tests.conformance.models import LATENT, build
 from tests.conformance.play import TURNS, make_batch
+from tests.engine.filled import prefilled, step, text
 
 FAMILIES = [*LATENT]
 """With projected queries and without, with the rotation of halves, and beside states."""
-
-
-def text(rows: int, columns: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(seed))
-
-
-def prefilled(model: Any, rows: int = 2, columns: int = 20, new: int = 8) -> kvpolicy.PolicyCache:
-    cache = kvpolicy.PolicyCache(model, prompt=columns, new=new)
-    model(text(rows, columns), cache=cache)
-    return cache
-
-
-def step(model: Any, cache: Any, token: int = 7) -> Tensor:
-    return model(torch.full((cache.batch_size, 1), token), cache=cache).logits[:, -1]
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,70 +13,19 @@ from transformers import DynamicCache
 
 import kvpolicy
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.hf.discovery import home
-from kvpolicy.hf.model_spec import describe
-from tests.conformance.models import VOCABULARY, build
+from kvpolicy_eval.families.conversation import held_by
+from kvpolicy_eval.families.oracle import oracle
+from tests.conformance.models import build
 from tests.conformance.test_models import compare
+from tests.engine.filled import prefilled, step, text
 
 FAMILIES = ["gemma3n", "gemma4_shared"]
 TURNS = [(30, 0), (1, 1), (1, 2), (1, 3), (6, 4), (1, 5), (1, 6)]
 """Columns and seed of each forward: a prompt, steps, a second turn, steps."""
 
 
-def text(rows: int, columns: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(seed))
-
-
-def prefilled(model: Any, rows: int = 2, columns: int = 20, new: int = 8) -> kvpolicy.PolicyCache:
-    cache = kvpolicy.PolicyCache(model, prompt=columns, new=new)
-    model(text(rows, columns), cache=cache)
-    return cache
-
-
-def step(model: Any, cache: Any, token: int = 7) -> Tensor:
-    return model(torch.full((cache.batch_size, 1), token), cache=cache).logits[:, -1]
-
-
 def off(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.std())
-
-
-def held(cache: Any, padding: list[int]) -> dict[int, Tensor]:
-    """Which columns each head of each layer holds, [B, H, columns] bool."""
-    found: dict[int, Tensor] = {}
-    for layer in cache.policy_layers:
-        positions = layer.head_positions
-        columns = torch.zeros(*positions.shape[:2], cache.get_seq_length(), dtype=torch.bool)
-        for row, before in enumerate(padding):
-            for head, some in enumerate(positions[row]):
-                columns[row, head, some[some >= 0].long() + before] = True
-        found[layer.layer_idx] = columns
-    return found
-
-
-@contextmanager
-def hidden(model: Any, seen: Mapping[int, Tensor]) -> Generator[None]:
-    """Let the stock model attend in each layer, and in those that read its keys, to the `seen` of its past columns."""
-    owners = describe(model.config).owners
-    attention = next(m for m in model.modules() if type(m).__name__.endswith("TextAttention"))
-    module = sys.modules[home(attention).__module__]
-    stock: Any = module.eager_attention_forward
-
-    def eager(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **kwargs: Any) -> Any:
-        index: int = layer.layer_idx
-        past = seen.get(owners.get(index, index))
-        if past is not None:
-            every = torch.ones(*past.shape[:2], k.shape[2], dtype=torch.bool)
-            every[..., : past.shape[2]] = past
-            every = every.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
-            mask = mask.expand(-1, q.shape[1], -1, -1).masked_fill(~every, torch.finfo(q.dtype).min)
-        return stock(layer, q, k, v, mask, **kwargs)
-
-    module.eager_attention_forward = eager  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        module.eager_attention_forward = stock  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def mask_of(padding: list[int], columns: int) -> Tensor:
@@ -96,11 +42,11 @@ def played(model: Any, policy: str, padding: list[int], **options: Any) -> tuple
     with kvpolicy.attach(model, policy, **options):
         cache = kvpolicy.PolicyCache(model)
         for columns, seed in TURNS:
-            before = {} if not cache.is_initialized else held(cache, padding)
+            before = held_by(cache, torch.tensor(padding)) if cache.is_initialized else {}
             mask = mask_of(padding, cache.get_seq_length() + columns)
             out = model(text(len(padding), columns, seed), attention_mask=mask, cache=cache)
             logits.append(out.logits[:, -1])
-            seen.append(held(cache, padding) if columns == 1 else before)
+            seen.append(held_by(cache, torch.tensor(padding)) if columns == 1 else before)
     return logits, seen
 
 
@@ -109,9 +55,10 @@ def stock(model: Any, seen: list[dict[int, Tensor]], padding: list[int]) -> list
     logits: list[Tensor] = []
     cache = DynamicCache(config=model.config)
     total = 0
-    for (columns, seed), now in zip(TURNS, seen, strict=True):
-        total += columns
-        with hidden(model, now):
+    with oracle(model) as read:
+        for (columns, seed), now in zip(TURNS, seen, strict=True):
+            total += columns
+            read(now)
             given = {"attention_mask": mask_of(padding, total), **cache_argument(model.model, cache)}
             logits.append(model(text(len(padding), columns, seed), **given).logits[:, -1])
     return logits

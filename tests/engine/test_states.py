@@ -14,29 +14,16 @@ import kvpolicy
 from kvpolicy.hf import model_spec, state_sizes
 from kvpolicy.hf.forward_calls import check_step
 from kvpolicy.hf.states import States
-from tests.conformance.models import VOCABULARY, build
+from tests.conformance.models import build
+from tests.engine.filled import prefilled, step, text
 
 FAMILIES = ["qwen3_5", "granite_hybrid", "falcon_h1", "lfm2", "nemotron_h"]
 """Linear attention, a state space model, both in one layer, convolutions, and layers that hold nothing."""
 
 
-def text(rows: int, columns: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(seed))
-
-
-def prefilled(model: Any, rows: int = 2, columns: int = 20, new: int = 8) -> kvpolicy.PolicyCache:
-    cache = kvpolicy.PolicyCache(model, prompt=columns, new=new)
-    model(text(rows, columns), cache=cache)
-    return cache
-
-
 def states(cache: Any) -> list[Tensor]:
     """Copies of all states of a cache."""
     return [state for layer in cache.layers if isinstance(layer, States) for state in layer.copy_states()]
-
-
-def step(model: Any, cache: Any, token: int = 7) -> Tensor:
-    return model(torch.full((cache.batch_size, 1), token), cache=cache).logits[:, -1]
 
 
 @pytest.fixture(autouse=True)

@@ -66,16 +66,26 @@ def with_stock(model: nn.Module, prompt: Inputs, turns: Turns, held: Sequence[He
     return [logits[0][:, -1:], *logits[1:]]
 
 
-def held_by(cache: Any) -> Held:
-    """Which tokens each KV head of a cache holds, by layer: [B, H, tokens seen] bool."""
+def held_by(cache: Any, padding: Tensor | None = None) -> Held:
+    """Which columns each KV head of a cache holds, by layer: [B, H, columns seen] bool.
+
+    Args:
+        cache: The cache.
+        padding: Columns of padding before each row's first token, [B]; None without any.
+    """
     seen = cache.get_seq_length()
-    return {layer.layer_idx: _mark(layer.head_positions, seen) for layer in cache.policy_layers}
+    found: Held = {}
+    for layer in cache.policy_layers:
+        positions = layer.head_positions.long().cpu()
+        columns = positions if padding is None else positions + padding[:, None, None]
+        found[layer.layer_idx] = _mark(columns.where(positions >= 0, -1), seen)
+    return found
 
 
-def _mark(positions: Tensor, seen: int) -> Tensor:
-    """Where there is a position, [B, H, n] with -1 for none, as [B, H, seen] bool."""
-    marks = torch.zeros(*positions.shape[:2], seen + 1, dtype=torch.bool)
-    return marks.scatter_(2, positions.long().cpu() % (seen + 1), torch.tensor(True).expand(positions.shape))[..., :-1]
+def _mark(columns: Tensor, seen: int) -> Tensor:
+    """Columns [B, H, n], -1 for none, as [B, H, seen] bool."""
+    marks = torch.zeros(*columns.shape[:2], seen + 1, dtype=torch.bool)
+    return marks.scatter_(2, columns % (seen + 1), torch.tensor(True).expand(columns.shape))[..., :-1]
 
 
 def _forward(model: nn.Module, cache: Any, inputs: Inputs) -> Tensor:

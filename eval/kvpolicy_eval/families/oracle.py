@@ -17,6 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvpolicy.hf.config_swap import configs_of
+from kvpolicy.hf.discovery import home
+
 Held = dict[int, Tensor]
 """Which of the first tokens may be read, by layer: [B, H, tokens] bool; all later ones may."""
 
@@ -35,7 +38,7 @@ def oracle(model: nn.Module) -> Generator[Callable[[Mapping[int, Tensor]], None]
         A function that says what the next forwards may read.
     """
     owners = owners_of(model)
-    configs = _configs(model)
+    configs = configs_of(model)
     before = [config._attn_implementation_internal for config in configs]
     hooks = [module.register_forward_pre_hook(_hide_outside, with_kwargs=True) for module in _outside(model)]
 
@@ -83,16 +86,9 @@ def _outside(model: nn.Module) -> list[nn.Module]:
     return [module for module in _attentions(model) if not hasattr(_source(module), "ALL_ATTENTION_FUNCTIONS")]
 
 
-def _configs(model: nn.Module) -> list[Any]:
-    """The configs of all modules, each once."""
-    found = (module.__dict__.get("config") for module in model.modules())
-    return [*{id(config): config for config in found if hasattr(config, "_attn_implementation_internal")}.values()]
-
-
 def _source(module: nn.Module) -> Any:
     """The Python module in which the forward of a module is defined."""
-    home = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-    return sys.modules[home.__module__]
+    return sys.modules[home(module).__module__]
 
 
 def _hide_outside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
