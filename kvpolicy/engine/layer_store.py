@@ -91,7 +91,7 @@ class LayerStore:
 
     @property
     def layout(self) -> Layout:
-        """See `LayerContents`."""
+        """Slots of the full-precision buffer and of each stage."""
         return self.contents.layout
 
     @property

@@ -244,7 +244,7 @@ class CacheForward(Cache):
             out = attend_tile(self, layer, tile, (q, k, v), transform, forward, ranks)
         elif q.shape[2] == 1 and layer.holds_prompt and not self._keeps_prompt:
             out, step = store.attend_step(q, k, v, valid, transform, forward)
-            if layer_idx in self.attachment.model_shape.owners.values():
+            if self.attachment.model_shape.is_read(layer_idx):
                 self._forward.steps[layer_idx] = step
             else:
                 store.end_step(step)
@@ -263,7 +263,7 @@ class CacheForward(Cache):
 
     def end_prompt(self, layer: PolicyLayer, pending: PendingPrompt, show: Callable[..., ShownPrompt]) -> None:
         """Compress a prompt that a layer has attended to, or `show` it first to those that read the layer's keys."""
-        if layer.layer_idx in self.attachment.model_shape.owners.values():
+        if self.attachment.model_shape.is_read(layer.layer_idx):
             self._forward.shown[layer.layer_idx] = show(pending, layer.pending)
         else:
             self.compress(layer, layer.store.end_prompt(pending, layer.pending))

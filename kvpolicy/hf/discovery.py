@@ -49,8 +49,7 @@ def find_sites(model: nn.Module) -> Sites:
     Raises:
         KVPolicyError: If there are none, or their attention cannot be replaced.
     """
-    found: list[Site] = []
-    decoders: set[str] = set()
+    stacks: dict[str, list[Site]] = {}  # by the name of their decoder
     states = _without_attention(model)
     for name, module in model.named_modules():
         if not type(module).__name__.endswith(ATTENTION) or not _has_index(module):
@@ -65,28 +64,23 @@ def find_sites(model: nn.Module) -> Sites:
             continue
         if not is_falcon(module):
             check_attention_class(name, home(module))
-        decoders.add(".".join(path[: depth - 1]))
-        found.append(Site(int(module.layer_idx), model.get_submodule(".".join(path[: depth + 1])), module))  # pyright: ignore[reportArgumentType]
-    if len(decoders) > 1:  # one of them may look at pictures (DeepSeek-OCR 2)
+        site = Site(int(module.layer_idx), model.get_submodule(".".join(path[: depth + 1])), module)  # pyright: ignore[reportArgumentType]
+        stacks.setdefault(".".join(path[: depth - 1]), []).append(site)
+    if len(stacks) > 1:  # one of them may look at pictures (DeepSeek-OCR 2)
         text = getattr(model, "get_decoder", lambda: None)()
-        decoders = {name for name in decoders if model.get_submodule(name) is text} or decoders
-        found = [site for site in found if len(decoders) > 1 or _is_inside(site.block, text)]
-    if not found or len(decoders) != 1:
-        raise no_single_stack(type(model).__name__, why_no_stack(model, len(decoders)))
+        stacks = {name: sites for name, sites in stacks.items() if model.get_submodule(name) is text} or stacks
+    if len(stacks) != 1:
+        raise no_single_stack(type(model).__name__, why_no_stack(model, len(stacks)))
+    ((name, found),) = stacks.items()
     # Two attention modules of one layer index are self-attention and cross-attention.
     crosses = any("CrossAttention" in type(site.attention).__name__ for site in found)
     if crosses or len({site.layer_idx for site in found}) < len(found):
         raise not_causal(type(model).__name__, CROSSES)
     if any(getattr(site.attention, "is_causal", True) is False for site in found):
         raise not_causal(type(model).__name__, LOOKS_AHEAD)
-    decoder = model.get_submodule(decoders.pop())
+    decoder = model.get_submodule(name)
     _check_decoder(decoder)
     return Sites(decoder, sorted(found, key=lambda site: site.layer_idx))
-
-
-def _is_inside(part: nn.Module, whole: Any) -> bool:
-    """Whether a module is a part of another."""
-    return isinstance(whole, nn.Module) and any(part is each for each in whole.modules())
 
 
 def _has_index(module: nn.Module) -> bool:

@@ -163,7 +163,8 @@ def first_not_undone(decoder: nn.Module, sites: Iterable[Site], ropes: Mapping[i
         if tables is None:
             return None
         layer_type = _layer_type(tables, site)
-        return _of_text(tables)(like, positions, **({} if layer_type is None else {"layer_type": layer_type}))
+        of_layer = {} if layer_type is None else {"layer_type": layer_type}
+        return _of_text(tables, layer_type)(like, positions, **of_layer)
 
     return next(
         (site for site in sites if is_undone(site, ropes[site.layer_idx], partial(angles, site)) is False), None
