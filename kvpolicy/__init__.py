@@ -12,7 +12,7 @@ A policy consists of interchangeable parts and a budget:
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.registry import built_in_classes as _built_in_classes
-from kvpolicy.spec.version import __version__ as __version__
+from kvpolicy.text.version import __version__ as __version__
 
 if TYPE_CHECKING:
     # generated: imports
@@ -106,11 +106,11 @@ if TYPE_CHECKING:
     from kvpolicy.selectors.tova import TOVA as TOVA
     from kvpolicy.selectors.triattention import TriAttention as TriAttention
     from kvpolicy.selectors.window import SlidingWindow as SlidingWindow
-    from kvpolicy.spec.budget import Share as Share
-    from kvpolicy.spec.errors import KVPolicyError as KVPolicyError
-    from kvpolicy.spec.errors import KVPolicyStateError as KVPolicyStateError
-    from kvpolicy.spec.errors import KVPolicyTypeError as KVPolicyTypeError
-    from kvpolicy.spec.errors import KVPolicyWarning as KVPolicyWarning
+    from kvpolicy.text.budget import Share as Share
+    from kvpolicy.text.errors import KVPolicyError as KVPolicyError
+    from kvpolicy.text.errors import KVPolicyStateError as KVPolicyStateError
+    from kvpolicy.text.errors import KVPolicyTypeError as KVPolicyTypeError
+    from kvpolicy.text.errors import KVPolicyWarning as KVPolicyWarning
     # /generated
 
 _LAZY = {
@@ -121,14 +121,14 @@ _LAZY = {
     "tiny": "kvpolicy.hf.embedded",
     "speculate": "kvpolicy.hf.speculation",
     "SpeculationStats": "kvpolicy.hf.speculation",
-    "KVPolicyError": "kvpolicy.spec.errors",
-    "KVPolicyStateError": "kvpolicy.spec.errors",
-    "KVPolicyTypeError": "kvpolicy.spec.errors",
-    "KVPolicyWarning": "kvpolicy.spec.errors",
+    "KVPolicyError": "kvpolicy.text.errors",
+    "KVPolicyStateError": "kvpolicy.text.errors",
+    "KVPolicyTypeError": "kvpolicy.text.errors",
+    "KVPolicyWarning": "kvpolicy.text.errors",
     "plan": "kvpolicy.hf.plan",
     "CachePlan": "kvpolicy.planning.result",
     "Policy": "kvpolicy.policy",
-    "Share": "kvpolicy.spec.budget",
+    "Share": "kvpolicy.text.budget",
     "profile": "kvpolicy.calibration.layer_profile",
     "Weights": "kvpolicy.parallel.weights",
     "weights_per_rank": "kvpolicy.hf.weights",

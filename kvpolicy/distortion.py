@@ -19,7 +19,7 @@ from kvpolicy.policy.parts import check_part
 from kvpolicy.protocols import Codec, GroupsLayers, Selector
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.window import SlidingWindow
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 class Distortion(NamedTuple):

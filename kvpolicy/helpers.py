@@ -10,5 +10,5 @@ from kvpolicy.codecs._common import ordinary_layout as ordinary_layout
 from kvpolicy.codecs._common import put as put
 from kvpolicy.codecs._common import score_by_chunks as score_by_chunks
 from kvpolicy.codecs._common import take as take
-from kvpolicy.spec.arguments import named_options as named_options
-from kvpolicy.spec.budget import waterfill as waterfill
+from kvpolicy.text.arguments import named_options as named_options
+from kvpolicy.text.budget import waterfill as waterfill

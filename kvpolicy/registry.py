@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.tables import shorten
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

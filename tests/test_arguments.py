@@ -17,7 +17,7 @@ import kvpolicy
 from kvpolicy import CSR, H2O, KIVI, TOVA, KVCrush, KVzip, Plain, Policy, SnapKV, StreamingLLM, registry
 from kvpolicy.helpers import named_options
 from kvpolicy.planning.planner import base_tokens
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 
 
 @named_options

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy import KVPolicyError, KVPolicyTypeError, Share
-from kvpolicy.spec.budget import bytes_of, check_budget, format_budget, json_budget, parse_budget, waterfill
+from kvpolicy.text.budget import bytes_of, check_budget, format_budget, json_budget, parse_budget, waterfill
 
 
 def fill(target: list[float], total: int, floor: int = 1, ceiling: int = 10**6) -> list[int]:

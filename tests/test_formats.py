@@ -12,8 +12,8 @@ import torch
 import kvpolicy
 from kvpolicy.allocators.profile import load_profile, save_profile
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.spec.formats import check_format, replacing, stamp
-from kvpolicy.spec.model_identity import check_same_model
+from kvpolicy.text.formats import check_format, replacing, stamp
+from kvpolicy.text.model_identity import check_same_model
 
 
 def newer(content: dict[str, Any]) -> dict[str, Any]:

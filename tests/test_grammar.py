@@ -23,8 +23,8 @@ from kvpolicy.codecs.plain import Plain
 from kvpolicy.policy import Policy
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.snapkv import SnapKV
-from kvpolicy.spec import grammar
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text import grammar
+from kvpolicy.text.errors import KVPolicyError
 from tests.sampling import each_once, product
 
 

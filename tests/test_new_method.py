@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Selector, State, View
-from kvpolicy.spec.arguments import named_options
+from kvpolicy.text.arguments import named_options
 
 
 @named_options

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvpolicy import KIVI, KVPolicyError, Policy
-from kvpolicy.spec.part_fields import part_from_dict, part_to_dict
+from kvpolicy.text.part_fields import part_from_dict, part_to_dict
 from tests.conformance.policies import star_of_three, words
 
 WRAPPED = "squeeze/adakv:safeguard=0.1+kvcrush:split=0.5/snapkv:window=6@512MiB"

@@ -44,7 +44,7 @@ from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.kvcrush import KVCrush
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.selectors.streaming import StreamingLLM
-from kvpolicy.spec.validation import longest
+from kvpolicy.text.validation import longest
 from tests.conformance.models import build
 
 

@@ -19,7 +19,7 @@ from kvpolicy.hf.embedded import as_config, config_of
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.hf.shipped import SHIPPED, shipped_config
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 BILLIONS = {
     "gemma-3-12b": 12.19,

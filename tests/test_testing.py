@@ -26,9 +26,9 @@ from kvpolicy.protocols import (
     View,
 )
 from kvpolicy.registry import lookup, names
-from kvpolicy.spec.budget import waterfill
 from kvpolicy.testing.conformance import check
 from kvpolicy.testing.nesting_checks import FallingBounds
+from kvpolicy.text.budget import waterfill
 from tests.conformance.policies import words
 
 SOME = ("squeeze", "adakv", "kvcrush", "kivi", "mikv")

@@ -16,7 +16,7 @@ if not (ROOT / "README.md").exists():
 
 PLACES = {
     "pyproject.toml": r'^version = "(.+)"$',
-    "kvpolicy/spec/version.py": r'^__version__ = "(.+)"$',
+    "kvpolicy/text/version.py": r'^__version__ = "(.+)"$',
     "CITATION.cff": r"^version: (.+)$",
     "README.md": r"^  version = \{(.+)\},$",
     "docs/changelog.md": r"^## (\d.+)$",  # the newest release comes first

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kvpolicy.parallel.sharding import SUMMED, Family, Heads, Slot, kinds, slots
-from kvpolicy.spec.errors import KVPolicyStateError
+from kvpolicy.text.errors import KVPolicyStateError
 from kvpolicy_deepspeed.launch import World
 
 _HEADS = {

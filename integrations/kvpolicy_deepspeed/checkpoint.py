@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 INDEX = "model.safetensors.index.json"
 PATTERNS = ["*.json", "*.safetensors"]

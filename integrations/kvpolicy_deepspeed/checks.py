@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from kvpolicy.spec.errors import KVPolicyStateError
+from kvpolicy.text.errors import KVPolicyStateError
 
 
 class World(NamedTuple):

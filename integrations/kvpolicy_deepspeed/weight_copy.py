@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.parallel.sharding import Family, Part, Slot, aligned
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_deepspeed.checkpoint import Piece
 from kvpolicy_deepspeed.launch import World
 

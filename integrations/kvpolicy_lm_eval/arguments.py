@@ -17,8 +17,8 @@ from kvpolicy import Policy
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.planning.curves import load_tuned
 from kvpolicy.policy import TunedPolicy
-from kvpolicy.spec.budget import Budget
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
+from kvpolicy.text.budget import Budget
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 
 Backend = Literal["deepspeed", "hf"]
 BACKENDS: tuple[Backend, ...] = ("deepspeed", "hf")

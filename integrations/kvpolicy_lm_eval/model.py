@@ -24,9 +24,9 @@ from kvpolicy.hf.shared_plan import check_readable
 from kvpolicy.hf.text_angles import angles_of, check_pieces
 from kvpolicy.hf.tile_size import TileSize, check_tile
 from kvpolicy.reporting.logging import without_warning_of_few_tokens
-from kvpolicy.spec.budget import Budget, json_budget
-from kvpolicy.spec.embedded_names import EMBEDDED
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyWarning
+from kvpolicy.text.budget import Budget, json_budget
+from kvpolicy.text.embedded_names import EMBEDDED
+from kvpolicy.text.errors import KVPolicyError, KVPolicyWarning
 from kvpolicy_lm_eval import ranks, scoring
 from kvpolicy_lm_eval.arguments import (
     BACKENDS,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 PREFIX_TOKENS = 256
 """The fewest tokens of a common prefix with `group_by_prefix=true`."""

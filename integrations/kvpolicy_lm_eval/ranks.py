@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from kvpolicy import Policy
 from kvpolicy.parallel.runtime import sharing_of
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy_lm_eval.arguments import Sharding
 from kvpolicy_lm_eval.process_exit import end_process_at_exit
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.rotary_lookup import least_with_angles
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_lm_eval.prefixes import Tokens, group_by_prefix
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 BASE = 64
 """Numbers are written digit by digit in this base: each digit is exact in every dtype of a cache."""

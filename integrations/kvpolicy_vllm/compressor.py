@@ -17,7 +17,7 @@ from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.dense_cache import DenseLayer, moved
 from kvpolicy.hf.layer import make_store
 from kvpolicy.protocols import SINGLE_RANK, Ranks
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_vllm.ledger import Part, Saving, Work
 from kvpolicy_vllm.recipe import Recipe
 

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvpolicy.hf.model_spec import describe
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_vllm.compressor import Compressor
 from kvpolicy_vllm.documents import Library
 from kvpolicy_vllm.engine import Engine, check_compresses

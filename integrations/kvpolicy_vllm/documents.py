@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpolicy.hf.cache_file import read, read_tokens
 from kvpolicy.hf.cache_header import read_header
 from kvpolicy.hf.dense_cache import check_dense
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 SALT = b"kvpolicy".hex()
 """How the cache salts of documents begin; no other request may have such a salt."""

@@ -22,8 +22,8 @@ from kvpolicy.hf.dense_cache import Skeleton, skeleton
 from kvpolicy.hf.discovery import samples_of
 from kvpolicy.hf.model_spec import ModelShape, describe
 from kvpolicy.hf.rotary_lookup import trained_positions
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.model_identity import check_same_model
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.model_identity import check_same_model
 from kvpolicy_vllm.documents import Document
 from kvpolicy_vllm.recipe import Recipe
 

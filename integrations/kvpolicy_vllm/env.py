@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.output import check_new_folder
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.output import check_new_folder
 
 VLLM = "0.32.0"
 """The version of vLLM that the connector was tested with."""

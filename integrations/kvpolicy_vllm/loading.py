@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpolicy.hf.cache_file import read
 from kvpolicy.hf.dense_cache import DenseLayer, dense_layers
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_vllm.engine import Engine
 from kvpolicy_vllm.requests import Load
 

@@ -20,8 +20,8 @@ from kvpolicy.policy.least import keep_at_least
 from kvpolicy.protocols import LayerShape, Selector
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.registry import name_of
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.limits import LEAST_TOKENS
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.limits import LEAST_TOKENS
 
 SELECTORS = ("window", "streaming", "snapkv", "kvcrush", "keydiff", "h2o", "tova", "expected")
 """Selectors that decide at the end of a prompt, from its queries, keys and values alone, and always keep its last token

@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_vllm.documents import SALT, Document, Library
 from kvpolicy_vllm.engine import Engine
 from kvpolicy_vllm.ledger import COMPRESSED, PREFILL, Ledger, Prompt

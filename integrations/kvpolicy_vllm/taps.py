@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_vllm.blocks import BlockReader
 from kvpolicy_vllm.compressor import Compressor, EngineLayer
 from kvpolicy_vllm.engine import Engine

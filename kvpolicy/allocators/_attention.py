@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import Allocator, Guarantee, LayerBounds, LayerMetric
-from kvpolicy.spec.budget import waterfill
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.budget import waterfill
+from kvpolicy.text.errors import KVPolicyError
 
 SLACK = 1e-6
 """The relative amount of a mass that may lack where a share of it counts as reached; attention is fp32."""

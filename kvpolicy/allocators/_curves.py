@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.spec.budget import waterfill
+from kvpolicy.text.budget import waterfill
 
 
 def cut_curves(curves: Tensor, total: Tensor, floor: int, ceiling: Tensor) -> Tensor:

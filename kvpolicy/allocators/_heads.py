@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import HeadRequest
-from kvpolicy.spec.budget import waterfill
+from kvpolicy.text.budget import waterfill
 
 
 def sorted_by_head(request: HeadRequest) -> Tensor:

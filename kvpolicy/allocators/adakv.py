@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvpolicy.allocators._heads import divide_pages, sorted_by_head
 from kvpolicy.protocols import HeadAllocator, HeadRequest
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_range
+from kvpolicy.text.validation import check_fields
 
 
 @named_options

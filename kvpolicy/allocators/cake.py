@@ -16,10 +16,10 @@ from kvpolicy.allocators._attention import (
     guarantee_in_proportion,
 )
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import check_fields
 
 LEAST_ENTROPY = 1e-6
 """The entropy is raised to this before its logarithm is taken: attention is fp32, which does not resolve less."""

@@ -15,8 +15,8 @@ from kvpolicy.allocators._attention import (
     guarantee_in_proportion,
 )
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.validation import check_fields
 
 EPSILON = 1e-6
 """Added to the difference of the largest and the smallest variance of a layer, as in the authors' code."""

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvpolicy.allocators.head_files import HeadFile, Table, check_heads, load_heads
 from kvpolicy.protocols import HeadAllocator, HeadRequest, ModelInfo
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_min, check_range
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_min, check_range
+from kvpolicy.text.validation import AutoInt, check_fields
 
 SINKS = 64
 RECENT = 256

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvpolicy.allocators._attention import ByAttention, before_window, check_odd, divide_in_proportion
 from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import check_fields
 
 
 @named_options

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.allocators._heads import divide_pages
 from kvpolicy.protocols import HeadAllocator, HeadRequest
-from kvpolicy.spec.arguments import named_options
+from kvpolicy.text.arguments import named_options
 
 
 @named_options

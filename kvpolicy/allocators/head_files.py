@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.spec.embedded_names import EMBEDDED, embedded_file
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import check_format, replace_file, stamp
-from kvpolicy.spec.model_identity import check_same_model
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.embedded_names import EMBEDDED, embedded_file
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import check_format, replace_file, stamp
+from kvpolicy.text.model_identity import check_same_model
+from kvpolicy.text.tables import shorten
 
 FORMAT = 1
 """Version of the file format; newer ones are refused."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvpolicy.allocators._curves import cut_curves
 from kvpolicy.protocols import Allocator, HeadAllocator, LayerMetric
-from kvpolicy.spec.arguments import named_options
+from kvpolicy.text.arguments import named_options
 
 
 @named_options

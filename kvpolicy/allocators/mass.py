@@ -14,9 +14,9 @@ from kvpolicy.allocators._attention import (
     number_reaching,
 )
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import check_fields
 
 
 @named_options

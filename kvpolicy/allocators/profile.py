@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import check_format, replace_file, stamp
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import check_format, replace_file, stamp
 
 FORMAT = 1
 """Version of the file format; newer ones are refused."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import Allocator, HeadAllocator
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.budget import waterfill
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.budget import waterfill
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import check_fields
 
 
 @named_options

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvpolicy.allocators._attention import ByAttention, divide_in_proportion
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import check_fields
 
 
 @named_options

@@ -11,11 +11,11 @@ from torch import Tensor
 from kvpolicy.allocators.kmeans import top_group
 from kvpolicy.allocators.profile import load_profile
 from kvpolicy.protocols import Allocator, Guarantee, HeadAllocator, LayerBounds
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.budget import waterfill
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.budget import waterfill
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import check_fields
 
 _SAME = 1e-6
 """Cosines that differ by less than this count as equal."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvpolicy.protocols import Allocator, HeadAllocator
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.budget import waterfill
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.budget import waterfill
 
 
 @named_options

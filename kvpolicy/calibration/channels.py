@@ -23,7 +23,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.protocols import ReaderTraits
 from kvpolicy.readers._common import TokenReader
 from kvpolicy.readers.labels import METHOD
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 MIN_TOKENS = 128
 """The minimum number of tokens: means over fewer say little about other text."""

@@ -22,7 +22,7 @@ from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import ropes_of
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

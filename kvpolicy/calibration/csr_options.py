@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from kvpolicy.calibration.dictionary import Training
 from kvpolicy.codecs._dictionaries import FILE_KEY_SPACES
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_min
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_min
 
 ATOMS_PER_HEAD = 256
 """The default number of atoms of a dictionary, for each KV head."""

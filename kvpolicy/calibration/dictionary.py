@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvpolicy.calibration.curvature import Codes, Curvature
 from kvpolicy.codecs._sparse import unit
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_min
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_min
 
 INIT_VECTORS = 8
 """The maximum number of vectors per atom for the initial k-means: the training corrects a rough start."""

@@ -18,8 +18,8 @@ from kvpolicy.allocators.head_files import HeadFile
 from kvpolicy.calibration.heads import write_scores
 from kvpolicy.calibration.listener import Listener, listening
 from kvpolicy.protocols import AttentionRows, Needs, Seen, State, View
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyWarning
-from kvpolicy.spec.validation import check_size
+from kvpolicy.text.errors import KVPolicyError, KVPolicyWarning
+from kvpolicy.text.validation import check_size
 
 RANDOM = 2500
 REPEATS = 4

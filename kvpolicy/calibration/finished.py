@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from kvpolicy.codecs import _files
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.output import check_is_file, check_output, refuse_other
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.output import check_is_file, check_output, refuse_other
 
 Content = TypeVar("Content")
 

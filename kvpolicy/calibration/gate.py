@@ -21,7 +21,7 @@ from kvpolicy.hf.identity import identity
 from kvpolicy.protocols import Needs, Replay, Seen, State, View
 from kvpolicy.selectors.gate_files import GateFile, LayerGate, load_gates, save_gates
 from kvpolicy.selectors.kvzip import KVzip
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 Kind = Literal["linear", "mlp"]
 """Whether a score is linear in the input of the layer, or goes through one hidden layer."""

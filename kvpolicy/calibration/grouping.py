@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._sparse import unit
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 class Directions(NamedTuple):

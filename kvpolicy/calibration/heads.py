@@ -22,8 +22,8 @@ from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy.protocols import Needs, Seen, State, View
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import check_size
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import check_size
 
 POSITIONS = 500
 """Positions at which the mean key stands."""

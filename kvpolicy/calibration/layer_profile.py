@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.spec.arguments import named_arguments
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.output import check_is_file
+from kvpolicy.text.arguments import named_arguments
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.output import check_is_file
 
 
 @named_arguments

@@ -15,7 +15,7 @@ from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs import _files
 from kvpolicy.hf.identity import identity
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 MIN_TOKENS = 128
 """The minimum number of tokens: ranges fitted to fewer do not cover other text."""

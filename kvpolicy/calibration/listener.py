@@ -16,7 +16,7 @@ from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Selector, State, View
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 class Listener(Selector, Protocol):

@@ -18,7 +18,7 @@ from kvpolicy.calibration.listener import Listener, Sums, check_finite, listenin
 from kvpolicy.codecs import _files
 from kvpolicy.hf.identity import identity
 from kvpolicy.protocols import Needs, Seen, State, View
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 MIN_TOKENS = 128
 """The minimum number of tokens: directions of fewer say little about other text."""

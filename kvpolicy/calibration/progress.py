@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from kvpolicy.calibration.dictionary import State
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import replace_file
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import replace_file
 
 UNFINISHED = "unfinished"
 """The subfolder of checkpoints in the folder of a calibration."""

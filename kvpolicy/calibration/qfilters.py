@@ -18,7 +18,7 @@ from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.protocols import Needs, Seen, State, View
 from kvpolicy.selectors.filter_files import FilterFile, load_filters, save_filters
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 TOKENS = 3000
 """Tokens whose queries are used, as the authors have it."""

@@ -16,7 +16,7 @@ from kvpolicy.calibration.listener import Listener, Sums, check_finite, listenin
 from kvpolicy.hf.identity import identity
 from kvpolicy.protocols import Needs, Seen, State, View
 from kvpolicy.selectors.center_files import CenterFile, Centers, load_centers, save_centers
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 MIN_TOKENS = 128
 """The minimum number of tokens: a mean of fewer queries says little about other text."""

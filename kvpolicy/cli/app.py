@@ -25,7 +25,7 @@ from kvpolicy.cli.commands.tiny import tiny
 from kvpolicy.cli.commands.tune import tune
 from kvpolicy.cli.errors import sentence
 from kvpolicy.cli.help import CONTEXT, Group
-from kvpolicy.spec.errors import KVPolicyWarning
+from kvpolicy.text.errors import KVPolicyWarning
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "list": list_,

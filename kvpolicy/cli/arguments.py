@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvpolicy.cli.completion import complete_model, complete_policy
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.limits import LEAST_TOKENS
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.limits import LEAST_TOKENS
 
 POLICY = "squeeze+kvcrush"
 """The default policy."""

@@ -19,7 +19,7 @@ from kvpolicy.planning.planner import divide
 from kvpolicy.planning.tokens import tokens_of, too_short
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SMALLEST_HEAD, Needs, Traits, View, alloc_state, differs_by_layer, traits_for
-from kvpolicy.spec.budget import Budget, Share, fraction_of
+from kvpolicy.text.budget import Budget, Share, fraction_of
 
 EXAMPLE_COSINES = (0.5, 0.95)
 """The cosines of the first and the last layer in the example of an allocator that measures layers."""

@@ -11,7 +11,7 @@ from kvpolicy.cli.transfers import transfer_text
 from kvpolicy.planning.curves import Curves, load_tuned
 from kvpolicy.planning.tuned import Reason, lengths, reasons
 from kvpolicy.policy import TunedPolicy
-from kvpolicy.spec.budget import Share, fraction_of, json_budget
+from kvpolicy.text.budget import Share, fraction_of, json_budget
 
 DISTORTION = {
     "output": "the squared error of the layer's attention output, relative to its norm and weighted by what such an "

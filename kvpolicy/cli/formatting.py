@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from kvpolicy.spec import tables, text_tables
+from kvpolicy.text import tables, text_tables
 
 FORMAT = 1
 """The version of the JSON output. It is incremented when a field changes its meaning or is removed."""

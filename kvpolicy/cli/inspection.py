@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpolicy.cli.formatting import ranges
 from kvpolicy.reporting.token_spans import Span
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from kvpolicy.hf.attach import Handle

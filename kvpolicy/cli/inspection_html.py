@@ -16,7 +16,7 @@ from kvpolicy.cli.formatting import size
 from kvpolicy.cli.inspection import Inspection, Layer
 from kvpolicy.reporting.text_rendering import DARK, LIGHT, NAMES, ink, level, runs_on, visible
 from kvpolicy.reporting.token_spans import Span
-from kvpolicy.spec.formats import replace_file
+from kvpolicy.text.formats import replace_file
 
 MARKER = '<meta name="generator" content="kvpolicy inspect">'
 """A line of every page, by which a page is known that may be replaced."""

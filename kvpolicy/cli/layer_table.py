@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpolicy.cli.formatting import size
-from kvpolicy.spec.text_tables import text_layer_table
+from kvpolicy.text.text_tables import text_layer_table
 
 
 def layer_facts(planned: Any) -> list[dict[str, Any]]:

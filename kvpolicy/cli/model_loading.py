@@ -8,8 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from kvpolicy.spec.embedded_names import EMBEDDED
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.embedded_names import EMBEDDED
+from kvpolicy.text.errors import KVPolicyError
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 """The dtypes in which attention can be computed."""

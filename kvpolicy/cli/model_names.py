@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from kvpolicy.spec.embedded_names import EMBEDDED
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.embedded_names import EMBEDDED
+from kvpolicy.text.errors import KVPolicyError
 
 TINY = "tiny"
 """The name of the embedded model that is the default."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.cli.model_names import TINY
-from kvpolicy.spec.embedded_names import EMBEDDED
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import reason_of
+from kvpolicy.text.embedded_names import EMBEDDED
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import reason_of
 
 TRAINED_LENGTH = 1024
 """The longest prompt that the embedded model was trained on, in tokens."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli.formatting import size
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 _RATE = re.compile(r"(.+?)\s*/\s*s")
 
@@ -46,7 +46,7 @@ def parse_rate(option: str, text: str) -> int:
     >>> parse_rate("--link", "25GB/s"), parse_rate("--link", "1 GiB/s")
     (25000000000, 1073741824)
     """
-    from kvpolicy.spec.budget import bytes_of  # imports PyTorch, which help does without
+    from kvpolicy.text.budget import bytes_of  # imports PyTorch, which help does without
 
     match = _RATE.fullmatch(text.strip())
     try:

@@ -25,8 +25,8 @@ from kvpolicy.kernels.compiled import call
 from kvpolicy.kernels.fused_half import is_read_whole, mix_half, score_half
 from kvpolicy.kernels.fused_read import in_blocks
 from kvpolicy.protocols import At, Codec, RotaryView, StageStore, Traits, traits_for
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.validation import AutoInt
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.validation import AutoInt
 
 
 class HalfCodes(NamedTuple):

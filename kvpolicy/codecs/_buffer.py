@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvpolicy.spec.validation import AutoInt
+from kvpolicy.text.validation import AutoInt
 
 TOKENS_PER_SLOT = 32
 """An automatic buffer has one slot for every 32 tokens, so that it takes a small part of the bytes of any budget."""

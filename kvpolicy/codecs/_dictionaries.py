@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._files import CalibrationFile, load
 from kvpolicy.codecs._sparse import unit
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 FILE_KEY_SPACES = {"unrotated": "pre", "rotated": "post"}
 """The name of each key space in calibration files, whose format has not changed since it was called the frame."""

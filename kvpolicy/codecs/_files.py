@@ -12,11 +12,11 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.spec.embedded_names import EMBEDDED, embedded_file
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import replace_file
-from kvpolicy.spec.model_identity import check_same_model
-from kvpolicy.spec.version import __version__
+from kvpolicy.text.embedded_names import EMBEDDED, embedded_file
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import replace_file
+from kvpolicy.text.model_identity import check_same_model
+from kvpolicy.text.version import __version__
 
 FORMAT = 1
 """Version of the file format; newer ones are refused."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.codecs import _files
 from kvpolicy.codecs._dictionaries import key_dictionary
 from kvpolicy.protocols import ALL_HEADS
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 LEAST_ENERGY = 1e-6
 """The least energy of queries in a direction, as a share of the largest: its inverse square root must stay finite."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from kvpolicy.codecs._files import CalibrationFile
 from kvpolicy.codecs._projection import Basis, energies, fisher_of
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.spec.budget import waterfill
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import check_format
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.budget import waterfill
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import check_format
+from kvpolicy.text.tables import shorten
 
 FORMAT = 1
 """Version of the format of a file of ranks; newer ones are refused."""

@@ -24,10 +24,10 @@ from kvpolicy.codecs._common import (
 from kvpolicy.codecs._uniform import FP16, is_fused, mix_fused, score_fused
 from kvpolicy.kernels.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_choice, check_min
+from kvpolicy.text.validation import AutoInt, check_fields
 
 
 class BFPCodes(NamedTuple):

@@ -20,10 +20,10 @@ from kvpolicy.kernels.fused_elements import UNROLLED
 from kvpolicy.kernels.packing import pack, packed_width, unpack_float
 from kvpolicy.kernels.slot_writes import Writes, write_slots
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_choice, check_min, check_range
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_choice, check_min, check_range
+from kvpolicy.text.validation import AutoInt, check_fields
 
 
 class GEARCodes(NamedTuple):

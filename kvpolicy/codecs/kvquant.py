@@ -19,10 +19,10 @@ from kvpolicy.kernels.fused_read import in_blocks
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.kernels.words import as_words, in_order_of_channels
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_choice, check_min
+from kvpolicy.text.validation import AutoInt, check_fields
 
 _FP16 = torch.finfo(torch.float16).max
 

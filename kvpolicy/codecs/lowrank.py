@@ -17,10 +17,10 @@ from kvpolicy.codecs._projection import Basis, Projection
 from kvpolicy.codecs._ranks import Ranks
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.parameters import check_choice, check_min
+from kvpolicy.text.validation import AutoInt, check_fields
 
 
 class LowRankCalibration(NamedTuple):

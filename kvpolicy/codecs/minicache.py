@@ -14,10 +14,10 @@ from kvpolicy.codecs._common import ENCODED_AT_ONCE, SingleStage
 from kvpolicy.codecs._directions import Side, mix_side, read_side, score_side, write_side
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.protocols import At, Codec, Layout, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.parameters import check_min, check_range
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.parameters import check_min, check_range
+from kvpolicy.text.validation import AutoInt, check_fields
 
 
 class SharedCodes(NamedTuple):

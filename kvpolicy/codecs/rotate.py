@@ -23,10 +23,10 @@ from kvpolicy.kernels.compiled import call, widen
 from kvpolicy.kernels.fused_read import decode_channel_groups
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_choice, check_min, check_range
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_choice, check_min, check_range
+from kvpolicy.text.validation import AutoInt, check_fields
 
 
 class RotateCodes(NamedTuple):

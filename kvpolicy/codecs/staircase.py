@@ -8,10 +8,10 @@ from typing import ClassVar
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.protocols import Codec, Layout, ModelInfo, Stage, Traits
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import AutoInt, check_fields
 
 
 @named_options

@@ -13,10 +13,10 @@ from kvpolicy.codecs._common import SingleStage, is_empty_head, sum_tokens
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.protocols import At, Codec, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_min, check_range
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_min, check_range
+from kvpolicy.text.validation import AutoInt, check_fields
 
 _MOST_CHANNELS = 256
 """The largest head dimension of which an index of a channel is a byte."""

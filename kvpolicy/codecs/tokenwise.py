@@ -25,9 +25,9 @@ from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor
 from kvpolicy.kernels.compiled import widen
 from kvpolicy.kernels.packing import packed_width, round_to_half
 from kvpolicy.protocols import At, RotaryView, StageStore, Traits
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_choice, check_min
+from kvpolicy.text.validation import AutoInt, check_fields
 
 
 class TokenWiseCodes(NamedTuple):

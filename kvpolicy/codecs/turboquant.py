@@ -30,10 +30,10 @@ from kvpolicy.kernels.fused_elements import score_levels
 from kvpolicy.kernels.packing import pack, packed_width, unpack
 from kvpolicy.kernels.words import as_words, in_order_of_places
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_choice, check_min
+from kvpolicy.text.validation import AutoInt, check_fields
 
 _VALUE_GROUP = 128
 """The maximum number of channels per value group."""

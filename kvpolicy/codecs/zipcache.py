@@ -32,9 +32,9 @@ from kvpolicy.protocols import (
     StageStore,
     Traits,
 )
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_choice, check_min, check_range
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_choice, check_min, check_range
+from kvpolicy.text.validation import AutoInt, check_fields
 
 
 class ZipCacheCodes(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.engine.attention import TILE_ELEMENTS
 from kvpolicy.engine.statistic import Candidates, Coming, Tile
 from kvpolicy.protocols import Forward, Gate, ScoresInputs, Selector
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 def check_movable(store: LayerStore) -> None:

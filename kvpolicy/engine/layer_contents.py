@@ -39,7 +39,7 @@ from kvpolicy.protocols import (
     View,
     traits_for,
 )
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 NUMBERS = ("capacity", "expected_len", "reserved", "largest_block", "scale", "may_exceed_plan")
 """The attributes of a layer that are numbers on the host, or lists of them."""

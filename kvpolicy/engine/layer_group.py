@@ -17,7 +17,7 @@ from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.state import owned
 from kvpolicy.protocols import Codes, GroupStage, StageStore
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 class Member(Protocol):

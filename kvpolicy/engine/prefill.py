@@ -17,7 +17,7 @@ from kvpolicy.engine.state import owned
 from kvpolicy.engine.statistic import Candidates, Statistic
 from kvpolicy.engine.trimmed_tokens import TrimmedTokens
 from kvpolicy.protocols import Calibration, Codec, Forward, Ranks
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 Kind = TypeVar("Kind")
 

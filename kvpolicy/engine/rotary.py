@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kvpolicy.kernels.compiled import call, is_compiled
 from kvpolicy.kernels.rotation import rotate_halves
 from kvpolicy.protocols import At
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 _TILE = 512
 """Tokens whose rotation is undone at a time, where it is that of all."""

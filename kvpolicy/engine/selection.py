@@ -27,7 +27,7 @@ from kvpolicy.protocols import (
     State,
     View,
 )
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 class Selection(NamedTuple):

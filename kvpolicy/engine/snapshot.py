@@ -16,7 +16,7 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layer_tensors import HOST_PARTS
 from kvpolicy.engine.state import map_state
 from kvpolicy.protocols import Ranks, State
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 MOST_CAPACITY = 2
 """Tokens that a layer was made for, for each of its slots: pages are fewer by rounding."""

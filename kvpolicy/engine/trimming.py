@@ -17,7 +17,7 @@ from kvpolicy.engine.state import map_slots, owned, select_rows
 from kvpolicy.engine.token_batch import TokenBatch
 from kvpolicy.engine.trimmed_tokens import TrimmedTokens
 from kvpolicy.protocols import Selector, State, nested_from
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 LEAST_GAIN = 1 / 8
 """A prompt that was trimmed is trimmed again if it then holds less by this fraction: tokens are copied each time."""

@@ -84,10 +84,10 @@ from kvpolicy.reporting.logging import (
     warn_of_states,
 )
 from kvpolicy.reporting.report import Report
-from kvpolicy.spec.arguments import named_arguments
-from kvpolicy.spec.budget import Budget, least_of
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.arguments import named_arguments
+from kvpolicy.text.budget import Budget, least_of
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.tables import shorten
 
 _LOCK = threading.RLock()
 """Held while a policy is attached or detached: both change configs and modules that threads share."""

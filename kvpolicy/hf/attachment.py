@@ -16,8 +16,8 @@ from kvpolicy.hf.tile_size import TileSize, tile_size
 from kvpolicy.parallel.runtime import Sharing
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, LayerShape, ModelInfo, Ranks
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.limits import MAX_SIZE
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.limits import MAX_SIZE
 
 Word = TypeVar("Word", bound=str)
 

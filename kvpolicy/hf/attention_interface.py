@@ -28,7 +28,7 @@ from kvpolicy.engine.host import outside_autocast
 from kvpolicy.hf.block_masks import check_blocks, is_token, under_mask
 from kvpolicy.hf.deferred_masks import DeferredMask, are_deferred
 from kvpolicy.hf.discovery import home
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 PREFIX = "kvpolicy_"
 REFUSED = ("position_bias", "cache", "sinks")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.attention import ScoreTransform, attend
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 Stock = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attends under the model's own mask: queries, keys and values [B, H, P, D] to an output [B, P, Hq, D]."""

@@ -31,9 +31,9 @@ from kvpolicy.planning.memory import resident_bytes
 from kvpolicy.policy import Policy
 from kvpolicy.reporting import rich_repr
 from kvpolicy.reporting.report import Report, make_report
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.spec.validation import expected, longest
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
+from kvpolicy.text.validation import expected, longest
 
 
 @named_options

@@ -21,8 +21,8 @@ from torch import Tensor
 from kvpolicy.engine.state import owned
 from kvpolicy.hf.cache_header import FORMAT, KEY, header_of, not_as_written, reading
 from kvpolicy.hf.file_header import check_header
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.formats import replacing, stamp
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.formats import replacing, stamp
 
 TOKENS = "tokens"
 """The name of the token ids in a file, [B, N] int64."""

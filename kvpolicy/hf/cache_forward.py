@@ -41,8 +41,8 @@ from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward, LayerMetric
 from kvpolicy.reporting.logging import log_extended
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.spec.validation import at_least
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
+from kvpolicy.text.validation import at_least
 
 
 class CacheForward(Cache):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.hf.file_header import check_header, parse_header
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import check_format
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import check_format
 
 FORMAT = 1
 """Version of the file format; newer ones are refused."""

@@ -15,7 +15,7 @@ from torch import nn
 from kvpolicy.hf.discovery import ATTENTION, check_attention_class, find_sites, is_falcon_class
 from kvpolicy.hf.other_layers import no_single_stack
 from kvpolicy.hf.shipped import ShippedConfig
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 def check_modules(config: Any) -> None:

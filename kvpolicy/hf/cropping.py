@@ -17,7 +17,7 @@ from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Needs
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 REMEMBERED = 64
 """Prompts and chunks that a cache remembers, so that a long conversation does not fill the host's memory."""

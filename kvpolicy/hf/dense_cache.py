@@ -28,7 +28,7 @@ from kvpolicy.hf.rotary_lookup import first_not_undone, is_rotary, ropes_of
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK
 from kvpolicy.readers.all import ReadAll
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 class DenseLayer(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kvpolicy.hf.other_layers import no_single_stack, why_no_stack
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 class Site(NamedTuple):

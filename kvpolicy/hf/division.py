@@ -18,9 +18,9 @@ from kvpolicy.planning.result import CachePlan
 from kvpolicy.planning.tokens import Tokens, expect_tokens
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.logging import warn_of_few_tokens
-from kvpolicy.spec.errors import KVPolicyStateError
-from kvpolicy.spec.limits import MAX_SIZE
-from kvpolicy.spec.validation import at_least
+from kvpolicy.text.errors import KVPolicyStateError
+from kvpolicy.text.limits import MAX_SIZE
+from kvpolicy.text.validation import at_least
 
 BEYOND_BUDGET = "the last prompt was added whole, beyond the budget"
 """The note of a plan after `PolicyCache.hold_next`."""

@@ -15,8 +15,8 @@ from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.key_probe import adds_positions
 from kvpolicy.hf.rotary_lookup import first_not_undone
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.tables import shorten
 
 
 def check_rows(given: Any, batch: int) -> Tensor:

@@ -13,9 +13,9 @@ from kvpolicy.hf.gguf import checkpoint_of
 from kvpolicy.hf.shipped import SHIPPED as SHIPPED
 from kvpolicy.hf.shipped import ShippedConfig, config_file, shipped_config, shipped_name
 from kvpolicy.registry import suggest
-from kvpolicy.spec.arguments import named_arguments
-from kvpolicy.spec.embedded_names import EMBEDDED, EmbeddedName
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.arguments import named_arguments
+from kvpolicy.text.embedded_names import EMBEDDED, EmbeddedName
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 
 HUB_TIMEOUT = 5.0
 """Seconds to wait for the Hub before a name is refused."""

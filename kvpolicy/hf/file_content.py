@@ -13,7 +13,7 @@ from kvpolicy.hf.attachment import Attachment
 from kvpolicy.hf.cache_file import TOKENS, CacheFile
 from kvpolicy.hf.rope_owner import ATTRIBUTE
 from kvpolicy.hf.states import is_state
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 def check_content(content: CacheFile, attachment: Attachment, what: str) -> None:

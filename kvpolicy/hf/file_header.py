@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.limits import MAX_BYTES, MAX_SIZE
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.limits import MAX_BYTES, MAX_SIZE
+from kvpolicy.text.tables import shorten
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 """Dtypes in which keys and values may be stored."""

@@ -20,7 +20,7 @@ from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward
 from kvpolicy.selectors.full import KeepAll
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 _OWN_LAYERS = ("assistant_early_exit", "use_mtp")
 """Ways of drafting that run a part of the model, through a cache of some of its layers."""

@@ -14,8 +14,8 @@ from kvpolicy.hf.mask_digest import mask_digest
 from kvpolicy.hf.replay import TABLES
 from kvpolicy.hf.rotary_lookup import depends_on_length
 from kvpolicy.hf.text_angles import check_angles
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.limits import MAX_SIZE
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.limits import MAX_SIZE
 
 if TYPE_CHECKING:
     from kvpolicy.hf.cache import PolicyCache

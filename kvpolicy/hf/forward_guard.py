@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 
 
 class ForwardGuard:

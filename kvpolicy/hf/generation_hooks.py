@@ -25,7 +25,7 @@ from kvpolicy.hf.forward_calls import (
 from kvpolicy.hf.recent_cache import RecentCache
 from kvpolicy.hf.restarting import restart
 from kvpolicy.hf.rope_deltas import RopeDeltas
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 _CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 """Methods of transformers that generate with a paged cache of their own."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.parallel.sharding import Heads, check_family, check_heads
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 def heads_of(config: Any, rank: int, size: int) -> Heads:

@@ -16,8 +16,8 @@ from kvpolicy.hf import cropping
 from kvpolicy.hf.known_tokens import KnownTokens
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.states import States
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.spec.validation import check_size
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
+from kvpolicy.text.validation import check_size
 
 
 class Mark:

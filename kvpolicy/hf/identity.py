@@ -28,7 +28,7 @@ def model_info(model: nn.Module) -> ModelInfo:
 
 
 def identity(model: nn.Module, name: str | None = None, info: ModelInfo | None = None) -> dict[str, Any]:
-    """The description of a model in a file, which `kvpolicy.spec.model_identity.check_same_model` verifies.
+    """The description of a model in a file, which `kvpolicy.text.model_identity.check_same_model` verifies.
 
     Args:
         model: The model.

@@ -18,8 +18,8 @@ from kvpolicy.planning.result import LayerPlan
 from kvpolicy.planning.tuned import resolve
 from kvpolicy.policy import LayeredPolicy, Policy, for_model
 from kvpolicy.protocols import LayerShape, ModelInfo
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.tables import sum_by_kind
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.tables import sum_by_kind
 
 
 class LayerStates(NamedTuple):

@@ -6,7 +6,7 @@ import inspect
 
 from torch import nn
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 _STATES = ("state", "cache_params")
 """Arguments of models whose memory is a state of a fixed size."""

@@ -22,9 +22,9 @@ from kvpolicy.planning.planner import divide
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.planning.tokens import expect_tokens
 from kvpolicy.policy import Policy
-from kvpolicy.spec.arguments import named_arguments
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import check_size, each_row
+from kvpolicy.text.arguments import named_arguments
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import check_size, each_row
 
 
 @named_arguments

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 """Names of the projection behind the heads, of which each attention module has one."""

@@ -33,7 +33,7 @@ from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.rotary_lookup import steady_angles
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.protocols import Forward, Replay
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 TABLES = ("wpe", "embed_positions")
 """Names of learned position embeddings, which end somewhere."""

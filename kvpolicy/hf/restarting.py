@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.forward_calls import row_lengths
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.spec.validation import expected
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
+from kvpolicy.text.validation import expected
 
 
 def restart(cache: PolicyCache, inputs: dict[str, Any], end: int | None) -> None:

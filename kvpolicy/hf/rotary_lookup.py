@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvpolicy.engine.rotary import INSTEAD, Rope
 from kvpolicy.hf.discovery import Site, home
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding with frequencies that depend on the length: a stored key cannot be unrotated."""

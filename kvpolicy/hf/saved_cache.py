@@ -25,9 +25,9 @@ from kvpolicy.hf.states import is_state
 from kvpolicy.planning.plan_fields import plan_from_dict, plan_to_dict
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, Ranks
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.model_identity import check_same_model
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.model_identity import check_same_model
+from kvpolicy.text.tables import shorten
 
 
 def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) -> CacheFile:

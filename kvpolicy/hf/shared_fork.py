@@ -18,7 +18,7 @@ from kvpolicy.hf.shared_plan import beside, check_own, check_readable
 from kvpolicy.hf.states import States
 from kvpolicy.planning.result import SHARED, CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 
 
 def check_shareable(cache: Any) -> None:

@@ -8,7 +8,7 @@ from kvpolicy.planning.memory import DIGEST_NBYTES, layer_spec
 from kvpolicy.planning.result import SHARED, CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Needs
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 def check_own(own: Policy) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvpolicy.spec.embedded_names import EMBEDDED
+from kvpolicy.text.embedded_names import EMBEDDED
 
 _ASSETS = files("kvpolicy") / "assets"
 _NAMES = (path.name.removesuffix(".json") for path in (_ASSETS / "configs").iterdir())

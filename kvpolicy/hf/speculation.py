@@ -19,11 +19,11 @@ from kvpolicy.hf.forward_checks import vocabulary_of
 from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.logging import warn_of_processors, without_warning_of_few_tokens
-from kvpolicy.spec.arguments import named_arguments
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.limits import MAX_SIZE
-from kvpolicy.spec.tables import shorten
-from kvpolicy.spec.validation import check_size
+from kvpolicy.text.arguments import named_arguments
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.limits import MAX_SIZE
+from kvpolicy.text.tables import shorten
+from kvpolicy.text.validation import check_size
 
 
 class SpeculationStats(NamedTuple):

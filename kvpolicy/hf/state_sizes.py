@@ -12,7 +12,7 @@ from transformers import AutoModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
 from kvpolicy.hf.cache_names import NAMES
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 _TOKENS = 3
 """Tokens of the call that fills the states; their size does not depend on it."""

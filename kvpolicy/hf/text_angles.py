@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.hf.rotary_lookup import adapting_embeddings, changing_kind, least_with_angles
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from kvpolicy.hf.cache import PolicyCache

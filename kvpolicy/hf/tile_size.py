@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvpolicy.hf.model_spec import ModelShape
 from kvpolicy.policy import Policy
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.validation import check_size
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.validation import check_size
 
 AUTO = "auto"
 """Chooses by the free memory of the device."""

@@ -20,7 +20,7 @@ from kvpolicy.hf.discovery import Site
 from kvpolicy.hf.held_weights import hold_weights
 from kvpolicy.hf.recorded import Recorded
 from kvpolicy.hf.tiled_keys import SHARED, TiledKeys, passes_by_kind
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 COLUMNS = {
     "hidden_states": -2,

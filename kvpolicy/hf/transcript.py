@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.rotary import one_part
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 class Transcript(NamedTuple):

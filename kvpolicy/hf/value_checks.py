@@ -7,7 +7,7 @@ import torch
 from kvpolicy.codecs._apart import is_divisible
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Candidates, LayerShape, Merger
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 def check_values(policy: Policy, shape: LayerShape) -> None:

@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from kvpolicy.hf.cache_names import NAMES
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 OLDEST = (5, 18)
 """The oldest version that is tested; `pyproject.toml` has it too."""

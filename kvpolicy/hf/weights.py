@@ -15,8 +15,8 @@ from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.shipped import ShippedConfig, Skeleton
 from kvpolicy.parallel.sharding import FAMILIES, slots
 from kvpolicy.parallel.weights import Weights
-from kvpolicy.spec.arguments import named_arguments
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.arguments import named_arguments
+from kvpolicy.text.errors import KVPolicyError
 
 BACKENDS = ("deepspeed", "hf")
 """Backends that may shard a model: DeepSpeed AutoTP, as in `kvpolicy_deepspeed`, or the plan of transformers."""

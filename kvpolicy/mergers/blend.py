@@ -9,9 +9,9 @@ import torch
 from kvpolicy.kernels.products import lengths
 from kvpolicy.mergers._common import tiles
 from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, State
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_range
+from kvpolicy.text.validation import check_fields
 
 _TINY = torch.finfo(torch.float32).tiny
 

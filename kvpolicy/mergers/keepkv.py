@@ -10,9 +10,9 @@ from torch import Tensor
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import group_rows, target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, Needs, State, Tokens
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_min, check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_min, check_range
+from kvpolicy.text.validation import check_fields
 
 _LEAST_WEIGHT = 1e-12
 """Added to each weight, so that tokens without any attention have equal weights."""

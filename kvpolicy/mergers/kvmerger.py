@@ -10,9 +10,9 @@ from torch import Tensor
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import Nearest, Tile, tiles, unit
 from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, State
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_range
+from kvpolicy.text.validation import check_fields
 
 
 @named_options

@@ -10,9 +10,9 @@ import torch
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_choice, check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_choice, check_range
+from kvpolicy.text.validation import check_fields
 
 
 @named_options

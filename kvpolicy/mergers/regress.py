@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvpolicy.mergers._common import group_rows
 from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, Needs, Replay, State
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_choice, check_min, check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_choice, check_min, check_range
+from kvpolicy.text.validation import check_fields
 
 _CHUNK = 2048
 """Tokens of the context that are replayed at a time, as `kvzip` does by default."""

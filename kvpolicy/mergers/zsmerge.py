@@ -12,9 +12,9 @@ from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import Nearest, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_range
+from kvpolicy.text.validation import check_fields
 
 _BEFORE = -1
 """Earlier than any position."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kvpolicy.protocols.ranks import Ranks, gather
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 Group = Any
 """A `torch.distributed.ProcessGroup`, which is not importable in builds of PyTorch without it."""

@@ -11,10 +11,10 @@ from kvpolicy.planning.layer_plans import plan_layers
 from kvpolicy.planning.tokens import SHORT_PROMPT, Tokens, expect_tokens, largest, most_tokens
 from kvpolicy.policy import LayeredPolicy, Policy
 from kvpolicy.protocols import LayerShape
-from kvpolicy.spec.budget import EPSILON, Budget, Share, bytes_of
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.limits import MAX_SIZE
-from kvpolicy.spec.page_sizes import fewest_tokens
+from kvpolicy.text.budget import EPSILON, Budget, Share, bytes_of
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.limits import MAX_SIZE
+from kvpolicy.text.page_sizes import fewest_tokens
 
 
 def divide_by_layer(

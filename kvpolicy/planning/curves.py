@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from kvpolicy.policy import Policy
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import check_format, replace_file, stamp
-from kvpolicy.spec.limits import MAX_SIZE
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import check_format, replace_file, stamp
+from kvpolicy.text.limits import MAX_SIZE
 
 FORMAT = 1
 """Version of the file format; newer ones are refused."""

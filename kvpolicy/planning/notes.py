@@ -10,7 +10,7 @@ from kvpolicy.kernels.compiled import MIN_SLOTS, obstacle
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.planning.tokens import too_short
 from kvpolicy.policy import Policy
-from kvpolicy.spec.budget import fraction_of
+from kvpolicy.text.budget import fraction_of
 
 MAX_EXACT = 0.5
 """A full-precision buffer that takes a larger fraction of the layers' bytes is noted."""

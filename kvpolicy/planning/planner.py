@@ -12,9 +12,9 @@ from kvpolicy.planning.layer_plans import plan_layers
 from kvpolicy.planning.tokens import INITIAL_SLOTS, Tokens, expect_tokens, largest, most_tokens, or_whole, tokens_of
 from kvpolicy.policy import LayeredPolicy, Policy
 from kvpolicy.protocols import BoundsBudgets, LayerBounds, LayerShape
-from kvpolicy.spec.budget import bytes_of
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.limits import MAX_SIZE
+from kvpolicy.text.budget import bytes_of
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.limits import MAX_SIZE
 
 
 def divide(

@@ -13,10 +13,10 @@ from kvpolicy.planning.activations import Prefill
 from kvpolicy.planning.tokens import largest
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
-from kvpolicy.spec.budget import bytes_of
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.limits import MAX_BYTES
-from kvpolicy.spec.tables import (
+from kvpolicy.text.budget import bytes_of
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.limits import MAX_BYTES
+from kvpolicy.text.tables import (
     Cells,
     byte_cells,
     count,
@@ -28,8 +28,8 @@ from kvpolicy.spec.tables import (
     size_summary,
     sum_by_kind,
 )
-from kvpolicy.spec.text_tables import text_layer_table
-from kvpolicy.spec.validation import check_size
+from kvpolicy.text.text_tables import text_layer_table
+from kvpolicy.text.validation import check_size
 
 NOT_MEASURED = (
     "layers are shown with equal budgets, since the allocator measures them in the prompt; a row's tokens add up to "

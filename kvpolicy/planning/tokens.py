@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvpolicy.engine.capacity import growth
 from kvpolicy.policy import LayeredPolicy, Policy
-from kvpolicy.spec.budget import EPSILON, Share
-from kvpolicy.spec.limits import MAX_SIZE
-from kvpolicy.spec.page_sizes import fewest_tokens
+from kvpolicy.text.budget import EPSILON, Share
+from kvpolicy.text.limits import MAX_SIZE
+from kvpolicy.text.page_sizes import fewest_tokens
 
 INITIAL_SLOTS = 4096
 """Slots allocated beyond the prompt if the number of new tokens is unknown; a larger budget is reached by extension."""

@@ -13,9 +13,9 @@ from kvpolicy.planning.layer_plans import plan_layers
 from kvpolicy.planning.planner import tokens_of_share
 from kvpolicy.policy import LayeredPolicy, Policy, TunedPolicy
 from kvpolicy.protocols import LayerShape, ModelInfo
-from kvpolicy.spec.budget import EPSILON, Share, bytes_of
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.model_identity import check_same_model
+from kvpolicy.text.budget import EPSILON, Share, bytes_of
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.model_identity import check_same_model
 
 STEPS = 8
 """Sizes that are tried between two measured ones, where a distortion is interpolated."""

@@ -31,9 +31,9 @@ from kvpolicy.protocols import (
 )
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.selectors.full import KeepAll
-from kvpolicy.spec.budget import Budget, fraction_of
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.budget import Budget, fraction_of
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.tables import shorten
 
 
 def check_together(policy: Any) -> None:

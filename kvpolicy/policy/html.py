@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 from html import escape
 from typing import Any
 
-from kvpolicy.spec.budget import Budget, Share
-from kvpolicy.spec.tables import Cells, section, table
+from kvpolicy.text.budget import Budget, Share
+from kvpolicy.text.tables import Cells, section, table
 
 
 def policy_html(spec: str, parts: Mapping[Any, Any], budget: Budget) -> str:

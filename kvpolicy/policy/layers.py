@@ -7,8 +7,8 @@ from typing import Any
 
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.protocols import GroupsLayers, differs_by_layer
-from kvpolicy.spec.budget import Share
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.budget import Share
+from kvpolicy.text.errors import KVPolicyError
 
 
 def check_layers(layers: Sequence[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpolicy.policy.policy import Policy
-from kvpolicy.spec.budget import with_least
+from kvpolicy.text.budget import with_least
 
 
 def keep_at_least(policy: Policy, least: int) -> Policy:

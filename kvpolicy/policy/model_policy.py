@@ -9,7 +9,7 @@ from typing import Any
 from kvpolicy.policy.parts import PROTOCOLS
 from kvpolicy.policy.policy import Policy
 from kvpolicy.protocols import Codec, DiffersByLayer, GroupsLayers, ModelInfo, differs_by_layer
-from kvpolicy.spec.budget import Budget
+from kvpolicy.text.budget import Budget
 
 Groups = tuple[tuple[int, ...], ...]
 

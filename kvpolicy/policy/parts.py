@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvpolicy.protocols import Allocator, Codec, Merger, Reader, Selector
 from kvpolicy.registry import Kind
-from kvpolicy.spec.errors import KVPolicyTypeError
-from kvpolicy.spec.tables import shorten
-from kvpolicy.spec.validation import check_instance
+from kvpolicy.text.errors import KVPolicyTypeError
+from kvpolicy.text.tables import shorten
+from kvpolicy.text.validation import check_instance
 
 PROTOCOLS: dict[Kind, type] = {
     "allocator": Allocator,

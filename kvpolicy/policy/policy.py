@@ -30,13 +30,13 @@ from kvpolicy.protocols.allocator import heads_of
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.registry import Kind, whole_policy
 from kvpolicy.selectors.full import KeepAll
-from kvpolicy.spec import grammar
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.budget import Budget, check_budget, fraction_of, json_budget
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.page_sizes import fewest_tokens
-from kvpolicy.spec.part_fields import part_from_dict, part_to_dict
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text import grammar
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.budget import Budget, check_budget, fraction_of, json_budget
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.page_sizes import fewest_tokens
+from kvpolicy.text.part_fields import part_from_dict, part_to_dict
+from kvpolicy.text.tables import shorten
 
 DEFAULT_BUDGET = 0.2
 """The budget of a policy that has a selector and no budget."""

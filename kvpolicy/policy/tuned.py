@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NoReturn
 from kvpolicy.policy.html import by_layer_html
 from kvpolicy.policy.policy import DEFAULT_BUDGET, Policy
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.spec import grammar
-from kvpolicy.spec.budget import Budget, check_budget
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text import grammar
+from kvpolicy.text.budget import Budget, check_budget
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import AutoInt, check_fields
 
 TUNED = "tuned"
 """The name of these policies in specs."""

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kvpolicy.protocols import Reader
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.limits import MAX_FIELD
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.limits import MAX_FIELD
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import AutoInt, check_fields
 
 Amount = int | float
 """A number of tokens (int), or a fraction of a layer's slots (float)."""

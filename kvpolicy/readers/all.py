@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvpolicy.protocols import Index, Reader, ReaderTraits
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.limits import MAX_FIELD
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.limits import MAX_FIELD
 
 
 @named_options

@@ -13,8 +13,8 @@ from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import Estimated, ReaderTraits
 from kvpolicy.readers._common import Amount, TokenReader, check_reader, page_means, slots_of_page
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.validation import AutoInt
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.validation import AutoInt
 
 
 class CentroidIndex(NamedTuple):

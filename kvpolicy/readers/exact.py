@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import Index, ReaderTraits
 from kvpolicy.readers._common import Amount, TokenReader, check_reader
-from kvpolicy.spec.arguments import named_options
+from kvpolicy.text.arguments import named_options
 
 
 @named_options

@@ -15,9 +15,9 @@ from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ALL_HEADS, ModelInfo, ReaderTraits
 from kvpolicy.readers._common import Amount, TokenReader, check_reader
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import AutoInt
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import AutoInt
 
 METHOD = "channels"
 """The method of a calibration folder that this reader takes."""

@@ -14,8 +14,8 @@ from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ReaderTraits
 from kvpolicy.readers._clusters import SEGMENT, k_means, mean_by_cluster, nearest, segments
 from kvpolicy.readers._common import LONG, Amount, TokenReader, check_reader, slots_of_page
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.validation import AutoInt
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.validation import AutoInt
 
 
 class RetrievalIndex(NamedTuple):

@@ -23,10 +23,10 @@ from kvpolicy.protocols import (
 )
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.readers.exact import ExactTopK
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import AutoInt, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import AutoInt, check_fields
 
 _DENSE = 2
 """First layers that read everything by default."""

@@ -13,9 +13,9 @@ from kvpolicy.kernels.products import coordinates, of_tokens, thin_products
 from kvpolicy.kernels.slot_writes import flat_slots, write_slots
 from kvpolicy.protocols import ModelInfo, ReaderTraits
 from kvpolicy.readers._common import Amount, TokenReader, check_reader, page_means
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import AutoInt
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import AutoInt
 
 
 class ShadowIndex(NamedTuple):

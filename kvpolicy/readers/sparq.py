@@ -11,9 +11,9 @@ from torch import Tensor
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import Estimated, ModelInfo, Products, ReaderTraits
 from kvpolicy.readers._common import Amount, TokenReader, check_reader
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import AutoInt
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import AutoInt
 
 _BLOCK = 32
 """Slots whose values are summed together: a step sums one block anew, and adds up the sums of all."""

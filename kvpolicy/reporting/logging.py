@@ -19,10 +19,10 @@ from typing import Any
 from kvpolicy.planning.notes import FEW_TOKENS
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.sources import CacheSource, ShapeSource
-from kvpolicy.spec.budget import with_least
-from kvpolicy.spec.errors import KVPolicyWarning
-from kvpolicy.spec.limits import LEAST_TOKENS
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.budget import with_least
+from kvpolicy.text.errors import KVPolicyWarning
+from kvpolicy.text.limits import LEAST_TOKENS
+from kvpolicy.text.tables import shorten
 
 log: logging.Logger = logging.getLogger("kvpolicy")
 log.addHandler(logging.NullHandler())

@@ -13,9 +13,9 @@ from kvpolicy.engine.accounting import HOST
 from kvpolicy.planning.result import READ_KINDS, host_note, moved_note
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.sources import CacheSource, HandleSource
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.formats import stamp
-from kvpolicy.spec.tables import (
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.formats import stamp
+from kvpolicy.text.tables import (
     Cells,
     byte_cells,
     count,
@@ -27,7 +27,7 @@ from kvpolicy.spec.tables import (
     size_summary,
     sum_by_kind,
 )
-from kvpolicy.spec.text_tables import text_layer_table
+from kvpolicy.text.text_tables import text_layer_table
 
 FORMAT = 1
 """Version of the format of `Report.as_dict`."""

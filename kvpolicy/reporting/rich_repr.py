@@ -6,7 +6,7 @@ from html import escape
 
 from kvpolicy.reporting.report import make_report, report_html
 from kvpolicy.reporting.sources import CacheSource, HandleSource
-from kvpolicy.spec.tables import count, section, size_summary
+from kvpolicy.text.tables import count, section, size_summary
 
 
 def cache_words(cache: CacheSource) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvpolicy.reporting.report import cache_of
 from kvpolicy.reporting.sources import CacheSource, HandleSource
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import check_index
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import check_index
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,7 +23,7 @@ from kvpolicy.protocols import (
     joint_decode,
     whole_heads,
 )
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 
 
 class Wrapper(Selector, Protocol):

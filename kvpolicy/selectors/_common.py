@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import Seen, View
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 WIDEST_KERNEL = 2**15 - 1
 """The widest pooling, which PyTorch has for half of it on each side."""

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvpolicy.protocols import Decay, DecodeMode, Needs, Scored, Scores, Seen, State, View
 from kvpolicy.selectors._common import group_mean, keep_always
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import check_fields
 
 NEGLIGIBLE = 1e-7
 """Queries that count less than this are left out: less than fp32 tells of the newest one."""

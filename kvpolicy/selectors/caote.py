@@ -12,9 +12,9 @@ from kvpolicy.protocols import HeadShape, Needs, Reranks, Seen, Selector, State,
 from kvpolicy.selectors._base import Wrapper, attention_of, check_attention_base
 from kvpolicy.selectors._common import keep_always, shares
 from kvpolicy.selectors.snapkv import SnapKV
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import check_fields
 
 LEAST_REST = 1e-6
 """The least attention that the other tokens are taken to have, where one has almost all of it."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.selectors.tensor_files import FileKind, Parsed
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.tables import shorten
 
 KEY = "kvpolicy_centers"
 """The entry of the metadata that describes the file."""

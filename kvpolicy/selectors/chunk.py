@@ -24,9 +24,9 @@ from kvpolicy.protocols import (
 from kvpolicy.selectors._base import Wrapper, check_base
 from kvpolicy.selectors._common import keep_always, position_sums
 from kvpolicy.selectors.snapkv import SnapKV
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import check_fields
 
 
 @scoped(ranked="row")

@@ -13,9 +13,9 @@ from kvpolicy.kernels.products import lengths
 from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
 from kvpolicy.selectors._common import first_tokens, group_mean, keep_always
 from kvpolicy.selectors._leverage import key_leverage
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_min, check_range
-from kvpolicy.spec.validation import AutoFloat, check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_min, check_range
+from kvpolicy.text.validation import AutoFloat, check_fields
 
 
 class Blend(NamedTuple):

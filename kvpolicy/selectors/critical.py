@@ -24,10 +24,10 @@ from kvpolicy.selectors._base import Wrapper, attention_of, check_attention_base
 from kvpolicy.selectors._common import keep_always, mean_output_norm, shares
 from kvpolicy.selectors._crush import top_mask
 from kvpolicy.selectors.snapkv import SnapKV
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_range
+from kvpolicy.text.validation import check_fields
 
 
 @scoped(typical="head")

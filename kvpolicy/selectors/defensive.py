@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
 from kvpolicy.selectors._common import check_kernel, head_sum, keep_always, mean_output_norm
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_min, check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_min, check_range
+from kvpolicy.text.validation import check_fields
 
 
 @named_options

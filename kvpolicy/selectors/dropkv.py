@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
 from kvpolicy.selectors._common import check_kernel, keep_always
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import check_fields
 
 LEAST_REST = 1e-5
 """Where the other tokens have less of a query's attention together, the whole output counts as lost."""

@@ -22,10 +22,10 @@ from kvpolicy.protocols import (
     scoped,
 )
 from kvpolicy.selectors._common import keep_always, unranked_first
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_choice, check_min
+from kvpolicy.text.validation import check_fields
 
 
 @scoped(total="head", product="head", queries="row", ranked="row")

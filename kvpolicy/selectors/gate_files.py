@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kvpolicy.protocols import ALL_HEADS, ModelInfo
 from kvpolicy.selectors.tensor_files import FileKind, Parsed
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.tables import shorten
 
 KEY = "kvpolicy_gates"
 """The entry of the metadata that describes the file."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
 from kvpolicy.selectors._common import group_mean, keep_always, recent_tokens
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_range
+from kvpolicy.text.validation import check_fields
 
 
 @named_options

@@ -11,10 +11,10 @@ from torch import Tensor
 from kvpolicy.kernels.draws import exponentials, mixed
 from kvpolicy.protocols import AttentionRows, DecodeMode, Needs, Ranks, Seen, Selector, State, View, scoped
 from kvpolicy.selectors._common import group_mean, keep_always, recent_tokens
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_min, check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_min, check_range
+from kvpolicy.text.validation import check_fields
 
 _TINY = torch.finfo(torch.float32).tiny
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, ScoredByKeys
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.validation import check_fields
 
 
 @named_options

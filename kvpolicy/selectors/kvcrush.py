@@ -35,10 +35,10 @@ from kvpolicy.selectors._crush import (
 )
 from kvpolicy.selectors._pages import best_pages, mark_tokens, min_page_tokens, paginate
 from kvpolicy.selectors.snapkv import SnapKV
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_choice, check_min, check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_choice, check_min, check_range
+from kvpolicy.text.validation import check_fields
 
 KEEP = 1
 FREE = 0

@@ -11,10 +11,10 @@ from torch import Tensor
 from kvpolicy.protocols import ALL_HEADS, DecodeMode, ModelInfo, Needs, Scored, Scores, State, View
 from kvpolicy.selectors._common import keep_always
 from kvpolicy.selectors.gate_files import LayerGate, check_gates, load_gates
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import check_fields
 
 LARGEST = 64.0
 """The largest score whose exponential is taken: fp32 ends at that of 88."""

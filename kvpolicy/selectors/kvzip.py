@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Replay, Seen, Selector, State, View
 from kvpolicy.selectors._common import by_position, first_tokens, keep_always
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import check_fields
 
 _TEXTS = ("instruction", "later", "reply")
 

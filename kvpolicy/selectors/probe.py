@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Probes, Scored, Seen, State, View
 from kvpolicy.selectors._common import group_mean, keep_always
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_range
+from kvpolicy.text.validation import check_fields
 
 
 class Salience(NamedTuple):

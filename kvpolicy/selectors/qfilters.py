@@ -21,9 +21,9 @@ from kvpolicy.protocols import (
     scoped,
 )
 from kvpolicy.selectors.filter_files import check_filters, load_filters
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import check_fields
 
 
 @scoped(filters="head")

@@ -12,9 +12,9 @@ from torch import Tensor
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, Selector, State, View, scoped
 from kvpolicy.selectors._common import check_kernel, keep_always, unranked_first
 from kvpolicy.selectors._redundancy import mean_cosines
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_min, check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_min, check_range
+from kvpolicy.text.validation import check_fields
 
 _MOST = 2.0
 """No mixture of attention and redundancy is that large."""

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
 from kvpolicy.selectors._common import check_kernel, group_mean, keep_always
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_choice, check_min
+from kvpolicy.text.validation import check_fields
 
 
 @named_options

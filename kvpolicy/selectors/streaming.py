@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Selector, State, View
 from kvpolicy.selectors._common import by_position, keep_always
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.parameters import check_min
+from kvpolicy.text.validation import check_fields
 
 
 @named_options

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.spec.embedded_names import EMBEDDED, embedded_file
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import check_format, replace_file, stamp
-from kvpolicy.spec.model_identity import check_same_model
+from kvpolicy.text.embedded_names import EMBEDDED, embedded_file
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import check_format, replace_file, stamp
+from kvpolicy.text.model_identity import check_same_model
 
 Content = TypeVar("Content")
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from kvpolicy.protocols import DecodeMode, ModelInfo, Needs, Seen, Selector, State, View, scoped
 from kvpolicy.selectors._common import keep_always, unranked_first
 from kvpolicy.selectors.center_files import Centers, check_centers, load_centers
-from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.arguments import named_options
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.parameters import check_choice, check_min
+from kvpolicy.text.validation import check_fields
 
 _MOST = 2.0**20
 """Scores end here; positions that are added to twice as much are exact in fp32."""

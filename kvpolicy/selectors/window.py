@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Selector, State, View
 from kvpolicy.selectors._common import by_position
-from kvpolicy.spec.arguments import named_options
+from kvpolicy.text.arguments import named_options
 
 
 @named_options

@@ -22,8 +22,8 @@ from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.requests import Call, RequestError, parse_chat, parse_completion
 from kvpolicy.serving.stream import error_body, finish, rewrite
 from kvpolicy.serving.threads import begin_in_thread
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.version import __version__
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.version import __version__
 
 CLIENT_CLOSED = 499
 """The status of a request after its client disconnected; nobody reads it."""

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from kvpolicy.serving.requests import RequestError
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 TOO_LARGE = 413
 """The HTTP status of a body that is too large."""

@@ -19,7 +19,7 @@ from kvpolicy.serving.requests import Call
 from kvpolicy.serving.stops import StopStrings
 from kvpolicy.serving.streamer import AnswerStreamer, AnswerTokens
 from kvpolicy.serving.usage import CacheUsage
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 DEFAULT_NEW_TOKENS = 1024
 """The most tokens of an answer without a number in its request, if the model's context has room for them."""

@@ -10,7 +10,7 @@ import fastapi as _fastapi  # noqa: F401  # pyright: ignore[reportUnusedImport]
 import openai as _openai  # noqa: F401  # pyright: ignore[reportUnusedImport]
 import transformers
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 try:
     from transformers.cli.serving import chat_completion, completion, model_manager, utils

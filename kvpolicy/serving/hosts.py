@@ -15,7 +15,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from kvpolicy.serving.stream import error_body
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 ANY = "*"
 """Stands for every name."""

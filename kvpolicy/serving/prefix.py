@@ -12,7 +12,7 @@ from kvpolicy.hf.cache_header import read_header
 from kvpolicy.hf.saved_cache import load_cache
 from kvpolicy.hf.shared_fork import check_shareable
 from kvpolicy.policy import Policy, TunedPolicy
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpolicy.serving.handlers import RESERVED
 from kvpolicy.serving.messages import as_list, brief, kind, parse_message
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 IGNORED = {  # docs/guide/serving.md lists them
     "metadata",

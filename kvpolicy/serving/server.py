@@ -25,7 +25,7 @@ from kvpolicy.serving.hosts import Hosts
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.prefix import Prefix
 from kvpolicy.serving.templates import adapt_tokenizer
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 GRACE = 5.0
 """Seconds that the running request has after a signal."""

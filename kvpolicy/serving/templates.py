@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpolicy.serving.streamer import AnswerTokens
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 Messages = list[dict[str, Any]]
 Render = Callable[..., Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.spec.errors import KVPolicyTypeError
+from kvpolicy.text.errors import KVPolicyTypeError
 
 
 def check_cache(cache: PolicyCache) -> None:

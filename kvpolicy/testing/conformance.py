@@ -23,8 +23,6 @@ from kvpolicy.registry import Kind, either, kinds
 from kvpolicy.reporting.logging import without_warning_of_few_tokens
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
-from kvpolicy.spec.errors import KVPolicyTypeError
-from kvpolicy.spec.validation import check_instance
 from kvpolicy.testing.cache_checks import check_cache
 from kvpolicy.testing.nesting_checks import FallingBounds, FallingBudgets
 from kvpolicy.testing.part_checks import (
@@ -39,6 +37,8 @@ from kvpolicy.testing.part_checks import (
 )
 from kvpolicy.testing.reader_checks import check_reader
 from kvpolicy.testing.stage_checks import check_stages
+from kvpolicy.text.errors import KVPolicyTypeError
+from kvpolicy.text.validation import check_instance
 
 _LAYERS = 3
 _HEADS = 2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import Allocator, AttentionNeeds, Guarantee, LayerAttention, LayerBounds, LayerMetric
-from kvpolicy.spec.budget import waterfill
+from kvpolicy.text.budget import waterfill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

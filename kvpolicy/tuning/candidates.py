@@ -8,7 +8,7 @@ from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import GroupsLayers, ModelInfo, Needs, Replay, differs_by_layer
 from kvpolicy.readers.all import ReadAll
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 def check_candidates(candidates: Sequence[Policy | str], model: ModelInfo) -> list[Policy]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import check_size
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import check_size
 from kvpolicy.tuning.evidence import Score
 from kvpolicy.tuning.verdict import FEWEST, MARGIN, Verdict, decide
 

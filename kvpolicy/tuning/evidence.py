@@ -18,7 +18,7 @@ from kvpolicy.hf.text_angles import check_pieces
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.logging import without_warning_of_few_tokens
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.tuning.windows import Window
 
 

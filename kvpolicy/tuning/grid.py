@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpolicy.policy import Policy
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
 """Fractions of the prompt that a layer keeps."""

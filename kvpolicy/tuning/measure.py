@@ -20,8 +20,8 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.text_angles import check_pieces
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import check_size
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import check_size
 from kvpolicy.tuning.answers import Answer, Changes, disturbed, over
 from kvpolicy.tuning.candidates import check_candidates
 from kvpolicy.tuning.compression import Compressor, LayerPrompt, prompt_of, whole

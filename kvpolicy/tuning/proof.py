@@ -12,8 +12,8 @@ from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.planning.curves import Curves, load_tuned, save_curves
 from kvpolicy.policy import TunedPolicy
 from kvpolicy.policy.tuned import TunedFile
-from kvpolicy.spec.budget import Share, bytes_of, format_budget, fraction_of, least_of
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.budget import Share, bytes_of, format_budget, fraction_of, least_of
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.tuning.comparison import Comparison, compare, verdict_line
 from kvpolicy.tuning.evidence import Score, reference_logits, score, share_bytes
 from kvpolicy.tuning.rivals import best_rival

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.tuning.evidence import Score, check_windows, reference_logits, score, share_bytes
 from kvpolicy.tuning.ordinary import rivals
 from kvpolicy.tuning.windows import Window

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import replace_file
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import replace_file
 
 DIGITS = 6
 """Significant digits of a number in a file; further ones differ between machines."""

@@ -24,7 +24,7 @@ from kvpolicy.hf.rotary_lookup import ropes_of
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import DecodeMode, Forward, Needs, Replay, Seen, State, View
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 class LayerCall(NamedTuple):

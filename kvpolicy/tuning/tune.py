@@ -17,9 +17,9 @@ from kvpolicy.hf.identity import identity, model_info
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.planning.curves import MEASURES, Curves, Measure, load_tuned, save_curves
 from kvpolicy.policy import Policy
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.output import check_is_file, refuse_other
-from kvpolicy.spec.version import __version__
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.output import check_is_file, refuse_other
+from kvpolicy.text.version import __version__
 from kvpolicy.tuning.grid import default_grid
 from kvpolicy.tuning.measure import Progress, kls, layer_kls, output_errors, sensitivities
 from kvpolicy.tuning.steps import DIGITS, Steps, rounded

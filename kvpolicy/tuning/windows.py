@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvpolicy.calibration.corpus import token_windows
 from kvpolicy.registry import suggest
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import reason_of
-from kvpolicy.spec.tables import shorten
-from kvpolicy.spec.validation import check_size
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import reason_of
+from kvpolicy.text.tables import shorten
+from kvpolicy.text.validation import check_size
 from kvpolicy.tuning.peak import ANSWER
 
 PROMPT = 1024

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import Allocator, BoundsBudgets
 from kvpolicy.registry import names
-from kvpolicy.spec.grammar import parse
+from kvpolicy.text.grammar import parse
 
 WINDOW = 4
 QUERIES = 6  # heads

@@ -18,7 +18,7 @@ from kvpolicy.cli.app import COMMANDS, main
 from kvpolicy.cli.commands import cache, calibrate, tiny
 from kvpolicy.cli.errors import EXTRAS, sentence
 from kvpolicy.hf.embedded import SHIPPED
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
 
 Run = Callable[..., str]
 

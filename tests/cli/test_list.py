@@ -11,7 +11,7 @@ import pytest
 
 from kvpolicy import registry
 from kvpolicy.cli.strategy_docs import read
-from kvpolicy.spec import grammar
+from kvpolicy.text import grammar
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]

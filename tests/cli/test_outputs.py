@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 from kvpolicy.cli.app import app, main
 from kvpolicy.hf.cache_header import read_header
-from kvpolicy.spec.output import check_output
+from kvpolicy.text.output import check_output
 from kvpolicy_eval import cli as eval_cli
 
 READ = {"file", "text", "more", "model", "prefix", "gguf"}

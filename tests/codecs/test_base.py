@@ -12,7 +12,7 @@ from kvpolicy import BFP, CSR, KIVI, Plain, TokenWise, TurboQuant
 from kvpolicy.codecs._base import Half, check_base, inner_of, keys_only, values_only
 from kvpolicy.engine.state import fields, tensors
 from kvpolicy.protocols import StageStore
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 
 B = 2
 H = 2

@@ -15,8 +15,8 @@ from kvpolicy.codecs.minicache import MiniCache, MiniCacheLayer
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.protocols import GroupsLayers, GroupStage, ModelInfo, StageStore
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.testing.stage_checks import check_stages
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from tests.reference.codecs.minicache import Side, between
 from tests.sampling import each_once, product
 

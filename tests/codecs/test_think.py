@@ -14,7 +14,7 @@ from kvpolicy import BFP, CSR, KIVI, Plain, Policy, PolicyCache, RotateKV, ThinK
 from kvpolicy.distortion import distortion
 from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import ModelInfo, StageStore
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from tests.codecs.stages import B, H, at, draw, empty, flags
 from tests.conformance.models import build
 from tests.reference.codecs.think import channels

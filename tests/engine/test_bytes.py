@@ -16,7 +16,7 @@ from kvpolicy.engine.state import tensors
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.protocols import HeadShape, alloc_state
 from kvpolicy.registry import lookup
-from kvpolicy.spec.budget import bytes_of
+from kvpolicy.text.budget import bytes_of
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, CODECS, RANKED, SELECTORS, is_refused, with_profile, words

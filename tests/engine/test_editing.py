@@ -11,7 +11,7 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.engine.editing import check_movable
-from kvpolicy.spec.errors import KVPolicyStateError, KVPolicyTypeError
+from kvpolicy.text.errors import KVPolicyStateError, KVPolicyTypeError
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
-from kvpolicy.spec.errors import KVPolicyWarning
 from kvpolicy.testing import check_cache
+from kvpolicy.text.errors import KVPolicyWarning
 from tests.conformance.models import build, layers_for
 from tests.conformance.play import forward, make_batch
 from tests.robust.test_tiles import NOTED, Noting

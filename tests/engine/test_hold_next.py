@@ -13,7 +13,7 @@ import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.hf.division import BEYOND_BUDGET
-from kvpolicy.spec.errors import KVPolicyStateError
+from kvpolicy.text.errors import KVPolicyStateError
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch

@@ -21,7 +21,7 @@ from kvpolicy.engine.state import map_state, slot_tensors, tensors
 from kvpolicy.hf import cache_file
 from kvpolicy.protocols import channels_read
 from kvpolicy.registry import names
-from kvpolicy.spec.tables import format_bytes
+from kvpolicy.text.tables import format_bytes
 from tests.conformance.fakes import Fake
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk

@@ -22,8 +22,8 @@ from kvpolicy.engine.layer_group import Block, LayerGroup
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import ModelPolicy, for_model
 from kvpolicy.protocols import ModelInfo, Selector, StageStore, View
-from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.testing import check_cache
+from kvpolicy.text.errors import KVPolicyError
 from tests.conformance.access import attending
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk

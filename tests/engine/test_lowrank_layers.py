@@ -14,8 +14,8 @@ from kvpolicy import Policy, PolicyCache
 from kvpolicy.calibration import calibrate_lowrank
 from kvpolicy.codecs._files import load, save
 from kvpolicy.policy import ModelPolicy
-from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.testing import check_cache
+from kvpolicy.text.errors import KVPolicyError
 from tests.conformance.access import attending
 from tests.conformance.models import VOCABULARY, build
 from tests.conformance.play import TURNS, forward, make_batch, play, talk

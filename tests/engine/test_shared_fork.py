@@ -16,7 +16,7 @@ from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.planning.result import SHARED
-from kvpolicy.spec.errors import KVPolicyStateError
+from kvpolicy.text.errors import KVPolicyStateError
 from tests.conformance.access import addresses, kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch

@@ -10,7 +10,7 @@ import torch
 
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
-from kvpolicy.spec.errors import KVPolicyStateError
+from kvpolicy.text.errors import KVPolicyStateError
 from tests.conformance.models import build
 from tests.conformance.play import forward
 from tests.engine.test_shared_fork import TEXT, conversation, go_on, read_text

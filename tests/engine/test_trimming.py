@@ -21,7 +21,7 @@ from kvpolicy.engine.state import fields
 from kvpolicy.planning.planner import base_tokens
 from kvpolicy.protocols import BoundsBudgets, LayerBounds, nested_from
 from kvpolicy.registry import lookup
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from tests.conformance.bench import Bench
 from tests.conformance.fakes import Roll
 from tests.conformance.models import build

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpolicy import Blend, Policy
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from tests.mergers.test_merge import KEYS, VALUES, candidates
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy import KeepKV, Policy
 from kvpolicy.protocols import Candidates
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from tests.mergers.test_merge import KEYS, VALUES, candidates
 from tests.mergers.test_targets import held
 

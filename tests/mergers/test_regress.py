@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvpolicy import Policy, Regress
 from kvpolicy.protocols import Candidates
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 def prompt(kept: list[int], count: int = 24, seed: int = 0, sink: float = 0.0) -> Candidates:

@@ -10,7 +10,7 @@ import torch
 from kvpolicy import Policy, ZSMerge
 from kvpolicy.mergers.zsmerge import ZSMergeState
 from kvpolicy.protocols import Tokens
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from tests.conformance.bench import Bench, draw
 from tests.conformance.models import build
 from tests.conformance.play import play

@@ -25,7 +25,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the even part is scaled with the rest, and more weight elsewhere may raise a budget",
-        file="kvpolicy/spec/budget.py",
+        file="kvpolicy/text/budget.py",
         old="result[index] = each + above * target[index] / mass if mass > 0 else rest / len(free)",
         new="result[index] = rest * (each + target[index]) / (each * len(free) + mass + 1e-300)",
         tests=BOUNDS,

@@ -22,7 +22,7 @@ from kvpolicy.planning.tuned import lengths, resolve
 from kvpolicy.policy import TunedPolicy
 from kvpolicy.policy.tuned import TunedFile
 from kvpolicy.protocols import LayerShape, ModelInfo
-from kvpolicy.spec.limits import MAX_SIZE
+from kvpolicy.text.limits import MAX_SIZE
 from tests.conformance.models import build
 from tests.planning.test_tuned import draw_curves, save_curves
 

@@ -12,7 +12,7 @@ import pytest
 import kvpolicy
 from kvpolicy import Handle, Policy, SlidingWindow, registry
 from kvpolicy.hf.embedded import config_of
-from kvpolicy.spec.tables import format_bytes
+from kvpolicy.text.tables import format_bytes
 
 
 class Tables(HTMLParser):

@@ -21,7 +21,7 @@ from kvpolicy.hf import tile_size
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.protocols import Needs, Seen, State, View
 from kvpolicy.selectors.window import SlidingWindow
-from kvpolicy.spec.errors import KVPolicyStateError
+from kvpolicy.text.errors import KVPolicyStateError
 from tests.conformance.models import build
 from tests.conformance.play import make_batch
 

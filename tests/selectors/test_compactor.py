@@ -13,8 +13,8 @@ from kvpolicy import Policy, PolicyCache
 from kvpolicy.protocols import Seen, View
 from kvpolicy.selectors._leverage import key_leverage, leverage, projection
 from kvpolicy.selectors.compactor import Compactor
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.testing import check_cache
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from tests.conformance.bench import DIM, Bench, draw, padding
 from tests.conformance.fakes import Roll, apply, undo
 from tests.conformance.models import build

@@ -17,7 +17,7 @@ from kvpolicy.engine.query_moments import sum_moments
 from kvpolicy.engine.rotary import KeyRotation, Rope
 from kvpolicy.protocols import HeadShape, Seen, View
 from kvpolicy.selectors.expected import Expectation, ExpectedAttention
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch

@@ -12,7 +12,7 @@ pytest.importorskip("openai")
 from openai.types import chat
 
 from kvpolicy.serving.messages import parse_message
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 DECODED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}

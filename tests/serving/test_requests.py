@@ -18,7 +18,7 @@ from openai.types.chat import completion_create_params as chat
 
 from kvpolicy.serving.messages import IGNORED_IN_PARTS
 from kvpolicy.serving.requests import IGNORED, NEUTRAL, Call, RequestError, parse_chat, parse_completion
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 TEXT = {"prompt": "?"}
 CHAT = {"messages": [{"role": "user", "content": "?"}]}

@@ -13,7 +13,7 @@ pytest.importorskip("openai")
 import kvpolicy
 from kvpolicy.serving.messages import parse_message
 from kvpolicy.serving.templates import MOST_REMEMBERED, TemplateUse, adapt_tokenizer
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import kvpolicy
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_vllm.chat import Chat
 from kvpolicy_vllm.documents import Document
 

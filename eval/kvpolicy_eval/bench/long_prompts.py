@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 import kvpolicy
-from kvpolicy.spec.errors import KVPolicyWarning
-from kvpolicy.spec.tables import format_bytes
+from kvpolicy.text.errors import KVPolicyWarning
+from kvpolicy.text.tables import format_bytes
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.bench.timing import compare
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds

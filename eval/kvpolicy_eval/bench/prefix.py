@@ -14,7 +14,7 @@ import torch
 
 import kvpolicy
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.spec.tables import format_bytes
+from kvpolicy.text.tables import format_bytes
 from kvpolicy_eval.bench.decode import STEPS, filled, steps
 from kvpolicy_eval.bench.models import llama
 from kvpolicy_eval.bench.timing import Ratio, compare, verdict_of

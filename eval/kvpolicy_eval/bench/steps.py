@@ -28,7 +28,7 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prompt_statistics import PromptStatistics
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf.layer import make_store
-from kvpolicy.spec.tables import format_bytes
+from kvpolicy.text.tables import format_bytes
 from kvpolicy_eval.bench import decode
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.bench.timing import Ratio, Row, compare

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from kvpolicy.spec.formats import replace_file
-from kvpolicy.spec.output import check_output, has_marker
+from kvpolicy.text.formats import replace_file
+from kvpolicy.text.output import check_output, has_marker
 from kvpolicy_eval.board import choices, places
 from kvpolicy_eval.board.cells import DOCS, SHARES, Board, cells
 from kvpolicy_eval.board.order import order

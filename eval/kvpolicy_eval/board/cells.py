@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 import kvpolicy
-from kvpolicy.spec.embedded_names import EmbeddedName
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.embedded_names import EmbeddedName
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_eval.board.peers import PeerEvaluator
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.board.times import Times

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import kvpolicy
-from kvpolicy.spec.embedded_names import EmbeddedName
+from kvpolicy.text.embedded_names import EmbeddedName
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.common.accuracy import held_back
 from kvpolicy_eval.data.modes import place, second_question

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvpolicy.spec.formats import replacing
+from kvpolicy.text.formats import replacing
 from kvpolicy_eval.board.cells import Board, Cell, accuracy, has_beyond
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.common.intervals import Interval

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache
 
 import kvpolicy
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_eval.bench.decode import steps
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.bench.timing import compare

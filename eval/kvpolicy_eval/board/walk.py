@@ -22,8 +22,8 @@ import kvpolicy
 from kvpolicy import registry
 from kvpolicy.embedded import tiny
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.spec.embedded_names import EmbeddedName
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.embedded_names import EmbeddedName
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_eval.board.policies import SELECTORS
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.common.results import (

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kvpolicy.hf.embedded import config_of
 from kvpolicy.hf.shipped import SHIPPED
-from kvpolicy.spec.formats import replace_file
+from kvpolicy.text.formats import replace_file
 
 FILE = Path("kvpolicy") / "assets" / "parameters.json"
 _LAYER = re.compile(r"^(.+?)\.(\d+)\.(.+)$")

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpolicy.spec.formats import replace_file
+from kvpolicy.text.formats import replace_file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

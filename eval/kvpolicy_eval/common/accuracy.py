@@ -18,7 +18,7 @@ import torch
 import kvpolicy
 from kvpolicy.hf.attachment import Hold
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.spec.embedded_names import EmbeddedName
+from kvpolicy.text.embedded_names import EmbeddedName
 from kvpolicy_eval.data.modes import BEYOND, Placed, place, second_question
 from kvpolicy_eval.data.tasks import draw_prompts
 

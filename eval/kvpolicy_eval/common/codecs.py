@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpolicy import Policy, registry
 from kvpolicy.protocols import GroupsLayers
-from kvpolicy.spec.grammar import first_name
+from kvpolicy.text.grammar import first_name
 
 VARIANTS = {
     "tokenwise": ["tokenwise:bits=8", "tokenwise:bits=fp8", "tokenwise", "tokenwise:bits=3", "tokenwise:bits=2"],

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kvpolicy.spec.formats import replace_file
+from kvpolicy.text.formats import replace_file
 
 
 def row(cells: Iterable[object]) -> str:

@@ -23,7 +23,7 @@ def add_results_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_force_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--force` to a command that writes files, for `kvpolicy.spec.output.check_output`."""
+    """Add `--force` to a command that writes files, for `kvpolicy.text.output.check_output`."""
     parser.add_argument("--force", action="store_true", help="replace files that the command did not write")
 
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from kvpolicy.spec.formats import replace_file
-from kvpolicy.spec.output import check_output
+from kvpolicy.text.formats import replace_file
+from kvpolicy.text.output import check_output
 from kvpolicy_eval.data.modes import MODES, place, second_question
 from kvpolicy_eval.data.tasks import tasks
 

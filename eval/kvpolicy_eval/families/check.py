@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import kvpolicy
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_eval.common.results import Result
 from kvpolicy_eval.families import special
 from kvpolicy_eval.families.conversation import (

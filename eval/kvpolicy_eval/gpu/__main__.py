@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvpolicy.spec.budget import bytes_of
+from kvpolicy.text.budget import bytes_of
 from kvpolicy_eval.common.markdown import add_fill_argument, publish
 from kvpolicy_eval.gpu import reads
 from kvpolicy_eval.gpu.case import SHAPES

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.spec.formats import check_format, stamp
+from kvpolicy.text.formats import check_format, stamp
 
 Record = dict[str, Any]
 """Result of one case: the case, a status, and what was measured."""

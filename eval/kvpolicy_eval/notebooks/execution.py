@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvpolicy.spec.formats import replace_file
+from kvpolicy.text.formats import replace_file
 from kvpolicy_eval.pictures.style import svg
 
 MODULE = "kvpolicy_notebook"

@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.spec.formats import check_format, replace_file, stamp
-from kvpolicy.spec.output import check_is_file, check_output
+from kvpolicy.text.formats import check_format, replace_file, stamp
+from kvpolicy.text.output import check_is_file, check_output
 from kvpolicy_eval.common.markdown import add_fill_argument, publish
 from kvpolicy_eval.common.results import add_force_argument
 from kvpolicy_eval.peers import env

@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from kvpolicy.spec.output import check_new_folder
+from kvpolicy.text.output import check_new_folder
 
 KVPRESS = "0.5.5"
 QUANTIZERS = ("optimum-quanto==0.2.7", "hqq==0.2.8.post1")

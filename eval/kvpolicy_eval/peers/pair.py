@@ -7,7 +7,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpolicy.spec.embedded_names import EmbeddedName
+from kvpolicy.text.embedded_names import EmbeddedName
 from kvpolicy_eval.data.tasks import draw_prompts
 from kvpolicy_eval.peers.process import Process
 

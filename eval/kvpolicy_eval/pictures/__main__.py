@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from kvpolicy.spec.formats import replace_file
-from kvpolicy.spec.output import check_output
+from kvpolicy.text.formats import replace_file
+from kvpolicy.text.output import check_output
 from kvpolicy_eval.common.results import add_force_argument
 from kvpolicy_eval.pictures.catalog import pictures
 from kvpolicy_eval.pictures.style import is_own, svg

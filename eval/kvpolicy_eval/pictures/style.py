@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from kvpolicy.reporting.plots import _style
-from kvpolicy.spec.output import has_marker
+from kvpolicy.text.output import has_marker
 
 BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE = _style.PALETTE[:6]
 """The palette of Okabe and Ito, which is safe for color-blind readers."""

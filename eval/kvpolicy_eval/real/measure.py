@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import kvpolicy
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_eval.common.accuracy import answer
 from kvpolicy_eval.common.heldout import HeldOutText
 from kvpolicy_eval.common.results import keep_result, read_results

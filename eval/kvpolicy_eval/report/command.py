@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvpolicy.spec.output import check_output, has_marker
+from kvpolicy.text.output import check_output, has_marker
 from kvpolicy_eval.common.markdown import add_fill_argument
 from kvpolicy_eval.common.results import add_force_argument
 

@@ -158,7 +158,7 @@ class Findings:
 
 def amount(budget: str) -> tuple[int, float]:
     """Kind of a budget, 0 for shares, 1 for tokens, 2 for bytes, and its size, of a share without its least tokens."""
-    from kvpolicy.spec.budget import Share, bytes_of, parse_budget
+    from kvpolicy.text.budget import Share, bytes_of, parse_budget
 
     value = parse_budget(budget)
     value = value.fraction if isinstance(value, Share) else value

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.spec.formats import check_format, stamp
+from kvpolicy.text.formats import check_format, stamp
 from kvpolicy_eval.sweep.errors import describe
 
 FORMAT = 1

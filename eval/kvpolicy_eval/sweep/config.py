@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from kvpolicy import Policy
-from kvpolicy.spec.budget import check_budget, format_budget, parse_budget
+from kvpolicy.text.budget import check_budget, format_budget, parse_budget
 from kvpolicy_eval.sweep.cells import Cell
 from kvpolicy_eval.sweep.modes import INSIDE, MODES, split_task, variant
 

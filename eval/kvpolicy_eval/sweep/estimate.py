@@ -22,7 +22,7 @@ import torch
 
 import kvpolicy
 from kvpolicy.planning.result import CachePlan
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_eval.sweep.cells import Cell
 from kvpolicy_eval.sweep.config import Config
 from kvpolicy_eval.sweep.sizes import TaskSize, model_config, task_size

@@ -19,7 +19,7 @@ from lm_eval.utils import handle_non_serializable, sanitize_list
 
 import kvpolicy
 from kvpolicy import Policy
-from kvpolicy.spec.formats import stamp
+from kvpolicy.text.formats import stamp
 from kvpolicy_eval.sweep import probe
 from kvpolicy_eval.sweep.cells import FORMAT, Cell
 from kvpolicy_eval.sweep.config import Config

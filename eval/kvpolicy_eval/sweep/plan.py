@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import fill
 
-from kvpolicy.spec.tables import count, format_bytes
+from kvpolicy.text.tables import count, format_bytes
 from kvpolicy_eval.sweep.cells import Cell
 from kvpolicy_eval.sweep.config import Config
 from kvpolicy_eval.sweep.estimate import (

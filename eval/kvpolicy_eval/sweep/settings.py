@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.spec.formats import stamp
+from kvpolicy.text.formats import stamp
 from kvpolicy_eval.sweep.cells import FORMAT, NOTES, Store, load_json, write
 from kvpolicy_eval.sweep.config import Config
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.spec.formats import stamp
+from kvpolicy.text.formats import stamp
 from kvpolicy_eval.sweep import bootstrap
 from kvpolicy_eval.sweep.cells import DONE, FAILED, FORMAT, Store, write
 from kvpolicy_eval.sweep.modes import split_task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from kvpolicy.spec.tables import format_bytes
+from kvpolicy.text.tables import format_bytes
 from kvpolicy_eval.common.long_prompt import CARD, PROMPT, peaks
 from kvpolicy_eval.common.table import Grid, Section, Table
 

@@ -13,8 +13,8 @@ import torch
 
 import kvpolicy
 from kvpolicy.planning.result import CachePlan
-from kvpolicy.spec.budget import bytes_of
-from kvpolicy.spec.tables import format_bytes
+from kvpolicy.text.budget import bytes_of
+from kvpolicy.text.tables import format_bytes
 from kvpolicy_eval.common.table import Grid, Option, Section, Table
 
 MODELS = ["llama-2-70b", "llama-3-70b", "mixtral-8x7b"]

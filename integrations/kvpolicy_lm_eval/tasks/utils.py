@@ -15,7 +15,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_eval.data import prompts
 from kvpolicy_eval.data.modes import place
 from kvpolicy_eval.data.text import held_out

@@ -14,7 +14,7 @@ from kvpolicy.cli.help import Group
 from kvpolicy.cli.model_names import TINY
 from kvpolicy.cli.policy_files import files_of
 from kvpolicy.cli.prompts import check_length, encode, read_prompt
-from kvpolicy.spec.output import check_output
+from kvpolicy.text.output import check_output
 
 app = typer.Typer(
     cls=Group, help="Save the cache of a text to a file, and describe and verify such files.", rich_markup_mode=None

@@ -11,10 +11,10 @@ from kvpolicy.cli.arguments import Device, Dtype, Model, parse_integers, parse_n
 from kvpolicy.cli.formatting import duration
 from kvpolicy.cli.help import Group
 from kvpolicy.cli.model_loading import load
-from kvpolicy.spec.embedded_names import EMBEDDED
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.output import check_output
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.embedded_names import EMBEDDED
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.output import check_output
+from kvpolicy.text.tables import shorten
 
 app = typer.Typer(cls=Group, help="Calibrate a codec, a reader, a selector or a head allocator.", rich_markup_mode=None)
 

@@ -22,7 +22,7 @@ from kvpolicy.cli.arguments import (
 )
 from kvpolicy.cli.completion import complete_model, complete_policy
 from kvpolicy.cli.formatting import as_json, counted, paragraph, size, table
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 Z = 1.959964
 """Standard deviations of a 95 % interval."""

@@ -17,7 +17,7 @@ from kvpolicy.cli.model_names import TINY, shipped
 from kvpolicy.cli.strategy_docs import Description, read
 from kvpolicy.cli.transfers import Bandwidth, Link, transfer_facts, transfer_text
 from kvpolicy.registry import QUESTIONS
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 MAX_WRAPPED = 9
 """The most nested strategies that are described; a strategy could wrap itself."""
@@ -84,7 +84,7 @@ def _parse(policy: str) -> Any:
 
 def _facts(case: Any) -> dict[str, Any]:
     from kvpolicy.cli import explanation
-    from kvpolicy.spec.budget import json_budget
+    from kvpolicy.text.budget import json_budget
 
     policy = case.policy
     shape = case.model.shape

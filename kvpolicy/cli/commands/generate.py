@@ -13,8 +13,8 @@ from kvpolicy.cli.completion import complete_policy
 from kvpolicy.cli.formatting import as_json
 from kvpolicy.cli.model_names import TINY
 from kvpolicy.cli.prompts import check_length, encode, prompt_notes, read_prompt
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.limits import LEAST_TOKENS
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.limits import LEAST_TOKENS
 
 if TYPE_CHECKING:
     from kvpolicy.cli.generation import Generation, GenerationOptions

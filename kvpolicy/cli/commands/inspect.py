@@ -14,8 +14,8 @@ from kvpolicy.cli.formatting import as_json
 from kvpolicy.cli.model_names import TINY
 from kvpolicy.cli.policy_files import files_of
 from kvpolicy.cli.prompts import check_length, encode, prompt_notes, read_prompt
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.output import check_output, has_marker
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.output import check_output, has_marker
 
 
 def inspect(

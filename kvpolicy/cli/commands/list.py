@@ -12,7 +12,7 @@ from kvpolicy.cli.completion import complete_part
 from kvpolicy.cli.formatting import as_json, paragraph, terms
 from kvpolicy.cli.strategy_docs import Description, Parameter, read
 from kvpolicy.registry import BUILT_IN, QUESTIONS, SUMMARIES, WHOLE, Kind, described, either, names, whole_policy
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 class Entry(NamedTuple):

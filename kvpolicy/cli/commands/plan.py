@@ -28,7 +28,7 @@ from kvpolicy.cli.layer_table import layer_facts, layer_table
 from kvpolicy.cli.model_loading import dtype_of
 from kvpolicy.cli.model_names import TINY, check_order
 from kvpolicy.cli.transfers import Bandwidth, Link, transfer_facts, transfer_text
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 FOOTER = (
     "The peak has weights, cache and the largest activations of generate. The headroom is for the rest: the context of "
@@ -157,7 +157,7 @@ def parse_memory(text: str, option: str = "--memory", example: str = "80GiB or 8
     >>> parse_memory("80"), parse_memory("24gb"), parse_memory("24 GiB"), parse_memory("80G")
     (85899345920, 24000000000, 25769803776, 80000000000)
     """
-    from kvpolicy.spec.budget import bytes_of
+    from kvpolicy.text.budget import bytes_of
 
     match = _MEMORY.fullmatch(text.strip())
     # A larger number without a unit is one of bytes, or a mistake.

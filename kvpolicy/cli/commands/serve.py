@@ -10,7 +10,7 @@ import typer
 from kvpolicy.cli import arguments
 from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.model_names import TINY, check_order
-from kvpolicy.spec.limits import LEAST_TOKENS
+from kvpolicy.text.limits import LEAST_TOKENS
 
 ModelName = Annotated[
     str,
@@ -65,7 +65,7 @@ def serve(
     from kvpolicy.serving.hosts import check_names
     from kvpolicy.serving.prefix import PrefixFile
     from kvpolicy.serving.server import bind, log_to_terminal, run, serving
-    from kvpolicy.spec.errors import KVPolicyError
+    from kvpolicy.text.errors import KVPolicyError
 
     tile_size = arguments.tile_of(tile)
     check_order("serve", model)

@@ -23,8 +23,8 @@ from kvpolicy.cli.arguments import (
 from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.formatting import as_json, counted, duration, paragraph, table
 from kvpolicy.cli.formatting import size as format_size
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.output import check_output
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.output import check_output
 
 
 def tune(
@@ -88,7 +88,7 @@ def tune(
     from kvpolicy.planning.curves import MEASURES, load_tuned
     from kvpolicy.policy import Policy, TunedPolicy
     from kvpolicy.policy.tuned import TunedFile
-    from kvpolicy.spec.budget import parse_budget
+    from kvpolicy.text.budget import parse_budget
     from kvpolicy.tuning.grid import PARTS, SHARES, make_grid
     from kvpolicy.tuning.ordinary import rivals as ordinary_policies
     from kvpolicy.tuning.proof import prove

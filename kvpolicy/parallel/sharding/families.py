@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 Kind = Literal["queries", "keys", "stacked", "by_group", "even", "halves", "from_queries", "from_even"]
 """How a matrix is sharded.

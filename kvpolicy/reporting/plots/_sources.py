@@ -9,7 +9,7 @@ from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.report import Report, cache_of, make_report
 from kvpolicy.reporting.sources import CacheSource, HandleSource
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 
 Source: TypeAlias = HandleSource | CacheSource | Report | CachePlan
 """Objects that have the tokens and bytes of a cache."""

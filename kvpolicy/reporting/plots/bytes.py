@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpolicy.reporting.plots._sources import UNMANAGED, Source, by_kind, named
 from kvpolicy.reporting.plots._style import GREY, KINDS, canvas, figure_of, legend_above
-from kvpolicy.spec.tables import byte_unit, format_bytes
+from kvpolicy.text.tables import byte_unit, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

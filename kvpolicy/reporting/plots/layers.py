@@ -21,7 +21,7 @@ from kvpolicy.reporting.plots._style import (
 from kvpolicy.reporting.plots.heat import heat
 from kvpolicy.reporting.report import cache_of
 from kvpolicy.reporting.sources import CacheSource, HandleSource
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 Results = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 """Rows of results, or a file of them."""

@@ -10,7 +10,7 @@ from kvpolicy.reporting.sources import CacheSource, HandleSource
 from kvpolicy.reporting.text_rendering import LIGHT, NAMES, Piece, cells, ink, level, share_of, wrapped
 from kvpolicy.reporting.token_spans import pieces as pieces
 from kvpolicy.reporting.token_spans import spans as spans
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from kvpolicy.reporting.plots._style import SEQUENTIAL, canvas, figure_of, whole
 from kvpolicy.reporting.plots.heat import field
 from kvpolicy.reporting.report import cache_of
 from kvpolicy.reporting.sources import CacheSource, HandleSource
-from kvpolicy.spec.validation import check_index
+from kvpolicy.text.validation import check_index
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ import pytest
 
 import kvpolicy
 from kvpolicy import Policy, registry
-from kvpolicy.spec.embedded_names import EmbeddedName
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.embedded_names import EmbeddedName
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_eval.board import cells, pictures
 from kvpolicy_eval.board.__main__ import main
 from kvpolicy_eval.board.cells import DOCS, SHARES, Board, Cell, accuracy

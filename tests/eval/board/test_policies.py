@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpolicy import H2O, registry
-from kvpolicy.spec.arguments import named_options
+from kvpolicy.text.arguments import named_options
 from kvpolicy_eval.board.policies import CODECS, SELECTOR, entries, kind_of
 
 

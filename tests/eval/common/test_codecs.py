@@ -13,7 +13,7 @@ from kvpolicy import Policy
 from kvpolicy.distortion import coded_store
 from kvpolicy.planning.memory import DIGEST_NBYTES
 from kvpolicy.registry import names
-from kvpolicy.spec.grammar import first_name
+from kvpolicy.text.grammar import first_name
 from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.common.codecs import _SHORT, CODECS, groups_layers, selector_for, short_windows, with_ranking
 from kvpolicy_eval.common.heldout import HeldOutText

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.tables import shorten
-from kvpolicy.spec.version import __version__
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.tables import shorten
+from kvpolicy.text.version import __version__
 
 
 def stamp(number: int) -> dict[str, Any]:

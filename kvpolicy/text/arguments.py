@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from kvpolicy.registry import suggest
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.tables import shorten
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.tables import shorten
+from kvpolicy.text.validation import check_fields
 
 P = ParamSpec("P")
 R = TypeVar("R")

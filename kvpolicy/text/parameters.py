@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 
 def check_min(strategy: Any, **minimums: int) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.limits import MAX_FIELD, MAX_SIZE
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.limits import MAX_FIELD, MAX_SIZE
+from kvpolicy.text.tables import shorten
 
 AutoInt = int | Literal["auto"]
 """A number of tokens, or `auto` for a number that depends on the budget."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.formats import reason_of
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import reason_of
 
 _HEAD = 2**16
 """Bytes of a file in which a marker is looked for."""

@@ -30,10 +30,10 @@ from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 from kvpolicy.registry import Kind, kinds, lookup, name_of, names, suggest
-from kvpolicy.spec.arguments import suggest_option, write_options_by
-from kvpolicy.spec.budget import Budget, format_budget, parse_budget
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.arguments import suggest_option, write_options_by
+from kvpolicy.text.budget import Budget, format_budget, parse_budget
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.tables import shorten
 
 _MAX_TERMS = 8  # of one part: bounds the recursion for hostile input
 WRAPPING = ("base", "heads")

@@ -12,8 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.tables import shorten
 
 
 @dataclass(frozen=True, slots=True)

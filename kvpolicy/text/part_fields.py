@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpolicy.registry import Kind, described, lookup, name_of
-from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.grammar import WRAPPING, fields_of
-from kvpolicy.spec.tables import shorten
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.grammar import WRAPPING, fields_of
+from kvpolicy.text.tables import shorten
 
 
 def part_to_dict(part: object) -> dict[str, dict[str, Any]]:

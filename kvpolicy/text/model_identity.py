@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError
 
 _MIN_SIMILARITY = 0.99
 """Cosine similarity of two weight fingerprints from which on they count as the same model's, fine-tuned or not."""
