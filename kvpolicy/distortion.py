@@ -8,17 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.policy import Policy
 from kvpolicy.policy.parts import check_part
 from kvpolicy.protocols import Codec, GroupsLayers, Selector
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.window import SlidingWindow
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError
 
 

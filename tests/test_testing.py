@@ -12,19 +12,8 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from kvpolicy import Policy, TokenWise
-from kvpolicy.protocols import (
-    DecodeMode,
-    Guarantee,
-    HeadRequest,
-    LayerBounds,
-    ModelInfo,
-    Needs,
-    Seen,
-    Selector,
-    State,
-    Traits,
-    View,
-)
+from kvpolicy.protocols import DecodeMode, Guarantee, HeadRequest, LayerBounds, ModelInfo, Selector, State, Traits, View
+from kvpolicy.statistics import Results
 from kvpolicy.registry import lookup, names
 from kvpolicy.testing.conformance import check
 from kvpolicy.testing.nesting_checks import FallingBounds

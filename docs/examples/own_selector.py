@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
+from kvpolicy.statistics import Results
 from kvpolicy_eval.data import prompts
 
 

@@ -10,13 +10,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform, attend_tile
+from kvpolicy.engine.attention import attend_tile
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prompt_statistics import PromptStatistics
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.dense_cache import DenseLayer, moved
 from kvpolicy.hf.layer import make_store
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.protocols import SINGLE_RANK, Ranks
+from kvpolicy.statistics import AttentionSum
+from kvpolicy.statistics.statistic import first_of
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_vllm.ledger import Part, Saving, Work
 from kvpolicy_vllm.recipe import Recipe
@@ -255,7 +258,7 @@ class Compressor:
         policy = self._recipe.policy
         store = make_store(policy, layer_idx, layer.rope if policy.undoes_rotation else None)
         store.initialize(k, self._ranks, q.shape[1] // k.shape[1])
-        sums = store.contents.prompt_needs.attn_sum
+        sums = first_of(AttentionSum, store.contents.prompt_statistics) is not None
         attn_sum = torch.zeros(1, q.shape[1], total, device=q.device, dtype=torch.float32) if sums else None
         return _Gathered(store, PromptStatistics(store.contents, None, total), attn_sum)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_vllm.blocks import BlockReader
 from kvpolicy_vllm.compressor import Compressor, EngineLayer

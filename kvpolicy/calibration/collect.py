@@ -14,7 +14,6 @@ from transformers.cache_utils import DynamicCache
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.listener import check_finite
 from kvpolicy.codecs._dictionaries import key_dictionary
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.config_swap import configs_of
@@ -22,6 +21,7 @@ from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import ropes_of
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.text.errors import KVPolicyError
 
 

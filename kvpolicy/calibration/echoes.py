@@ -17,7 +17,8 @@ from kvpolicy.allocators.duo import RECENT, SINKS
 from kvpolicy.allocators.head_files import HeadFile
 from kvpolicy.calibration.heads import write_scores
 from kvpolicy.calibration.listener import Listener, listening
-from kvpolicy.protocols import AttentionRows, Needs, Seen, State, View
+from kvpolicy.protocols import State, View
+from kvpolicy.statistics import AttentionRows, ReducedRows, Results, Statistic
 from kvpolicy.text.errors import KVPolicyError, KVPolicyWarning
 from kvpolicy.text.validation import check_size
 
@@ -253,13 +254,12 @@ class _Tap(Listener):
     found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The attention of all queries, a few at a time."""
-        return Needs(reducer=self.reducer)
+        return (ReducedRows(self.reducer),)
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        assert seen.reduced is not None
-        sums = seen.reduced[0, :, :2].double().cpu()
+    def observe(self, state: State, seen: Results, view: View) -> State:
+        sums = seen[ReducedRows][0, :, :2].double().cpu()
         self.found[view.layer_idx] = sums.unflatten(0, (view.positions.shape[1], -1))
         return state
 

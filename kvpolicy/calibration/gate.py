@@ -18,9 +18,11 @@ from kvpolicy.calibration.finished import check_free_file, without_name
 from kvpolicy.calibration.gate_fit import RIDGE, Moments, Sample, Training, explained, mlp_gate
 from kvpolicy.calibration.listener import Listener, check_finite, listening
 from kvpolicy.hf.identity import identity
-from kvpolicy.protocols import Needs, Replay, Seen, State, View
+from kvpolicy.protocols import State, View
 from kvpolicy.selectors.gate_files import GateFile, LayerGate, load_gates, save_gates
 from kvpolicy.selectors.kvzip import KVzip
+from kvpolicy.statistics import ModuleCall, Replay, Results, Statistic
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.text.errors import KVPolicyError
 
 Kind = Literal["linear", "mlp"]
@@ -155,7 +157,7 @@ def scored_windows(
     Raises:
         KVPolicyError: If the model is not supported, has a policy attached, or produces numbers that are not finite.
     """
-    plan = KVzip(plus=True).needs.replay
+    plan = first_of(Replay, KVzip(plus=True).statistics)
     assert plan is not None
     chance = torch.Generator().manual_seed(seed)
     for ids, count in zip(tqdm(windows, desc="scores", disable=not progress), counts, strict=True):
@@ -203,13 +205,14 @@ class _Tap(Listener):
     take: Callable[[int, Tensor, Tensor], None]
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """A replay, and the input of the layer."""
-        return Needs(forward=True, replay=self.plan)
+        return (ModuleCall(), self.plan)
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        assert seen.forward is not None and seen.replay is not None
-        self.take(view.layer_idx, seen.forward.hidden_states[0], seen.replay[0])
+    def observe(self, state: State, seen: Results, view: View) -> State:
+        scores = seen[Replay]
+        assert scores is not None
+        self.take(view.layer_idx, seen[ModuleCall].hidden_states[0], scores[0])
         return state
 
 

@@ -16,12 +16,13 @@ from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.finished import check_free_file, model_and_made
 from kvpolicy.calibration.listener import Listener, listening
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.discovery import Sites, find_sites
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import rope_of
-from kvpolicy.protocols import Needs, Seen, State, View
+from kvpolicy.kernels.rotary import Rope
+from kvpolicy.protocols import State, View
+from kvpolicy.statistics import ModuleCall, Results, Statistic, Vectors
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.validation import check_size
 
@@ -212,17 +213,17 @@ class _Tap(Listener):
     found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """Queries and keys as attention takes them."""
-        return Needs(forward=True)
+        return (ModuleCall(), Vectors())
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        given = seen.forward
-        assert given is not None and given.queries is not None and seen.keys is not None
+    def observe(self, state: State, seen: Results, view: View) -> State:
+        given = seen[ModuleCall]
+        assert given.queries is not None
         rope = self.ropes[view.layer_idx]
         at = view.positions[:1, 0]
         query = rope.unrotate_rows(given.queries, at)[0].mean(1)  # [Hq, D]
-        key = rope.unrotate_rows(seen.keys, at)[0].mean(1)  # [H, D]
+        key = rope.unrotate_rows(seen[Vectors].keys, at)[0].mean(1)  # [H, D]
         query = query.unflatten(0, (len(key), -1))
         self.found[view.layer_idx] = reach(query, key, rope, self.positions, given.scale, given.softcap).mean(-1).cpu()
         return state

@@ -17,7 +17,8 @@ from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.listener import Listener, Sums, check_finite, listening
 from kvpolicy.codecs import _files
 from kvpolicy.hf.identity import identity
-from kvpolicy.protocols import Needs, Seen, State, View
+from kvpolicy.protocols import State, View
+from kvpolicy.statistics import ModuleCall, Results, Statistic, UnrotatedKeys, Vectors
 from kvpolicy.text.errors import KVPolicyError
 
 MIN_TOKENS = 128
@@ -218,18 +219,19 @@ class _Tap(Listener):
     found: dict[int, dict[str, Sums]] = field(default_factory=dict[int, dict[str, Sums]])
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """Keys and values of a prompt, and queries as attention takes them."""
-        return Needs(forward=True, prompt_vectors=True, unrotated_keys=self.unrotated)
+        return (ModuleCall(), Vectors(), *((UnrotatedKeys(),) if self.unrotated else ()))
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        assert seen.forward is not None and seen.forward.queries is not None
-        assert seen.keys is not None and seen.values is not None
-        heads = seen.keys.shape[1]
-        queries = seen.forward.queries[0].unflatten(0, (heads, -1)).flatten(1, 2)
-        parts = {"keys.post": seen.keys[0], "values": seen.values[0]}
-        if seen.unrotated is not None:
-            parts["keys.pre"] = seen.unrotated[0]
+    def observe(self, state: State, seen: Results, view: View) -> State:
+        queries = seen[ModuleCall].queries
+        assert queries is not None
+        tokens = seen[Vectors]
+        heads = tokens.keys.shape[1]
+        queries = queries[0].unflatten(0, (heads, -1)).flatten(1, 2)
+        parts = {"keys.post": tokens.keys[0], "values": tokens.values[0]}
+        if self.unrotated:
+            parts["keys.pre"] = seen[UnrotatedKeys][0]
         parts |= {
             f"{part}.joint{group}": x.unflatten(0, (-1, group)).transpose(1, 2).flatten(2)
             for part, x in parts.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,9 @@ from kvpolicy.calibration.finished import check_free_file, model_and_made
 from kvpolicy.calibration.listener import Listener, check_finite, listening
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
-from kvpolicy.protocols import Needs, Seen, State, View
+from kvpolicy.protocols import State, View
 from kvpolicy.selectors.filter_files import FilterFile, load_filters, save_filters
+from kvpolicy.statistics import ModuleCall, Results, Statistic
 from kvpolicy.text.errors import KVPolicyError
 
 TOKENS = 3000
@@ -173,13 +175,14 @@ class _Tap(Listener):
     found: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """Queries as attention takes them."""
-        return Needs(forward=True)
+        return (ModuleCall(),)
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        assert seen.forward is not None and seen.forward.queries is not None
-        queries = seen.forward.queries[0]  # [Hq, P, D]
+    def observe(self, state: State, seen: Results, view: View) -> State:
+        queries = seen[ModuleCall].queries
+        assert queries is not None
+        queries = queries[0]  # [Hq, P, D]
         sampled = queries.index_select(1, self.sample.to(queries.device))
         self.found.setdefault(view.layer_idx, []).append(sampled.float().cpu())
         return state

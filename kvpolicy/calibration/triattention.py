@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.finished import check_free_file, model_and_made
 from kvpolicy.calibration.listener import Listener, Sums, check_finite, listening
 from kvpolicy.hf.identity import identity
-from kvpolicy.protocols import Needs, Seen, State, View
+from kvpolicy.protocols import State, View
 from kvpolicy.selectors.center_files import CenterFile, Centers, load_centers, save_centers
+from kvpolicy.statistics import ModuleCall, Moments, Results, Rotation, Statistic
 from kvpolicy.text.errors import KVPolicyError
 
 MIN_TOKENS = 128
@@ -117,15 +119,16 @@ class _Tap(Listener):
     found: dict[int, Sums] = field(default_factory=dict[int, Sums])
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The first moment of the queries without their rotation, and queries as attention takes them."""
-        return Needs(forward=True, query_moments=0, rotation=True)
+        return (ModuleCall(), Moments(0), Rotation())
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        assert seen.forward is not None and seen.forward.queries is not None
-        assert seen.moments is not None and seen.pair_lengths is not None
-        queries = seen.forward.queries[0]  # [Hq, P, D]
-        lengths = torch.stack([seen.pair_lengths(head).double().sum(0).cpu() for head in queries])
-        total = seen.moments.total[0].flatten(0, 1).double().cpu()
+    def observe(self, state: State, seen: Results, view: View) -> State:
+        queries = seen[ModuleCall].queries
+        moments = seen[Moments].moments
+        assert queries is not None and moments is not None
+        queries = queries[0]  # [Hq, P, D]
+        lengths = torch.stack([seen[Rotation].pair_lengths(head).double().sum(0).cpu() for head in queries])
+        total = moments.total[0].flatten(0, 1).double().cpu()
         self.found.setdefault(view.layer_idx, Sums()).add(queries.shape[1], total, lengths)
         return state

@@ -89,11 +89,8 @@ def check(path: Path) -> dict[str, Any]:
 
 def note_for(policy: Policy) -> str:
     """Note for a user who saves a cache under this policy; empty if there is none."""
-    every = [one.selector.needs for one in policy.distinct]
-    if not any(
-        needs.window_queries or needs.below_mean_queries or needs.decay or needs.newest_row or needs.newest_queries
-        for needs in every
-    ):
+    every = [each for one in policy.distinct for each in one.selector.statistics]
+    if not any(each.of_newest for each in every):
         return ""
     return (
         f"The selector of {policy} keeps what the last tokens of the text attend to. If these are a question, the "

@@ -18,7 +18,7 @@ from kvpolicy.engine.row_limits import buffer_slots
 from kvpolicy.planning.planner import divide
 from kvpolicy.planning.tokens import tokens_of, too_short
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import SMALLEST_HEAD, Needs, Traits, View, alloc_state, differs_by_layer, traits_for
+from kvpolicy.protocols import SMALLEST_HEAD, Selector, Traits, View, differs_by_layer, traits_for
 from kvpolicy.text.budget import Budget, Share, fraction_of
 
 EXAMPLE_COSINES = (0.5, 0.95)
@@ -169,7 +169,7 @@ def of_selector(case: Case) -> list[str]:
     selector = case.policy.selector
     budget = case.kept
     if budget >= case.prompt:
-        return [f"Here: the whole prompt of {_tokens(case.prompt)} is kept.", _statistics(selector.needs)]
+        return [f"Here: the whole prompt of {_tokens(case.prompt)} is kept.", _statistics(selector)]
     # Not by its class, which only a policy that has it imports.
     crush: Any = selector if hasattr(selector, "representative_count") else None
     representatives = 0 if crush is None else int(crush.representative_count(torch.tensor(budget, device="cpu")))
@@ -181,7 +181,7 @@ def of_selector(case: Case) -> list[str]:
         )
     who = "each KV head" if case.policy.heads is None else "an average KV head"
     start = f"Here: in an average layer, {who} keeps {budget:,} of {_tokens(case.prompt)}"
-    return [f"{start}: {chosen}.", _statistics(selector.needs)]
+    return [f"{start}: {chosen}.", _statistics(selector)]
 
 
 def _chosen(case: Case, budget: int) -> str:
@@ -214,49 +214,16 @@ def _always_kept(case: Case) -> tuple[int, int, bool]:
         case.planned.layers[0].layer_idx,
     )
     try:
-        priority = selector.priority(alloc_state(selector, 1, 1, case.prompt, "cpu", SMALLEST_HEAD), view)[0, 0]
+        priority = selector.priority(selector.alloc(1, 1, case.prompt, "cpu", SMALLEST_HEAD), view)[0, 0]
     except Exception:  # a selector of another package may not be able to rank tokens before it has seen attention
         return 0, 0, False
     always = (priority == torch.inf).int()
-    by_age = selector.needs == Needs() and bool((priority[always == 0].diff() > 0).all())
+    by_age = not selector.statistics and bool((priority[always == 0].diff() > 0).all())
     return int(always.cumprod(0).sum()), int(always.flip(0).cumprod(0).sum()), by_age
 
 
-def _statistics(needs: Needs) -> str:
-    used: list[str] = []
-    if needs.attn_sum:
-        used.append("the sum of attention weights over all queries of the prompt")
-    if needs.window_queries == 1:
-        used.append("the attention weights of the last query of the prompt")
-    elif needs.window_queries:
-        used.append(f"the attention weights of the last {needs.window_queries:,} queries of the prompt")
-    if needs.probes:
-        probed = needs.probes.recent + needs.probes.random
-        used.append(f"the attention weights of probe queries ({probed:g} of all queries)")
-    if needs.below_mean_queries:
-        used.append(f"which tokens the last {needs.below_mean_queries:,} queries attend to less than the mean")
-    if needs.decay:
-        used.append(f"the attention weights of the last {needs.decay.queries:,} queries of the prompt, newer ones more")
-    if needs.reducer:
-        used.append("the attention weights of all queries, which the selector reduces by itself")
-    if needs.newest_queries:
-        used.append(f"the last {needs.newest_queries:,} queries")
-    if needs.query_moments is not None:
-        used.append("the mean and covariance of the queries")
-    if needs.block_queries:
-        used.append(f"the attention inside blocks of {needs.block_queries:,} tokens of the prompt")
-    if needs.output_norms:
-        used.append("how much the value of each token adds to the residual stream")
-    elif needs.prompt_vectors:
-        used.append("the keys and values of the prompt")
-    if needs.vectors or needs.unrotated_keys:
-        used.append("the keys and values of the tokens")
-    if needs.decode_attn:
-        used.append("the attention weights of each generated token")
-    if needs.layer_input:
-        used.append("the input of its layer at each token, in prompts and while decoding")
-    if needs.forward:
-        used.append("the arguments of the attention modules")
+def _statistics(selector: Selector) -> str:
+    used = [words for each in selector.statistics if (words := each.described())]
     return f"The selector uses {' and '.join(used)}." if used else "The selector uses no attention weights."
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.mixed_values import mixed_values
-from kvpolicy.engine.rotary import SlotRotary
+from kvpolicy.kernels.mixed_values import mixed_values
 from kvpolicy.kernels.products import matmul, products
+from kvpolicy.kernels.rotary import SlotRotary
 from kvpolicy.protocols import At, Stage, StageStore
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.sizes import Sizes
 from kvpolicy.engine.state import map_slots, slot_tensors
 from kvpolicy.protocols import Layout
+from kvpolicy.statistics.windows import ScoreTransform
 
 
 def keeps_all(store: LayerStore) -> bool:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from kvpolicy.engine.selection import finite_priority
 from kvpolicy.engine.state import map_state, select_rows, tensors
-from kvpolicy.protocols import Reranks, Seen, Selector, State, View
+from kvpolicy.protocols import Reranks, Selector, State, View
+from kvpolicy.statistics import Results
 
 NO_SLOT = "the cache has no free slot: call cache.tick() between steps"
 NO_PAGE = "a head has no page for its new token: its head allocator must give every head at least 1"
@@ -44,7 +45,7 @@ def update_state(selector: Selector, state: State, weights: Tensor | None, view:
         assign_state(state, select_rows(valid[:, 0], state, before))
 
 
-def rank_again(selector: Selector, state: State, seen: Seen, view: View) -> None:
+def rank_again(selector: Selector, state: State, seen: Results, view: View) -> None:
     """Let the selector rank all slots together, in place."""
     assert isinstance(selector, Reranks)  # see `policy.combination.check_abilities`
     assign_state(state, selector.rerank(state, seen, view))

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.engine.rotary import Rope
+from kvpolicy.kernels.rotary import Rope
+from kvpolicy.statistics import Moments
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.text.errors import KVPolicyError
 
 
@@ -27,8 +29,8 @@ def check_movable(store: LayerStore) -> None:
             f"The codec must store unrotated keys for tokens to be moved, got {codec}, whose codes are of keys "
             "at their positions; try csr, kvquant or no codec."
         )
-    needs = selector.needs
-    if needs.vectors or needs.key_rotation or needs.query_moments is not None:
+    spec = store.spec
+    if spec.step_vectors or spec.undoes_rotation or first_of(Moments, spec.statistics) is not None:
         raise KVPolicyError(
             f"The selector must rank tokens by attention or position for them to be moved, got {selector}, which "
             "keeps statistics of their keys; try snapkv or h2o."

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.decode import NO_SLOT, assert_async
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
@@ -31,6 +30,7 @@ from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
 from kvpolicy.engine.undo_log import Targets
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import Layout, State, Tokens, View
+from kvpolicy.statistics.windows import Past, ScoreTransform
 
 
 class ExactPageBody:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.link import Link, StepBytes
@@ -21,6 +20,7 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.undo_log import Targets
 from kvpolicy.protocols import LayerShape, Layout, State, View
+from kvpolicy.statistics.windows import Past, ScoreTransform
 
 
 class Geometry(Protocol):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Rest, ScoreTransform, with_rest
+from kvpolicy.engine.attention import Rest, with_rest
 from kvpolicy.kernels.row_sums import row_sums
+from kvpolicy.statistics.windows import ScoreTransform
 
 
 def attend_in_place(

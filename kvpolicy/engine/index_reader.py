@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Rest, ScoreTransform, attend_slots
+from kvpolicy.engine.attention import Rest, attend_slots
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.engine.in_place_attention import attend_in_place
@@ -17,9 +17,7 @@ from kvpolicy.engine.layer_clusters import LayerClusters
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_tensors import alloc_index
 from kvpolicy.engine.link import Link
-from kvpolicy.engine.mixed_values import mixed_values
 from kvpolicy.engine.reading import (
-    AbsoluteSums,
     Board,
     Choice,
     Chosen,
@@ -47,9 +45,12 @@ from kvpolicy.engine.state import carry_over, map_slots, slot_tensors
 from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.engine.summaries import Summaries
 from kvpolicy.engine.token_batch import BEYOND
+from kvpolicy.kernels.mixed_values import mixed_values
 from kvpolicy.kernels.products import coordinates
 from kvpolicy.kernels.row_sums import sums_in_place
-from kvpolicy.protocols import LoadsSalience, Needs, channels_read
+from kvpolicy.protocols import LoadsSalience, channels_read
+from kvpolicy.statistics.channel_sums import AbsoluteSums
+from kvpolicy.statistics.windows import ScoreTransform
 
 REBUILD_SLOTS = 8192
 """Slots of each head that are decoded at a time when an index is made."""
@@ -381,7 +382,7 @@ class IndexReader:
         Tokens that a selector keeps for their position alone are the same in every layer from then on.
         """
         shown = None if self.board is None else self.board.positions
-        return self._spec.needs == Needs() and shown is not None and torch.equal(shown, self._layer.tensors.positions)
+        return not self._spec.statistics and shown is not None and torch.equal(shown, self._layer.tensors.positions)
 
     def fit_layout(self) -> None:
         """Set the read plan to that of the layout."""

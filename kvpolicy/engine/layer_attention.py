@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import QueryWindow, ScoreTransform, window_attention
-from kvpolicy.engine.attention_sum import AttentionSum
-from kvpolicy.engine.mixed_values import read_values
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.recent_queries import RecentQueries
-from kvpolicy.engine.statistic import Statistic, newest_of
-from kvpolicy.protocols import AttentionNeeds, LayerAttention, Needs, Ranks
+from kvpolicy.kernels.mixed_values import read_values
+from kvpolicy.protocols import AttentionNeeds, LayerAttention, Ranks
+from kvpolicy.statistics.attention_sum import AttentionSum
+from kvpolicy.statistics.recent_queries import RecentQueries
+from kvpolicy.statistics.statistic import Statistic, first_of, newest_of
+from kvpolicy.statistics.windows import QueryWindow, ScoreTransform, window_attention
 
 EPSILON = 1e-10
 """Added to attention weights inside a logarithm."""
@@ -37,7 +38,7 @@ def layer_attention(pending: PendingPrompt, needs: AttentionNeeds, ranks: Ranks,
     length = pending.lengths(none)
     found: dict[str, Tensor] = {}
     queries = none
-    if needs.statistics.window_queries:
+    if first_of(RecentQueries, needs.statistics) is not None:
         recent = pending.statistic(RecentQueries)
         assert recent is not None and recent.window is not None, "the allocator requested the newest queries"
         window = newest_of(recent.window, needs.queries)
@@ -57,15 +58,15 @@ def layer_attention(pending: PendingPrompt, needs: AttentionNeeds, ranks: Ranks,
     return LayerAttention(positions, length, queries, ranks, pending.keys.shape[1], **found)
 
 
-def without_measured(pending: PendingPrompt, needs: Needs) -> PendingPrompt:
+def without_measured(pending: PendingPrompt, wanted: tuple[Statistic[Any], ...]) -> PendingPrompt:
     """A prompt with what its selector and merger need of it, and nothing that only the allocator did."""
-    kept: list[Statistic] = []
+    kept: list[Statistic[Any]] = []
+    recent = first_of(RecentQueries, wanted)
     for each in pending.statistics:
         if isinstance(each, RecentQueries):
-            if needs.window_queries and each.window is not None:
-                window = newest_of(each.window, needs.window_queries)
-                kept.append(replace(each, width=needs.window_queries, window=window))
-        elif not isinstance(each, AttentionSum) or needs.attn_sum:
+            if recent is not None and each.window is not None:
+                kept.append(replace(each, width=recent.width, window=newest_of(each.window, recent.width)))
+        elif not isinstance(each, AttentionSum) or first_of(AttentionSum, wanted) is not None:
             kept.append(each)
     return pending._replace(statistics=tuple(kept))
 

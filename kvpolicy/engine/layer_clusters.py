@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvpolicy.engine.clusters import ClusterTokens
 from kvpolicy.engine.layer_contents import LayerContents
-from kvpolicy.engine.mixed_values import mixed_values
 from kvpolicy.engine.reading import Chosen, ReadShape, ReadState, chooses, entry_slots, log_tokens, restricted_rows
 from kvpolicy.engine.slot_codes import SlotCodes
+from kvpolicy.kernels.mixed_values import mixed_values
 from kvpolicy.protocols import Estimated, Index
 
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import capacity
-from kvpolicy.engine.attention import Past
-from kvpolicy.engine.birth_scores import score_inputs
 from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
@@ -28,17 +26,17 @@ from kvpolicy.protocols import (
     SINGLE_RANK,
     Calibration,
     Codes,
-    Forward,
-    Gate,
     LayerShape,
     Layout,
-    Needs,
     Ranks,
-    ScoresInputs,
     State,
     View,
+    rerank_every,
     traits_for,
 )
+from kvpolicy.statistics import Forward, Statistic, union
+from kvpolicy.statistics.input_scores import Gate, score_inputs
+from kvpolicy.statistics.windows import Past
 from kvpolicy.text.errors import KVPolicyError
 
 NUMBERS = ("capacity", "expected_len", "reserved", "largest_block", "scale", "may_exceed_plan")
@@ -91,7 +89,7 @@ class LayerContents:
         self.capacity = 0
         self.expected_len: list[int] = []
         self.may_exceed_plan = False
-        self.schedule = RankSchedule(spec.needs.rerank_every)
+        self.schedule = RankSchedule(rerank_every(spec.selector))
         self.reserved = 0
         self.largest_block = spec.codec_traits.block
         self.free_steps: float = 0
@@ -133,8 +131,8 @@ class LayerContents:
         device = tensors.length.device
         stages = self.spec.stages
         self.calibrations = tuple(stage.load_calibration(self.spec.layer_idx, device, ranks.held) for stage in stages)
-        if self.spec.needs.layer_input and isinstance(self.spec.selector, ScoresInputs):
-            self.gate = self.spec.selector.load_gate(self.spec.layer_idx, device, ranks.held)
+        if self.spec.input_scorer is not None:
+            self.gate = self.spec.input_scorer.load_gate(self.spec.layer_idx, device, ranks.held)
         self.basis = load_basis(self.spec.reader, self.spec.layer_idx, device, ranks.held)
         self.expected_len = [0] * batch
         self.schedule.start(batch)
@@ -169,13 +167,14 @@ class LayerContents:
         return self.spec.grows or self.may_exceed_plan or sum(self.layout.coded) > 0
 
     @property
-    def prompt_needs(self) -> Needs:
+    def prompt_statistics(self) -> tuple[Statistic[Any], ...]:
         """The statistics that the parts need of a prompt that comes now: the allocator those of a first one."""
-        if self.spec.allocator_needs == Needs():  # without waiting for the device
-            return self.spec.prompt_needs
+        if not self.spec.allocator_statistics:  # without waiting for the device
+            return self.spec.prompt_statistics
         # Not by `expected_len`: a row that has not begun beside others has slots already.
         has_unbegun = bool((self.tensors.length == 0).any())
-        return self.spec.prompt_needs | self.spec.allocator_needs if has_unbegun else self.spec.prompt_needs
+        first = self.spec.allocator_statistics if has_unbegun else ()
+        return union(self.spec.prompt_statistics, first)
 
     @property
     def measures_salience(self) -> bool:
@@ -208,8 +207,9 @@ class LayerContents:
         )
 
     def score_inputs(self, forward: Forward | None) -> Tensor | None:
-        """Scores of new tokens by the input of the layer, [B, H, P] fp32; None unless `Needs.layer_input`."""
-        return score_inputs(self.spec.selector, self.gate, forward) if self.spec.needs.layer_input else None
+        """Scores of new tokens by the input of the layer, [B, H, P] fp32; None unless `InputScores`."""
+        scorer = self.spec.input_scorer
+        return None if scorer is None else score_inputs(scorer, self.gate, forward)
 
     def set_budget(self, budget: Tensor) -> None:
         """Let each row hold `budget` [B] tokens."""

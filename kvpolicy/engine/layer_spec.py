@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvpolicy.engine.output_norms import Projection
 from kvpolicy.engine.reading import in_host_memory
-from kvpolicy.engine.rotary import Rope
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.mergers.drop import Drop
 from kvpolicy.protocols import (
     Codec,
@@ -14,7 +14,6 @@ from kvpolicy.protocols import (
     HeadAllocator,
     Merger,
     MergerTraits,
-    Needs,
     Reader,
     ReaderTraits,
     Selector,
@@ -22,9 +21,19 @@ from kvpolicy.protocols import (
     Traits,
 )
 from kvpolicy.readers.all import ReadAll
+from kvpolicy.statistics import (
+    GeneratedAttention,
+    InputScorer,
+    InputScores,
+    ModuleCall,
+    Moments,
+    Statistic,
+    Vectors,
+    union,
+)
+from kvpolicy.statistics.statistic import Projection, first_of
 
 _DROP = Drop()
-_NONE = Needs()
 _READ_ALL = ReadAll()
 
 
@@ -42,12 +51,18 @@ class LayerSpec:
         heads: Divides the pages of a row among its heads; None if all heads have equally many slots.
         rope: The rotary embedding, if keys are coded unrotated or rebuilt, or the selector needs vectors without it.
         projection: Reads the output projection, if the selector needs the norms of values behind it.
-        allocator_needs: The statistics of a row's first prompt that the allocator needs.
+        allocator_statistics: The statistics of a row's first prompt that the allocator needs.
         latent: How many numbers of a key are its value, where none is held; else 0. See `LayerShape`.
         grows: Whether generated tokens are kept in addition to the budget.
         key_rope: The rotary embedding, if keys are coded unrotated.
-        needs: What the selector needs.
-        prompt_needs: The statistics of a prompt that the selector and the merger need.
+        statistics: The statistics that the selector needs.
+        prompt_statistics: Those that the selector and the merger need.
+        step_attention: Whether the selector is given the attention of each generated token.
+        step_vectors: Whether it is given the keys and values of each generated token.
+        step_moments: Whether it is given the queries of each generated token without their rotation.
+        input_scorer: Scores tokens by the input of the layer; None if the selector does not ask for that.
+        needs_call: Whether the selector needs the arguments of the attention module.
+        undoes_rotation: Whether the selector must know how keys are rotated.
         stages: The stages of the codec.
         codec_traits: Traits of the codec.
         merger_traits: Traits of the merger.
@@ -65,13 +80,19 @@ class LayerSpec:
     heads: HeadAllocator | None = None
     rope: Rope | None = None
     projection: Projection | None = None
-    allocator_needs: Needs = _NONE
+    allocator_statistics: tuple[Statistic[Any], ...] = ()
     latent: int = 0
 
     grows: bool = field(init=False)
     key_rope: Rope | None = field(init=False)
-    needs: Needs = field(init=False)
-    prompt_needs: Needs = field(init=False)
+    statistics: tuple[Statistic[Any], ...] = field(init=False)
+    prompt_statistics: tuple[Statistic[Any], ...] = field(init=False)
+    step_attention: bool = field(init=False)
+    step_vectors: bool = field(init=False)
+    step_moments: bool = field(init=False)
+    input_scorer: InputScorer | None = field(init=False)
+    needs_call: bool = field(init=False)
+    undoes_rotation: bool = field(init=False)
     stages: tuple[Stage, ...] = field(init=False)
     codec_traits: Traits = field(init=False)
     merger_traits: MergerTraits = field(init=False)
@@ -79,13 +100,27 @@ class LayerSpec:
     host: bool = field(init=False)
     merges_in_steps: bool = field(init=False)
 
+    @property
+    def sees_steps(self) -> bool:
+        """Whether the selector is shown each generated token."""
+        return self.step_attention or self.step_vectors or self.input_scorer is not None
+
     def __post_init__(self) -> None:
         """Ask the parts once for what a step needs to know of them."""
+        asked = self.selector.statistics
+        vectors = first_of(Vectors, asked)
+        scores = first_of(InputScores, asked)
         facts = {
             "grows": self.decode == "grow",
             "key_rope": self.rope if self.codec.traits.key_space == "unrotated" else None,
-            "needs": self.selector.needs,
-            "prompt_needs": self.selector.needs | self.merger.needs,
+            "statistics": asked,
+            "prompt_statistics": union(asked, self.merger.statistics),
+            "step_attention": first_of(GeneratedAttention, asked) is not None,
+            "step_vectors": vectors is not None and vectors.generated,
+            "step_moments": first_of(Moments, asked) is not None,
+            "input_scorer": None if scores is None else scores.scorer,
+            "needs_call": first_of(ModuleCall, asked) is not None,
+            "undoes_rotation": any(each.undoes_rotation for each in asked),
             "stages": self.codec.stages,
             "codec_traits": self.codec.traits,
             "merger_traits": self.merger.traits,

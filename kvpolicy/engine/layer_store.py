@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import decode, merging
-from kvpolicy.engine.attention import Past, ScoreTransform, attend
-from kvpolicy.engine.birth_scores import score_inputs
+from kvpolicy.engine.attention import attend
 from kvpolicy.engine.decode import update_state
 from kvpolicy.engine.due_rows import due_rows, only_rows
 from kvpolicy.engine.geometry import Geometry, step_bytes
@@ -18,24 +17,26 @@ from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.link import StepBytes
-from kvpolicy.engine.mixed_values import read_values
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics, note_queries, see_prompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
-from kvpolicy.engine.query_moments import new_token
 from kvpolicy.engine.rollback import copied_tensors, note_counters, undoable
-from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import worth_of
 from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_slots, map_state
-from kvpolicy.engine.step import Step
+from kvpolicy.engine.step import Step, new_token
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.trimming import can_trim, trim
-from kvpolicy.protocols import SINGLE_RANK, Forward, LayerBounds, LayerShape, Layout, Ranks, ScoresInputs, Seen
+from kvpolicy.kernels.mixed_values import read_values
+from kvpolicy.kernels.rotary import KeyRotation
+from kvpolicy.protocols import SINGLE_RANK, LayerBounds, LayerShape, Layout, Ranks
+from kvpolicy.statistics import AttentionSum, Candidates, Forward, Results, Rotation, Vectors
+from kvpolicy.statistics.statistic import first_of
+from kvpolicy.statistics.windows import Past, ScoreTransform
 
 
 class LayerStore:
@@ -151,7 +152,9 @@ class LayerStore:
         """
         past = self.past() if held is None else held.after(self.past())
         beside = None if self.prefix is None else self.prefix.attend_prompt(q, transform)
-        out, attn_sum = attention(q, k, v, transform, past, valid, self.contents.prompt_needs.attn_sum, beside)
+        out, attn_sum = attention(
+            q, k, v, transform, past, valid, first_of(AttentionSum, self.contents.prompt_statistics) is not None, beside
+        )
         return out, see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
 
     @on_host
@@ -184,7 +187,15 @@ class LayerStore:
         past = self.past() if held is None else held.after(self.past())
         statistics = PromptStatistics(self.contents, valid, columns, held)
         sizes = (q.shape[1], self.shape.held_value_dim, columns)
-        return PromptTiles(k, *sizes, valid, past, statistics, self.contents.prompt_needs.attn_sum, self.prefix)
+        return PromptTiles(
+            k,
+            *sizes,
+            valid,
+            past,
+            statistics,
+            first_of(AttentionSum, self.contents.prompt_statistics) is not None,
+            self.prefix,
+        )
 
     @on_host
     def end_prompt(self, pending: PendingPrompt, held: PendingPrompt | None) -> PendingPrompt:
@@ -212,7 +223,7 @@ class LayerStore:
         """
         self.contents.note_sizes(pending.columns)
         self.record(pending, rope_offset)
-        if self.spec.needs.key_rotation:
+        if self.spec.undoes_rotation:
             pending = pending._replace(rotation=KeyRotation(self.spec.rope, rope_offset))
         self.geometry.compress(pending, budget, massive=massive)
         # No buffer is full here, since a geometry demotes what it must: this call counts the free steps.
@@ -230,7 +241,7 @@ class LayerStore:
         # Behind a prefix, attention to it would be gathered again to rank what is left.
         if self.prefix is not None or not can_trim(self.contents, pending, bounds.least):
             return pending
-        if self.spec.needs.key_rotation and pending.trimmed is None:
+        if self.spec.undoes_rotation and pending.trimmed is None:
             pending = pending._replace(rotation=KeyRotation(self.spec.rope, rope_offset))
         return trim(self.contents, self.geometry.held_slots(), pending, bounds.most)
 
@@ -317,10 +328,6 @@ class LayerStore:
         slot, merge = self.geometry.free_slot(view, valid)
         # The slot still has the statistics of the token that it held before.
         state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.state)
-        selector = self.spec.selector
-        needs = self.spec.needs
-        if needs.layer_input and isinstance(selector, ScoresInputs):
-            state = selector.with_scores(state, score_inputs(selector, layer.gate, forward))
         counts = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.counts)
         data = SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts)
         if merge is not None:
@@ -332,7 +339,8 @@ class LayerStore:
         layer.link.stop()
         if layer.undo is not None:
             layer.undo.end()
-        return out, Step((q, k, v), position[:, 0], valid, view, weights if needs.decode_attn else None)
+        token = new_token(self.spec, q, k, v, position[:, 0], layer.score_inputs(forward))
+        return out, Step(token, valid, view, weights if self.spec.step_attention else None)
 
     def read(self, q: Tensor, transform: ScoreTransform, step: Step) -> tuple[Tensor, Step]:
         """Attend from one token per row of a later layer, which has no keys of its own. Traceable, no host sync.
@@ -352,17 +360,15 @@ class LayerStore:
 
     def _attend_slots(self, q: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor | None]:
         """Attend from one token per row; with attention weights if the selector looks at them in steps."""
-        wanted = self.spec.needs.decode_attn
+        wanted = self.spec.step_attention
         if self.prefix is None or self.slots is None:
             return self.geometry.attend(q, transform, wanted)
         return self.slots.index.attend(q, transform, wanted, self.prefix.attend_step(q, transform))
 
     def end_step(self, step: Step) -> None:
         """Let the selector see a step."""
-        needs = self.spec.needs
-        if needs.decode_attn or needs.vectors:
-            token = new_token(*step.vectors, step.position, needs, self.spec.rope, self.spec.latent)
-            view = step.view._replace(token=token)
+        if self.spec.sees_steps:
+            view = step.view._replace(token=step.token)
             update_state(self.spec.selector, self.tensors.state, step.weights, view, step.valid)
 
     @property
@@ -403,7 +409,7 @@ class LayerStore:
         self.recount()
 
     def rerank(self) -> None:
-        """Rank all slots together in the rows where it is time; see `Needs.rerank_every`."""
+        """Rank all slots together in the rows where it is time; see `Reranks`."""
         layer = self.contents
         tensors = layer.tensors
         due = layer.schedule.due(tensors.length, tensors.budget)
@@ -419,8 +425,7 @@ class LayerStore:
         if past is not None:
             rotation = KeyRotation(self.spec.rope)
             values = read_values(past.keys, past.values, self.spec.latent)
-            seen = Seen(None, None, scale=layer.scale, keys=past.keys, values=values)
-            seen = seen._replace(mean_rotation=rotation.mean, pair_lengths=rotation.pair_lengths)
+            seen = Results({Vectors: Candidates(past.keys, values, layer.scale), Rotation: rotation})
             decode.rank_again(self.spec.selector, layer.tensors.state, seen, layer.view())
 
     def ensure_capacity(self) -> int:

@@ -21,7 +21,7 @@ from kvpolicy.engine.reading import ReadState, alloc_reads, choice_size, read_sh
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits
 from kvpolicy.engine.state import alloc_paged_state, map_state
 from kvpolicy.engine.state import tensors as all_tensors
-from kvpolicy.protocols import Codes, LayerShape, Layout, State, alloc_state
+from kvpolicy.protocols import Codes, LayerShape, Layout, State
 
 HOST_PARTS = ("keys", "values")
 """The attributes of a layer that may lie in host memory."""
@@ -103,7 +103,7 @@ class LayerTensors:
             keys=torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device=own),
             values=torch.empty(batch, heads, layout.exact, shape.held_value_dim, dtype=shape.dtype, device=own),
             positions=torch.empty(batch, heads, slots, dtype=torch.int32, device=device),
-            state=alloc_state(spec.selector, batch, heads, slots, device, shape.head),
+            state=spec.selector.alloc(batch, heads, slots, device, shape.head),
             counts=torch.zeros(batch, heads, slots, device=device, dtype=torch.float32)
             if spec.merger_traits.counted
             else (),

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past
 from kvpolicy.engine.codec_view import CodecView
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.prefill import PendingPrompt
@@ -16,6 +15,7 @@ from kvpolicy.engine.state import join_states, map_slots, select_state
 from kvpolicy.engine.token_batch import SlotData, TokenBatch
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import Candidates, Merger, Ranks, State, Tokens
+from kvpolicy.statistics.windows import Past
 
 
 class Joined(NamedTuple):
@@ -81,12 +81,12 @@ def merge_prompt(
             targets=targets,
             is_target=kept.chosen,
             counts=counts,
-            attention=selected.window_attn,
+            attention=None if selected.window is None else selected.window.weights,
             length=length,
             priority=selected.priority if merger.traits.ranked else None,
             ranks=ranks,
             replay_attention=replayed[0] if replayed else None,
-            sinks=selected.window_sinks,
+            sinks=None if selected.window is None else selected.window.sinks,
             replay_sinks=replayed[1] if replayed else None,
         ),
     )

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.pages import as_pages, buffer_pages, for_pages, from_pages, owned_by
 from kvpolicy.kernels.products import matmul, products
+from kvpolicy.statistics.windows import ScoreTransform
 
 
 class StoredPages(Protocol):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import capacity
-from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.coded_pages import CodedPageBody
 from kvpolicy.engine.exact_pages import ExactPageBody
@@ -28,6 +27,7 @@ from kvpolicy.engine.selection import HeadBudgets, select_tokens
 from kvpolicy.engine.token_batch import BEYOND, SlotData
 from kvpolicy.engine.undo_log import Targets
 from kvpolicy.protocols import LayerShape, Layout, State, View
+from kvpolicy.statistics.windows import Past, ScoreTransform
 
 
 class Room(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.codec_view import CodecView
-from kvpolicy.engine.mixed_values import mixed_values
+from kvpolicy.kernels.mixed_values import mixed_values
 from kvpolicy.kernels.products import matmul
+from kvpolicy.statistics.windows import ScoreTransform
 
 _FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 """The operation of `scaled_dot_product_attention` on a CPU, which returns the normalizer besides the output."""

@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.prompt_codes import PromptCodes
 from kvpolicy.engine.replayed_queries import ReplayedQueries
-from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.state import owned
-from kvpolicy.engine.statistic import Candidates, Statistic
 from kvpolicy.engine.trimmed_tokens import TrimmedTokens
-from kvpolicy.protocols import Calibration, Codec, Forward, Ranks
+from kvpolicy.kernels.rotary import KeyRotation
+from kvpolicy.protocols import Calibration, Codec, Ranks
+from kvpolicy.statistics import Context, Forward
+from kvpolicy.statistics.statistic import Projection, Statistic, first_of
+from kvpolicy.statistics.windows import Past, ScoreTransform, token_positions
 from kvpolicy.text.errors import KVPolicyError
 
 Kind = TypeVar("Kind")
@@ -34,7 +35,6 @@ class PendingPrompt(NamedTuple):
         forward: The arguments of the attention module, if the selector needs them.
         replay: Scores of the replayed context, [B, H, P] fp32, -1 for tokens that were not replayed; None if there was
             no replay.
-        wants_vectors: Whether the selector needs keys and values.
         codes: Its keys and values as codes, if it waits as such.
         rotation: How its keys are rotated, once its budget is known, if the selector needs them without it.
         replayed: Queries of the replay, if the merger asks for some.
@@ -45,9 +45,8 @@ class PendingPrompt(NamedTuple):
     values: Tensor
     valid: Tensor | None
     transform: ScoreTransform
-    statistics: tuple[Statistic, ...] = ()
+    statistics: tuple[Statistic[Any], ...] = ()
     forward: Forward | None = None
-    wants_vectors: bool = False
     replay: Tensor | None = None
     codes: PromptCodes | None = None
     rotation: KeyRotation | None = None
@@ -95,26 +94,50 @@ class PendingPrompt(NamedTuple):
     @property
     def reads_past(self) -> bool:
         """Whether the statistics of this prompt need the keys of the slots before it."""
-        return self.forward is not None or self.wants_vectors or any(each.reads_past for each in self.statistics)
+        return self.forward is not None or any(each.reads_past for each in self.statistics)
 
     def statistic(self, kind: type[Kind]) -> Kind | None:
         """The statistic of a kind; None if it was not gathered."""
-        return next((each for each in self.statistics if isinstance(each, kind)), None)
+        return first_of(kind, self.statistics)
 
-    def seen(self, past: Past | None, positions: Tensor, layer_idx: int, ranks: Ranks) -> dict[str, Any]:
-        """Its statistics over past slots and its tokens, as fields of `Seen`.
+    def results(
+        self,
+        past: Past | None,
+        positions: Tensor,
+        *,
+        layer_idx: int,
+        ranks: Ranks,
+        projection: Projection | None = None,
+        latent: int = 0,
+    ) -> dict[type[Statistic[Any]], Any]:
+        """The results of its statistics over past slots and its tokens.
 
         Args:
             past: The slots, if `reads_past`.
             positions: Positions of slots and tokens, [B, H, S + P] int32.
             layer_idx: Index of the layer.
             ranks: The ranks that hold the layer's other heads.
+            projection: Reads the output projection, if a statistic needs it.
+            latent: How many numbers of a key are its value, where none is held; else 0.
         """
         none = torch.zeros(self.keys.shape[0], dtype=torch.int64, device=self.keys.device)
-        candidates = Candidates(
-            self.keys, self.valid, self.transform, past, self.lengths(none), positions, layer_idx, ranks
+        context = Context(
+            keys=self.keys,
+            values=self.values,
+            valid=self.valid,
+            transform=self.transform,
+            past=past,
+            added=self.lengths(none),
+            positions=positions,
+            layer_idx=layer_idx,
+            ranks=ranks,
+            latent=latent,
+            rotation=self.rotation,
+            projection=projection,
+            call=self.forward,
+            replay=self.replay,
         )
-        return {name: value for each in self.statistics for name, value in each.reduced(candidates).items()}
+        return {type(each): each.reduced(context) for each in self.statistics}
 
     @property
     def flags(self) -> Tensor:
@@ -201,11 +224,3 @@ class PendingPrompt(NamedTuple):
             parts += [self.forward.hidden_states, self.forward.queries]
         codes = 0 if self.codes is None else self.codes.nbytes
         return codes + sum(t.nbytes for t in parts if t is not None)
-
-
-def token_positions(valid: Tensor | None, columns: int, seen: Tensor) -> Tensor:
-    """Position of each of `columns` tokens in its row after `seen` [B] tokens, [B, P] int32, -1 for padding."""
-    if valid is None:
-        return (seen[:, None] + torch.arange(columns, device=seen.device)).to(torch.int32)
-    count = seen[:, None] + valid.long().cumsum(-1) - 1
-    return count.where(valid, -1).to(torch.int32)

@@ -3,55 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.attention_sum import AttentionSum
-from kvpolicy.engine.below_mean import BelowMean
-from kvpolicy.engine.birth_scores import BirthScores
-from kvpolicy.engine.block_attention import BlockAttention
-from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries, QuerySquares
-from kvpolicy.engine.decayed_sum import DecayedSum
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
-from kvpolicy.engine.newest_queries import NewestQueries
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.probing import ProbeQueries
-from kvpolicy.engine.query_moments import Moments
-from kvpolicy.engine.recent_queries import RecentQueries
-from kvpolicy.engine.reduced_rows import ReducedRows
 from kvpolicy.engine.row_limits import RowLimits
-from kvpolicy.engine.statistic import Coming, Statistic, Tile
-from kvpolicy.protocols import Forward, Needs, Ranks, Traits
+from kvpolicy.protocols import Ranks, Traits
+from kvpolicy.statistics import AttentionSum, Coming, Forward, InputScores, Statistic, Tile, union
+from kvpolicy.statistics.channel_sums import ChannelSums, LargestQueries, QuerySquares
+from kvpolicy.statistics.windows import ScoreTransform
 
 
-def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
+def wanted(layer: LayerContents) -> tuple[Statistic[Any], ...]:
     """The statistics that the parts of a layer need of a prompt, before it begins."""
     codec = Traits() if layer.tensors.limits is None else layer.spec.codec_traits
-    return _needed(layer.prompt_needs, codec, layer.measures_salience)
+    return layer.prompt_statistics + _of_channels(codec, layer.measures_salience)
 
 
 def looks_at_queries(spec: LayerSpec) -> bool:
     """Whether a layer's parts look at what queries of a prompt attend to, those of layers that read its keys too."""
-    needs = spec.prompt_needs | spec.allocator_needs
-    found = _needed(needs, spec.codec_traits, spec.reader_traits.salience)
-    return not all(isinstance(each, BirthScores | Moments | NewestQueries) for each in found)
+    every = union(spec.prompt_statistics, spec.allocator_statistics)
+    every += _of_channels(spec.codec_traits, spec.reader_traits.salience)
+    return any(each.of_readers for each in every)
 
 
-def _needed(needs: Needs, codec: Traits, salience: bool) -> tuple[Statistic, ...]:
-    found: list[Statistic | None] = [
-        AttentionSum() if needs.attn_sum else None,
-        RecentQueries(needs.window_queries) if needs.window_queries else None,
-        ProbeQueries(needs.probes) if needs.probes else None,
-        BelowMean(needs.below_mean_queries) if needs.below_mean_queries else None,
-        None if needs.decay is None else DecayedSum(needs.decay),
-        None if needs.reducer is None else ReducedRows(needs.reducer),
-        NewestQueries(needs.newest_queries) if needs.newest_queries else None,
-        None if needs.query_moments is None else Moments(needs.query_moments),
-        BlockAttention(needs.block_queries, needs.block_first) if needs.block_queries else None,
-        BirthScores() if needs.layer_input else None,
+def _of_channels(codec: Traits, salience: bool) -> tuple[Statistic[Any], ...]:
+    """What a codec and a reader need to know of the channels."""
+    found: list[Statistic[Any] | None] = [
         LargestQueries() if codec.query_absmax else None,
         QuerySquares(codec.query_squares) if codec.query_squares else None,
         ChannelSums() if salience else None,
@@ -76,7 +58,7 @@ def see_prompt(
     """
     statistics = PromptStatistics(layer, valid, q.shape[2], held)
     statistics.add(q.detach(), k.detach(), 0, layer.score_inputs(forward))
-    forward = forward._replace(queries=q.detach()) if forward is not None and layer.spec.needs.forward else None
+    forward = forward._replace(queries=q.detach()) if forward is not None and layer.spec.needs_call else None
     return statistics.prompt(k.detach(), v.detach(), transform, forward, attn_sum)
 
 
@@ -102,11 +84,10 @@ class PromptStatistics:
         self.statistics = tuple(each.begun(coming) for each in wanted(layer))
         self._valid = valid
         self._columns = columns
-        self._wants_vectors = layer.spec.prompt_needs.candidates
 
     def of_reader(self) -> PromptStatistics:
         """The same for a layer that reads the keys of this one: without what is known of the keys' own layer."""
-        self.statistics = tuple(each for each in self.statistics if not isinstance(each, BirthScores))
+        self.statistics = tuple(each for each in self.statistics if not isinstance(each, InputScores))
         return self
 
     def add(self, q: Tensor, k: Tensor, start: int, scores: Tensor | None = None) -> None:
@@ -144,7 +125,6 @@ class PromptStatistics:
                 replace(each, total=attn_sum) if isinstance(each, AttentionSum) else each for each in self.statistics
             ),
             forward=None if forward is None else forward._replace(valid=self._valid, **transform._asdict()),
-            wants_vectors=self._wants_vectors,
         )
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform, attend_tile
+from kvpolicy.engine.attention import attend_tile
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics
 from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.engine.shown_prompt import ShownPrompt
-from kvpolicy.protocols import Forward
+from kvpolicy.statistics import Forward
+from kvpolicy.statistics.windows import Past, ScoreTransform
 
 
 class PromptTiles:

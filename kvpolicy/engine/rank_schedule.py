@@ -1,4 +1,4 @@
-"""When the slots of a layer are ranked together again; see `Needs.rerank_every`."""
+"""When the slots of a layer are ranked together again; see `Reranks`."""
 
 from __future__ import annotations
 

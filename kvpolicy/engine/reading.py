@@ -15,6 +15,7 @@ from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.in_memory import in_memory
 from kvpolicy.kernels.largest import largest
 from kvpolicy.protocols import Codec, Codes, Index, Layout, LoadsBasis, Ranks, Reader
+from kvpolicy.statistics.channel_sums import AbsoluteSums
 
 _NEWEST = 3.0
 _FIRST = 2.0
@@ -440,34 +441,6 @@ def follow(
     top = rank.topk(shape.chosen, -1, largest=False)
     slots, inside = entry_slots(shape, top.indices)
     return Chosen(slots.flatten(2), inside.flatten(2) & (top.values < BEYOND) & within)
-
-
-class AbsoluteSums(NamedTuple):
-    """Sums of the absolute queries and keys of a prompt in each channel, padding left out.
-
-    Attributes:
-        queries: [B, Hq, D] fp64.
-        keys: [B, H, D] fp64.
-    """
-
-    queries: Tensor
-    keys: Tensor
-
-    def plus(self, other: AbsoluteSums) -> AbsoluteSums:
-        """The sums of both."""
-        return AbsoluteSums(self.queries + other.queries, self.keys + other.keys)
-
-
-def absolute_sums(q: Tensor, k: Tensor, valid: Tensor | None) -> AbsoluteSums:
-    """Sum the absolute queries [B, Hq, P, D] and keys [B, H, P, D] of the tokens that are `valid` [B, P], or of all."""
-
-    def total(x: Tensor) -> Tensor:
-        if valid is not None:
-            x = x.masked_fill(~valid[:, None, :, None], 0)
-        # In fp64, so that padding, which changes the order of the sum, does not change the order of the channels.
-        return torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float64)
-
-    return AbsoluteSums(total(q), total(k))
 
 
 def channel_salience(sums: AbsoluteSums, count: Tensor, ranks: Ranks) -> Tensor:

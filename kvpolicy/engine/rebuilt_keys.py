@@ -11,8 +11,8 @@ from kvpolicy.engine.layer_clusters import to_find
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.reading import Chosen, ReadShape, ReadState, chooses
-from kvpolicy.engine.rotary import KeyRotation, SlotRotary
 from kvpolicy.kernels.products import of_tokens
+from kvpolicy.kernels.rotary import KeyRotation, SlotRotary
 from kvpolicy.protocols import Index
 
 _TILE = 512

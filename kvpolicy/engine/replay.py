@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import MASK_ELEMENTS, MASK_ROWS, TILE_ELEMENTS, Past, ScoreTransform, attend_tile
-from kvpolicy.engine.mixed_values import mixed_values
-from kvpolicy.protocols import Replay
+from kvpolicy.engine.attention import MASK_ELEMENTS, MASK_ROWS, attend_tile
+from kvpolicy.kernels.mixed_values import mixed_values
+from kvpolicy.statistics import Replay
+from kvpolicy.statistics.windows import TILE_ELEMENTS, Past, ScoreTransform
 
 NOT_REPLAYED = -1.0
 """The score of a token that was not replayed; others have at least 0."""

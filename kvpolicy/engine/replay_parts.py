@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.partial_attention import attend_causal, attend_part
 from kvpolicy.engine.replay import Gain, tile_shape
+from kvpolicy.statistics.windows import Past, ScoreTransform
 
 CACHED_ELEMENTS = 1 << 18
 """Scores in one tile: 1 MiB of fp32, so that a tile stays in the cache of a core."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import QueryWindow, ScoreTransform, weights_and_sinks
 from kvpolicy.engine.replay import Chunk
+from kvpolicy.statistics.windows import QueryWindow, ScoreTransform, weights_and_sinks
 
 
 class ReplayedQueries(NamedTuple):

@@ -101,9 +101,8 @@ def _make_room(layer: LayerContents, geometry: Geometry) -> None:
 def copied_tensors(layer: LayerContents) -> dict[str, State]:
     """Tensors that are copied before each step, since steps change them otherwise than by writing slots."""
     tensors = layer.tensors
-    needs = layer.spec.needs
     copied: dict[str, State] = {"length": tensors.length, "columns": tensors.columns}
-    if needs.decode_attn or needs.vectors:
+    if layer.spec.sees_steps:
         copied["state"] = tensors.state
     if layer.spec.merges_in_steps:
         copied["merged"] = tensors.merged

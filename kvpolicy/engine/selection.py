@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past
-from kvpolicy.engine.birth_scores import BirthScores
-from kvpolicy.engine.mixed_values import read_values
-from kvpolicy.engine.output_norms import Projection, absolute_norms
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.state import empty_slots, join_states, map_slots, map_state, select_rows, tensors
 from kvpolicy.protocols import (
     HeadAllocator,
     HeadRequest,
     HoldsAttention,
     Ranks,
-    ScoresInputs,
-    Seen,
     Selector,
     State,
     View,
 )
+from kvpolicy.statistics import RecentQueries, Results, WindowAttention
+from kvpolicy.statistics.statistic import Projection
+from kvpolicy.statistics.windows import Past
 from kvpolicy.text.errors import KVPolicyError
 
 
@@ -37,19 +31,17 @@ class Selection(NamedTuple):
         positions: Position of each candidate, [B, H, S + P] int32, -1 for none.
         state: The selector's state of each candidate.
         chosen: Which candidates are kept, [B, H, S + P] bool.
-        window_attn: Attention of the newest queries over the candidates, [B, Hq, W, S + P] fp32, if it was requested.
+        window: Attention of the newest queries over the candidates, if it was requested.
         priority: Priority of each candidate, [B, H, S + P] fp32.
         head_pages: Pages of each head, [B, H] int64; None without head budgets.
-        window_sinks: The weights of learned sinks beside `window_attn`, [B, Hq, W] fp32; None if there are none.
     """
 
     positions: Tensor
     state: State
     chosen: Tensor
-    window_attn: Tensor | None = None
+    window: WindowAttention | None = None
     priority: Tensor | None = None
     head_pages: Tensor | None = None
-    window_sinks: Tensor | None = None
 
 
 class HeadBudgets(NamedTuple):
@@ -93,8 +85,7 @@ class Ranking(NamedTuple):
         state: Its state.
         priority: Priority of each candidate, [B, H, S + P] fp32.
         order: Where each one is among the slots and the new tokens, [B, H, S + P] int64; None if they are in order.
-        window_attn: Attention of the newest queries over the slots and the new tokens, in their order, if requested.
-        window_sinks: The weights of learned sinks beside it, [B, Hq, W] fp32; None if there are none.
+        window: Attention of the newest queries over the slots and the new tokens, in their order, if requested.
     """
 
     view: View
@@ -102,8 +93,7 @@ class Ranking(NamedTuple):
     state: State
     priority: Tensor
     order: Tensor | None
-    window_attn: Tensor | None
-    window_sinks: Tensor | None
+    window: WindowAttention | None
 
 
 def rank_candidates(
@@ -138,37 +128,21 @@ def rank_candidates(
     slots = positions.shape[-1]
     new_positions = prompt.positions(seen_before)[:, None].expand(-1, positions.shape[1], -1)
     positions = torch.cat([positions, new_positions], -1)
-    new = empty_slots(state, new_positions.shape[-1])
-    born = prompt.statistic(BirthScores)
-    if born is not None and born.scores is not None and isinstance(selector, ScoresInputs):
-        new = selector.with_scores(new, born.scores)
-    state = join_states(state, new)
-    found = prompt.seen(past, positions, layer_idx, ranks)
-    seen = _statistics(found, prompt, past, positions, slots)
-    if seen.keys is not None and seen.values is not None:
-        seen = seen._replace(values=read_values(seen.keys, seen.values, latent))
-    rotation = prompt.rotation
-    if selector.needs.unrotated_keys and rotation is not None and seen.keys is not None:
-        seen = seen._replace(unrotated=rotation.undone(seen.keys, positions))
-    if selector.needs.rotation and rotation is not None:
-        seen = seen._replace(
-            mean_rotation=rotation.mean, pair_lengths=rotation.pair_lengths, rope_offset=rotation.offset
-        )
-    if selector.needs.output_norms:
-        assert seen.values is not None and projection is not None
-        seen = seen._replace(output_norms=absolute_norms(seen.values, projection()))
+    state = join_states(state, empty_slots(state, new_positions.shape[-1]))
+    found = prompt.results(past, positions, layer_idx=layer_idx, ranks=ranks, projection=projection, latent=latent)
     # From before the reordering below: mergers take it with the slots first, like all other fields of `Selection`.
-    window_attn = seen.window_attn
+    window = found.get(RecentQueries)
     order = None
     if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
         # Selectors see candidates by ascending position; slots are in any order.
         # A first prompt without padding, or with padding at the front (at -1), is in order already.
         order = positions.argsort(dim=-1, stable=True)
-        positions, state, seen = _reordered(positions, state, seen, order)
+        positions, state = positions.gather(-1, order), map_slots(lambda t: t.gather(-1, order), state)
+        found = {type(each): each.reordered(found[type(each)], order) for each in prompt.statistics}
     view = View(positions, prompt.lengths(seen_before), keep, layer_idx, ranks, alike=not slots)
-    after = _in_dtypes_of(state, selector.observe(state, seen, view))
+    after = _in_dtypes_of(state, selector.observe(state, Results(found), view))
     priority = finite_priority(selector.priority(after, view))
-    return Ranking(view, state, after, priority, order, window_attn, seen.window_sinks)
+    return Ranking(view, state, after, priority, order, window)
 
 
 def select_tokens(ranking: Ranking, idle: Tensor | None = None, heads: HeadBudgets | None = None) -> Selection:
@@ -179,7 +153,7 @@ def select_tokens(ranking: Ranking, idle: Tensor | None = None, heads: HeadBudge
         idle: Rows without a token in the prompt, [B] bool, which keep what they hold; None if there are none.
         heads: How many tokens each head keeps; without it, all keep the budget of the ranking's view.
     """
-    view, before, state, priority, order, window_attn, window_sinks = ranking
+    view, before, state, priority, order, window = ranking
     positions = view.positions
     head_pages = None if heads is None else heads.divide(priority, view)
     count = view.budget[:, None] if heads is None or head_pages is None else head_pages * heads.size[:, None]
@@ -194,7 +168,7 @@ def select_tokens(ranking: Ranking, idle: Tensor | None = None, heads: HeadBudge
         positions = positions.gather(-1, back)
         priority = priority.gather(-1, back)
         state = map_slots(lambda t: t.gather(-1, back), state)
-    return Selection(positions, state, chosen, window_attn, priority, head_pages, window_sinks)
+    return Selection(positions, state, chosen, window, priority, head_pages)
 
 
 def worth_of(selector: Selector, ranking: Ranking) -> Tensor:
@@ -214,52 +188,6 @@ def _in_dtypes_of(before: State, state: State) -> State:
     """A state in the dtypes that were allocated: a statistic may be computed in half precision."""
     dtypes = (t.dtype for t in tensors(before))
     return map_state(lambda t: t.to(next(dtypes)), state)
-
-
-def _statistics(
-    found: Mapping[str, Any], prompt: PendingPrompt, past: Past | None, positions: Tensor, slots: int
-) -> Seen:
-    """Statistics `found` of the prompt, with the vectors of slots and new tokens, at `positions` [B, H, S + P]."""
-    seen = Seen(None, None)._replace(**found)
-    if prompt.forward is not None or prompt.wants_vectors:
-        keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
-        values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)
-        seen = seen._replace(forward=prompt.forward, keys=keys, values=values)
-    if seen.block_attn is not None:
-        seen = seen._replace(block_attn=F.pad(seen.block_attn, (slots, 0)))
-    if prompt.replay is not None:
-        seen = seen._replace(replay=F.pad(prompt.replay, (slots, 0), value=NOT_REPLAYED))
-    return seen
-
-
-def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tuple[Tensor, State, Seen]:
-    """All candidates in another order, [B, H, N]."""
-
-    def by_query_head(t: Tensor | None) -> Tensor | None:
-        if t is None:
-            return None
-        wide = order.repeat_interleave(t.shape[1] // order.shape[1], 1)
-        return t.gather(-1, wide if t.dim() == 3 else wide[:, :, None].expand(-1, -1, t.shape[2], -1))
-
-    def vectors(t: Tensor | None) -> Tensor | None:
-        return None if t is None else t.gather(2, order[..., None].expand(-1, -1, -1, t.shape[-1]))
-
-    moved = seen._replace(
-        attn_sum=by_query_head(seen.attn_sum),
-        window_attn=by_query_head(seen.window_attn),
-        probe_sum=by_query_head(seen.probe_sum),
-        probe_count=by_query_head(seen.probe_count),
-        below_mean=by_query_head(seen.below_mean),
-        decayed_sum=by_query_head(seen.decayed_sum),
-        reduced=by_query_head(seen.reduced),
-        keys=vectors(seen.keys),
-        values=vectors(seen.values),
-        output_norms=by_query_head(seen.output_norms),
-        replay=None if seen.replay is None else seen.replay.gather(-1, order),
-        block_attn=by_query_head(seen.block_attn),
-        unrotated=vectors(seen.unrotated),
-    )
-    return positions.gather(-1, order), map_slots(lambda t: t.gather(-1, order), state), moved
 
 
 def highest(priority: Tensor, view: View, count: Tensor) -> Tensor:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import TILE_ELEMENTS, ScoreTransform
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.geometry import Geometry, step_bytes
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.partial_attention import attend_occupied
 from kvpolicy.engine.state import tensors
+from kvpolicy.statistics.windows import TILE_ELEMENTS, ScoreTransform
 
 
 class SharedPrefix:

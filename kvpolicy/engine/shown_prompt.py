@@ -9,12 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform, attend_tile
+from kvpolicy.engine.attention import attend_tile
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics
 from kvpolicy.engine.shared_prefix import SharedPrefix
+from kvpolicy.statistics import AttentionSum
+from kvpolicy.statistics.statistic import first_of
+from kvpolicy.statistics.windows import Past, ScoreTransform
 
 
 class ShownPrompt:
@@ -88,7 +91,7 @@ class ShownPrompt:
         """Begin the statistics of a layer with its first queries [B, Hq, T, D]."""
         known = (self.pending.valid, self.pending.columns, self._held)
         self._statistics = PromptStatistics(self._layer, *known).of_reader()
-        if self._layer.prompt_needs.attn_sum:
+        if first_of(AttentionSum, self._layer.prompt_statistics) is not None:
             self._sums = q.new_zeros(*q.shape[:2], self._keys.shape[2], dtype=torch.float32)
 
     def _end(self, transform: ScoreTransform) -> None:

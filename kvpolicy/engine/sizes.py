@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.protocols import rerank_every
 from kvpolicy.readers.all import ReadAll
+from kvpolicy.statistics import Replay, UnrotatedKeys
 
 
 def map_numbers(fn: Callable[[Tensor], Tensor], numbers: list[int]) -> list[int]:
@@ -71,7 +73,6 @@ class SizeHistory:
 
 def crop_obstacle(spec: LayerSpec) -> str:
     """Which part of a policy keeps a token from being taken back without a log; empty if none does."""
-    needs = spec.needs
     if spec.heads is not None:
         return "budgets by head"
     if spec.stages:
@@ -80,7 +81,8 @@ def crop_obstacle(spec: LayerSpec) -> str:
         return f"the merger {spec.merger}"
     if not isinstance(spec.reader, ReadAll):
         return f"the reader {spec.reader}"
-    looks = needs.decode_attn or needs.vectors or needs.unrotated_keys
-    if looks or needs.rerank_every or needs.replay is not None:
+    asked = {type(each) for each in spec.statistics}
+    looks = spec.step_attention or spec.step_vectors or not asked.isdisjoint({UnrotatedKeys, Replay})
+    if looks or rerank_every(spec.selector):
         return f"the selector {spec.selector}, whose statistics every token changes"
     return ""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past
 from kvpolicy.engine.codec_view import CodecView, StagePart
 from kvpolicy.engine.layer_contents import LayerContents
-from kvpolicy.engine.rotary import SlotRotary
 from kvpolicy.engine.row_limits import has_dictionary
 from kvpolicy.engine.state import map_slots, map_state
 from kvpolicy.engine.token_batch import SlotData
+from kvpolicy.kernels.rotary import SlotRotary
 from kvpolicy.protocols import StageStore
+from kvpolicy.statistics.windows import Past
 
 
 class SlotCodes:

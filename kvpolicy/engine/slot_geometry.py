@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine import capacity, merging
-from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.attention_part import Part
-from kvpolicy.engine.channel_sums import ChannelSums
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores
 from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_contents import LayerContents
@@ -37,6 +35,8 @@ from kvpolicy.engine.token_batch import SlotData, TokenBatch
 from kvpolicy.engine.trimming import ranked_again
 from kvpolicy.engine.undo_log import Targets
 from kvpolicy.protocols import LayerShape, Layout, State, Tokens, View
+from kvpolicy.statistics.channel_sums import ChannelSums
+from kvpolicy.statistics.windows import Past, ScoreTransform
 
 
 class SlotGeometry:

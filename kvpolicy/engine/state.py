@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import HeadShape, Selector, State, alloc_state
+from kvpolicy.protocols import HeadShape, Selector, State
 
 
 def map_state(fn: Callable[[Tensor], Tensor], state: State) -> State:
@@ -36,7 +36,7 @@ def alloc_paged_state(
     selector: Selector, batch: int, heads: int, pages: int, size: int, device: torch.device | str, head: HeadShape
 ) -> State:
     """An empty state of a layer with pages: statistics of slots are [B, NB, P], others as without pages."""
-    state = alloc_state(selector, batch, heads, 0, device, head)
+    state = selector.alloc(batch, heads, 0, device, head)
     return map_slots(lambda t: t.new_zeros(batch, pages, size), state)
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
-from kvpolicy.engine.mixed_values import mixed_values
 from kvpolicy.engine.reading import Chosen, ReadShape, ReadState, chooses, entries_of, entry_slots, value_codes
 from kvpolicy.engine.slot_codes import SlotCodes
+from kvpolicy.kernels.mixed_values import mixed_values
 from kvpolicy.protocols import Estimated
 
 Reads = ReadState | tuple[()]

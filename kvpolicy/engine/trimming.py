@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries, QuerySquares
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.prefill import PendingPrompt
@@ -17,6 +16,7 @@ from kvpolicy.engine.state import map_slots, owned, select_rows
 from kvpolicy.engine.token_batch import TokenBatch
 from kvpolicy.engine.trimmed_tokens import TrimmedTokens
 from kvpolicy.protocols import Selector, State, nested_from
+from kvpolicy.statistics.channel_sums import ChannelSums, LargestQueries, QuerySquares
 from kvpolicy.text.errors import KVPolicyError
 
 LEAST_GAIN = 1 / 8
@@ -86,7 +86,6 @@ def trim(layer: LayerContents, held: tuple[Tensor, State], pending: PendingPromp
         values=batch.values,
         statistics=kept,
         forward=None,
-        wants_vectors=False,
         trimmed=TrimmedTokens(view, map_slots(owned, batch.state), pending.columns),
     )
     return smaller.owned()
@@ -107,7 +106,7 @@ def ranked_again(selector: Selector, trimmed: TrimmedTokens, keep: Tensor) -> Ra
         )
     view = trimmed.view._replace(budget=keep)
     priority = finite_priority(selector.priority(trimmed.state, view))
-    return Ranking(view, trimmed.state, trimmed.state, priority, None, None, None)
+    return Ranking(view, trimmed.state, trimmed.state, priority, None, None)
 
 
 def _in_order(ranking: Ranking, pending: PendingPrompt) -> tuple[Tensor, Tensor]:

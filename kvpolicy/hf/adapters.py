@@ -10,9 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.protocols import DecodeMode, Forward, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.selectors._common import keep_always
+from kvpolicy.statistics import Forward, ModuleCall, Results, Statistic, Vectors
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
 from kvpolicy.text.validation import check_fields, check_instance
 
@@ -113,11 +114,11 @@ class KVPressScorer(Scored):
         return id(self.press), self.decode, self.window, self.attentions
 
     @property
-    def needs(self) -> Needs:
-        """The arguments of the attention module."""
-        return Needs(forward=True)
+    def statistics(self) -> tuple[Statistic[Any], ...]:
+        """The arguments of the attention module, and keys and values."""
+        return (ModuleCall(), Vectors())
 
-    def observe(self, state: Scores, seen: Seen, view: View) -> State:
+    def observe(self, state: Scores, seen: Results, view: View) -> State:
         """Score all candidates; the state is the rank of each, from 1, which is exact in any dtype."""
         if view.ranks.size > 1:
             raise KVPolicyError(
@@ -142,10 +143,9 @@ class KVPressScorer(Scored):
     def _name(self) -> str:
         return type(self.press).__name__
 
-    def _calls(self, seen: Seen, view: View) -> Iterator[tuple[slice, int, int]]:
+    def _calls(self, seen: Results, view: View) -> Iterator[tuple[slice, int, int]]:
         """Rows that are scored together, the number of candidates of each of their heads, and how many may be kept."""
-        assert seen.forward is not None
-        valid = seen.forward.valid
+        valid = seen[ModuleCall].valid
         counts = view.valid.sum(-1).tolist()
         budgets = view.budget.tolist()
         # Rows without padding and with equal budgets are scored in one call, as kvpress does.
@@ -165,11 +165,11 @@ class KVPressScorer(Scored):
             if self.decode == "evict" or budget < of_heads[0]:
                 yield rows, of_heads[0], budget
 
-    def _ask(self, seen: Seen, view: View, rows: slice, count: int, keep: int) -> Tensor:
-        assert seen.forward is not None and seen.keys is not None and seen.values is not None
-        call = _of_rows(seen.forward, rows)
-        keys = seen.keys[rows, :, -count:]  # invalid candidates come first
-        values = seen.values[rows, :, -count:]
+    def _ask(self, seen: Results, view: View, rows: slice, count: int, keep: int) -> Tensor:
+        call = _of_rows(seen[ModuleCall], rows)
+        tokens = seen[Vectors]
+        keys = tokens.keys[rows, :, -count:]  # invalid candidates come first
+        values = tokens.values[rows, :, -count:]
         try:
             with torch.no_grad(), _with_rotary(call.module, call.rotary), _with_budget(self.press, keep, count):
                 matrix = _matrix(call, keys) if self.attentions else None

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf import falcon
 from kvpolicy.hf.attachment import (
     HOLD,
@@ -69,6 +68,7 @@ from kvpolicy.hf.shared_reads import cuts, ranks_by_queries, read_whole
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
 from kvpolicy.hf.tiles import around, check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
 from kvpolicy.hf.versions import check_cache_name, check_version
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
@@ -84,6 +84,7 @@ from kvpolicy.reporting.logging import (
     warn_of_states,
 )
 from kvpolicy.reporting.report import Report
+from kvpolicy.statistics import NewestQueries, RecentQueries
 from kvpolicy.text.arguments import named_arguments
 from kvpolicy.text.budget import Budget, least_of
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
@@ -328,8 +329,8 @@ class Handle:
         new = tokens.shape[1]
         if new == 1 or cache.prompt is None or self._attachment.chunks == HOLD or policy.replay is not None:
             return
-        every = [own.selector.needs for own in policy.distinct]
-        if not any(needs.window_queries or needs.newest_row or needs.newest_queries for needs in every):
+        every = [each for own in policy.distinct for each in own.selector.statistics]
+        if not any(isinstance(each, RecentQueries | NewestQueries) for each in every):
             return
         if least_of(policy.budget) >= int(cache.prompt.max()):
             return  # nothing is left out

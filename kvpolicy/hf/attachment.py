@@ -9,13 +9,14 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
-from kvpolicy.engine.output_norms import Projection
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.model_spec import ModelShape
 from kvpolicy.hf.tile_size import TileSize, tile_size
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.parallel.runtime import Sharing
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, LayerShape, ModelInfo, Ranks
+from kvpolicy.statistics import OutputNorms
+from kvpolicy.statistics.statistic import Projection, first_of
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.limits import MAX_SIZE
 
@@ -50,7 +51,7 @@ def check_projections(policy: Policy, projections: Mapping[int, Projection]) -> 
     Raises:
         KVPolicyError: Naming the attention module.
     """
-    if any(own.selector.needs.output_norms for own in policy.distinct):
+    if any(first_of(OutputNorms, own.selector.statistics) for own in policy.distinct):
         for projection in projections.values():
             projection()
 

@@ -23,11 +23,12 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvpolicy.engine.attention import ScoreTransform, attend
+from kvpolicy.engine.attention import attend
 from kvpolicy.engine.host import outside_autocast
 from kvpolicy.hf.block_masks import check_blocks, is_token, under_mask
 from kvpolicy.hf.deferred_masks import DeferredMask, are_deferred
 from kvpolicy.hf.discovery import home
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError
 
 PREFIX = "kvpolicy_"

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.engine.attention import ScoreTransform, attend
+from kvpolicy.engine.attention import attend
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError
 
 Stock = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kvpolicy.engine.attention import ScoreTransform, attend
+from kvpolicy.engine.attention import attend
 from kvpolicy.engine.hidden_stats import massive_tokens, sum_cosines
 from kvpolicy.engine.host import on_host, outside_autocast
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.hf.added_whole import counted, exceed, whole_budgets
@@ -37,10 +36,13 @@ from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.hf.shared_reads import attend_shared
 from kvpolicy.hf.tiles import Tile
 from kvpolicy.hf.transcript import extended
+from kvpolicy.kernels.rotary import rope_offset
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Forward, LayerMetric
+from kvpolicy.protocols import LayerMetric
 from kvpolicy.reporting.logging import log_extended
+from kvpolicy.statistics import Forward
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.text.validation import at_least
 

@@ -16,7 +16,6 @@ from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Needs
 from kvpolicy.text.errors import KVPolicyError
 
 REMEMBERED = 64
@@ -187,7 +186,7 @@ def _crop_rows(cache: Any, columns: int) -> None:
         now = last.before
     turn = turns[-1] if turns else None
     undoes_prompt = last is not None or (turn is not None and columns < turn.after.columns)
-    scoring = [own.selector for own in cache.policy.distinct if own.selector.needs != Needs()]
+    scoring = [own.selector for own in cache.policy.distinct if own.selector.statistics]
     if undoes_prompt and scoring:
         raise KVPolicyError(
             "Tokens of a prompt must not be cropped under a selector whose statistics they changed, got "

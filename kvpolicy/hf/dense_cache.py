@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvpolicy.engine import snapshot
 from kvpolicy.engine.layer_group import places
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.snapshot import Snapshot, below
 from kvpolicy.hf.attachment import Attachment
 from kvpolicy.hf.cache_file import CacheFile
@@ -25,6 +24,7 @@ from kvpolicy.hf.file_content import check_content
 from kvpolicy.hf.layer import make_store
 from kvpolicy.hf.model_spec import describe, resolve_for
 from kvpolicy.hf.rotary_lookup import first_not_undone, is_rotary, ropes_of
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK
 from kvpolicy.readers.all import ReadAll

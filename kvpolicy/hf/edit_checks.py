@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.editing import check_movable
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.key_probe import adds_positions
 from kvpolicy.hf.rotary_lookup import first_not_undone
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.tables import shorten
 

@@ -18,8 +18,8 @@ from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Forward
 from kvpolicy.selectors.full import KeepAll
+from kvpolicy.statistics import Forward
 from kvpolicy.text.errors import KVPolicyError
 
 _OWN_LAYERS = ("assistant_early_exit", "use_mtp")
@@ -36,10 +36,10 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         if isinstance(cache, PolicyCache):
             layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
             if isinstance(layer, PolicyLayer):
-                needs = layer.store.spec.needs
-                if needs.forward and not torch.compiler.is_compiling() and not cache.is_step:
+                spec = layer.store.spec
+                if spec.needs_call and not torch.compiler.is_compiling() and not cache.is_step:
                     kwargs["policy_call"] = _module_call(cache, module, args, kwargs)
-                elif needs.layer_input:
+                elif spec.input_scorer is not None:
                     kwargs["policy_call"] = _module_input(module, args, kwargs)
                 kwargs["policy_cache"] = (
                     LatentAttention(cache, layer, module) if isinstance(layer, TakesLatents) else cache

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.host import outside_autocast
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.cache_names import LAYER_NAMES
 from kvpolicy.hf.discovery import Site, Sites
 from kvpolicy.hf.eval_mode import eval_mode
+from kvpolicy.kernels.rotary import Rope
 
 Angles = Callable[[Tensor, Tensor], Any]
 """Cosines and sines of a layer at positions [1, n], in the dtype and on the device of a tensor; None without any."""

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.engine.attention import ScoreTransform, attend
+from kvpolicy.engine.attention import attend
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.projection import matrix_of, output_projection
-from kvpolicy.protocols import Forward
+from kvpolicy.statistics import Forward
+from kvpolicy.statistics.windows import ScoreTransform
 
 
 class TakesLatents:

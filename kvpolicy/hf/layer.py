@@ -14,21 +14,21 @@ from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.link import StepBytes
-from kvpolicy.engine.output_norms import Projection
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rollback import roll_back
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.sizes import crop_obstacle, map_numbers
 from kvpolicy.hf.layer_prefix import LayerPrefix
 from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.hf.transcript import Transcript
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.result import SHARED
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape, Layout
 from kvpolicy.selectors.full import KeepAll
+from kvpolicy.statistics.statistic import Projection
 
 
 def make_store(
@@ -227,7 +227,7 @@ class PolicyLayer(CacheLayerMixin):
                     first = start * part.shape[1]
                     flags[:, first : first + part.shape[1] or None] |= part
             self.massive = flags
-        if rope_offset is not None and self.store.spec.needs.key_rotation:
+        if rope_offset is not None and self.store.spec.undoes_rotation:
             offset = rope_offset.to(pending.flags.device)
             if self.pending is not None and self.rope_offset is not None:
                 # A row without a token in the newest chunk has no position there, and keeps the offset that it has.

@@ -29,7 +29,7 @@ def measure_attention(allocator: Allocator, store: LayerStore, pending: PendingP
     with outside_autocast(pending.keys.device):
         seen = layer_attention(pending.decoded(), allocator.attention, contents.ranks, contents.spec.latent)
         numbers = allocator.measure(seen).float().cpu()
-    return numbers, without_measured(pending, store.spec.prompt_needs)
+    return numbers, without_measured(pending, store.spec.prompt_statistics)
 
 
 def measured_metrics(

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.host import on_host
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.tiles import Tile
-from kvpolicy.protocols import Forward, Ranks
+from kvpolicy.protocols import Ranks
+from kvpolicy.statistics import Forward
+from kvpolicy.statistics.windows import ScoreTransform
 
 
 @on_host
@@ -45,7 +46,7 @@ def attend_tile(
     tiles = layer.tiles
     assert tiles is not None
     out = tiles.attend(q, k, v, transform, store.contents.score_inputs(forward))
-    if forward is not None and store.spec.needs.forward:
+    if forward is not None and store.spec.needs_call:
         tiles.note_forward(forward, q, tile.whole)
     if tile.is_last:
         layer.tiles = None

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.hf.empty_layer import DummyLayer
 from kvpolicy.hf.latent import TakesLatents
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.hf.states import SlotsAndState, StateLayer, States, WindowAndState
 from kvpolicy.hf.tiles import Tile
-from kvpolicy.protocols import Forward
+from kvpolicy.statistics import Forward
+from kvpolicy.statistics.windows import ScoreTransform
 
 
 class PassingCache(Cache):

@@ -8,21 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.engine.attention import Past, ScoreTransform
-from kvpolicy.engine.mixed_values import mixed_values, read_values
-from kvpolicy.engine.output_norms import euclidean_norms
 from kvpolicy.engine.partial_attention import has_parts
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.replay import (
-    NOT_REPLAYED,
-    Chunk,
-    Gain,
-    add_scores,
-    attend_context,
-    chunks,
-    input_norms,
-    received,
-)
+from kvpolicy.engine.replay import Chunk, Gain, add_scores, attend_context, chunks, input_norms, received
 from kvpolicy.engine.replay_parts import ChunkPlace, attend_and_score
 from kvpolicy.engine.replayed_queries import ReplayedQueries, no_queries
 from kvpolicy.hf.cache_names import cache_argument
@@ -32,7 +20,12 @@ from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.rotary_lookup import steady_angles
 from kvpolicy.hf.transcript import Transcript
-from kvpolicy.protocols import Forward, Replay
+from kvpolicy.kernels.mixed_values import mixed_values, read_values
+from kvpolicy.statistics import Forward, Replay, ReplayedRows
+from kvpolicy.statistics.output_norms import euclidean_norms
+from kvpolicy.statistics.replay import NOT_REPLAYED
+from kvpolicy.statistics.statistic import first_of
+from kvpolicy.statistics.windows import Past, ScoreTransform
 from kvpolicy.text.errors import KVPolicyError
 
 TABLES = ("wpe", "embed_positions")
@@ -152,9 +145,10 @@ class ReplayCache(PassingCache):
 
     def _observe(self, layer_idx: int, q: Tensor, chunk: Chunk) -> None:
         """Keep the queries that the layer's merger asks for."""
-        width = self.held[layer_idx].store.spec.prompt_needs.replay_queries
-        if not width:
+        asked = first_of(ReplayedRows, self.held[layer_idx].store.spec.prompt_statistics)
+        if asked is None:
             return
+        width = asked.width
         if layer_idx not in self.queries:
             self.queries[layer_idx] = no_queries(q, self.context, width)
         start = 0 if self.tile is None else self.tile.start

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvpolicy.engine.rotary import INSTEAD, Rope
 from kvpolicy.hf.discovery import Site, home
+from kvpolicy.kernels.rotary import INSTEAD, Rope
 from kvpolicy.text.errors import KVPolicyError
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpolicy.engine.output_norms import Projection
+from kvpolicy.statistics.statistic import Projection
 from kvpolicy.text.errors import KVPolicyError
 
 _READS = "reuse"

@@ -7,7 +7,6 @@ from dataclasses import replace
 from kvpolicy.planning.memory import DIGEST_NBYTES, layer_spec
 from kvpolicy.planning.result import SHARED, CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Needs
 from kvpolicy.text.errors import KVPolicyError
 
 
@@ -27,9 +26,9 @@ def check_own(own: Policy) -> None:
 
 def _obstacle(own: Policy) -> str:
     spec = layer_spec(own, 0)
-    if own.layer_metric or own.heads is not None or spec.allocator_needs != Needs():
+    if own.layer_metric or own.heads is not None or spec.allocator_statistics:
         return f"the allocator {own.allocator}"
-    if spec.needs != Needs():
+    if spec.statistics:
         return f"the selector {own.selector}"
     if spec.merger_traits.when != "never":
         return f"the merger {own.merger}"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prompt_statistics import looks_at_queries
 from kvpolicy.hf.forward_guard import refuse_gradients
@@ -17,6 +16,7 @@ from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.hf.tiles import Tile
 from kvpolicy.planning.memory import layer_spec
 from kvpolicy.policy import Policy
+from kvpolicy.statistics.windows import ScoreTransform
 
 _KEPT = "logits_to_keep"
 

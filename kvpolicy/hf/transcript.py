@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.rotary import one_part
+from kvpolicy.kernels.rotary import one_part
 from kvpolicy.text.errors import KVPolicyError
 
 

@@ -7,6 +7,8 @@ import torch
 from kvpolicy.codecs._apart import is_divisible
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Candidates, LayerShape, Merger
+from kvpolicy.statistics import RecentQueries, ReplayedRows
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.text.errors import KVPolicyError
 
 
@@ -73,10 +75,10 @@ def changes_keys(merger: Merger) -> bool:
             targets=torch.tensor([[[0, 1]]], device="cpu"),
             is_target=kept[..., :2],
             counts=every if merger.traits.counted else None,
-            attention=weights if merger.needs.window_queries else None,
+            attention=weights if first_of(RecentQueries, merger.statistics) else None,
             length=torch.tensor([3], device="cpu"),
             priority=every if merger.traits.ranked else None,
-            replay_attention=weights if merger.needs.replay_queries else None,
+            replay_attention=weights if first_of(ReplayedRows, merger.statistics) else None,
         ),
     )
     return found.keys is not None

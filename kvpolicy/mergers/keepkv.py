@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import group_rows, target_of, tiles
-from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, Needs, State, Tokens
+from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
+from kvpolicy.statistics import RecentQueries, Statistic
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_min, check_range
 from kvpolicy.text.validation import check_fields
@@ -71,9 +73,9 @@ class KeepKV(Merger):
         return MergerTraits(when="always", counted=True)
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The attention of the last queries."""
-        return Needs(window_queries=self.window)
+        return (RecentQueries(self.window),)
 
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Merge the evicted tokens of a prompt into their targets."""
@@ -121,7 +123,7 @@ class KeepKV(Merger):
     def _weights(self, candidates: Candidates) -> Tensor:
         """The mean attention of each token from those of the last queries that see it, [B, H, N] fp32."""
         attention = candidates.attention
-        assert attention is not None and candidates.length is not None, "the engine passes what needs asks for"
+        assert attention is not None and candidates.length is not None, "the engine passes what is asked for"
         rows = group_rows(attention[:, :, -self.window :], candidates)
         # Rows of zeros stand for the queries that there are not.
         present = (rows.sum(-1) > 0).sum(-1, keepdim=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvpolicy.mergers._common import group_rows
-from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, Needs, Replay, State
+from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, State
+from kvpolicy.statistics import RecentQueries, Replay, ReplayedRows, Statistic
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_choice, check_min, check_range
 from kvpolicy.text.validation import check_fields
@@ -80,11 +81,11 @@ class Regress(Merger):
         return MergerTraits(when="prompt")
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The attention of the observed queries."""
         if self.queries == "replay":
-            return Needs(replay=Replay(chunk=_CHUNK, sinks=_SINKS), replay_queries=self.window)
-        return Needs(window_queries=self.window)
+            return (Replay(chunk=_CHUNK, sinks=_SINKS), ReplayedRows(self.window))
+        return (RecentQueries(self.window),)
 
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Regress the outputs of the window on the values of the targets."""

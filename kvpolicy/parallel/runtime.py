@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kvpolicy.protocols.ranks import Ranks, gather
+from kvpolicy.kernels.ranks import Ranks, gather
 from kvpolicy.text.errors import KVPolicyError
 
 Group = Any

@@ -9,20 +9,17 @@ with the tensors that are alive in real forwards.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvpolicy.engine.attention import MASK_ELEMENTS, MASK_ROWS, TILE_ELEMENTS
+from kvpolicy.engine.attention import MASK_ELEMENTS, MASK_ROWS
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import LayerShape, Needs, attention_of
+from kvpolicy.protocols import LayerShape, attention_of
+from kvpolicy.statistics import AttentionSum, RecentQueries, ReplayedRows, Sizes, Statistic, union
+from kvpolicy.statistics.statistic import SCORE_NBYTES, SHORTEST_TILE, first_of
+from kvpolicy.statistics.windows import TILE_ELEMENTS
 
 FP32 = 4
 """Bytes of an element of fp32."""
-
-SCORE_NBYTES = 14
-"""Bytes of each score of a tile, in half precision and in fp32, with the scores and weights of the tile before."""
-
-SHORTEST_TILE = 16
-"""Queries of a tile of attention, at least, however many keys they see."""
 
 LONGEST_TILE = 256
 """Queries of a tile of attention, at most."""
@@ -244,48 +241,31 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
     """
     shape = prefill.shape
     size = shape.dtype.itemsize
-    heads = _heads(prefill)
-    needs = policy.selector.needs | policy.merger.needs
-    scores = heads * piece.keys
-    vectors = piece.keys * shape.token_nbytes  # keys and values of all candidates
-    # The slots, decoded, and a copy of them behind which the new tokens stand.
-    joined = 2 * vectors if piece.past else 0
+    asked = union(policy.selector.statistics, policy.merger.statistics)
+    sizes = _sizes(prefill, piece, tile)
+    scores = sizes.scores
+    vectors = sizes.vectors
+    joined = sizes.joined
     attended = 0
-    if needs.attn_sum or piece.past or prefill.widths.tiled:
-        attended = joined + _tile_bytes(scores, tile.columns) + 4 * scores * needs.attn_sum
+    sums = first_of(AttentionSum, asked) is not None
+    if sums or piece.past or prefill.widths.tiled:
+        attended = joined + _tile_bytes(scores, tile.columns) + FP32 * scores * sums
     elif tile.columns < piece.columns:  # a mask of some queries of the tile, which becomes one of numbers
         rows = min(max(MASK_ELEMENTS // max(piece.columns, 1), SHORTEST_TILE), MASK_ROWS, tile.columns)
         attended = (1 + size) * rows * piece.columns
-    window = min(needs.window_queries + needs.replay_queries, piece.columns)
+    # Attention rows of a window are held together, whichever part asks for them.
+    window = min(sum(each.width for each in asked if isinstance(each, RecentQueries | ReplayedRows)), piece.columns)
     scored = joined + scores * (9 * window + 16) if window else 0
-    if needs.probes or needs.below_mean_queries or needs.decay:
-        rows = min(max(TILE_ELEMENTS // max(scores, 1), SHORTEST_TILE), piece.columns)
-        scored = max(scored, joined + scores * (rows * SCORE_NBYTES + 16))
-    if needs.reducer:  # all queries, and a tile of their weights with 64-bit integers of each
-        held = piece.tokens * prefill.widths.queries * size
-        rows = min(max(TILE_ELEMENTS // max(scores, 1), SHORTEST_TILE), piece.columns)
-        attended += held
-        scored = max(scored, held + joined + scores * (rows * (SCORE_NBYTES + 4 * FP32) + 16))
     # Priorities, positions and sorted orders of all candidates of each head; with slots, in another order besides.
-    candidates = shape.heads * piece.keys
+    candidates = sizes.candidates
     chosen = joined + candidates * 64 + scores * 4 * window * (1 + bool(piece.past))
-    if needs.candidates or needs.forward:
+    if any(each.reads_vectors for each in asked):
         chosen += vectors * (1 + bool(piece.past)) + candidates * shape.head_dim * 12
-    if needs.newest_queries:  # tiles of products, of keys with keys too, and what they are compared by
-        chosen += 3 * FP32 * max(min(TILE_ELEMENTS, candidates * piece.keys), SHORTEST_TILE * candidates)
-    if needs.output_norms:  # of every query head, by a slice of the projection and a tile of hidden vectors
-        chosen += FP32 * (scores + TILE_ELEMENTS + prefill.widths.hidden * shape.head_dim)
-    if needs.unrotated_keys:
-        chosen += FP32 * candidates * shape.head_dim
-    if needs.layer_input:  # a tile of inputs as fp64, and the score of every token for each KV head
-        chosen += FP32 * (2 * TILE_ELEMENTS + 3 * candidates)
-    if needs.block_queries:
-        held, summed = _block_bytes(prefill, needs.block_queries, piece, tile)
-        attended += held
-        scored = max(scored, held + summed)
-        chosen += held + 2 * FP32 * scores
-    if needs.query_moments is not None:
-        chosen += 5 * FP32 * min(TILE_ELEMENTS // 4, tile.tokens * prefill.widths.queries)
+    for each in asked:
+        needed = each.working(sizes)
+        attended += needed.held
+        scored = max(scored, needed.reduced)
+        chosen += needed.chosen
     if policy.layer_metric == "attention":
         rows, observed = _measured_bytes(prefill, attention_of(policy.allocator), piece, tile)
         attended += rows
@@ -295,7 +275,9 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
         cosines = max(TILE_ELEMENTS, SHORTEST_TILE * piece.batch * shape.heads * prefill.slots)
         chosen += 24 * cosines + vectors * 8 // size
         # A regression copies the attention of a window in fp64.
-        observed = policy.merger.needs.window_queries + policy.merger.needs.replay_queries
+        observed = sum(
+            each.width for each in policy.merger.statistics if isinstance(each, RecentQueries | ReplayedRows)
+        )
         chosen += 32 * scores * min(observed, piece.columns)
     encoded = piece.batch * _encoded(prefill, policy, piece)
     traits = policy.codec.traits
@@ -308,7 +290,7 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
     return max(attended, scored, chosen, placed)
 
 
-def _measured_bytes(prefill: Prefill, needs: Needs, piece: Piece, tile: Piece) -> tuple[int, int]:
+def _measured_bytes(prefill: Prefill, asked: tuple[Statistic[Any], ...], piece: Piece, tile: Piece) -> tuple[int, int]:
     """Bytes of the statistics by which an allocator measures a layer.
 
     Returns:
@@ -316,32 +298,32 @@ def _measured_bytes(prefill: Prefill, needs: Needs, piece: Piece, tile: Piece) -
     """
     shape = prefill.shape
     new = piece.batch * piece.columns
-    held = FP32 * _heads(prefill) * new if needs.attn_sum else 0
-    if needs.attn_sum:  # as in `_statistics`: attention is computed in tiles
-        held += _tile_bytes(_heads(prefill) * piece.keys, tile.columns)
-    window = min(needs.window_queries, piece.columns)
+    held = 0
+    if first_of(AttentionSum, asked) is not None:  # as in `_statistics`: attention is computed in tiles
+        held = FP32 * _heads(prefill) * new + _tile_bytes(_heads(prefill) * piece.keys, tile.columns)
+    recent = first_of(RecentQueries, asked)
+    window = 0 if recent is None else min(recent.width, piece.columns)
     # Sorted numbers of each token and head with their order, and the values of a head.
     reduced = _heads(prefill) * new * 9 * FP32 + new * shape.head_dim * 2 * FP32
     return held, reduced + _heads(prefill) // max(shape.heads, 1) * new * window * (SCORE_NBYTES + FP32)
 
 
-def _block_bytes(prefill: Prefill, block: int, piece: Piece, tile: Piece) -> tuple[int, int]:
-    """Bytes of the sums of attention inside blocks of tokens, and of the tokens of blocks that are not complete.
-
-    Returns:
-        Those that are held while the piece comes, and those that a tile of it adds.
-    """
-    size = prefill.shape.dtype.itemsize
-    block = min(block, piece.columns)
-    # Queries and keys of a token: those of the first and of the last block are held, and put before those of a tile.
-    width = prefill.widths.queries + prefill.shape.heads * prefill.shape.head_dim
-    sums = FP32 * _heads(prefill) * piece.keys
-    held = 2 * piece.batch * block * width * size + sums
-    joined = tile.tokens * width * size * (tile.columns < piece.columns)
-    of_block = piece.batch * block * width * (FP32 + size)
-    scores = piece.batch * _heads(prefill) * block
-    rows = min(max(TILE_ELEMENTS // max(scores, 1), SHORTEST_TILE), block)
-    return held, sums + joined + of_block + SCORE_NBYTES * scores * rows
+def _sizes(prefill: Prefill, piece: Piece, tile: Piece) -> Sizes:
+    """The sizes by which statistics count what they need."""
+    shape = prefill.shape
+    return Sizes(
+        batch=piece.batch,
+        columns=piece.columns,
+        past=piece.past,
+        tile=tile.columns,
+        queries=_heads(prefill),
+        heads=shape.heads,
+        head_dim=shape.head_dim,
+        itemsize=shape.dtype.itemsize,
+        token_nbytes=shape.token_nbytes,
+        hidden=prefill.widths.hidden,
+        widest=prefill.widths.queries,
+    )
 
 
 def _encoded(prefill: Prefill, policy: Policy, piece: Piece) -> int:

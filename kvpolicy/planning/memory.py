@@ -14,15 +14,16 @@ from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.link import StepBytes
-from kvpolicy.engine.output_norms import Projection
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.pages import Pages
 from kvpolicy.engine.reading import Board, load_basis
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import tensors
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Codec, GroupStage, LayerShape, Layout, Reader, ScoresInputs, attention_of
+from kvpolicy.protocols import Codec, GroupStage, LayerShape, Layout, Reader, attention_of
+from kvpolicy.statistics import InputScorer, InputScores, ReplayedRows
+from kvpolicy.statistics.statistic import Projection, first_of
 
 DIGEST_NBYTES = 8
 """Bytes of each row's mask digest, which the first layer of a cache holds."""
@@ -49,7 +50,7 @@ def layer_spec(
         heads=policy.heads,
         rope=rope,
         projection=projection,
-        allocator_needs=attention_of(policy.allocator),
+        allocator_statistics=attention_of(policy.allocator),
         latent=0 if shape is None else shape.latent,
     )
 
@@ -138,7 +139,8 @@ def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> i
     """Bytes of the calibration tensors of some layers and heads; they belong to the model and count in no budget."""
     codecs = tuple(policy.at(index).codec for index in layers)
     selectors = tuple(policy.at(index).selector for index in layers)
-    scorers = tuple(s if s.needs.layer_input and isinstance(s, ScoresInputs) else None for s in selectors)
+    asked = (first_of(InputScores, selector.statistics) for selector in selectors)
+    scorers = tuple(None if each is None else each.scorer for each in asked)
     readers = tuple(policy.at(index).reader for index in layers)
     return _resident(codecs, scorers, readers, layers, heads.start, heads.stop)
 
@@ -146,7 +148,7 @@ def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> i
 @lru_cache(maxsize=64)
 def _resident(
     codecs: tuple[Codec, ...],
-    scorers: tuple[ScoresInputs | None, ...],
+    scorers: tuple[InputScorer | None, ...],
     readers: tuple[Reader, ...],
     layers: tuple[int, ...],
     first: int | None,
@@ -210,7 +212,8 @@ def prefill_peak(
         # A score of each token and head, the queries that a merger observes, and the ids, validity and next position of
         # the replayed text; one chunk of keys and values is alive besides.
         scores = batch * columns * shape.heads * 4
-        observed = max(own.merger.needs.replay_queries for own in policy.distinct)
+        asked = [first_of(ReplayedRows, own.merger.statistics) for own in policy.distinct]
+        observed = max(0 if each is None else each.width for each in asked)
         scores += batch * observed * (shape.heads * shape.group * shape.head_dim * shape.dtype.itemsize + 8)
         text = batch * (columns * (8 + 1) + 8)
         chunk = batch * min(replay.chunk, columns) * shape.token_nbytes

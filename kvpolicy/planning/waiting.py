@@ -11,7 +11,7 @@ from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.planner import base_tokens
 from kvpolicy.planning.tokens import Tokens, most_tokens
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import BoundsBudgets, LayerShape, alloc_state
+from kvpolicy.protocols import BoundsBudgets, LayerShape
 
 
 def trimmed_bytes(
@@ -41,6 +41,6 @@ def trimmed_bytes(
         return None
     # A head of a row is padded to the longest one, and which row that is may differ from layer to layer.
     held = min(int(together.sum() / (1 - LEAST_GAIN)), layers * columns)
-    state = alloc_state(policy.selector, 1, shape.heads, 1, "meta", shape.head)
+    state = policy.selector.alloc(1, shape.heads, 1, "meta", shape.head)
     of_token = shape.token_nbytes + shape.heads * torch.int32.itemsize + sum(t.nbytes for t in slot_tensors(state))
     return len(prompt) * held * of_token

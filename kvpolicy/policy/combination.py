@@ -20,17 +20,18 @@ from kvpolicy.protocols import (
     Merger,
     Reader,
     RebuildsKeys,
-    Reranks,
-    ScoresInputs,
     Selector,
     compares_heads,
     joint_decode,
     positions_only,
+    rerank_every,
     same_in_heads,
     whole_heads,
 )
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.selectors.full import KeepAll
+from kvpolicy.statistics import GeneratedAttention, Vectors
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.text.budget import Budget, fraction_of
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.tables import shorten
@@ -42,7 +43,7 @@ def check_together(policy: Any) -> None:
     Raises:
         KVPolicyError: Naming the parts.
     """
-    check_abilities(policy.selector, policy.reader)
+    check_abilities(policy.reader)
     check_merger(policy.merger, policy.selector, policy.budget, policy.decode)
     if policy.heads is not None:
         check_heads(policy.heads, policy.selector, policy.merger, policy.codec, policy.reader, policy.decode)
@@ -120,14 +121,8 @@ def check_curves(allocator: Allocator, selector: Selector) -> None:
         )
 
 
-def check_abilities(selector: Selector, reader: Reader) -> None:
-    """Refuse parts that ask the engine for what they have no method for."""
-    for each in (selector, getattr(selector, "base", None)):  # a wrapper passes on what its base asks for
-        if isinstance(each, Selector):
-            rule = "The selector must have a method rerank(state, seen, view) for Needs.rerank_every"
-            _check_ability(each, Reranks, bool(each.needs.rerank_every), rule)
-            rule = "The selector must have the methods load_gate, score_inputs and with_scores for Needs.layer_input"
-            _check_ability(each, ScoresInputs, each.needs.layer_input, rule, "one")
+def check_abilities(reader: Reader) -> None:
+    """Refuse a reader that asks the engine for what it has no method for."""
     traits = reader.traits
     rule = "The reader must have a method load_salience(layer_idx, heads) for ReaderTraits.calibrated"
     _check_ability(reader, LoadsSalience, traits.calibrated, rule)
@@ -172,10 +167,10 @@ def check_heads(
             f"The selector must rank tokens by attention to be combined with {heads}, which compares them across "
             f"heads, got {selector}, whose compares_heads is not True; try snapkv or h2o, or another head allocator."
         )
-    needs = selector.needs
     # After a prompt, keys and values are handed over by head; the pages of a decode step are not, and need no ranks
     # where nothing is evicted. What cannot compare heads writes scores by head in every step.
-    looks = needs.vectors or needs.rerank_every or needs.head_shape or whole_heads(selector)
+    vectors = first_of(Vectors, selector.statistics)
+    looks = (vectors is not None and vectors.generated) or rerank_every(selector) or whole_heads(selector)
     if looks and not (compares_heads(selector) and selector.decode == "grow"):
         raise KVPolicyError(
             f"The selector must not look at keys, or all slots of a head, while decoding to be combined with {heads}, "
@@ -239,7 +234,8 @@ def check_reader(reader: Reader, selector: Selector, codec: Codec, merger: Merge
     """Refuse a reader that leaves unread what the selector or the codec must see."""
     if isinstance(reader, ReadAll):
         return
-    if selector.needs.newest_row:
+    attention = first_of(GeneratedAttention, selector.statistics)
+    if attention is not None and attention.of_all_slots:
         raise KVPolicyError(
             f"The selector {selector} must see the newest token's attention to every kept token, got the reader "
             f"{reader}, which leaves most of them unread; try snapkv or h2o."

@@ -23,13 +23,14 @@ from kvpolicy.protocols import (
     Merger,
     ModelInfo,
     Reader,
-    Replay,
     Selector,
 )
 from kvpolicy.protocols.allocator import heads_of
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.registry import Kind, whole_policy
 from kvpolicy.selectors.full import KeepAll
+from kvpolicy.statistics import Moments, Replay
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.text import grammar
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.budget import Budget, check_budget, fraction_of, json_budget
@@ -279,7 +280,7 @@ class Policy:
     def replay(self) -> Replay | None:
         """How a prompt is run through the model once more; None if it is not."""
         own = self.at(0)  # layers that differ have the same
-        return (own.selector.needs | own.merger.needs).replay
+        return first_of(Replay, (*own.selector.statistics, *own.merger.statistics))
 
     @property
     def reads_part(self) -> bool:
@@ -302,9 +303,8 @@ class Policy:
             return "codec"
         if any(own.reader.traits.rebuilds for own in self.distinct):
             return "reader"
-        every = [own.selector.needs for own in self.distinct]
-        undone = any(each.key_rotation or each.query_moments is not None for each in every)
-        return "selector" if undone else ""
+        every = [each for own in self.distinct for each in own.selector.statistics]
+        return "selector" if any(each.undoes_rotation or isinstance(each, Moments) for each in every) else ""
 
     @property
     def heads(self) -> HeadAllocator | None:

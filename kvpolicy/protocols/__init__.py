@@ -6,6 +6,8 @@ Shapes: B batch, H KV heads, G query heads per KV head, Hq = H * G, N candidate 
 D head dim, L layers.
 """
 
+from kvpolicy.kernels.ranks import SINGLE_RANK as SINGLE_RANK
+from kvpolicy.kernels.ranks import Ranks as Ranks
 from kvpolicy.protocols.allocator import Allocator as Allocator
 from kvpolicy.protocols.allocator import AttentionNeeds as AttentionNeeds
 from kvpolicy.protocols.allocator import BoundsBudgets as BoundsBudgets
@@ -44,8 +46,6 @@ from kvpolicy.protocols.merger import Merged as Merged
 from kvpolicy.protocols.merger import Merger as Merger
 from kvpolicy.protocols.merger import MergerTraits as MergerTraits
 from kvpolicy.protocols.merger import Tokens as Tokens
-from kvpolicy.protocols.ranks import SINGLE_RANK as SINGLE_RANK
-from kvpolicy.protocols.ranks import Ranks as Ranks
 from kvpolicy.protocols.reader import Clusters as Clusters
 from kvpolicy.protocols.reader import Estimated as Estimated
 from kvpolicy.protocols.reader import Estimates as Estimates
@@ -62,7 +62,6 @@ from kvpolicy.protocols.selector import ChecksModel as ChecksModel
 from kvpolicy.protocols.selector import ComparesHeads as ComparesHeads
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import DecodesJointly as DecodesJointly
-from kvpolicy.protocols.selector import Gate as Gate
 from kvpolicy.protocols.selector import HoldsAttention as HoldsAttention
 from kvpolicy.protocols.selector import KeepsNested as KeepsNested
 from kvpolicy.protocols.selector import NewToken as NewToken
@@ -72,29 +71,17 @@ from kvpolicy.protocols.selector import Reranks as Reranks
 from kvpolicy.protocols.selector import Scored as Scored
 from kvpolicy.protocols.selector import ScoredByKeys as ScoredByKeys
 from kvpolicy.protocols.selector import Scores as Scores
-from kvpolicy.protocols.selector import ScoresInputs as ScoresInputs
 from kvpolicy.protocols.selector import Selector as Selector
 from kvpolicy.protocols.selector import State as State
 from kvpolicy.protocols.selector import View as View
-from kvpolicy.protocols.selector import alloc_state as alloc_state
 from kvpolicy.protocols.selector import compares_heads as compares_heads
 from kvpolicy.protocols.selector import joint_decode as joint_decode
 from kvpolicy.protocols.selector import nested_from as nested_from
 from kvpolicy.protocols.selector import positions_only as positions_only
+from kvpolicy.protocols.selector import rerank_every as rerank_every
 from kvpolicy.protocols.selector import same_in_heads as same_in_heads
 from kvpolicy.protocols.selector import scoped as scoped
 from kvpolicy.protocols.selector import whole_heads as whole_heads
 from kvpolicy.protocols.shapes import SMALLEST_HEAD as SMALLEST_HEAD
 from kvpolicy.protocols.shapes import HeadShape as HeadShape
 from kvpolicy.protocols.shapes import LayerShape as LayerShape
-from kvpolicy.protocols.statistics import BELOW_MEAN as BELOW_MEAN
-from kvpolicy.protocols.statistics import AttentionRows as AttentionRows
-from kvpolicy.protocols.statistics import Decay as Decay
-from kvpolicy.protocols.statistics import Forward as Forward
-from kvpolicy.protocols.statistics import MeanRotation as MeanRotation
-from kvpolicy.protocols.statistics import Needs as Needs
-from kvpolicy.protocols.statistics import Probes as Probes
-from kvpolicy.protocols.statistics import QueryMoments as QueryMoments
-from kvpolicy.protocols.statistics import Replay as Replay
-from kvpolicy.protocols.statistics import RowReducer as RowReducer
-from kvpolicy.protocols.statistics import Seen as Seen

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
 from kvpolicy.protocols.codec import ModelInfo
-from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
 from kvpolicy.protocols.selector import View
-from kvpolicy.protocols.statistics import Needs
+from kvpolicy.statistics.attention_sum import AttentionSum
+from kvpolicy.statistics.recent_queries import RecentQueries
+from kvpolicy.statistics.statistic import Statistic
 
 LayerMetric = Literal["", "cosine", "curve", "attention"]
 """The metric of layers: none, how little attention changes the residual stream, the worth of their tokens, or numbers
@@ -141,10 +143,11 @@ class AttentionNeeds(NamedTuple):
     queries: int = 0
 
     @property
-    def statistics(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The statistics of a prompt from which they are computed."""
         over_window = {"mean", "variance", "entropy"} & {*self.reductions}
-        return Needs(window_queries=self.queries if over_window else 0, attn_sum="total" in self.reductions)
+        found: list[Statistic[Any]] = [RecentQueries(self.queries)] if self.queries and over_window else []
+        return (*found, AttentionSum()) if "total" in self.reductions else tuple(found)
 
 
 class LayerAttention(NamedTuple):
@@ -245,9 +248,9 @@ class BoundsBudgets(Protocol):
         ...
 
 
-def attention_of(allocator: object) -> Needs:
+def attention_of(allocator: object) -> tuple[Statistic[Any], ...]:
     """The statistics of a prompt that an allocator needs; none without `MeasuresAttention`."""
-    return allocator.attention.statistics if isinstance(allocator, MeasuresAttention) else Needs()
+    return allocator.attention.statistics if isinstance(allocator, MeasuresAttention) else ()
 
 
 def heads_of(allocator: object) -> HeadAllocator | None:

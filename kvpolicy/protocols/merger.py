@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
+from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
 from kvpolicy.protocols.selector import State
-from kvpolicy.protocols.statistics import Needs
+from kvpolicy.statistics.statistic import Statistic
 
 
 class MergerTraits(NamedTuple):
@@ -44,13 +44,13 @@ class Candidates(NamedTuple):
         is_target: Which entries of `targets` name a token, [B, H, T] bool; the others repeat one.
         counts: Logarithm of the number of tokens that each one stands for, [B, H, N] fp32; None unless counted.
         attention: Attention weights of the newest W queries over all N tokens, [B, Hq, W, N] fp32, rows of zeros where
-            a batch row has fewer; None unless `Needs.window_queries`.
+            a batch row has fewer; None unless `RecentQueries` are asked for.
         length: Tokens that each row has seen, [B] int64.
         priority: The selector's priority of each token, [B, H, N] fp32; None unless ranked.
         ranks: The ranks that hold the model's other heads.
         replay_attention: Attention weights of W queries of the replay over all N tokens, [B, Hq, W, N] fp32, without
             the replay's own tokens; rows of zeros where a batch row has fewer, as in later prompts. None unless
-            `Needs.replay_queries`, and where nothing was replayed.
+            `ReplayedRows` are asked for, and where nothing was replayed.
         sinks: The weight of the learned sink in each row of `attention`, [B, Hq, W] fp32; None if there is none.
         replay_sinks: The same of `replay_attention`.
     """
@@ -155,12 +155,12 @@ class Merger(Protocol):
         return MergerTraits()
 
     @property
-    def needs(self) -> Needs:
-        """The statistics of a prompt that this merger needs; by default none.
+    def statistics(self) -> tuple[Statistic[Any], ...]:
+        """What this merger needs to see of a prompt; by default nothing.
 
-        `window_queries`, or `replay` with `replay_queries`.
+        `RecentQueries`, or `Replay` with `ReplayedRows`.
         """
-        return Needs()
+        return ()
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
         """The state of each head, tensors [B, H, ...]; by default there is none."""

@@ -8,19 +8,17 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols.codec import ALL_HEADS, ModelInfo
-from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
-from kvpolicy.protocols.shapes import HeadShape
-from kvpolicy.protocols.statistics import Needs, Seen
+from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
+from kvpolicy.protocols.codec import ModelInfo
+from kvpolicy.protocols.shapes import SMALLEST_HEAD, HeadShape
+from kvpolicy.statistics.statistic import Results, Statistic
+from kvpolicy.statistics.vectors import Vectors
 
 State = Any
 """A NamedTuple of per-slot tensors, each [B, H, S], unless `scoped` says otherwise; () for a stateless selector."""
 
 Scope = Literal["head", "row"]
 """Whether a tensor of a state has one entry per KV head, [B, H, ...], or per row, [B, ...], instead of per slot."""
-
-Gate = Any
-"""A NamedTuple of tensors by which one layer scores tokens; it belongs to the model, as a calibration does."""
 
 _StateType = TypeVar("_StateType", bound=type)
 
@@ -59,14 +57,16 @@ class NewToken(NamedTuple):
     Attributes:
         key: [B, H, 1, D].
         value: [B, H, 1, D].
-        query: Its queries without their rotation, [B, H, G, D] fp32; None unless `Needs.query_moments`.
-        taken_query: Its queries as attention takes them, [B, H, G, D]; None unless `Needs.newest_queries`.
+        query: Its queries as attention takes them, [B, H, G, D].
+        plain_query: Its queries without their rotation, [B, H, G, D] fp32; None unless `Moments` are asked for.
+        scores: Its scores by the input of the layer, [B, H or 1, 1] fp32; None unless `InputScores` are asked for.
     """
 
     key: Tensor
     value: Tensor
     query: Tensor | None = None
-    taken_query: Tensor | None = None
+    plain_query: Tensor | None = None
+    scores: Tensor | None = None
 
 
 class View(NamedTuple):
@@ -81,7 +81,7 @@ class View(NamedTuple):
         ranks: The ranks that hold the model's other heads. Whatever looks at all heads, or at all query heads of a
             KV head, asks it.
         alike: Whether all heads of all ranks have the same candidates, as in a first prompt.
-        token: The newest token, in `Selector.step` and if `Needs.vectors`.
+        token: The newest token, in `Selector.step`, if the selector asks for `Vectors(generated=True)`.
     """
 
     positions: Tensor
@@ -128,10 +128,15 @@ class DecodesJointly(Protocol):
 
 @runtime_checkable
 class Reranks(Protocol):
-    """An optional ability of a selector: it ranks all slots again, after `Needs.rerank_every` generated tokens."""
+    """An optional ability of a selector: it ranks all slots again now and then."""
 
-    def rerank(self, state: State, seen: Seen, view: View) -> State:
-        """The state after all slots were ranked by their keys and values, which `seen` has."""
+    @property
+    def rerank_every(self) -> int:
+        """After how many generated tokens; after half the budget if that is less. 0 for never."""
+        ...
+
+    def rerank(self, state: State, seen: Results, view: View) -> State:
+        """The state after all slots were ranked; `seen` has their `Vectors` and the `Rotation`."""
         ...
 
 
@@ -198,32 +203,6 @@ class ChecksModel(Protocol):
         ...
 
 
-@runtime_checkable
-class ScoresInputs(Protocol):
-    """An optional ability of a selector: it scores each token once, by the input of its layer, as `Needs.layer_input`.
-
-    The engine scores tokens while their layer runs, in prompts, chunks, tiles and decode steps alike, and holds their
-    scores only. Each token enters the selector's state with its score, before `observe`.
-    """
-
-    def load_gate(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Gate:
-        """The function that scores tokens of the layer, for the KV heads `heads` of the model, on a device."""
-        ...
-
-    def score_inputs(self, gate: Gate, inputs: Tensor) -> Tensor:
-        """The score of each token by each KV head, [B, H, T] fp32, from inputs of the layer [B, T, hidden].
-
-        [B, 1, T] if all heads share it; `with_scores` is then given it so.
-
-        Traceable, and the score of a token depends on its own input alone.
-        """
-        ...
-
-    def with_scores(self, state: State, scores: Tensor) -> State:
-        """The state of new tokens, zeros, with their scores [B, H, T]."""
-        ...
-
-
 def compares_heads(selector: object) -> bool:
     """Whether the priorities of different heads can be compared; without `ComparesHeads` they cannot."""
     return isinstance(selector, ComparesHeads) and bool(selector.compares_heads)
@@ -237,6 +216,11 @@ def whole_heads(selector: object) -> bool:
 def nested_from(selector: object) -> int | None:
     """The budget from which on what is kept is nested; None without `KeepsNested`."""
     return selector.nested_from if isinstance(selector, KeepsNested) else None
+
+
+def rerank_every(selector: object) -> int:
+    """After how many generated tokens all slots are ranked again; 0 without `Reranks`."""
+    return selector.rerank_every if isinstance(selector, Reranks) else 0
 
 
 def joint_decode(selector: object) -> bool:
@@ -263,8 +247,8 @@ class Selector(Protocol):
 
     A class that inherits from it needs one method, `priority`; the other members have defaults for a selector without
     state and without statistics. An object that has all members is accepted whatever its class. Optional abilities are
-    `ComparesHeads`, `DecodesJointly`, `Reranks`, `RanksWholeHeads`, `RanksPositions`, `KeepsNested`, `HoldsAttention`,
-    `ChecksModel` and `ScoresInputs`.
+    `ComparesHeads`, `DecodesJointly`, `Reranks`, `RanksWholeHeads`, `RanksPositions`, `KeepsNested`, `HoldsAttention`
+    and `ChecksModel`.
 
     Attributes:
         decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
@@ -275,34 +259,40 @@ class Selector(Protocol):
     decode: DecodeMode = "evict"
 
     @property
-    def needs(self) -> Needs:
-        """The attention statistics that this selector needs; by default none."""
-        return Needs()
+    def statistics(self) -> tuple[Statistic[Any], ...]:
+        """What this selector needs to see of prompts and of generated tokens; by default nothing."""
+        return ()
 
     @property
     def min_tokens(self) -> int:
         """The smallest budget, in tokens, that this selector can work with; by default the current token."""
         return 1
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """A state of zeros for `slots` slots; by default there is none."""
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
+        """A state of zeros for `slots` slots of heads of a shape; by default there is none."""
         return ()
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        """The state after a prefill or chunk, aligned with `view`; `state` is zero for the new tokens."""
+    def observe(self, state: State, seen: Results, view: View) -> State:
+        """The state after a prefill or chunk, aligned with `view`; `state` is zero for the new tokens.
+
+        `seen` has the results of `statistics`, by their classes: `seen[RecentQueries]`.
+        """
         return state
 
     def step(self, state: State, row: Tensor, view: View) -> None:
-        """Update the state in place after a decoded token, if `needs` has `decode_attn` or `vectors`.
+        """Update the state in place after a decoded token, if `statistics` ask for something of these.
 
-        `row` is its attention, [B, H, G, S] fp32; without elements unless `Needs.decode_attn`.
+        `row` is its attention, [B, H, G, S] fp32; without elements unless `GeneratedAttention` is asked for. Its
+        vectors and scores are `view.token`.
         """
 
     def priority(self, state: State, view: View) -> Tensor:
         """The priority of each token, [B, H, N] fp32: inf is always kept, -inf never; invalid tokens are ignored."""
         ...
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         """Each query head's own score of each token, [B, Hq, N] fp32, for wrapping selectors; None if there is none."""
         return None
 
@@ -318,7 +308,9 @@ class Scored(Selector, Protocol):
 
     __slots__ = ()
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         """Scores of zero."""
         return Scores(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
 
@@ -334,8 +326,8 @@ class ScoredByKeys(Scored, Protocol):
         >>> class KeyNorm(ScoredByKeys):
         ...     def score(self, keys, values):
         ...         return -keys.norm(dim=-1)
-        >>> KeyNorm().needs.vectors
-        True
+        >>> KeyNorm().statistics
+        (Vectors(generated=True),)
     """
 
     __slots__ = ()
@@ -345,34 +337,17 @@ class ScoredByKeys(Scored, Protocol):
         ...
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The keys and values of a prompt and of each generated token."""
-        return Needs(vectors=True)
+        return (Vectors(generated=True),)
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
+    def observe(self, state: State, seen: Results, view: View) -> State:
         """Score every candidate."""
-        assert seen.keys is not None and seen.values is not None
-        return Scores(self.score(seen.keys.float(), seen.values.float()))
+        tokens = seen[Vectors]
+        return Scores(self.score(tokens.keys.float(), tokens.values.float()))
 
     def step(self, state: State, row: Tensor, view: View) -> None:
         """Score a generated token."""
         assert view.token is not None
         score = self.score(view.token.key.float(), view.token.value.float())
         state.score.copy_(torch.where(view.newest(1), score, state.score))
-
-
-def alloc_state(
-    selector: Selector, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape
-) -> State:
-    """A state of zeros, of a selector that may need the shape of a head.
-
-    Args:
-        selector: The selector.
-        batch: Rows.
-        heads: KV heads.
-        slots: Slots of each head.
-        device: Device of the tensors.
-        head: The shape of a head; ignored unless `Needs.head_shape`.
-    """
-    alloc: Any = selector.alloc
-    return alloc(batch, heads, slots, device, *([head] if selector.needs.head_shape else []))

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from kvpolicy.protocols import (
-    ALL_HEADS,
     ChecksModel,
     DecodeMode,
-    Gate,
     HoldsAttention,
     ModelInfo,
-    ScoresInputs,
-    Seen,
     Selector,
-    State,
     View,
     compares_heads,
     joint_decode,
+    rerank_every,
     whole_heads,
 )
+from kvpolicy.statistics import Results
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 
 
@@ -57,7 +53,7 @@ class Wrapper(Selector, Protocol):
         """As the base."""
         return self.base.min_tokens
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         """The statistic of the base."""
         return self.base.statistic(seen, view)
 
@@ -66,20 +62,10 @@ class Wrapper(Selector, Protocol):
         if isinstance(self.base, ChecksModel):
             self.base.check(model)
 
-    def load_gate(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Gate:
-        """As the base; only called if it scores inputs."""
-        assert isinstance(self.base, ScoresInputs)
-        return self.base.load_gate(layer_idx, device, heads)
-
-    def score_inputs(self, gate: Gate, inputs: Tensor) -> Tensor:
+    @property
+    def rerank_every(self) -> int:
         """As the base."""
-        assert isinstance(self.base, ScoresInputs)
-        return self.base.score_inputs(gate, inputs)
-
-    def with_scores(self, state: State, scores: Tensor) -> State:
-        """With the scores in the state of the base, the field `base`."""
-        assert isinstance(self.base, ScoresInputs)
-        return state._replace(base=self.base.with_scores(state.base, scores))
+        return rerank_every(self.base)
 
 
 def check_base(owner: object, base: object) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import Seen, View
+from kvpolicy.protocols import View
+from kvpolicy.statistics import OutputNorms, Results
 from kvpolicy.text.errors import KVPolicyError
 
 WIDEST_KERNEL = 2**15 - 1
@@ -106,7 +107,6 @@ def shares(attention: Tensor, valid: Tensor) -> Tensor:
     return (attention / total.clamp_min(torch.finfo(torch.float32).tiny)).float()
 
 
-def mean_output_norm(seen: Seen, view: View) -> Tensor:
+def mean_output_norm(seen: Results, view: View) -> Tensor:
     """Norm of each value behind the output projection, as a mean over the group, [B, H, N]; 0 if invalid."""
-    assert seen.output_norms is not None, "the selector did not request output_norms"
-    return group_mean(seen.output_norms, view).masked_fill(~view.valid, 0)
+    return group_mean(seen[OutputNorms], view).masked_fill(~view.valid, 0)

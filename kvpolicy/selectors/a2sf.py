@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import Decay, DecodeMode, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.selectors._common import group_mean, keep_always
+from kvpolicy.statistics import AttentionSum, Context, GeneratedAttention, NewestWindow, Results, Statistic
+from kvpolicy.statistics.statistic import by_query_head
+from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform, window_attention, window_tiles
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.parameters import check_min
@@ -18,6 +21,47 @@ from kvpolicy.text.validation import check_fields
 
 NEGLIGIBLE = 1e-7
 """Queries that count less than this are left out: less than fp32 tells of the newest one."""
+
+
+class Decayed(NamedTuple):
+    """Attention of which newer queries count more.
+
+    Attributes:
+        sums: Attention summed over the newest queries, each times a factor for every query behind it, [B, Hq, N] fp32.
+        added: How many tokens this forward adds to each row, [B] int64.
+    """
+
+    sums: Tensor
+    added: Tensor
+
+
+@dataclass(frozen=True)
+class DecayedSum(NewestWindow[Decayed]):
+    """Attention summed over the newest queries, each times a factor for every query behind it.
+
+    Attributes:
+        width: How many queries of each row.
+        factor: What each of them counts over the next one, in (0, 1).
+        window: The queries so far; None before a prompt.
+    """
+
+    width: int
+    factor: float
+    window: QueryWindow | None = None
+
+    def described(self) -> str:
+        """Their attention weights."""
+        return f"the attention weights of the last {self.width:,} queries of the prompt, newer ones more"
+
+    def reduced(self, context: Context) -> Decayed:
+        """The sums, and how many tokens the prompt adds."""
+        assert self.window is not None
+        sums = decayed_sums(self.window, self.factor, context.keys, context.transform, context.past, context.valid)
+        return Decayed(sums, context.added)
+
+    def reordered(self, result: Decayed, order: Tensor) -> Decayed:
+        """In another order."""
+        return result._replace(sums=by_query_head(result.sums, order))
 
 
 @named_options
@@ -68,21 +112,20 @@ class A2SF(Scored):
             raise KVPolicyError(f"A2SF.factor must be above 0 and at most 1, got {self.factor}; try 0.95.")
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """Attention of the newest queries, or of all, and the attention of each decoded token."""
         if self.factor == 1:
-            return Needs(attn_sum=True, decode_attn=True)
+            return (AttentionSum(), GeneratedAttention())
         queries = math.ceil(math.log(NEGLIGIBLE) / math.log(self.factor))
-        return Needs(decay=Decay(max(queries, 1), self.factor), decode_attn=True)
+        return (DecayedSum(max(queries, 1), self.factor), GeneratedAttention())
 
-    def observe(self, state: Scores, seen: Seen, view: View) -> State:
+    def observe(self, state: Scores, seen: Results, view: View) -> State:
         """Add the attention of a prefill, after what was accumulated has been forgotten in part."""
         if self.factor == 1:
-            assert seen.attn_sum is not None
-            return Scores(state.score + group_mean(seen.attn_sum, view))
-        assert seen.decayed_sum is not None and seen.added is not None
-        left = torch.full_like(state.score[:, 0, 0], self.factor, dtype=torch.float64).pow(seen.added).float()
-        return Scores(state.score * left[:, None, None] + group_mean(seen.decayed_sum, view))
+            return Scores(state.score + group_mean(seen[AttentionSum], view))
+        found = seen[DecayedSum]
+        left = torch.full_like(state.score[:, 0, 0], self.factor, dtype=torch.float64).pow(found.added).float()
+        return Scores(state.score * left[:, None, None] + group_mean(found.sums, view))
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
         """Add the attention of a decoded token."""
@@ -96,6 +139,33 @@ class A2SF(Scored):
         """The accumulated attention of each token: [B, H, N]."""
         return state.score
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         """The attention of this forward, per query head."""
-        return seen.attn_sum if self.factor == 1 else seen.decayed_sum
+        return seen[AttentionSum] if self.factor == 1 else seen[DecayedSum].sums
+
+
+def decayed_sums(
+    window: QueryWindow, factor: float, k: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None
+) -> Tensor:
+    """Attention of a window of queries, each of them times `factor` for every query behind it.
+
+    Args:
+        window: The queries, the newest last.
+        factor: Of each query over that of the next one.
+        k: New keys, [B, H, P, D].
+        transform: From products to attention weights.
+        past: Slots that come before them, or None.
+        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+
+    Returns:
+        [B, Hq, S + P] fp32, over past slots and new tokens.
+    """
+    batch, heads, width, _ = window.queries.shape
+    held = 0 if past is None else past.keys.shape[2]
+    total = k.new_zeros(batch, heads, held + k.shape[2], dtype=torch.float32)
+    share = torch.full((width,), factor, dtype=torch.float64, device=k.device)
+    share = share.pow(torch.arange(width - 1, -1, -1, device=k.device)).float()
+    for part, tile in window_tiles(window, total.shape[2]):
+        weights = window_attention(tile, k, transform, past, valid)
+        total += (share[part] @ weights).to(total.dtype)
+    return total

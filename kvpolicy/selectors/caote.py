@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import HeadShape, Needs, Reranks, Seen, Selector, State, View, alloc_state, scoped
+from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Reranks, Selector, State, View, rerank_every, scoped
 from kvpolicy.selectors._base import Wrapper, attention_of, check_attention_base
 from kvpolicy.selectors._common import keep_always, shares
 from kvpolicy.selectors.snapkv import SnapKV
+from kvpolicy.statistics import Results, Statistic, Vectors, union
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_min
 from kvpolicy.text.validation import check_fields
@@ -92,36 +93,40 @@ class CAOTE(Wrapper):
         return True
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The needs of the base, and the values of the tokens, after a prompt, now and then, and when generated."""
-        own = Needs(vectors=True, rerank_every=self.every, head_shape=True)
-        base = self.base.needs
-        return (base | own)._replace(rerank_every=min(self.every, base.rerank_every or self.every))
+        return union(self.base.statistics, (Vectors(generated=True),))
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str, *head: HeadShape) -> State:
+    @property
+    def rerank_every(self) -> int:
+        """As often as it asks for, or the base if that is more often."""
+        return min(self.every, rerank_every(self.base) or self.every)
+
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         """No distances, and the empty state of the base."""
         return CaoteState(
             distance=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
-            output=torch.zeros(batch, heads, head[0].value_size, dtype=torch.float32, device=device),
-            base=alloc_state(self.base, batch, heads, slots, device, *head),
+            output=torch.zeros(batch, heads, head.value_size, dtype=torch.float32, device=device),
+            base=self.base.alloc(batch, heads, slots, device, head),
         )
 
-    def observe(self, state: CaoteState, seen: Seen, view: View) -> State:
+    def observe(self, state: CaoteState, seen: Results, view: View) -> State:
         """Update the base, and compute the output of its weights and the distances from it."""
         return self._measured(self.base.observe(state.base, seen, view), seen, view)
 
-    def rerank(self, state: CaoteState, seen: Seen, view: View) -> State:
+    def rerank(self, state: CaoteState, seen: Results, view: View) -> State:
         """Compute the output and the distances again."""
         base = state.base
-        if self.base.needs.rerank_every:
+        if rerank_every(self.base):
             assert isinstance(self.base, Reranks)
             base = self.base.rerank(base, seen, view)
         return self._measured(base, seen, view)
 
-    def _measured(self, base: State, seen: Seen, view: View) -> CaoteState:
+    def _measured(self, base: State, seen: Results, view: View) -> CaoteState:
         """The distances of all values from the output."""
-        assert seen.values is not None
-        values = seen.values.float().masked_fill(~view.valid[..., None], 0)  # invalid ones may be inf
+        values = seen[Vectors].values.float().masked_fill(~view.valid[..., None], 0)  # invalid ones may be inf
         weights = view.valid.float() if self.fast else attention_of(self.base, base)
         output = shares(weights, view.valid)[:, :, None] @ values  # [B, H, 1, D]
         distance = torch.linalg.vector_norm(values - output, dim=-1).masked_fill(~view.valid, 0)

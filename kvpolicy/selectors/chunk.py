@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import (
-    SMALLEST_HEAD,
-    HeadShape,
-    HoldsAttention,
-    Needs,
-    Reranks,
-    Seen,
-    Selector,
-    State,
-    View,
-    alloc_state,
-    scoped,
-)
+from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, HoldsAttention, Reranks, Selector, State, View, scoped
 from kvpolicy.selectors._base import Wrapper, check_base
 from kvpolicy.selectors._common import keep_always, position_sums
 from kvpolicy.selectors.snapkv import SnapKV
+from kvpolicy.statistics import Results, Statistic
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_min
 from kvpolicy.text.validation import check_fields
@@ -94,19 +83,21 @@ class ChunkKV(Wrapper):
         return False
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The needs of the base."""
-        return self.base.needs
+        return self.base.statistics
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str, *head: HeadShape) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         """No chunk is ranked."""
         return ChunkState(
             rank=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
             ranked=torch.zeros(batch, dtype=torch.int64, device=device),
-            base=alloc_state(self.base, batch, heads, slots, device, *head or [SMALLEST_HEAD]),
+            base=self.base.alloc(batch, heads, slots, device, head),
         )
 
-    def observe(self, state: ChunkState, seen: Seen, view: View) -> State:
+    def observe(self, state: ChunkState, seen: Results, view: View) -> State:
         """Update the base, and rank the chunks of all candidates."""
         base = self.base.observe(state.base, seen, view)
         priority = self.base.priority(base, view)
@@ -119,7 +110,7 @@ class ChunkKV(Wrapper):
         """Update the base."""
         self.base.step(state.base, row, view)
 
-    def rerank(self, state: ChunkState, seen: Seen, view: View) -> State:
+    def rerank(self, state: ChunkState, seen: Results, view: View) -> State:
         """Let the base rank all tokens again; the chunks stay as they are."""
         assert isinstance(self.base, Reranks)  # only called if the base asks for it
         return state._replace(base=self.base.rerank(state.base, seen, view))

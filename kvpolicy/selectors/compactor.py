@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.kernels.products import lengths
-from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
+from kvpolicy.selectors._blocks import BlockAttention
 from kvpolicy.selectors._common import first_tokens, group_mean, keep_always
 from kvpolicy.selectors._leverage import key_leverage
+from kvpolicy.statistics import Results, Statistic, UnrotatedKeys, Vectors
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_min, check_range
 from kvpolicy.text.validation import AutoFloat, check_fields
@@ -88,25 +90,28 @@ class Compactor(Selector):
         check_range(self, regular=(1e-6, 1e6), **({} if self.blend == "auto" else {"blend": (0, 100)}))
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The attention inside blocks, and keys, without their rotation, and values."""
-        return Needs(unrotated_keys=True, block_queries=self.block, block_first=self.sinks)
+        return (Vectors(), UnrotatedKeys(), BlockAttention(self.block, self.sinks))
 
     @property
     def min_tokens(self) -> int:
         """The smallest budget of which the sinks, at most half of it, leave room for the recent tokens."""
         return min(self.sinks + self.recent, 2 * self.recent - 1)
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         """No token is scored."""
         return Blend(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
 
-    def observe(self, state: Blend, seen: Seen, view: View) -> State:
+    def observe(self, state: Blend, seen: Results, view: View) -> State:
         """Score the tokens of the prompt; others keep their score."""
-        assert seen.unrotated is not None and seen.added is not None
-        first = (view.length - seen.added).clamp_min(self.sinks)
+        added = seen[Vectors].added
+        assert added is not None
+        first = (view.length - added).clamp_min(self.sinks)
         scored = view.positions >= first[:, None, None]
-        leverage = key_leverage(seen.unrotated, scored, self.sketch, self.regular, view.layer_idx)
+        leverage = key_leverage(seen[UnrotatedKeys], scored, self.sketch, self.regular, view.layer_idx)
         attention = _attention(seen, scored, view)
         score = self._weight(view) * _standard(leverage, scored) + _standard(attention, scored)
         score = score.float().clamp(-_MOST, _MOST)
@@ -135,12 +140,11 @@ _FLAT = 1e-6
 """A deviation is 0 below this part of the mean, or of 1 if that is larger: then it is rounding."""
 
 
-def _attention(seen: Seen, scored: Tensor, view: View) -> Tensor:
+def _attention(seen: Results, scored: Tensor, view: View) -> Tensor:
     """The attention inside blocks times the length of the value, averaged with both neighbors: [B, H, N]."""
-    assert seen.block_attn is not None and seen.values is not None
-    length = lengths(seen.values)
+    length = lengths(seen[Vectors].values)
     # A neighbor that is not scored counts as 0, as in kvpress.
-    return F.avg_pool1d((group_mean(seen.block_attn, view) * length).masked_fill(~scored, 0), 3, 1, 1)
+    return F.avg_pool1d((group_mean(seen[BlockAttention], view) * length).masked_fill(~scored, 0), 3, 1, 1)
 
 
 def _standard(score: Tensor, scored: Tensor) -> Tensor:

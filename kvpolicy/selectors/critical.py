@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import (
-    SMALLEST_HEAD,
-    HeadShape,
-    Needs,
-    Reranks,
-    Seen,
-    Selector,
-    State,
-    View,
-    alloc_state,
-    scoped,
-)
+from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Reranks, Selector, State, View, scoped
 from kvpolicy.selectors._base import Wrapper, attention_of, check_attention_base
 from kvpolicy.selectors._common import keep_always, mean_output_norm, shares
 from kvpolicy.selectors._crush import top_mask
 from kvpolicy.selectors.snapkv import SnapKV
+from kvpolicy.statistics import OutputNorms, Results, Statistic, union
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.parameters import check_range
@@ -100,21 +90,23 @@ class CriticalKV(Wrapper):
         return True
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The needs of the base, and the norms of values behind the output projection."""
-        return self.base.needs | Needs(output_norms=True)
+        return union(self.base.statistics, (OutputNorms(),))
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str, *head: HeadShape) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         """No norms, and the empty state of the base."""
         norm = torch.zeros(batch, heads, slots, dtype=torch.float32, device=device)
         return CriticalState(
             norm=norm,
             first=torch.zeros(norm.shape, dtype=torch.bool, device=device),
             typical=torch.zeros(batch, heads, dtype=torch.float32, device=device),
-            base=alloc_state(self.base, batch, heads, slots, device, *head or [SMALLEST_HEAD]),
+            base=self.base.alloc(batch, heads, slots, device, head),
         )
 
-    def observe(self, state: CriticalState, seen: Seen, view: View) -> State:
+    def observe(self, state: CriticalState, seen: Results, view: View) -> State:
         """Update the base, and choose the tokens of the first part anew."""
         base = self.base.observe(state.base, seen, view)
         norm = mean_output_norm(seen, view).clamp_min(torch.finfo(torch.float32).tiny)  # 0 is that of a generated token
@@ -129,7 +121,7 @@ class CriticalKV(Wrapper):
         """Update the base."""
         self.base.step(state.base, row, view)
 
-    def rerank(self, state: CriticalState, seen: Seen, view: View) -> State:
+    def rerank(self, state: CriticalState, seen: Results, view: View) -> State:
         """Let the base rank all tokens again."""
         assert isinstance(self.base, Reranks)  # only called if the base asks for it
         return state._replace(base=self.base.rerank(state.base, seen, view))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
 from kvpolicy.selectors._once import OnceScored, none_scored, priority_of, unscored, with_scores
+from kvpolicy.statistics import Results, Statistic, Vectors
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_choice, check_min
 from kvpolicy.text.validation import check_fields
@@ -65,25 +66,32 @@ class CUR(Selector):
         check_choice(self, of=("product", "keys", "values", "mean"))
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """Keys and values, of all tokens after a prompt and now and then."""
-        return Needs(vectors=True, rerank_every=self.every)
+        return (Vectors(generated=True),)
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    @property
+    def rerank_every(self) -> int:
+        """After `every` tokens."""
+        return self.every
+
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         """No token has a score."""
         return none_scored(batch, heads, slots, device)
 
-    def observe(self, state: OnceScored, seen: Seen, view: View) -> State:
+    def observe(self, state: OnceScored, seen: Results, view: View) -> State:
         """Score every token that has no score yet."""
-        assert seen.keys is not None and seen.values is not None
+        tokens = seen[Vectors]
         pending = unscored(state, view, self.sinks)
         windows = view.positions.long().div(self.window, rounding_mode="floor").masked_fill(~pending, 0)
-        keys, values = (_shares(t, windows, pending, self.window) for t in (seen.keys, seen.values))
+        keys, values = (_shares(t, windows, pending, self.window) for t in (tokens.keys, tokens.values))
         score = {"product": keys * values, "keys": keys, "values": values, "mean": (keys + values) / 2}[self.of]
         # A token alone in its window has all of it, and a score must be below 1: see `priority_of`.
         return with_scores(state, score.clamp_max(_BELOW_ONE), pending)
 
-    def rerank(self, state: OnceScored, seen: Seen, view: View) -> State:
+    def rerank(self, state: OnceScored, seen: Results, view: View) -> State:
         """Score the tokens that were generated since."""
         return self.observe(state, seen, view)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.selectors._common import check_kernel, head_sum, keep_always, mean_output_norm
+from kvpolicy.statistics import OutputNorms, RecentQueries, Results, Statistic
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_min, check_range
 from kvpolicy.text.validation import check_fields
@@ -69,16 +70,15 @@ class DefensiveKV(Scored):
         check_kernel(self, self.kernel)
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The attention of the observation window, and the norms of values behind the output projection."""
-        return Needs(window_queries=self.window, output_norms=True)
+        return (RecentQueries(self.window), OutputNorms())
 
-    def observe(self, state: Scores, seen: Seen, view: View) -> State:
+    def observe(self, state: Scores, seen: Results, view: View) -> State:
         """Score every candidate by the largest attention of the window."""
-        assert seen.window_attn is not None
         width = self._width(view)
         past = view.valid & ~view.newest(width)
-        rows = _newest_rows(seen.window_attn, width)
+        rows = _newest_rows(seen[RecentQueries].weights, width)
         queries = (rows.sum(-1) > 0).any(1).sum(-1).clamp_min(1)[:, None, None]  # a row may have fewer than `width`
         rows = rows.unflatten(1, (view.positions.shape[1], -1)).masked_fill(
             ~past[:, :, None, None], 0
@@ -99,9 +99,9 @@ class DefensiveKV(Scored):
         """The window is always kept, other tokens by score: [B, H, N]."""
         return keep_always(state.score, view.newest(self._width(view)))
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         """The attention of the window, per query head."""
-        return seen.recent(self._width(view))
+        return seen[RecentQueries].sum(self._width(view))
 
     def _width(self, view: View) -> Tensor:
         return (view.budget // 2).clamp(1, self.window)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.selectors._common import check_kernel, keep_always
+from kvpolicy.statistics import RecentQueries, Results, Statistic, Vectors
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_min
 from kvpolicy.text.validation import check_fields
@@ -69,17 +70,17 @@ class DropKV(Scored):
         check_kernel(self, self.kernel)
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The attention of the observation window, and the values of the prompt."""
-        return Needs(window_queries=self.window, prompt_vectors=True)
+        return (RecentQueries(self.window), Vectors())
 
-    def observe(self, state: Scores, seen: Seen, view: View) -> State:
+    def observe(self, state: Scores, seen: Results, view: View) -> State:
         """Score every candidate by the squared change of the window's outputs without it."""
-        assert seen.window_attn is not None and seen.values is not None
-        values = seen.values.masked_fill(~view.valid[..., None], 0).double()  # invalid ones may be inf
-        age = torch.arange(seen.window_attn.shape[2] - 1, -1, -1, device=values.device)
+        window_attn = seen[RecentQueries].weights
+        values = seen[Vectors].values.masked_fill(~view.valid[..., None], 0).double()  # invalid ones may be inf
+        age = torch.arange(window_attn.shape[2] - 1, -1, -1, device=values.device)
         counts = (age < self._width(view)[:, None])[:, None, None, :, None]
-        weights = seen.window_attn.unflatten(1, (values.shape[1], -1)).masked_fill(~counts, 0)
+        weights = window_attn.unflatten(1, (values.shape[1], -1)).masked_fill(~counts, 0)
         loss = values.new_zeros(weights.shape[:2] + weights.shape[-1:])
         for g in range(weights.shape[2]):  # in fp64 besides, which takes much memory
             loss += squared_losses(weights[:, :, g].double(), values).sum(2)
@@ -91,9 +92,9 @@ class DropKV(Scored):
         """The window is always kept, other tokens by the change without them: [B, H, N]."""
         return keep_always(state.score, view.newest(self._width(view)))
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         """The attention of the window, per query head."""
-        return seen.recent(self._width(view))
+        return seen[RecentQueries].sum(self._width(view))
 
     def _width(self, view: View) -> Tensor:
         return (view.budget // 2).clamp(1, self.window)

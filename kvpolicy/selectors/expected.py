@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpolicy.kernels.products import lengths
-from kvpolicy.protocols import (
-    SMALLEST_HEAD,
-    DecodeMode,
-    HeadShape,
-    Needs,
-    QueryMoments,
-    Seen,
-    Selector,
-    State,
-    View,
-    scoped,
-)
+from kvpolicy.kernels.rotary import KeyRotation
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
 from kvpolicy.selectors._common import keep_always, unranked_first
+from kvpolicy.statistics import Candidates, Moments, QueryMoments, Results, Rotation, Statistic, Vectors
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.parameters import check_choice, check_min
@@ -119,10 +110,14 @@ class ExpectedAttention(Selector):
             )
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """Moments of the queries, and keys and values, of all tokens after a prompt and now and then."""
-        every = 0 if self.moments == "prompt" else self.every
-        return Needs(vectors=True, query_moments=self.sinks, rerank_every=every, head_shape=True)
+        return (Vectors(generated=True), Moments(self.sinks))
+
+    @property
+    def rerank_every(self) -> int:
+        """Never by the moments of a prompt, which are released."""
+        return 0 if self.moments == "prompt" else self.every
 
     @property
     def min_tokens(self) -> int:
@@ -142,35 +137,36 @@ class ExpectedAttention(Selector):
             ranked=torch.zeros(batch, dtype=torch.int64, device=device),
         )
 
-    def observe(self, state: Expectation, seen: Seen, view: View) -> State:
+    def observe(self, state: Expectation, seen: Results, view: View) -> State:
         """Add the queries of a prompt, and score every candidate."""
-        assert seen.moments is not None
-        moments = seen.moments
+        observed = seen[Moments]
+        moments = observed.moments
+        assert moments is not None
         if self.moments == "all":
             moments = QueryMoments(*(before + new for before, new in zip(_moments(state), moments, strict=True)))
             state = state._replace(**moments._asdict())
-        return self._scored(state, moments, seen, view)
+        return self._scored(state, moments, seen[Vectors], observed.rotation, view)
 
-    def rerank(self, state: Expectation, seen: Seen, view: View) -> State:
+    def rerank(self, state: Expectation, seen: Results, view: View) -> State:
         """Score every token by the queries so far."""
-        return self._scored(state, _moments(state), seen, view)
+        return self._scored(state, _moments(state), seen[Vectors], seen[Rotation], view)
 
-    def _scored(self, state: Expectation, moments: QueryMoments, seen: Seen, view: View) -> Expectation:
+    def _scored(
+        self, state: Expectation, moments: QueryMoments, tokens: Candidates, rotation: KeyRotation, view: View
+    ) -> Expectation:
         """Score every token by the moments of some queries."""
-        assert seen.values is not None
-        logits = self._expected_logits(moments, seen, view)  # [B, H, G, N]
+        logits = self._expected_logits(moments, tokens, rotation, view)  # [B, H, G, N]
         scored = view.valid & (view.positions >= self.sinks)
         # In fp64: weights that are too small for fp32 would tie at 0.
         weights = logits.masked_fill(~scored[:, :, None], -torch.inf).double().softmax(-1)
-        length = lengths(seen.values)
+        length = lengths(tokens.values)
         score = (view.ranks.group_mean(weights) + self.epsilon).log().float() + length.log()
         # In a head without a token to score, the softmax of -inf alone is NaN; all of it is masked here.
         score = score.clamp(-_MOST, _MOST).masked_fill(~scored, 0)
         return state._replace(score=score, ranked=view.length.clone())
 
-    def _expected_logits(self, moments: QueryMoments, seen: Seen, view: View) -> Tensor:
+    def _expected_logits(self, moments: QueryMoments, tokens: Candidates, rotation: KeyRotation, view: View) -> Tensor:
         """The logarithm of the mean of exp(q k) over the queries to come, for each query head, [B, H, G, N]."""
-        assert seen.keys is not None and seen.mean_rotation is not None and seen.scale is not None
         heads, group = moments.total.shape[1:3]
         count = moments.queries.clamp_min(1)[:, None, None, None]
         mean = moments.total / count
@@ -179,21 +175,21 @@ class ExpectedAttention(Selector):
         def rotated(vectors: Tensor) -> Tensor:
             """Vectors [B, H, G, n, D] at the mean of the positions to come."""
             flat = vectors.flatten(1, 2)
-            return seen.mean_rotation(flat, view.length, self.horizon).unflatten(1, (heads, group))  # pyright: ignore
+            return rotation.mean(flat, view.length, self.horizon).unflatten(1, (heads, group))
 
-        scale = seen.scale
+        scale = tokens.scale
         linear = rotated(mean[..., None, :]) * scale  # [B, H, G, 1, D]
         # The covariance is symmetric: its rows are rotated, then its columns.
         square = rotated(rotated(spread).mT) * (scale * scale / 2)
-        return torch.cat([_quadratic(part, linear, square) for part in seen.keys.split(_TILE, 2)], -1)
+        return torch.cat([_quadratic(part, linear, square) for part in tokens.keys.split(_TILE, 2)], -1)
 
     def step(self, state: Expectation, row: Tensor, view: View) -> None:
         """Add the query of a generated token, which is not scored yet."""
         if self.moments == "prompt":
             return
-        assert view.token is not None and view.token.query is not None
+        assert view.token is not None and view.token.plain_query is not None
         counts = (view.length > self.sinks).float()
-        query = view.token.query * counts[:, None, None, None]
+        query = view.token.plain_query * counts[:, None, None, None]
         state.queries.add_(counts)
         state.total.add_(query)
         state.product.add_(query[..., None] * query[..., None, :])

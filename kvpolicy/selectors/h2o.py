@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.selectors._common import group_mean, keep_always, recent_tokens
+from kvpolicy.statistics import AttentionSum, GeneratedAttention, Results, Statistic
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_range
 from kvpolicy.text.validation import check_fields
@@ -60,14 +61,13 @@ class H2O(Scored):
         check_range(self, recent=(0, 1))
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """Attention sums over all queries, and the attention of each decoded token."""
-        return Needs(attn_sum=True, decode_attn=True)
+        return (AttentionSum(), GeneratedAttention())
 
-    def observe(self, state: Scores, seen: Seen, view: View) -> State:
+    def observe(self, state: Scores, seen: Results, view: View) -> State:
         """Add the attention of a prefill."""
-        assert seen.attn_sum is not None
-        return Scores(state.score + group_mean(seen.attn_sum, view))
+        return Scores(state.score + group_mean(seen[AttentionSum], view))
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
         """Add the attention of a decoded token."""
@@ -81,6 +81,6 @@ class H2O(Scored):
         """The score of each token: [B, H, N]."""
         return state.score
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         """Attention summed over the queries of this forward, per query head."""
-        return seen.attn_sum
+        return seen[AttentionSum]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, Selector, State, View, scoped
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
 from kvpolicy.selectors._common import keep_always
+from kvpolicy.statistics import Results, Statistic, Vectors
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_min
 from kvpolicy.text.validation import check_fields
@@ -77,9 +78,14 @@ class KeyDiff(Selector):
         check_min(self, every=1)
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The keys, of all tokens after a prompt and now and then, and of each generated token."""
-        return Needs(vectors=True, rerank_every=self.every, head_shape=True)
+        return (Vectors(generated=True),)
+
+    @property
+    def rerank_every(self) -> int:
+        """After `every` tokens."""
+        return self.every
 
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
@@ -88,10 +94,9 @@ class KeyDiff(Selector):
         score = torch.zeros(batch, heads, slots, dtype=torch.float32, device=device)
         return Differences(score, torch.zeros(batch, heads, head.head_dim, dtype=torch.float32, device=device))
 
-    def observe(self, state: Differences, seen: Seen, view: View) -> State:
+    def observe(self, state: Differences, seen: Results, view: View) -> State:
         """Compare every candidate with the mean direction of all candidates."""
-        assert seen.keys is not None
-        keys = seen.keys.float()
+        keys = seen[Vectors].keys.float()
         if not bool(view.valid.all()):  # invalid tokens may hold inf, and 0 * inf is NaN
             keys = keys.masked_fill(~view.valid[..., None], 0)
         length = torch.linalg.vector_norm(keys, dim=-1)  # [B, H, N]
@@ -100,7 +105,7 @@ class KeyDiff(Selector):
         cosine = (keys @ F.normalize(anchor, dim=-1)[..., None]).squeeze(-1) * inverse
         return Differences(-_settle_pairs(cosine, length > _TINY), anchor)
 
-    def rerank(self, state: Differences, seen: Seen, view: View) -> State:
+    def rerank(self, state: Differences, seen: Results, view: View) -> State:
         """Compare every kept token with the mean direction of the kept tokens."""
         return self.observe(state, seen, view)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpolicy.kernels.draws import exponentials, mixed
-from kvpolicy.protocols import AttentionRows, DecodeMode, Needs, Ranks, Seen, Selector, State, View, scoped
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Ranks, Selector, State, View, scoped
 from kvpolicy.selectors._common import group_mean, keep_always, recent_tokens
+from kvpolicy.statistics import AttentionRows, GeneratedAttention, ReducedRows, Results, Statistic
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.parameters import check_min, check_range
@@ -98,11 +99,13 @@ class Keyformer(Selector):
             )
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The attention of every query, perturbed, and that of each decoded token."""
-        return Needs(reducer=self, decode_attn=True)
+        return (ReducedRows(self), GeneratedAttention())
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         """Scores of zero, and nothing generated."""
         return Perturbed(
             torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
@@ -121,10 +124,9 @@ class Keyformer(Selector):
         )
         return perturbed(grouped, noise, self.tau_init).sum(3).reshape(batch, heads, -1)
 
-    def observe(self, state: Perturbed, seen: Seen, view: View) -> State:
+    def observe(self, state: Perturbed, seen: Results, view: View) -> State:
         """Add the attention of a prefill."""
-        assert seen.reduced is not None
-        return Perturbed(state.score + group_mean(seen.reduced, view), torch.zeros_like(state.generated))
+        return Perturbed(state.score + group_mean(seen[ReducedRows], view), torch.zeros_like(state.generated))
 
     def step(self, state: Perturbed, row: Tensor, view: View) -> None:
         """Add the attention of a decoded token."""
@@ -145,9 +147,9 @@ class Keyformer(Selector):
         """The score of each token: [B, H, N]."""
         return state.score
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         """Perturbed attention summed over the queries of this forward, per query head."""
-        return seen.reduced
+        return seen[ReducedRows]
 
     def _heads(self, own: int, layer_idx: int, ranks: Ranks, device: torch.device) -> Tensor:
         """A key of each of this rank's `own` query heads, [own] int64."""

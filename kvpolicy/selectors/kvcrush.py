@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import (
-    SMALLEST_HEAD,
-    HeadShape,
-    Needs,
-    Reranks,
-    Seen,
-    Selector,
-    State,
-    View,
-    alloc_state,
-    joint_decode,
-)
+from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Reranks, Selector, State, View, joint_decode
 from kvpolicy.selectors._base import Wrapper, check_base
 from kvpolicy.selectors._crush import (
     Anchor,
@@ -35,6 +24,7 @@ from kvpolicy.selectors._crush import (
 )
 from kvpolicy.selectors._pages import best_pages, mark_tokens, min_page_tokens, paginate
 from kvpolicy.selectors.snapkv import SnapKV
+from kvpolicy.statistics import RecentQueries, Results, Statistic, union
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.parameters import check_choice, check_min, check_range
@@ -143,11 +133,11 @@ class KVCrush(Wrapper):
         return joint_decode(self.base)
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The needs of the base, and attention for the signatures."""
-        needs = self.base.needs
-        known = needs.attn_sum or needs.window_queries or needs.below_mean_queries or needs.decay or needs.reducer
-        return needs if known else needs | Needs(window_queries=SIGNATURE_QUERIES)
+        base = self.base.statistics
+        known = any(each.of_attention for each in base)
+        return base if known else union(base, (RecentQueries(SIGNATURE_QUERIES),))
 
     @property
     def min_tokens(self) -> int:
@@ -156,19 +146,21 @@ class KVCrush(Wrapper):
         # The smallest n with n - floor(n * split) >= of_base.
         return (of_base - 1) * MILLION // (MILLION - self._millionths) + 1
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str, *head: HeadShape) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         """No representatives, and the empty state of the base."""
         mark = torch.zeros(batch, heads, slots, dtype=self._mark_dtype, device=device)
-        base = alloc_state(self.base, batch, heads, slots, device, *head or [SMALLEST_HEAD])
+        base = self.base.alloc(batch, heads, slots, device, head)
         return CrushState(mark, base)
 
-    def observe(self, state: CrushState, seen: Seen, view: View) -> State:
+    def observe(self, state: CrushState, seen: Results, view: View) -> State:
         """Update the base, then select representatives of the tokens that it would evict."""
         base_view = self._base_view(view)
         base = self.base.observe(state.base, seen, base_view)
         return CrushState(self._marks(base, seen, view, base_view), base)
 
-    def rerank(self, state: CrushState, seen: Seen, view: View) -> State:
+    def rerank(self, state: CrushState, seen: Results, view: View) -> State:
         """Let the base rank all tokens again; the representatives stay."""
         assert isinstance(self.base, Reranks)  # only called if the base asks for it
         return state._replace(base=self.base.rerank(state.base, seen, self._base_view(view)))
@@ -184,10 +176,12 @@ class KVCrush(Wrapper):
             return priority.masked_fill(state.mark, torch.inf)
         return priority.masked_fill(state.mark == KEEP, torch.inf).masked_fill(state.mark == DROP, -torch.inf)
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         """The statistic of the base, or the attention of the newest queries if it has none."""
         statistic = self.base.statistic(seen, self._base_view(view))
-        return seen.recent(torch.full_like(view.length, SIGNATURE_QUERIES)) if statistic is None else statistic
+        return (
+            seen[RecentQueries].sum(torch.full_like(view.length, SIGNATURE_QUERIES)) if statistic is None else statistic
+        )
 
     @property
     def _mark_dtype(self) -> torch.dtype:
@@ -209,7 +203,7 @@ class KVCrush(Wrapper):
         product = budget if self._millionths == divisor else budget * (self._millionths // divisor)
         return product.div(MILLION // divisor, rounding_mode="floor")
 
-    def _marks(self, base: State, seen: Seen, view: View, base_view: View) -> Tensor:
+    def _marks(self, base: State, seen: Results, view: View, base_view: View) -> Tensor:
         """Mark representatives among the candidates, [B, H, N]."""
         # Decided by the length of the rows, not by the tokens of a head, so that all ranks take the same branch: they
         # must make the same number of calls to each other.
@@ -227,7 +221,7 @@ class KVCrush(Wrapper):
         key = self._rank_key(priority, view.positions)
         return representatives(view.valid & ~kept_by_base, distance, key, count, self.buckets)
 
-    def _distance(self, seen: Seen, view: View) -> Tensor:
+    def _distance(self, seen: Results, view: View) -> Tensor:
         """Distance of each token's signature to the anchor; see `distances`."""
         statistic = self.statistic(seen, view)
         assert statistic is not None

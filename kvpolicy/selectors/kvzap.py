@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import ALL_HEADS, DecodeMode, ModelInfo, Needs, Scored, Scores, State, View
+from kvpolicy.protocols import ALL_HEADS, DecodeMode, ModelInfo, Scored, Scores, State, View
 from kvpolicy.selectors._common import keep_always
 from kvpolicy.selectors.gate_files import LayerGate, check_gates, load_gates
+from kvpolicy.statistics import InputScores, Results, Statistic
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.parameters import check_min
@@ -70,9 +71,9 @@ class KVzap(Scored):
             raise KVPolicyError("KVzap.file must be a file or 'tiny', got an empty string; try 'tiny'.")
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The input of the layer at every token."""
-        return Needs(layer_input=True)
+        return (InputScores(self),)
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the gate file cannot be read, or is of another model."""
@@ -86,10 +87,15 @@ class KVzap(Scored):
         """The score that the gate gives each token: [B, H, T], or [B, 1, T] if all heads share it."""
         return gate.score(inputs)
 
-    def with_scores(self, state: State, scores: Tensor) -> State:
-        """The scores of new tokens."""
-        assert isinstance(state, Scores)
-        return Scores(scores.expand_as(state.score).contiguous())  # of one head if all share a gate
+    def observe(self, state: Scores, seen: Results, view: View) -> State:
+        """Take the scores of new tokens."""
+        new = seen[InputScores]
+        return Scores(torch.where(new.is_new, new.scores, state.score))
+
+    def step(self, state: Scores, row: Tensor, view: View) -> None:
+        """Take the score of a generated token."""
+        assert view.token is not None and view.token.scores is not None
+        state.score.copy_(torch.where(view.newest(1), view.token.scores, state.score))
 
     def priority(self, state: Scores, view: View) -> Tensor:
         """Tokens of the window are always kept, others by their score: [B, H, N]."""

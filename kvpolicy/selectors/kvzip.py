@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Replay, Seen, Selector, State, View
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
 from kvpolicy.selectors._common import by_position, first_tokens, keep_always
+from kvpolicy.statistics import Replay, Results, Statistic
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.parameters import check_min
@@ -54,7 +55,7 @@ class KVzip(Selector):
 
     Examples:
         >>> from kvpolicy import Policy
-        >>> Policy.parse("kvzip:chunk=512:instruction=91-7@0.3").selector.needs.replay.first
+        >>> Policy.parse("kvzip:chunk=512:instruction=91-7@0.3").replay.first
         (91, 7)
 
     Source:
@@ -90,30 +91,32 @@ class KVzip(Selector):
             _ids(name, getattr(self, name))
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """A replay of the context."""
         instruction, later, reply = (_ids(name, getattr(self, name)) for name in _TEXTS)
-        return Needs(
-            replay=Replay(
-                chunk=self.chunk,
-                sinks=self.sinks,
-                first=instruction,
-                later=later or instruction,
-                reply=reply,
-                overlap=self.overlap,
-                norms=self.plus,
-            )
+        replay = Replay(
+            chunk=self.chunk,
+            sinks=self.sinks,
+            first=instruction,
+            later=later or instruction,
+            reply=reply,
+            overlap=self.overlap,
+            norms=self.plus,
         )
+        return (replay,)
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         """No token is scored."""
         return Replayed(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
 
-    def observe(self, state: Replayed, seen: Seen, view: View) -> State:
+    def observe(self, state: Replayed, seen: Results, view: View) -> State:
         """Rank the tokens that were replayed; others keep the rank that they have."""
-        if seen.replay is None:
+        scores = seen.get(Replay)
+        if scores is None:
             return state
-        largest = view.ranks.largest(seen.replay)
+        largest = view.ranks.largest(scores)
         # The reciprocal has the order of the scores and the precision of each, and leaves 0 and above to the tokens
         # that were not replayed.
         score = -largest.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()

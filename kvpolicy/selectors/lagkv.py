@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
 from kvpolicy.selectors._once import OnceScored, none_scored, priority_of, unscored, with_scores
+from kvpolicy.statistics import Results, Statistic, Vectors
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_min
 from kvpolicy.text.validation import check_fields
@@ -65,17 +67,24 @@ class LagKV(Selector):
         return 4 * self.lag
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """Keys and values, of all tokens after a prompt and after every lag."""
-        return Needs(vectors=True, rerank_every=self.lag)
+        return (Vectors(generated=True),)
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    @property
+    def rerank_every(self) -> int:
+        """After `lag` tokens."""
+        return self.lag
+
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         """No token has a score."""
         return none_scored(batch, heads, slots, device)
 
-    def observe(self, state: OnceScored, seen: Seen, view: View) -> State:
+    def observe(self, state: OnceScored, seen: Results, view: View) -> State:
         """Score the tokens of every lag that is followed by a whole one."""
-        assert seen.keys is not None and seen.values is not None
+        tokens = seen[Vectors]
         pending = unscored(state, view, self.sinks)
         size = (view.budget // 4).clamp(1, self.lag)[:, None, None]
         # Tokens of a head in order of their positions, those that are not pending last.
@@ -88,14 +97,14 @@ class LagKV(Selector):
         number = number.masked_fill(~whole, order.shape[-1])
         scored = whole & (number + 1 < count.div(size, rounding_mode="floor"))
         sizes = size.flatten().tolist()
-        weight = sum(_deviation_shares(t, order, whole, sizes) for t in (seen.keys, seen.values))
+        weight = sum(_deviation_shares(t, order, whole, sizes) for t in (tokens.keys, tokens.values))
         assert isinstance(weight, Tensor)
         above = _place_in_lag(weight, number)  # tokens of the lag that rank higher
         ranked = (size - 1 - above).float() / size
         score = torch.zeros_like(state.score).scatter_(-1, order, ranked)
         return with_scores(state, score, torch.zeros_like(scored).scatter_(-1, order, scored))
 
-    def rerank(self, state: OnceScored, seen: Seen, view: View) -> State:
+    def rerank(self, state: OnceScored, seen: Results, view: View) -> State:
         """Score the lags that are complete by now."""
         return self.observe(state, seen, view)
 

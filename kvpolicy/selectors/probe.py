@@ -2,18 +2,68 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Probes, Scored, Seen, State, View
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Scored, State, View
 from kvpolicy.selectors._common import group_mean, keep_always
+from kvpolicy.statistics import Coming, Context, GeneratedAttention, Results, Statistic, WindowStatistic
+from kvpolicy.statistics.statistic import by_query_head
+from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform, window_attention, window_tiles
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.parameters import check_range
 from kvpolicy.text.validation import check_fields
+
+
+class Probed(NamedTuple):
+    """Attention of the probes to each candidate.
+
+    Attributes:
+        sums: [B, Hq, N] fp32, summed over the probes.
+        counts: How many probes could attend to it, [B, Hq, N] fp32.
+    """
+
+    sums: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class ProbeQueries(WindowStatistic[Probed]):
+    """Some queries of a prompt, and the sum of their attention to each candidate.
+
+    Attributes:
+        recent: Fraction of each row's queries that are the newest ones, in [0, 1].
+        random: Fraction of them that is drawn at random from the others, in [0, 1].
+        seed: Seed of the draw.
+        window: The queries so far; None before a prompt.
+    """
+
+    recent: float
+    random: float
+    seed: int
+    window: QueryWindow | None = None
+
+    def described(self) -> str:
+        """Their attention weights."""
+        return f"the attention weights of probe queries ({self.recent + self.random:g} of all queries)"
+
+    def columns(self, coming: Coming) -> Tensor:
+        """Columns that are drawn for each row."""
+        return probe_columns(coming.valid, coming.shape, self, coming.seen.device)
+
+    def reduced(self, context: Context) -> Probed:
+        """Sums of the probes' attention, and how many probes could see each token."""
+        assert self.window is not None
+        return Probed(*probe_sums(self.window, context.keys, context.transform, context.past, context.valid))
+
+    def reordered(self, result: Probed, order: Tensor) -> Probed:
+        """In another order."""
+        return Probed(by_query_head(result.sums, order), by_query_head(result.counts, order))
 
 
 class Salience(NamedTuple):
@@ -81,21 +131,23 @@ class ProbeSalience(Scored):
             raise KVPolicyError("ProbeSalience.recent or random must be positive, got 0.0 for both; try recent=0.05.")
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """Attention sums over the probes, and the attention of each decoded token."""
-        return Needs(probes=Probes(self.recent, self.random, self.seed), decode_attn=True)
+        return (ProbeQueries(self.recent, self.random, self.seed), GeneratedAttention())
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         """Sums of zero."""
         empty = torch.zeros(batch, heads, slots, dtype=torch.float32, device=device)
         return Salience(empty, empty.clone())
 
-    def observe(self, state: Salience, seen: Seen, view: View) -> State:
+    def observe(self, state: Salience, seen: Results, view: View) -> State:
         """Add the attention of the probes of a prefill."""
-        assert seen.probe_sum is not None and seen.probe_count is not None
+        probed = seen[ProbeQueries]
         return Salience(
-            attn_sum=state.attn_sum + group_mean(seen.probe_sum, view),
-            probes=state.probes + group_mean(seen.probe_count, view),
+            attn_sum=state.attn_sum + group_mean(probed.sums, view),
+            probes=state.probes + group_mean(probed.counts, view),
         )
 
     def step(self, state: Salience, row: Tensor, view: View) -> None:
@@ -111,7 +163,52 @@ class ProbeSalience(Scored):
         """Mean attention of each token: [B, H, N]."""
         return state.attn_sum / state.probes.clamp_min(1)
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         """Mean attention of the probes, per query head."""
-        assert seen.probe_sum is not None and seen.probe_count is not None
-        return seen.probe_sum / seen.probe_count.clamp_min(1)
+        probed = seen[ProbeQueries]
+        return probed.sums / probed.counts.clamp_min(1)
+
+
+def draw_probes(length: int, probes: ProbeQueries) -> Tensor:
+    """Indices of the probes among a row's `length` queries, ascending, int64."""
+    recent = min(math.ceil(probes.recent * length), length)
+    count = min(math.ceil(probes.random * length), length - recent)
+    # From the row's own length, on the CPU: the draw depends neither on the batch nor on the device.
+    generator = torch.Generator().manual_seed(probes.seed + length)
+    drawn = torch.randperm(length - recent, generator=generator, device="cpu")[:count]
+    return torch.cat([drawn, torch.arange(length - recent, length, device="cpu")]).sort().values
+
+
+def probe_columns(valid: Tensor | None, shape: tuple[int, int], probes: ProbeQueries, device: torch.device) -> Tensor:
+    """Columns of each row's probes, [B, W] int64, ascending, then -1 where a row has fewer.
+
+    Args:
+        valid: Which of P tokens are not padding, [B, P] bool; None if all are.
+        shape: B and P.
+        probes: How many, and which.
+        device: Device of the result.
+    """
+    batch, new = shape
+    rows = [torch.arange(new, device="cpu")] * batch if valid is None else [row.nonzero()[:, 0].cpu() for row in valid]
+    chosen = [row[draw_probes(len(row), probes)] for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1).to(device)
+
+
+def probe_sums(
+    window: QueryWindow, k: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sum the attention of the probes over past slots and new tokens, and count how many probes could see each.
+
+    Returns:
+        Sums and counts, each [B, Hq, S + P] fp32.
+    """
+    batch, heads = window.queries.shape[:2]
+    held = 0 if past is None else past.keys.shape[2]
+    total = k.new_zeros(batch, heads, held + k.shape[2], dtype=torch.float32)
+    for _, tile in window_tiles(window, total.shape[2]):
+        total += window_attention(tile, k, transform, past, valid).sum(2)
+    column = torch.arange(k.shape[2], device=k.device)
+    seen = ((window.at[..., None] >= column) & (window.at >= 0)[..., None]).sum(1)  # [B, P]
+    every = (window.at >= 0).sum(1, keepdim=True).expand(-1, held)
+    count = torch.cat([every, seen], -1).to(total)
+    return total, count[:, None].expand(-1, heads, -1)

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import (
-    SMALLEST_HEAD,
-    DecodeMode,
-    HeadShape,
-    ModelInfo,
-    Needs,
-    Scored,
-    Seen,
-    State,
-    View,
-    scoped,
-)
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, ModelInfo, Scored, State, View, scoped
 from kvpolicy.selectors.filter_files import check_filters, load_filters
+from kvpolicy.statistics import Results, Statistic, Vectors
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.validation import check_fields
@@ -84,9 +74,9 @@ class QFilters(Scored):
             raise KVPolicyError("QFilters.file must be a file or 'tiny', got an empty string; try 'tiny'.")
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The keys, of all tokens after a prompt and of each generated token."""
-        return Needs(vectors=True, head_shape=True)
+        return (Vectors(generated=True),)
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the filter file cannot be read, or is of another model."""
@@ -99,11 +89,11 @@ class QFilters(Scored):
         score = torch.zeros(batch, heads, slots, dtype=torch.float32, device=device)
         return Filtered(score, torch.zeros(batch, heads, head.head_dim, dtype=torch.float32, device=device))
 
-    def observe(self, state: Filtered, seen: Seen, view: View) -> State:
+    def observe(self, state: Filtered, seen: Results, view: View) -> State:
         """Score every candidate by its key."""
-        assert seen.keys is not None
-        filters = self._filters(seen.keys, view)
-        return Filtered(-(seen.keys.float() @ filters[..., None]).squeeze(-1), filters)
+        keys = seen[Vectors].keys
+        filters = self._filters(keys, view)
+        return Filtered(-(keys.float() @ filters[..., None]).squeeze(-1), filters)
 
     def step(self, state: Filtered, row: Tensor, view: View) -> None:
         """Score a generated token by its key."""

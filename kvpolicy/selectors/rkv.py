@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, Selector, State, View, scoped
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
 from kvpolicy.selectors._common import check_kernel, keep_always, unranked_first
 from kvpolicy.selectors._redundancy import mean_cosines
+from kvpolicy.statistics import NewestQueries, Results, Statistic, Vectors
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_min, check_range
 from kvpolicy.text.validation import check_fields
@@ -92,9 +93,14 @@ class RKV(Selector):
         check_range(self, mix=(0, 1), similar=(0, 1))
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The newest queries, and the keys of all tokens after a prompt and now and then."""
-        return Needs(vectors=True, newest_queries=self.window, rerank_every=self.every, head_shape=True)
+        return (Vectors(generated=True), NewestQueries(self.window))
+
+    @property
+    def rerank_every(self) -> int:
+        """After `every` tokens."""
+        return self.every
 
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
@@ -107,32 +113,32 @@ class RKV(Selector):
             ranked=torch.zeros(batch, dtype=torch.int64, device=device),
         )
 
-    def observe(self, state: Reasoned, seen: Seen, view: View) -> State:
+    def observe(self, state: Reasoned, seen: Results, view: View) -> State:
         """Take the newest queries of a prompt, and rank every candidate."""
-        assert seen.queries is not None and seen.added is not None
+        newest = seen[NewestQueries]
         queries = state.queries
         heads = queries.shape[1]
-        width = seen.queries.shape[2]
+        width = newest.queries.shape[2]
         for number in range(width):  # the newest last
             behind = width - 1 - number
             place = (view.length - 1 - behind) % self.window
             at = torch.arange(self.window, device=place.device) == place[:, None]
-            at &= (behind < seen.added)[:, None]
-            new = seen.queries[:, :, number].float().unflatten(1, (heads, 1, -1))
+            at &= (behind < newest.added)[:, None]
+            new = newest.queries[:, :, number].float().unflatten(1, (heads, 1, -1))
             queries = torch.where(at[:, None, :, None, None], new, queries)
         return self.rerank(state._replace(queries=queries), seen, view)
 
-    def rerank(self, state: Reasoned, seen: Seen, view: View) -> State:
+    def rerank(self, state: Reasoned, seen: Results, view: View) -> State:
         """Rank every token by the newest queries and by all keys."""
-        assert seen.keys is not None and seen.scale is not None
+        tokens = seen[Vectors]
         # In the order of positions, for the pooling and for the latest of similar keys.
         order = view.positions.argsort(dim=-1, stable=True)
-        keys = seen.keys.gather(2, order[..., None].expand(-1, -1, -1, seen.keys.shape[-1]))
+        keys = tokens.keys.gather(2, order[..., None].expand(-1, -1, -1, tokens.keys.shape[-1]))
         positions = view.positions.gather(-1, order)
         view = view._replace(positions=positions)
         cosines = mean_cosines(keys, view.valid, self.similar)
         redundancy = _softmax(cosines, view.valid)
-        score = self.mix * self._attention(state.queries, keys, seen.scale, view) - (1 - self.mix) * redundancy
+        score = self.mix * self._attention(state.queries, keys, tokens.scale, view) - (1 - self.mix) * redundancy
         back = order.argsort(dim=-1)
         return state._replace(score=score.gather(-1, back), ranked=view.length.clone())
 
@@ -152,9 +158,9 @@ class RKV(Selector):
 
     def step(self, state: Reasoned, row: Tensor, view: View) -> None:
         """Take the query of a generated token, which is not ranked yet."""
-        assert view.token is not None and view.token.taken_query is not None
+        assert view.token is not None and view.token.query is not None
         at = torch.arange(self.window, device=view.length.device) == ((view.length - 1) % self.window)[:, None]
-        new = view.token.taken_query[:, :, None].float()
+        new = view.token.query[:, :, None].float()
         state.queries.copy_(torch.where(at[:, None, :, None, None], new, state.queries))
 
     def priority(self, state: Reasoned, view: View) -> Tensor:

@@ -3,16 +3,62 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import BELOW_MEAN, DecodeMode, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.selectors._common import group_mean, keep_always
+from kvpolicy.statistics import Context, GeneratedAttention, NewestWindow, Results, Statistic
+from kvpolicy.statistics.statistic import by_query_head
+from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform, window_attention, window_tiles
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_min
 from kvpolicy.text.validation import check_fields
+
+BELOW_MEAN = 1 - 1e-4
+"""The multiple of the mean attention below which a weight counts as less: equal weights differ by rounding only."""
+
+
+class Ignored(NamedTuple):
+    """How often each candidate was ignored.
+
+    Attributes:
+        counts: How many of the newest queries attend to it less than to the mean of the tokens that they see,
+            [B, Hq, N] fp32.
+        added: How many tokens this forward adds to each row, [B] int64.
+    """
+
+    counts: Tensor
+    added: Tensor
+
+
+@dataclass(frozen=True)
+class BelowMean(NewestWindow[Ignored]):
+    """How many of the newest queries attend to a token less than to the mean of the tokens that they see.
+
+    Attributes:
+        width: How many queries of each row.
+        window: The queries so far; None before a prompt.
+    """
+
+    width: int
+    window: QueryWindow | None = None
+
+    def described(self) -> str:
+        """Which tokens are ignored."""
+        return f"which tokens the last {self.width:,} queries attend to less than the mean"
+
+    def reduced(self, context: Context) -> Ignored:
+        """Counts of the queries, and how many tokens the prompt adds."""
+        assert self.window is not None
+        counts = below_mean_counts(self.window, context.keys, context.transform, context.past, context.valid)
+        return Ignored(counts, context.added)
+
+    def reordered(self, result: Ignored, order: Tensor) -> Ignored:
+        """In another order."""
+        return result._replace(counts=by_query_head(result.counts, order))
 
 
 @named_options
@@ -63,20 +109,20 @@ class Scissorhands(Scored):
         check_min(self, window=1, recent=1, sinks=0)
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """Which tokens the newest queries of a prompt ignore, and the attention of each decoded token."""
-        return Needs(below_mean_queries=self.window, decode_attn=True)
+        return (BelowMean(self.window), GeneratedAttention())
 
     @property
     def min_tokens(self) -> int:
         """The sinks and the current token."""
         return self.sinks + 1
 
-    def observe(self, state: Scores, seen: Seen, view: View) -> State:
+    def observe(self, state: Scores, seen: Results, view: View) -> State:
         """Count the newest queries of a prompt that ignore each token; earlier queries leave the window."""
-        assert seen.below_mean is not None and seen.added is not None
-        left = (1 - seen.added / self.window).clamp_min(0).float()
-        return Scores(state.score * left[:, None, None] + group_mean(seen.below_mean, view))
+        found = seen[BelowMean]
+        left = (1 - found.added / self.window).clamp_min(0).float()
+        return Scores(state.score * left[:, None, None] + group_mean(found.counts, view))
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
         """Count the tokens that a decoded token ignores."""
@@ -89,7 +135,44 @@ class Scissorhands(Scored):
         recent = torch.minimum(view.budget // 2, view.budget - self.sinks).clamp(1, self.recent)
         return keep_always(-state.score, view.newest(recent) | (view.positions < self.sinks))
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         """Minus the number of the newest queries that ignore the token, per query head."""
-        assert seen.below_mean is not None
-        return -seen.below_mean
+        return -seen[BelowMean].counts
+
+
+def below_mean_counts(
+    window: QueryWindow, k: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None
+) -> Tensor:
+    """Count the queries of a window that give a token less than the mean of the tokens that they see.
+
+    Args:
+        window: The queries.
+        k: New keys, [B, H, P, D].
+        transform: From products to attention weights.
+        past: Slots that come before them, or None.
+        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+
+    Returns:
+        [B, Hq, S + P] fp32, over past slots and new tokens.
+    """
+    batch, heads = window.queries.shape[:2]
+    held = 0 if past is None else past.keys.shape[2]
+    total = k.new_zeros(batch, heads, held + k.shape[2], dtype=torch.float32)
+    for _, tile in window_tiles(window, total.shape[2]):
+        seen = _visible(tile, k, past, valid).repeat_interleave(heads // k.shape[1], 1)  # [B, Hq, W, S + P]
+        weights = window_attention(tile, k, transform, past, valid)
+        total += (weights.mul_(seen.sum(-1, keepdim=True)).lt(BELOW_MEAN) & seen).sum(2)
+    return total
+
+
+def _visible(window: QueryWindow, k: Tensor, past: Past | None, valid: Tensor | None) -> Tensor:
+    """Which past slots and new tokens each query sees, [B, H, W, S + P] bool."""
+    heads, new = k.shape[1:3]
+    seen = torch.arange(new, device=k.device) <= window.at[..., None]  # none where a query is absent, at -1
+    if valid is not None:
+        seen = seen & valid[:, None]
+    every = seen[:, None].expand(-1, heads, -1, -1)
+    if past is None:
+        return every
+    there = (window.at >= 0)[:, None, :, None] & past.occupied[:, :, None]
+    return torch.cat([there, every], -1)

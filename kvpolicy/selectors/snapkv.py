@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.selectors._common import check_kernel, group_mean, keep_always
+from kvpolicy.statistics import RecentQueries, Results, Statistic
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_choice, check_min
 from kvpolicy.text.validation import check_fields
@@ -73,13 +74,13 @@ class SnapKV(Scored):
         return 2 * self.window
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The attention of the observation window."""
-        return Needs(window_queries=self.window)
+        return (RecentQueries(self.window),)
 
-    def observe(self, state: Scores, seen: Seen, view: View) -> State:
+    def observe(self, state: Scores, seen: Results, view: View) -> State:
         """Score every candidate by the attention of the newest queries."""
-        score = group_mean(seen.recent(self._width(view)), view)
+        score = group_mean(seen[RecentQueries].sum(self._width(view)), view)
         if self.pool == "avg":
             pooled = F.avg_pool1d(score, self.kernel, 1, self.kernel // 2)
         else:
@@ -94,9 +95,9 @@ class SnapKV(Scored):
         """The score of each token: [B, H, N]."""
         return state.score
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         """The attention of the window before pooling, per query head."""
-        return seen.recent(self._width(view))
+        return seen[RecentQueries].sum(self._width(view))
 
     def _width(self, view: View) -> Tensor:
         return (view.budget // 2).clamp(1, self.window)

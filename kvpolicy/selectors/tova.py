@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
+from kvpolicy.statistics import GeneratedAttention, RecentQueries, Results, Statistic
 from kvpolicy.text.arguments import named_options
 
 
@@ -43,13 +44,13 @@ class TOVA(Scored):
     nested_from: ClassVar[int | None] = 1
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The attention of the newest token of a prefill, and of each decoded token."""
-        return Needs(window_queries=1, decode_attn=True, newest_row=True)
+        return (RecentQueries(1), GeneratedAttention(of_all_slots=True))
 
-    def observe(self, state: Scores, seen: Seen, view: View) -> State:
+    def observe(self, state: Scores, seen: Results, view: View) -> State:
         """Score by the attention of the newest query, averaged over all heads."""
-        newest = view.ranks.head_mean(seen.recent(torch.ones_like(view.length)))
+        newest = view.ranks.head_mean(seen[RecentQueries].sum(torch.ones_like(view.length)))
         return Scores(newest[:, None].expand(-1, view.positions.shape[1], -1).contiguous())
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
@@ -57,6 +58,6 @@ class TOVA(Scored):
         # A mean over heads slot by slot is correct, because all heads keep the same tokens in the same slots.
         state.score.copy_(view.ranks.head_mean(row.flatten(1, 2))[:, None].expand_as(state.score))
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         """The attention of the newest query, per query head."""
-        return seen.recent(torch.ones_like(view.length))
+        return seen[RecentQueries].sum(torch.ones_like(view.length))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, ModelInfo, Needs, Seen, Selector, State, View, scoped
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, ModelInfo, Selector, State, View, scoped
 from kvpolicy.selectors._common import keep_always, unranked_first
 from kvpolicy.selectors.center_files import Centers, check_centers, load_centers
+from kvpolicy.statistics import Results, Rotation, Statistic, Vectors
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.parameters import check_choice, check_min
@@ -98,15 +99,22 @@ class TriAttention(Selector):
             raise KVPolicyError("TriAttention.file must be a file or 'tiny', got an empty string; try 'tiny'.")
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The keys of all tokens after a prompt and now and then, and how the model rotates them."""
-        return Needs(prompt_vectors=True, rotation=True, rerank_every=self.every)
+        return (Vectors(), Rotation())
+
+    @property
+    def rerank_every(self) -> int:
+        """After `every` tokens."""
+        return self.every
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the center file cannot be read, or is of another model."""
         check_centers(load_centers(self.file), self.file, model)
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         """Scores of zero."""
         return Placed(
             score=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
@@ -114,25 +122,27 @@ class TriAttention(Selector):
             ranked=torch.zeros(batch, dtype=torch.int64, device=device),
         )
 
-    def observe(self, state: Placed, seen: Seen, view: View) -> State:
+    def observe(self, state: Placed, seen: Results, view: View) -> State:
         """Rank every candidate after a prompt."""
-        offset = state.offset if seen.rope_offset is None else seen.rope_offset.to(state.offset, copy=True)
+        offset = seen[Rotation].offset
+        offset = state.offset if offset is None else offset.to(state.offset, copy=True)
         return self.rerank(state._replace(offset=offset), seen, view)
 
-    def rerank(self, state: Placed, seen: Seen, view: View) -> State:
+    def rerank(self, state: Placed, seen: Results, view: View) -> State:
         """Rank every token from where the row is now."""
-        assert seen.keys is not None and seen.mean_rotation is not None and seen.pair_lengths is not None
-        batch, heads = seen.keys.shape[:2]
-        centers = self._centers(heads, view, seen.keys.device)
+        all_keys = seen[Vectors].keys
+        rotation = seen[Rotation]
+        batch, heads = all_keys.shape[:2]
+        centers = self._centers(heads, view, all_keys.device)
         mean = centers.mean.expand(batch, -1, -1)[:, :, None]  # [B, Hq, 1, D]
         ahead = 2 ** torch.arange(self.reach.bit_length(), device=mean.device)
-        placed = seen.mean_rotation(mean, view.length + state.offset, ahead).squeeze(2).unflatten(1, (heads, -1))
-        still = seen.pair_lengths(seen.mean_rotation(mean, torch.zeros_like(view.length), 1)).squeeze(2)
+        placed = rotation.mean(mean, view.length + state.offset, ahead).squeeze(2).unflatten(1, (heads, -1))
+        still = rotation.pair_lengths(rotation.mean(mean, torch.zeros_like(view.length), 1)).squeeze(2)
         spread = (centers.lengths - still).unflatten(1, (heads, -1))  # [B, H, G, F]
         parts: list[Tensor] = []
-        for keys in seen.keys.split(_TILE, 2):
+        for keys in all_keys.split(_TILE, 2):
             expected = placed @ keys.float().mT  # [B, H, G, n]
-            parts.append(expected + spread @ seen.pair_lengths(keys).mT)
+            parts.append(expected + spread @ rotation.pair_lengths(keys).mT)
         score = torch.cat(parts, -1)
         valid = view.valid[:, :, None]
         score = score.masked_fill(~valid, 0)

@@ -28,8 +28,9 @@ from kvpolicy.protocols import (
     Selector,
     Tokens,
     View,
-    alloc_state,
 )
+from kvpolicy.statistics import RecentQueries, ReplayedRows
+from kvpolicy.statistics.statistic import first_of
 
 _TOKENS = 1000
 
@@ -179,7 +180,7 @@ def check_selector(part: Selector) -> None:
     assert part.decode in modes, f"{part}: decode must be one of {', '.join(map(repr, modes))}, got {part.decode!r}"
     is_count = isinstance(min_tokens, int) and not isinstance(min_tokens, bool) and min_tokens >= 1
     assert is_count, f"{part}: min_tokens must be an integer of at least 1, got {min_tokens!r}"
-    state = alloc_state(part, 2, 2, 5, "cpu", HeadShape(3, 4))
+    state = part.alloc(2, 2, 5, "cpu", HeadShape(3, 4))
     for each in slot_tensors(state):
         is_per_slot = each.shape == (2, 2, 5)
         assert is_per_slot, f"{part}: the tensors of a state must be [B, H, S] = [2, 2, 5], got {describe(each)}"
@@ -233,9 +234,11 @@ def _candidates(part: Merger, evicted: int) -> Candidates:
     kept = (positions == 0) | (positions > evicted)
     targets = kept.int().argsort(dim=-1, descending=True, stable=True)[..., : 12 - evicted]
     counts = torch.zeros(2, 3, 12) if part.traits.counted else None
-    width = part.needs.window_queries
+    recent = first_of(RecentQueries, part.statistics)
+    width = 0 if recent is None else recent.width
     attention = torch.rand(2, 6, width, 12, generator=generator).softmax(-1) if width else None
-    width = part.needs.replay_queries
+    again = first_of(ReplayedRows, part.statistics)
+    width = 0 if again is None else again.width
     replayed = torch.rand(2, 6, width, 12, generator=generator).softmax(-1) if width else None
     length = torch.tensor([12, 12])
     priority = positions.float() if part.traits.ranked else None

@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.engine.attention import Past, ScoreTransform, attend
+from kvpolicy.engine.attention import attend
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.passing_cache import PassingCache
-from kvpolicy.protocols import Forward
+from kvpolicy.statistics import Forward
+from kvpolicy.statistics.windows import Past, ScoreTransform
 from kvpolicy.tuning.peak import LOGITS, ROW_NBYTES, ROWS
 
 T = TypeVar("T")

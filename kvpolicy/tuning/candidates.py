@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import GroupsLayers, ModelInfo, Needs, Replay, differs_by_layer
+from kvpolicy.protocols import GroupsLayers, ModelInfo, differs_by_layer
 from kvpolicy.readers.all import ReadAll
+from kvpolicy.statistics import Replay, Statistic, union
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.text.errors import KVPolicyError
 
 
@@ -61,14 +64,14 @@ def check_candidates(candidates: Sequence[Policy | str], model: ModelInfo) -> li
     return policies
 
 
-def needs_of(policy: Policy) -> Needs:
+def statistics_of(policy: Policy) -> tuple[Statistic[Any], ...]:
     """The statistics of a prompt that a policy needs to compress it."""
-    return policy.selector.needs | policy.merger.needs
+    return union(policy.selector.statistics, policy.merger.statistics)
 
 
 def replays_of(policies: Sequence[Policy]) -> set[Replay]:
     """The different ways in which the policies replay a prompt."""
-    return {replay for policy in policies if (replay := needs_of(policy).replay) is not None}
+    return {replay for policy in policies if (replay := first_of(Replay, statistics_of(policy))) is not None}
 
 
 def pins_of(policies: Sequence[Policy]) -> set[int]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import see_prompt
@@ -18,8 +17,10 @@ from kvpolicy.hf.projection import output_projection
 from kvpolicy.planning.planner import tokens_of_share
 from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Forward, Replay
-from kvpolicy.tuning.candidates import needs_of, pins_of, replays_of
+from kvpolicy.statistics import AttentionSum, Forward, Replay
+from kvpolicy.statistics.statistic import first_of
+from kvpolicy.statistics.windows import Past, ScoreTransform
+from kvpolicy.tuning.candidates import pins_of, replays_of, statistics_of
 from kvpolicy.tuning.tap import LayerCall, Tap
 from kvpolicy.tuning.windows import Window
 
@@ -120,7 +121,7 @@ class Compressor:
             prompt: The layer's prompt.
             facts: Facts of the window.
             number: The number of the policy.
-            seen: Pending prompts by needs, to which that of this policy is added; policies with equal needs share
+            seen: Pending prompts by statistics, to which that of this policy is added; policies with equal ones share
                 one.
 
         Returns:
@@ -139,13 +140,15 @@ class Compressor:
 
     def _pending(self, prompt: LayerPrompt, facts: WindowFacts, policy: Policy) -> PendingPrompt:
         """The prompt with the statistics that a policy needs."""
-        needs = needs_of(policy)
         store = self._empty(prompt, policy)
-        forward = prompt.forward if needs.forward or needs.layer_input else None
+        spec = store.spec
+        forward = prompt.forward if spec.needs_call or spec.input_scorer is not None else None
         given = (prompt.queries, prompt.keys, prompt.values, None, prompt.transform, forward)
         # Without sums of attention, there is no need to attend.
-        pending = store.attend_prompt(*given)[1] if needs.attn_sum else see_prompt(store.contents, *given)
-        scores = None if needs.replay is None else facts.scores[needs.replay][prompt.layer_idx]
+        attends = first_of(AttentionSum, spec.prompt_statistics) is not None
+        pending = store.attend_prompt(*given)[1] if attends else see_prompt(store.contents, *given)
+        replay = first_of(Replay, spec.prompt_statistics)
+        scores = None if replay is None else facts.scores[replay][prompt.layer_idx]
         return pending._replace(replay=scores)
 
     def _compress(self, prompt: LayerPrompt, pending: PendingPrompt, policy: Policy, tokens: Tokens) -> LayerStore:
@@ -185,7 +188,5 @@ def whole(keys: Tensor, values: Tensor) -> Past:
 
 def _seen_by(policy: Policy) -> Any:
     """Key of a policy's pending prompt; policies with equal keys share one."""
-    needs = needs_of(policy)
-    scores = policy.selector if needs.layer_input else None  # which the selector computes itself
     traits = policy.codec.traits
-    return needs, traits.query_absmax, traits.query_squares, scores
+    return statistics_of(policy), traits.query_absmax, traits.query_squares

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.calibration.corpus import as_windows
-from kvpolicy.engine.attention import Past
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.text_angles import check_pieces
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
+from kvpolicy.statistics.windows import Past
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.validation import check_size
 from kvpolicy.tuning.answers import Answer, Changes, disturbed, over

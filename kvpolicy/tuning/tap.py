@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.calibration.listener import listening
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
@@ -22,8 +20,11 @@ from kvpolicy.hf.discovery import Site, find_sites
 from kvpolicy.hf.residual_hooks import active_stream
 from kvpolicy.hf.rotary_lookup import ropes_of
 from kvpolicy.hf.tile_size import TileSize
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import DecodeMode, Forward, Needs, Replay, Seen, State, View
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, State, View
+from kvpolicy.statistics import Forward, ModuleCall, Replay, Results, Statistic, Vectors
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError
 
 
@@ -176,14 +177,16 @@ class _Newest:
     """A selector that keeps the newest token."""
 
     decode: DecodeMode = "evict"
-    needs: Needs = Needs()
+    statistics: tuple[Statistic[Any], ...] = ()
     min_tokens: int = 1
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         return ()
 
     @abstractmethod
-    def observe(self, state: State, seen: Seen, view: View) -> State: ...
+    def observe(self, state: State, seen: Results, view: View) -> State: ...
 
     def step(self, state: State, row: Tensor, view: View) -> None:
         """No state."""
@@ -191,22 +194,22 @@ class _Newest:
     def priority(self, state: State, view: View) -> Tensor:
         return view.positions.float()
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         return None
 
 
 class _Looker(_Newest):
     """Shows the call of each layer's attention to a function."""
 
-    needs = Needs(forward=True)
+    statistics = (ModuleCall(), Vectors())
 
     def __init__(self) -> None:
         self.look: Look | None = None
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        assert seen.forward is not None and seen.keys is not None and seen.values is not None
+    def observe(self, state: State, seen: Results, view: View) -> State:
+        tokens = seen[Vectors]
         if self.look is not None:
-            self.look(LayerCall(view.layer_idx, seen.keys, seen.values, seen.forward, {}))
+            self.look(LayerCall(view.layer_idx, tokens.keys, tokens.values, seen[ModuleCall], {}))
         return state
 
 
@@ -214,10 +217,11 @@ class _Listener(_Newest):
     """Keeps the scores of a replay."""
 
     def __init__(self, plan: Replay) -> None:
-        self.needs = Needs(replay=plan)
+        self.statistics = (plan,)
         self.found: dict[int, Tensor] = {}
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        assert seen.replay is not None
-        self.found[view.layer_idx] = seen.replay
+    def observe(self, state: State, seen: Results, view: View) -> State:
+        scores = seen[Replay]
+        assert scores is not None
+        self.found[view.layer_idx] = scores
         return state

@@ -32,7 +32,8 @@ from kvpolicy import (
 from kvpolicy.distortion import Distortion, distortion
 from kvpolicy.hf.adapters import KVPressScorer
 from kvpolicy.planning.result import LayerPlan
-from kvpolicy.protocols import Allocator, Codec, DecodeMode, Needs, Seen, Selector, State, View
+from kvpolicy.protocols import Allocator, Codec, DecodeMode, Selector, State, View
+from kvpolicy.statistics import Results
 from kvpolicy.reporting.report import LayerReport, Report
 
 

@@ -20,7 +20,7 @@ from kvpolicy.codecs._common import SingleStage
 from kvpolicy.codecs._uniform import is_fused
 from kvpolicy.distortion import coded_store
 from kvpolicy.engine.codec_view import CodecView
-from kvpolicy.engine.rotary import Rope
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.engine.state import tensors
 from kvpolicy.kernels import compiled, words
 from kvpolicy.protocols import Codes, StageStore

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.head_files import load_heads
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore

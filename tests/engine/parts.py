@@ -9,21 +9,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import QueryWindow, ScoreTransform, newest_columns, take_queries
-from kvpolicy.engine.attention_sum import AttentionSum
-from kvpolicy.engine.below_mean import BelowMean
-from kvpolicy.engine.block_attention import BlockAttention, OpenTokens
-from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
+from kvpolicy.statistics.windows import QueryWindow, ScoreTransform, newest_columns, take_queries
+from kvpolicy.statistics.attention_sum import AttentionSum
+from kvpolicy.selectors.scissorhands import BelowMean
+from kvpolicy.selectors._blocks import BlockAttention, OpenTokens
+from kvpolicy.statistics.channel_sums import ChannelSums, LargestQueries
 from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.page_geometry import PageGeometry
-from kvpolicy.engine.prefill import token_positions
-from kvpolicy.engine.probing import ProbeQueries
-from kvpolicy.engine.query_moments import Moments
-from kvpolicy.engine.recent_queries import RecentQueries
+from kvpolicy.statistics.windows import token_positions
+from kvpolicy.selectors.probe import ProbeQueries
+from kvpolicy.statistics.query_moments import Moments
+from kvpolicy.statistics.recent_queries import RecentQueries
 from kvpolicy.engine.slot_geometry import SlotGeometry
-from kvpolicy.engine.statistic import Candidates, Statistic
-from kvpolicy.protocols import ALL_HEADS, DecodeMode, Needs, Probes, Seen, StageStore, State, View
+from kvpolicy.statistics.statistic import Candidates, Statistic
+from kvpolicy.protocols import ALL_HEADS, DecodeMode, StageStore, State, View
+from kvpolicy.statistics import Results
 
 
 def gathered(**found: Any) -> tuple[Statistic, ...]:

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform, attend, attend_slots
-from kvpolicy.engine.channel_sums import largest_queries
+from kvpolicy.statistics.windows import Past, ScoreTransform
+from kvpolicy.engine.attention import attend, attend_slots
+from kvpolicy.statistics.channel_sums import largest_queries
 
 HEADS = 2
 GROUP = 3

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform
-from kvpolicy.engine.below_mean import below_mean_counts
-from kvpolicy.protocols import BELOW_MEAN
+from kvpolicy.statistics.windows import Past, ScoreTransform
+from kvpolicy.selectors.scissorhands import below_mean_counts
+from kvpolicy.selectors.scissorhands import BELOW_MEAN
 from tests.conformance.bench import draw
 from tests.engine.parts import newest_queries
 from tests.sampling import product

@@ -14,7 +14,7 @@ import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.engine.state import tensors
 from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.protocols import HeadShape, alloc_state
+from kvpolicy.protocols import HeadShape
 from kvpolicy.registry import lookup
 from kvpolicy.text.budget import bytes_of
 from tests.conformance.models import FAMILIES, build

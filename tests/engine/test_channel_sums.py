@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries, QuerySquares, largest_queries
-from kvpolicy.engine.reading import absolute_sums
-from kvpolicy.engine.statistic import Coming, Tile
+from kvpolicy.statistics.windows import ScoreTransform
+from kvpolicy.statistics.channel_sums import ChannelSums, LargestQueries, QuerySquares, largest_queries
+from kvpolicy.statistics.channel_sums import absolute_sums
+from kvpolicy.statistics.statistic import Coming, Tile
 from kvpolicy.protocols import SINGLE_RANK
 from tests.engine.parts import candidates_of, generator
 

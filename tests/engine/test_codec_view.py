@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.codec_view import CodecView, StagePart
-from kvpolicy.engine.rotary import Rope, SlotRotary
+from kvpolicy.kernels.rotary import Rope, SlotRotary
 from kvpolicy.protocols import StageStore
 from tests.engine.parts import Floats, Uncoded, generator, shuffled
 

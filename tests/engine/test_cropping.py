@@ -13,7 +13,7 @@ import torch
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.cropping import keeps_all
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore

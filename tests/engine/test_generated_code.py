@@ -19,14 +19,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from kvpolicy import Policy
 from kvpolicy.engine import slot_writer
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.engine.rotary import Rope
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.kernels import slot_writes
-from kvpolicy.protocols import Forward
+from kvpolicy.statistics import Forward
 from kvpolicy.registry import lookup, names
 from kvpolicy.selectors.filter_files import FilterFile, save_filters
 from kvpolicy.selectors.gate_files import GateFile, LayerGate, save_gates

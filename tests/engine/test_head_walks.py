@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy import KVPolicyError
 from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.even import Even
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.decode import NO_PAGE
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.rollback import mark, roll_back

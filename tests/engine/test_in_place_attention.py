@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform, attend_slots
+from kvpolicy.statistics.windows import ScoreTransform
+from kvpolicy.engine.attention import attend_slots
 from kvpolicy.engine.in_place_attention import attend_in_place
 from kvpolicy.protocols import Estimated
 

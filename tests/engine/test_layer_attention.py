@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform, attend
-from kvpolicy.engine.attention_sum import AttentionSum
+from kvpolicy.statistics.windows import ScoreTransform
+from kvpolicy.engine.attention import attend
+from kvpolicy.statistics.attention_sum import AttentionSum
 from kvpolicy.engine.layer_attention import layer_attention, without_measured
-from kvpolicy.engine.newest_queries import NewestQueries
+from kvpolicy.statistics.newest_queries import NewestQueries
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.recent_queries import RecentQueries
-from kvpolicy.engine.statistic import Coming, Tile
-from kvpolicy.protocols import SINGLE_RANK, AttentionNeeds, Needs
+from kvpolicy.statistics.recent_queries import RecentQueries
+from kvpolicy.statistics.statistic import Coming, Tile
+from kvpolicy.protocols import SINGLE_RANK, AttentionNeeds
 from tests.sampling import product
 
 TRANSFORMS = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy import H2O, StreamingLLM
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore

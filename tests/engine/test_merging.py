@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import merging
-from kvpolicy.engine.attention import Past, ScoreTransform, attend, attend_slots, window_attention
+from kvpolicy.statistics.windows import Past, ScoreTransform, window_attention
+from kvpolicy.engine.attention import attend, attend_slots
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.state import tensors
 from tests.conformance.bench import Bench, draw

@@ -13,7 +13,7 @@ from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.head_files import HeadFile, save_heads
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.pages import owned_by
 from kvpolicy.protocols import HeadRequest, ModelInfo
 from tests.engine.paged import HEADS, SCALE, Run

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy import Policy
 from kvpolicy.allocators.even import Even
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.pages import row_pages

@@ -13,7 +13,7 @@ from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.codecs.bfp import BFP
 from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.codecs.turboquant import TurboQuant
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_codes import PromptCodes
 from kvpolicy.hf.layer import PolicyLayer

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from kvpolicy import MiKV, Plain, Policy, SnapKV
-from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.channel_sums import LargestQueries
+from kvpolicy.statistics.windows import ScoreTransform
+from kvpolicy.statistics.channel_sums import LargestQueries
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prompt_statistics import PromptStatistics, wanted
-from kvpolicy.engine.recent_queries import RecentQueries
+from kvpolicy.statistics.recent_queries import RecentQueries
 from kvpolicy.hf.layer import make_store
 from kvpolicy.mergers.regress import Regress
 from tests.engine.parts import generator

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy import CountedMerge, DoubleSparsity, MiKV, Plain, SlidingWindow
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
-from kvpolicy.protocols import Forward, Needs, Probes
+from kvpolicy.statistics import Forward
 from tests.engine.parts import generator
 
 HEADS = 2

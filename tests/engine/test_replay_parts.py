@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.statistics.windows import Past, ScoreTransform
 from kvpolicy.engine.replay import Chunk, Gain, attend_context, received
 from kvpolicy.engine.replay_parts import ChunkPlace, attend_and_score
 from tests.engine.parts import generator

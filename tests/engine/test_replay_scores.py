@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.replay import NOT_REPLAYED, Chunk, Gain, add_scores, received
+from kvpolicy.statistics.windows import ScoreTransform
+from kvpolicy.statistics.replay import NOT_REPLAYED
+from kvpolicy.engine.replay import Chunk, Gain, add_scores, received
 from tests.engine.parts import generator
 
 ROWS = 3

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
-from kvpolicy.engine.rotary import Rope, SlotRotary, rope_offset
+from kvpolicy.kernels.rotary import Rope, SlotRotary, rope_offset
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import _ROTATES, _of_text, rope_of

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.engine.attention import Past, ScoreTransform
-from kvpolicy.engine.below_mean import below_mean_counts
+from kvpolicy.statistics.windows import Past, ScoreTransform
+from kvpolicy.selectors.scissorhands import below_mean_counts
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.replay import NOT_REPLAYED
-from kvpolicy.engine.rotary import KeyRotation
+from kvpolicy.statistics.replay import NOT_REPLAYED
+from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.engine.selection import Selection, finite_priority, rank_candidates, select_tokens
-from kvpolicy.protocols import SINGLE_RANK, Forward, Needs, Seen, View
+from kvpolicy.protocols import SINGLE_RANK, View
+from kvpolicy.statistics import Forward, Results
 from tests.conformance.fakes import Roll, undo
 from tests.engine.parts import Ranking, Worth, gathered, generator, newest_queries, shuffled
 from tests.sampling import product

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Policy
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.link import Link

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import KVPolicyError, Policy
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy import Policy, PolicyCache, attach
 from kvpolicy.engine import trimming
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore

@@ -22,7 +22,7 @@ from kvpolicy.allocators.head_files import HeadFile, save_heads
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.codecs._files import save
 from kvpolicy.engine import selection
-from kvpolicy.engine.output_norms import absolute_norms
+from kvpolicy.statistics.output_norms import absolute_norms
 from kvpolicy.engine.state import tensors
 from kvpolicy.parallel.runtime import share
 from kvpolicy.planning.curves import save_layers

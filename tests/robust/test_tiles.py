@@ -19,7 +19,8 @@ import kvpolicy
 from kvpolicy import KVPolicyError, KVPolicyTypeError, Policy, PolicyCache
 from kvpolicy.hf import tile_size
 from kvpolicy.hf.attachment import attachment_of
-from kvpolicy.protocols import Needs, Seen, State, View
+from kvpolicy.statistics import Results
+from kvpolicy.protocols import State, View
 from kvpolicy.selectors.window import SlidingWindow
 from kvpolicy.text.errors import KVPolicyStateError
 from tests.conformance.models import build

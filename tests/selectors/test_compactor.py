@@ -10,7 +10,8 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
-from kvpolicy.protocols import Seen, View
+from kvpolicy.statistics import Results
+from kvpolicy.protocols import View
 from kvpolicy.selectors._leverage import key_leverage, leverage, projection
 from kvpolicy.selectors.compactor import Compactor
 from kvpolicy.testing import check_cache

@@ -14,24 +14,7 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy import Policy
-from kvpolicy.protocols import (
-    Allocator,
-    ChecksModel,
-    Codec,
-    ComparesHeads,
-    Merger,
-    ModelInfo,
-    Needs,
-    Reader,
-    ReaderTraits,
-    ScoredByKeys,
-    Selector,
-    State,
-    View,
-    compares_heads,
-    heads_of,
-    joint_decode,
-)
+from kvpolicy.protocols import Allocator, ChecksModel, Codec, ComparesHeads, Merger, ModelInfo, Reader, ReaderTraits, ScoredByKeys, Selector, State, View, compares_heads, heads_of, joint_decode
 from kvpolicy.selectors.kvcrush import KVCrush
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.selectors.tova import TOVA

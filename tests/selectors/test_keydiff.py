@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import HeadShape, Seen, View
+from kvpolicy.protocols import HeadShape, View
+from kvpolicy.statistics import Results
 from kvpolicy.selectors.keydiff import Differences, KeyDiff
 from tests.conformance.bench import Bench, draw, padding
 

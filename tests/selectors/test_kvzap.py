@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import kvpolicy
 from kvpolicy import KVCrush, KVzap, Policy, PolicyCache
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.protocols import ChecksModel, ModelInfo, Needs, Scored, ScoresInputs
+from kvpolicy.protocols import ChecksModel, ModelInfo, Scored
 from kvpolicy.selectors.gate_files import GateFile, Inner, LayerGate, load_gates, save_gates
 from tests.conformance.bench import Bench, draw
 from tests.conformance.calibration import gates

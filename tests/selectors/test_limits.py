@@ -9,7 +9,8 @@ import torch
 
 from kvpolicy import H2O, ExpectedAttention, KVzip, ProbeSalience, Scissorhands, SnapKV
 from kvpolicy.engine.selection import highest
-from kvpolicy.protocols import Seen, View
+from kvpolicy.statistics import Results
+from kvpolicy.protocols import View
 from kvpolicy.protocols.selector import Scores
 from kvpolicy.selectors import expected
 from tests.selectors.test_expected import DIM, scores

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kvpolicy import KVPolicyError
-from kvpolicy.engine.rotary import KeyRotation
-from kvpolicy.protocols import Seen, View
+from kvpolicy.kernels.rotary import KeyRotation
+from kvpolicy.statistics import Results
+from kvpolicy.protocols import View
 from kvpolicy.selectors.center_files import CenterFile, Centers, save_centers
 from kvpolicy.selectors.triattention import TriAttention
 from tests.conformance.calibration import write

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy.engine.attention import Past
+from kvpolicy.statistics.windows import Past
 from kvpolicy.tuning.answers import Answer, Changes, over
 from kvpolicy.tuning.compression import LayerPrompt, prompt_of, whole
 from kvpolicy.tuning.tap import LayerCall, tapped

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import KVPolicyError
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.hf.dense_cache import moved
 from kvpolicy.hf.layer import make_store
 from kvpolicy_vllm import compressor as compressing

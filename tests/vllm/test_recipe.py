@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError
-from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.hf.layer import make_store
 from kvpolicy.hf.model_spec import describe
 from kvpolicy_vllm.engine import check_compresses

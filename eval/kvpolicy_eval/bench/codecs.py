@@ -21,7 +21,7 @@ from kvpolicy import Policy
 from kvpolicy.distortion import coded_store
 from kvpolicy.engine.codec_view import CodecView
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.engine.rotary import Rope
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.protocols import Codec
 from kvpolicy_eval.bench.timing import compare
 from kvpolicy_eval.common.codecs import CODECS, with_ranking

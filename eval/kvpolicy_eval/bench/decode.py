@@ -9,8 +9,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 import kvpolicy
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.hf.cache_names import cache_argument
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy_eval.bench.floor import Work, decode_work
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.bench.timing import Row, compare

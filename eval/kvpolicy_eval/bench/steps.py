@@ -23,11 +23,13 @@ from transformers.cache_utils import DynamicCache
 import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.codecs._files import save
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prompt_statistics import PromptStatistics
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf.layer import make_store
+from kvpolicy.statistics import AttentionSum
+from kvpolicy.statistics.statistic import first_of
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.tables import format_bytes
 from kvpolicy_eval.bench import decode
 from kvpolicy_eval.bench.models import llama, tokens
@@ -146,10 +148,10 @@ def full_store(policy: str, slots: int, prompt: int | None = None) -> LayerStore
     store = make_store(parts, 0, projection=lambda: projection)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, count, DIM, generator=generator) for _ in range(3))
-    needs = parts.selector.needs | parts.merger.needs
+    sums = first_of(AttentionSum, parts.selector.statistics)
     # The larger the power, the fewer tokens have much of a head's attention: heads differ.
     powers = torch.arange(1, HEADS + 1).view(1, HEADS, 1)
-    attn_sum = torch.rand(1, HEADS, count, generator=generator) ** powers if needs.attn_sum else None
+    attn_sum = torch.rand(1, HEADS, count, generator=generator) ** powers if sums else None
     budget = torch.tensor([slots])
     with torch.inference_mode(False), torch.no_grad():
         store.initialize(k)

@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import QueryWindow, newest_columns
-from kvpolicy.engine.joint_heads import together
-from kvpolicy.engine.reading import AbsoluteSums, absolute_sums
-from kvpolicy.engine.statistic import Candidates, Coming, Tile, WindowStatistic, newest_of
-from kvpolicy.protocols import Ranks
+from kvpolicy.kernels.ranks import Ranks
+from kvpolicy.statistics.joint_heads import together
+from kvpolicy.statistics.statistic import Context, NewestWindow, Statistic, Tile
+from kvpolicy.statistics.windows import QueryWindow
+
+
+class AbsoluteSums(NamedTuple):
+    """Sums of the absolute queries and keys of a prompt in each channel, padding left out.
+
+    Attributes:
+        queries: [B, Hq, D] fp64.
+        keys: [B, H, D] fp64.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+    def plus(self, other: AbsoluteSums) -> AbsoluteSums:
+        """The sums of both."""
+        return AbsoluteSums(self.queries + other.queries, self.keys + other.keys)
+
+
+def absolute_sums(q: Tensor, k: Tensor, valid: Tensor | None) -> AbsoluteSums:
+    """Sum the absolute queries [B, Hq, P, D] and keys [B, H, P, D] of the tokens that are `valid` [B, P], or of all."""
+
+    def total(x: Tensor) -> Tensor:
+        if valid is not None:
+            x = x.masked_fill(~valid[:, None, :, None], 0)
+        # In fp64, so that padding, which changes the order of the sum, does not change the order of the channels.
+        return torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float64)
+
+    return AbsoluteSums(total(q), total(k))
 
 
 @dataclass(frozen=True)
-class LargestQueries:
+class LargestQueries(Statistic[None]):
     """The largest absolute query of each channel, for codecs with `Traits.query_absmax`.
 
     Attributes:
@@ -25,36 +52,30 @@ class LargestQueries:
     """
 
     absmax: Tensor | None = None
-
-    reads_past = False
+    of_readers: ClassVar[bool] = True
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The largest queries."""
         return () if self.absmax is None else (self.absmax,)
 
-    def begun(self, coming: Coming) -> LargestQueries:
-        """Nothing was seen."""
-        return LargestQueries()
-
     def added(self, tile: Tile) -> LargestQueries:
         """The largest of these queries and those before."""
         largest = largest_queries(tile.queries, tile.keys.shape[1], tile.valid)
         return LargestQueries(largest if self.absmax is None else self.absmax.maximum(largest))
 
-    def joined(self, later: LargestQueries, columns: int) -> LargestQueries:
+    def joined(self, later: Any, columns: int) -> LargestQueries:
         """The larger of both."""
         if self.absmax is None or later.absmax is None:
             return self if later.absmax is None else later
         return LargestQueries(torch.stack([self.absmax, later.absmax]).amax(0))
 
-    def beside(self, other: LargestQueries, heads: int) -> LargestQueries:
+    def beside(self, other: Any, heads: int) -> LargestQueries:
         """The larger of both layers, which have the same KV heads."""
         return self.joined(other, 0)
 
-    def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
+    def reduced(self, context: Context) -> None:
         """Nothing that a selector sees."""
-        return {}
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> LargestQueries:
         """The same with `fn` of the largest queries."""
@@ -62,7 +83,7 @@ class LargestQueries:
 
 
 @dataclass(frozen=True)
-class QuerySquares(WindowStatistic):
+class QuerySquares(NewestWindow[None]):
     """The newest queries, for codecs with `Traits.query_squares`.
 
     Attributes:
@@ -72,23 +93,11 @@ class QuerySquares(WindowStatistic):
 
     width: int
     window: QueryWindow | None = None
+    reads_past: ClassVar[bool] = False
+    of_attention: ClassVar[bool] = False
 
-    @property
-    def reads_past(self) -> bool:
-        """Keys are not looked at."""
-        return False
-
-    def columns(self, coming: Coming) -> Tensor:
-        """The newest columns."""
-        return newest_columns(coming.valid, coming.shape, self.width, coming.seen.device)
-
-    def newest(self, window: QueryWindow) -> QueryWindow:
-        """As many as in one piece."""
-        return newest_of(window, self.width)
-
-    def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
+    def reduced(self, context: Context) -> None:
         """Nothing that a selector sees."""
-        return {}
 
     def mean(self, ranks: Ranks, heads: int) -> tuple[Tensor, Tensor]:
         """The mean square of each channel over the queries of a KV head, and which rows have a query.
@@ -110,7 +119,7 @@ class QuerySquares(WindowStatistic):
 
 
 @dataclass(frozen=True)
-class ChannelSums:
+class ChannelSums(Statistic[None]):
     """Sums of absolute queries and keys, for readers with `ReaderTraits.salience`.
 
     Attributes:
@@ -118,37 +127,31 @@ class ChannelSums:
     """
 
     sums: AbsoluteSums | None = None
-
-    reads_past = False
+    of_readers: ClassVar[bool] = True
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The sums of queries and of keys."""
         return self.sums or ()
 
-    def begun(self, coming: Coming) -> ChannelSums:
-        """Nothing was seen."""
-        return ChannelSums()
-
     def added(self, tile: Tile) -> ChannelSums:
         """Add the tokens of a tile."""
         sums = absolute_sums(tile.queries, tile.keys, tile.valid)
         return ChannelSums(sums if self.sums is None else self.sums.plus(sums))
 
-    def joined(self, later: ChannelSums, columns: int) -> ChannelSums:
+    def joined(self, later: Any, columns: int) -> ChannelSums:
         """The sums over the tokens of both."""
         if self.sums is None or later.sums is None:
             return self if later.sums is None else later
         return ChannelSums(self.sums.plus(later.sums))
 
-    def beside(self, other: ChannelSums, heads: int) -> ChannelSums:
+    def beside(self, other: Any, heads: int) -> ChannelSums:
         """The sums of the queries of both layers, which have the same keys."""
         assert self.sums is not None and other.sums is not None
         return ChannelSums(self.sums._replace(queries=together(self.sums.queries, other.sums.queries, heads)))
 
-    def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
+    def reduced(self, context: Context) -> None:
         """Nothing that a selector sees."""
-        return {}
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> ChannelSums:
         """The same with `fn` of the sums."""

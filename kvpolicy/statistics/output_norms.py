@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import TILE_ELEMENTS
+from kvpolicy.statistics.statistic import Context, Sizes, Statistic, Working, by_query_head
+from kvpolicy.statistics.windows import TILE_ELEMENTS
 
-Projection = Callable[[], Tensor]
-"""Reads the output projection of a layer on this rank when it is needed, since weights may move.
 
-It is [hidden, Hq * D], or [B, hidden, Hq * D] where rows have their own.
-"""
+@dataclass(frozen=True)
+class OutputNorms(Statistic[Tensor]):
+    """The norms of the values of all candidates behind the output projection, [B, Hq, N] fp32.
+
+    A norm is the sum of the absolute numbers that the value becomes behind the query head's slice of the projection.
+    """
+
+    reads_past: ClassVar[bool] = True
+    reads_vectors: ClassVar[bool] = True
+    words: ClassVar[str] = "how much the value of each token adds to the residual stream"
+
+    def reduced(self, context: Context) -> Tensor:
+        """The norms."""
+        assert context.projection is not None
+        return absolute_norms(context.all_values, context.projection())
+
+    def reordered(self, result: Tensor, order: Tensor) -> Tensor:
+        """In another order."""
+        return by_query_head(result, order)
+
+    def working(self, sizes: Sizes) -> Working:
+        """The norms of every query head, a slice of the projection and a tile of hidden vectors."""
+        return Working(chosen=4 * (sizes.scores + TILE_ELEMENTS + sizes.hidden * sizes.head_dim))
 
 
 def euclidean_norms(values: Tensor, projection: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from kvpolicy.kernels.compiled import call, is_compiled
 from kvpolicy.kernels.rotation import rotate_halves
-from kvpolicy.protocols import At
 from kvpolicy.text.errors import KVPolicyError
 
 _TILE = 512
@@ -222,7 +221,7 @@ class SlotRotary:
         self._newest = newest + offset
         self.occupied: Tensor = positions >= 0
 
-    def keys(self, keys: Tensor, at: At) -> Tensor:
+    def keys(self, keys: Tensor, at: slice | Tensor) -> Tensor:
         """Rotate keys of the slots `at` to their positions, fp32; see `RotaryView.keys`."""
         positions = self._positions[..., at] if isinstance(at, slice) else self._positions.gather(-1, at)
         frequencies = self._rope.frequencies(keys.shape[-1]) if is_compiled(self._positions) else None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import TILE_ELEMENTS, take_queries
-from kvpolicy.engine.joint_heads import together
-from kvpolicy.engine.prefill import token_positions
-from kvpolicy.engine.statistic import Candidates, Coming, Tile
+from kvpolicy.statistics import Coming, Context, Sizes, Statistic, Tile, Working
+from kvpolicy.statistics.joint_heads import together
+from kvpolicy.statistics.statistic import SCORE_NBYTES, SHORTEST_TILE, by_query_head
+from kvpolicy.statistics.windows import TILE_ELEMENTS, take_queries
 
 
 class OpenTokens(NamedTuple):
@@ -47,7 +48,7 @@ class OpenTokens(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockAttention:
+class BlockAttention(Statistic[Tensor]):
     """Attention without a scale inside blocks of positions, each token to all tokens of its block.
 
     A block begins at the same positions whatever pieces a prompt comes in, so that pieces need not agree on anything.
@@ -67,7 +68,11 @@ class BlockAttention:
     open: OpenTokens | None = None
     positions: Tensor | None = None
 
-    reads_past = False
+    of_readers: ClassVar[bool] = True
+
+    def described(self) -> str:
+        """Which attention."""
+        return f"the attention inside blocks of {self.size:,} tokens of the prompt"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -76,9 +81,7 @@ class BlockAttention:
 
     def begun(self, coming: Coming) -> BlockAttention:
         """Nothing was seen."""
-        return BlockAttention(
-            self.size, self.first, positions=token_positions(coming.valid, coming.columns, coming.seen)
-        )
+        return BlockAttention(self.size, self.first, positions=coming.positions)
 
     def added(self, tile: Tile) -> BlockAttention:
         """Sum the blocks that a tile completes."""
@@ -94,7 +97,7 @@ class BlockAttention:
             tokens = self.open.then(tokens) if self.open.places.shape[1] else tokens
         return self._summed(sums, tokens)
 
-    def joined(self, later: BlockAttention, columns: int) -> BlockAttention:
+    def joined(self, later: Any, columns: int) -> BlockAttention:
         """The blocks of both, and those that the later chunk completes."""
         if self.sums is None or self.open is None or later.sums is None or later.open is None:
             return self if later.sums is None else later
@@ -105,20 +108,35 @@ class BlockAttention:
         sums, rest = sum_blocks(sums, tokens, self.size, partial=False)
         return replace(self, sums=sums, open=rest)
 
-    def beside(self, other: BlockAttention, heads: int) -> BlockAttention:
+    def beside(self, other: Any, heads: int) -> BlockAttention:
         """The sums and the tokens of both layers, which have the same keys."""
         assert self.sums is not None and self.open is not None and other.sums is not None and other.open is not None
         queries = together(self.open.queries, other.open.queries, heads)
         sums = together(self.sums, other.sums, heads)
         return replace(self, sums=sums, open=self.open._replace(queries=queries))
 
-    def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
-        """The sums of all blocks, and how many tokens the prompt adds."""
+    def reduced(self, context: Context) -> Tensor:
+        """The sums of all blocks, [B, Hq, N] fp32; 0 for tokens from before, and for those in no block."""
         assert self.sums is not None and self.open is not None
-        return {
-            "block_attn": sum_blocks(self.sums, self.open, self.size, partial=True)[0],
-            "added": candidates.added,
-        }
+        return F.pad(sum_blocks(self.sums, self.open, self.size, partial=True)[0], (context.slots, 0))
+
+    def reordered(self, result: Tensor, order: Tensor) -> Tensor:
+        """In another order."""
+        return by_query_head(result, order)
+
+    def working(self, sizes: Sizes) -> Working:
+        """The sums, the tokens of blocks that are not complete, and a block of a tile."""
+        block = min(self.size, sizes.columns)
+        # Queries and keys of a token: those of the first and of the last block are held, and put before a tile's.
+        width = sizes.widest + sizes.heads * sizes.head_dim
+        sums = 4 * sizes.scores
+        held = 2 * sizes.batch * block * width * sizes.itemsize + sums
+        joined = sizes.batch * sizes.tile * width * sizes.itemsize * (sizes.tile < sizes.columns)
+        of_block = sizes.batch * block * width * (4 + sizes.itemsize)
+        scores = sizes.batch * sizes.queries * block
+        rows = min(max(TILE_ELEMENTS // max(scores, 1), SHORTEST_TILE), block)
+        summed = sums + joined + of_block + SCORE_NBYTES * scores * rows
+        return Working(held, held + summed, held + 2 * 4 * sizes.scores)
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> BlockAttention:
         """The same with `fn` of the sums and of the tokens."""

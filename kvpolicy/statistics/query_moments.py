@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import TILE_ELEMENTS
-from kvpolicy.engine.mixed_values import read_values
-from kvpolicy.engine.prefill import token_positions
-from kvpolicy.engine.rotary import KeyRotation, Rope
-from kvpolicy.engine.statistic import Candidates, Coming, Tile
-from kvpolicy.protocols import Needs, NewToken, QueryMoments
+from kvpolicy.kernels.rotary import KeyRotation, Rope
+from kvpolicy.statistics.statistic import Coming, Context, Sizes, Statistic, Tile, Working
+from kvpolicy.statistics.windows import TILE_ELEMENTS
+
+
+class QueryMoments(NamedTuple):
+    """The first and second moments of queries without their rotation, fp32, of valid tokens only.
+
+    Attributes:
+        queries: How many queries there are, [B].
+        total: Their sum, [B, H, G, D].
+        product: The sum of their outer products, [B, H, G, D, D].
+    """
+
+    queries: Tensor
+    total: Tensor
+    product: Tensor
+
+
+class ObservedMoments(NamedTuple):
+    """The moments of a forward's queries, and what they are used with.
+
+    Attributes:
+        moments: The moments; None if no query counts.
+        rotation: How the model rotates queries.
+    """
+
+    moments: QueryMoments | None
+    rotation: KeyRotation
 
 
 @dataclass(frozen=True)
-class Moments:
+class Moments(Statistic[ObservedMoments]):
     """The first and second moments of the queries without their rotation.
 
     Attributes:
@@ -33,7 +56,7 @@ class Moments:
     positions: Tensor | None = None
     rope: Rope | None = None
 
-    reads_past = False
+    words: ClassVar[str] = "the mean and covariance of the queries"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -42,7 +65,7 @@ class Moments:
 
     def begun(self, coming: Coming) -> Moments:
         """Nothing was seen."""
-        return Moments(self.first, None, token_positions(coming.valid, coming.columns, coming.seen), coming.rope)
+        return Moments(self.first, None, coming.positions, coming.rope)
 
     def added(self, tile: Tile) -> Moments:
         """Add the queries of a tile."""
@@ -51,24 +74,24 @@ class Moments:
         moments = sum_moments(tile.queries, tile.keys.shape[1], at, self.first, self.rope)
         return replace(self, moments=moments if self.moments is None else _added(self.moments, moments))
 
-    def joined(self, later: Moments, columns: int) -> Moments:
+    def joined(self, later: Any, columns: int) -> Moments:
         """The moments of the queries of both."""
         if self.moments is None or later.moments is None:
             return self if later.moments is None else later
         return replace(later, moments=_added(self.moments, later.moments))
 
-    def beside(self, other: Moments, heads: int) -> Moments:
-        """The layer's own: a selector may hold moments of each of its query heads."""
-        return self
-
-    def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
-        """The moments, and what they are used with."""
-        scale = candidates.transform.scale
-        return {"moments": self.moments, "mean_rotation": KeyRotation(self.rope).mean, "scale": scale}
-
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Moments:
         """The same with `fn` of the moments."""
         return replace(self, moments=None if self.moments is None else QueryMoments(*map(fn, self.moments)))
+
+    def reduced(self, context: Context) -> ObservedMoments:
+        """The moments, and how queries are rotated."""
+        return ObservedMoments(self.moments, KeyRotation(self.rope))
+
+    def working(self, sizes: Sizes) -> Working:
+        """Several tensors of a tile of queries."""
+        elements = sizes.batch * sizes.tile * sizes.widest
+        return Working(chosen=5 * 4 * min(TILE_ELEMENTS // 4, elements))
 
 
 def _added(first: QueryMoments, second: QueryMoments) -> QueryMoments:
@@ -105,16 +128,3 @@ def sum_moments(q: Tensor, heads: int, positions: Tensor, first: int, rope: Rope
 def plain_queries(q: Tensor, positions: Tensor, rope: Rope | None) -> Tensor:
     """Queries [B, Hq, n, D] at positions [B, n] without their rotation, fp32."""
     return q.float() if rope is None else rope.unrotate_rows(q, positions)
-
-
-def new_token(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, needs: Needs, rope: Rope | None, latent: int = 0
-) -> NewToken | None:
-    """The token of a decode step at `positions` [B, 1], as far as a selector needs it; see `read_values`."""
-    if not needs.vectors:
-        return None
-    queries = q.detach()
-    plain = None if needs.query_moments is None else plain_queries(queries, positions, rope)
-    taken = queries if needs.newest_queries else None
-    by_head = (None if t is None else t.squeeze(2).unflatten(1, (k.shape[1], -1)) for t in (plain, taken))
-    return NewToken(k.detach(), read_values(k, v, latent).detach(), *by_head)

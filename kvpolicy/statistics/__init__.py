@@ -1,0 +1,36 @@
+"""Statistics of a prompt: what a part hands over, and finds the results of."""
+
+from kvpolicy.statistics.attention_sum import AttentionSum as AttentionSum
+from kvpolicy.statistics.generated_attention import GeneratedAttention as GeneratedAttention
+from kvpolicy.statistics.input_scores import InputScorer as InputScorer
+from kvpolicy.statistics.input_scores import InputScores as InputScores
+from kvpolicy.statistics.input_scores import NewScores as NewScores
+from kvpolicy.statistics.module_call import Forward as Forward
+from kvpolicy.statistics.module_call import ModuleCall as ModuleCall
+from kvpolicy.statistics.newest_queries import NewestQueries as NewestQueries
+from kvpolicy.statistics.newest_queries import Queries as Queries
+from kvpolicy.statistics.output_norms import OutputNorms as OutputNorms
+from kvpolicy.statistics.query_moments import Moments as Moments
+from kvpolicy.statistics.query_moments import ObservedMoments as ObservedMoments
+from kvpolicy.statistics.query_moments import QueryMoments as QueryMoments
+from kvpolicy.statistics.recent_queries import RecentQueries as RecentQueries
+from kvpolicy.statistics.recent_queries import WindowAttention as WindowAttention
+from kvpolicy.statistics.reduced_rows import AttentionRows as AttentionRows
+from kvpolicy.statistics.reduced_rows import ReducedRows as ReducedRows
+from kvpolicy.statistics.reduced_rows import RowReducer as RowReducer
+from kvpolicy.statistics.replay import Replay as Replay
+from kvpolicy.statistics.replay import ReplayedRows as ReplayedRows
+from kvpolicy.statistics.statistic import Coming as Coming
+from kvpolicy.statistics.statistic import Context as Context
+from kvpolicy.statistics.statistic import NewestWindow as NewestWindow
+from kvpolicy.statistics.statistic import Results as Results
+from kvpolicy.statistics.statistic import Sizes as Sizes
+from kvpolicy.statistics.statistic import Statistic as Statistic
+from kvpolicy.statistics.statistic import Tile as Tile
+from kvpolicy.statistics.statistic import WindowStatistic as WindowStatistic
+from kvpolicy.statistics.statistic import Working as Working
+from kvpolicy.statistics.statistic import union as union
+from kvpolicy.statistics.vectors import Candidates as Candidates
+from kvpolicy.statistics.vectors import Rotation as Rotation
+from kvpolicy.statistics.vectors import UnrotatedKeys as UnrotatedKeys
+from kvpolicy.statistics.vectors import Vectors as Vectors

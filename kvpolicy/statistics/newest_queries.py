@@ -1,0 +1,59 @@
+"""The newest queries of a prompt, as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from kvpolicy.statistics.statistic import SHORTEST_TILE, Context, NewestWindow, Sizes, Working
+from kvpolicy.statistics.windows import TILE_ELEMENTS, QueryWindow
+
+
+class Queries(NamedTuple):
+    """Queries as attention takes them.
+
+    Attributes:
+        queries: [B, Hq, W, D], the newest last; any where a batch row has fewer.
+        added: How many tokens this forward adds to each row, [B] int64.
+        scale: The factor that products of queries and keys are multiplied by.
+    """
+
+    queries: Tensor
+    added: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class NewestQueries(NewestWindow[Queries]):
+    """The newest queries, which the selector multiplies with keys by itself.
+
+    Attributes:
+        width: How many of each row.
+        window: The queries so far; None before a prompt.
+    """
+
+    width: int
+    window: QueryWindow | None = None
+    reads_past: ClassVar[bool] = False
+    of_readers: ClassVar[bool] = False
+    of_attention: ClassVar[bool] = False
+
+    def described(self) -> str:
+        """How many."""
+        return f"the last {self.width:,} queries"
+
+    def beside(self, other: Any, heads: int) -> NewestQueries:
+        """The layer's own: a selector may hold queries of each of its query heads."""
+        return self
+
+    def reduced(self, context: Context) -> Queries:
+        """The queries, and what they are used with."""
+        assert self.window is not None
+        return Queries(self.window.queries, context.added, context.transform.scale)
+
+    def working(self, sizes: Sizes) -> Working:
+        """Tiles of products, of keys with keys too, and what they are compared by."""
+        candidates = sizes.candidates
+        return Working(chosen=3 * 4 * max(min(TILE_ELEMENTS, candidates * sizes.keys), SHORTEST_TILE * candidates))
