@@ -120,14 +120,12 @@ class PendingPrompt(NamedTuple):
             projection: Reads the output projection, if a statistic needs it.
             latent: How many numbers of a key are its value, where none is held; else 0.
         """
-        none = torch.zeros(self.keys.shape[0], dtype=torch.int64, device=self.keys.device)
         context = Context(
             keys=self.keys,
             values=self.values,
             valid=self.valid,
             transform=self.transform,
             past=past,
-            added=self.lengths(none),
             positions=positions,
             layer_idx=layer_idx,
             ranks=ranks,

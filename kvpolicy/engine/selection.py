@@ -139,7 +139,8 @@ def rank_candidates(
         order = positions.argsort(dim=-1, stable=True)
         positions, state = positions.gather(-1, order), map_slots(lambda t: t.gather(-1, order), state)
         found = {type(each): each.reordered(found[type(each)], order) for each in prompt.statistics}
-    view = View(positions, prompt.lengths(seen_before), keep, layer_idx, ranks, alike=not slots)
+    length = prompt.lengths(seen_before)
+    view = View(positions, length, keep, layer_idx, ranks, alike=not slots, added=length - seen_before)
     after = _in_dtypes_of(state, selector.observe(state, Results(found), view))
     priority = finite_priority(selector.priority(after, view))
     return Ranking(view, state, after, priority, order, window)

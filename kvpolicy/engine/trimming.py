@@ -79,7 +79,7 @@ def trim(layer: LayerContents, held: tuple[Tensor, State], pending: PendingPromp
         values = pending.values
     chosen = highest(priority, view, most[:, None])
     batch = TokenBatch(keys, values, view.positions, state, chosen).trimmed()
-    view = view._replace(positions=batch.positions, alike=False)
+    view = view._replace(positions=batch.positions, alike=False, added=None)
     kept = tuple(each for each in pending.statistics if isinstance(each, _NOT_OF_TOKENS))
     smaller = pending._replace(
         keys=batch.keys,

@@ -81,6 +81,7 @@ class View(NamedTuple):
         ranks: The ranks that hold the model's other heads. Whatever looks at all heads, or at all query heads of a
             KV head, asks it.
         alike: Whether all heads of all ranks have the same candidates, as in a first prompt.
+        added: [B] int64, how many tokens a prompt or chunk adds to each row, in `Selector.observe`.
         token: The newest token, in `Selector.step`, if the selector asks for `Vectors(generated=True)`.
     """
 
@@ -90,6 +91,7 @@ class View(NamedTuple):
     layer_idx: int
     ranks: Ranks = SINGLE_RANK
     alike: bool = False
+    added: Tensor | None = None
     token: NewToken | None = None
 
     @property

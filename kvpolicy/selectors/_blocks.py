@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpolicy.statistics import Coming, Context, Sizes, Statistic, Tile, Working
 from kvpolicy.statistics.joint_heads import together
-from kvpolicy.statistics.statistic import SCORE_NBYTES, SHORTEST_TILE, by_query_head
+from kvpolicy.statistics.statistic import SCORE_NBYTES, SHORTEST_TILE
 from kvpolicy.statistics.windows import TILE_ELEMENTS, take_queries
 
 
@@ -69,6 +69,7 @@ class BlockAttention(Statistic[Tensor]):
     positions: Tensor | None = None
 
     of_readers: ClassVar[bool] = True
+    along: ClassVar = "heads"
 
     def described(self) -> str:
         """Which attention."""
@@ -119,10 +120,6 @@ class BlockAttention(Statistic[Tensor]):
         """The sums of all blocks, [B, Hq, N] fp32; 0 for tokens from before, and for those in no block."""
         assert self.sums is not None and self.open is not None
         return F.pad(sum_blocks(self.sums, self.open, self.size, partial=True)[0], (context.slots, 0))
-
-    def reordered(self, result: Tensor, order: Tensor) -> Tensor:
-        """In another order."""
-        return by_query_head(result, order)
 
     def working(self, sizes: Sizes) -> Working:
         """The sums, the tokens of blocks that are not complete, and a block of a tile."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch import Tensor
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.selectors._common import group_mean, keep_always
 from kvpolicy.statistics import AttentionSum, Context, GeneratedAttention, NewestWindow, Results, Statistic
-from kvpolicy.statistics.statistic import by_query_head
-from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform, window_attention, window_tiles
+from kvpolicy.statistics.windows import QueryWindow
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.parameters import check_min
@@ -23,20 +22,8 @@ NEGLIGIBLE = 1e-7
 """Queries that count less than this are left out: less than fp32 tells of the newest one."""
 
 
-class Decayed(NamedTuple):
-    """Attention of which newer queries count more.
-
-    Attributes:
-        sums: Attention summed over the newest queries, each times a factor for every query behind it, [B, Hq, N] fp32.
-        added: How many tokens this forward adds to each row, [B] int64.
-    """
-
-    sums: Tensor
-    added: Tensor
-
-
 @dataclass(frozen=True)
-class DecayedSum(NewestWindow[Decayed]):
+class DecayedSum(NewestWindow[Tensor]):
     """Attention summed over the newest queries, each times a factor for every query behind it.
 
     Attributes:
@@ -48,20 +35,19 @@ class DecayedSum(NewestWindow[Decayed]):
     width: int
     factor: float
     window: QueryWindow | None = None
+    along: ClassVar = "heads"
 
     def described(self) -> str:
         """Their attention weights."""
         return f"the attention weights of the last {self.width:,} queries of the prompt, newer ones more"
 
-    def reduced(self, context: Context) -> Decayed:
-        """The sums, and how many tokens the prompt adds."""
+    def reduced(self, context: Context) -> Tensor:
+        """The sums, [B, Hq, N] fp32."""
         assert self.window is not None
-        sums = decayed_sums(self.window, self.factor, context.keys, context.transform, context.past, context.valid)
-        return Decayed(sums, context.added)
-
-    def reordered(self, result: Decayed, order: Tensor) -> Decayed:
-        """In another order."""
-        return result._replace(sums=by_query_head(result.sums, order))
+        width = self.window.queries.shape[2]
+        share = torch.full((width,), self.factor, dtype=torch.float64, device=context.keys.device)
+        share = share.pow(torch.arange(width - 1, -1, -1, device=share.device)).float()
+        return self.summed(context, lambda weights, part, tile: share[part] @ weights)
 
 
 @named_options
@@ -123,9 +109,9 @@ class A2SF(Scored):
         """Add the attention of a prefill, after what was accumulated has been forgotten in part."""
         if self.factor == 1:
             return Scores(state.score + group_mean(seen[AttentionSum], view))
-        found = seen[DecayedSum]
-        left = torch.full_like(state.score[:, 0, 0], self.factor, dtype=torch.float64).pow(found.added).float()
-        return Scores(state.score * left[:, None, None] + group_mean(found.sums, view))
+        assert view.added is not None
+        left = torch.full_like(state.score[:, 0, 0], self.factor, dtype=torch.float64).pow(view.added).float()
+        return Scores(state.score * left[:, None, None] + group_mean(seen[DecayedSum], view))
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
         """Add the attention of a decoded token."""
@@ -141,31 +127,4 @@ class A2SF(Scored):
 
     def statistic(self, seen: Results, view: View) -> Tensor | None:
         """The attention of this forward, per query head."""
-        return seen[AttentionSum] if self.factor == 1 else seen[DecayedSum].sums
-
-
-def decayed_sums(
-    window: QueryWindow, factor: float, k: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None
-) -> Tensor:
-    """Attention of a window of queries, each of them times `factor` for every query behind it.
-
-    Args:
-        window: The queries, the newest last.
-        factor: Of each query over that of the next one.
-        k: New keys, [B, H, P, D].
-        transform: From products to attention weights.
-        past: Slots that come before them, or None.
-        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
-
-    Returns:
-        [B, Hq, S + P] fp32, over past slots and new tokens.
-    """
-    batch, heads, width, _ = window.queries.shape
-    held = 0 if past is None else past.keys.shape[2]
-    total = k.new_zeros(batch, heads, held + k.shape[2], dtype=torch.float32)
-    share = torch.full((width,), factor, dtype=torch.float64, device=k.device)
-    share = share.pow(torch.arange(width - 1, -1, -1, device=k.device)).float()
-    for part, tile in window_tiles(window, total.shape[2]):
-        weights = window_attention(tile, k, transform, past, valid)
-        total += (share[part] @ weights).to(total.dtype)
-    return total
+        return seen[AttentionSum] if self.factor == 1 else seen[DecayedSum]

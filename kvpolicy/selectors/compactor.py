@@ -107,9 +107,8 @@ class Compactor(Selector):
 
     def observe(self, state: Blend, seen: Results, view: View) -> State:
         """Score the tokens of the prompt; others keep their score."""
-        added = seen[Vectors].added
-        assert added is not None
-        first = (view.length - added).clamp_min(self.sinks)
+        assert view.added is not None
+        first = (view.length - view.added).clamp_min(self.sinks)
         scored = view.positions >= first[:, None, None]
         leverage = key_leverage(seen[UnrotatedKeys], scored, self.sketch, self.regular, view.layer_idx)
         attention = _attention(seen, scored, view)

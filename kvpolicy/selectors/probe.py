@@ -12,8 +12,8 @@ from torch import Tensor
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Scored, State, View
 from kvpolicy.selectors._common import group_mean, keep_always
 from kvpolicy.statistics import Coming, Context, GeneratedAttention, Results, Statistic, WindowStatistic
-from kvpolicy.statistics.statistic import by_query_head
-from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform, window_attention, window_tiles
+from kvpolicy.statistics.statistic import by_head
+from kvpolicy.statistics.windows import QueryWindow
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.parameters import check_range
@@ -59,11 +59,16 @@ class ProbeQueries(WindowStatistic[Probed]):
     def reduced(self, context: Context) -> Probed:
         """Sums of the probes' attention, and how many probes could see each token."""
         assert self.window is not None
-        return Probed(*probe_sums(self.window, context.keys, context.transform, context.past, context.valid))
+        total = self.summed(context, lambda weights, part, tile: weights.sum(2))
+        column = torch.arange(context.keys.shape[2], device=total.device)
+        seen = ((self.window.at[..., None] >= column) & (self.window.at >= 0)[..., None]).sum(1)  # [B, P]
+        every = (self.window.at >= 0).sum(1, keepdim=True).expand(-1, total.shape[2] - seen.shape[1])
+        count = torch.cat([every, seen], -1).to(total)
+        return Probed(total, count[:, None].expand(-1, total.shape[1], -1))
 
     def reordered(self, result: Probed, order: Tensor) -> Probed:
         """In another order."""
-        return Probed(by_query_head(result.sums, order), by_query_head(result.counts, order))
+        return Probed(by_head(result.sums, order), by_head(result.counts, order))
 
 
 class Salience(NamedTuple):
@@ -192,23 +197,3 @@ def probe_columns(valid: Tensor | None, shape: tuple[int, int], probes: ProbeQue
     rows = [torch.arange(new, device="cpu")] * batch if valid is None else [row.nonzero()[:, 0].cpu() for row in valid]
     chosen = [row[draw_probes(len(row), probes)] for row in rows]
     return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1).to(device)
-
-
-def probe_sums(
-    window: QueryWindow, k: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Sum the attention of the probes over past slots and new tokens, and count how many probes could see each.
-
-    Returns:
-        Sums and counts, each [B, Hq, S + P] fp32.
-    """
-    batch, heads = window.queries.shape[:2]
-    held = 0 if past is None else past.keys.shape[2]
-    total = k.new_zeros(batch, heads, held + k.shape[2], dtype=torch.float32)
-    for _, tile in window_tiles(window, total.shape[2]):
-        total += window_attention(tile, k, transform, past, valid).sum(2)
-    column = torch.arange(k.shape[2], device=k.device)
-    seen = ((window.at[..., None] >= column) & (window.at >= 0)[..., None]).sum(1)  # [B, P]
-    every = (window.at >= 0).sum(1, keepdim=True).expand(-1, held)
-    count = torch.cat([every, seen], -1).to(total)
-    return total, count[:, None].expand(-1, heads, -1)

@@ -116,15 +116,16 @@ class RKV(Selector):
     def observe(self, state: Reasoned, seen: Results, view: View) -> State:
         """Take the newest queries of a prompt, and rank every candidate."""
         newest = seen[NewestQueries]
+        assert view.added is not None
         queries = state.queries
         heads = queries.shape[1]
-        width = newest.queries.shape[2]
+        width = newest.shape[2]
         for number in range(width):  # the newest last
             behind = width - 1 - number
             place = (view.length - 1 - behind) % self.window
             at = torch.arange(self.window, device=place.device) == place[:, None]
-            at &= (behind < newest.added)[:, None]
-            new = newest.queries[:, :, number].float().unflatten(1, (heads, 1, -1))
+            at &= (behind < view.added)[:, None]
+            new = newest[:, :, number].float().unflatten(1, (heads, 1, -1))
             queries = torch.where(at[:, None, :, None, None], new, queries)
         return self.rerank(state._replace(queries=queries), seen, view)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.selectors._common import group_mean, keep_always
 from kvpolicy.statistics import Context, GeneratedAttention, NewestWindow, Results, Statistic
-from kvpolicy.statistics.statistic import by_query_head
-from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform, window_attention, window_tiles
+from kvpolicy.statistics.windows import Past, QueryWindow
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.parameters import check_min
 from kvpolicy.text.validation import check_fields
@@ -21,21 +20,8 @@ BELOW_MEAN = 1 - 1e-4
 """The multiple of the mean attention below which a weight counts as less: equal weights differ by rounding only."""
 
 
-class Ignored(NamedTuple):
-    """How often each candidate was ignored.
-
-    Attributes:
-        counts: How many of the newest queries attend to it less than to the mean of the tokens that they see,
-            [B, Hq, N] fp32.
-        added: How many tokens this forward adds to each row, [B] int64.
-    """
-
-    counts: Tensor
-    added: Tensor
-
-
 @dataclass(frozen=True)
-class BelowMean(NewestWindow[Ignored]):
+class BelowMean(NewestWindow[Tensor]):
     """How many of the newest queries attend to a token less than to the mean of the tokens that they see.
 
     Attributes:
@@ -45,20 +31,21 @@ class BelowMean(NewestWindow[Ignored]):
 
     width: int
     window: QueryWindow | None = None
+    along: ClassVar = "heads"
 
     def described(self) -> str:
         """Which tokens are ignored."""
         return f"which tokens the last {self.width:,} queries attend to less than the mean"
 
-    def reduced(self, context: Context) -> Ignored:
-        """Counts of the queries, and how many tokens the prompt adds."""
-        assert self.window is not None
-        counts = below_mean_counts(self.window, context.keys, context.transform, context.past, context.valid)
-        return Ignored(counts, context.added)
+    def reduced(self, context: Context) -> Tensor:
+        """How many of the queries ignore each candidate."""
 
-    def reordered(self, result: Ignored, order: Tensor) -> Ignored:
-        """In another order."""
-        return result._replace(counts=by_query_head(result.counts, order))
+        def ignored(weights: Tensor, part: slice, tile: QueryWindow) -> Tensor:
+            seen = _visible(tile, context.keys, context.past, context.valid)
+            seen = seen.repeat_interleave(weights.shape[1] // context.keys.shape[1], 1)  # [B, Hq, W, S + P]
+            return (weights.mul_(seen.sum(-1, keepdim=True)).lt(BELOW_MEAN) & seen).sum(2)
+
+        return self.summed(context, ignored)
 
 
 @named_options
@@ -120,9 +107,9 @@ class Scissorhands(Scored):
 
     def observe(self, state: Scores, seen: Results, view: View) -> State:
         """Count the newest queries of a prompt that ignore each token; earlier queries leave the window."""
-        found = seen[BelowMean]
-        left = (1 - found.added / self.window).clamp_min(0).float()
-        return Scores(state.score * left[:, None, None] + group_mean(found.counts, view))
+        assert view.added is not None
+        left = (1 - view.added / self.window).clamp_min(0).float()
+        return Scores(state.score * left[:, None, None] + group_mean(seen[BelowMean], view))
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
         """Count the tokens that a decoded token ignores."""
@@ -137,32 +124,7 @@ class Scissorhands(Scored):
 
     def statistic(self, seen: Results, view: View) -> Tensor | None:
         """Minus the number of the newest queries that ignore the token, per query head."""
-        return -seen[BelowMean].counts
-
-
-def below_mean_counts(
-    window: QueryWindow, k: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None
-) -> Tensor:
-    """Count the queries of a window that give a token less than the mean of the tokens that they see.
-
-    Args:
-        window: The queries.
-        k: New keys, [B, H, P, D].
-        transform: From products to attention weights.
-        past: Slots that come before them, or None.
-        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
-
-    Returns:
-        [B, Hq, S + P] fp32, over past slots and new tokens.
-    """
-    batch, heads = window.queries.shape[:2]
-    held = 0 if past is None else past.keys.shape[2]
-    total = k.new_zeros(batch, heads, held + k.shape[2], dtype=torch.float32)
-    for _, tile in window_tiles(window, total.shape[2]):
-        seen = _visible(tile, k, past, valid).repeat_interleave(heads // k.shape[1], 1)  # [B, Hq, W, S + P]
-        weights = window_attention(tile, k, transform, past, valid)
-        total += (weights.mul_(seen.sum(-1, keepdim=True)).lt(BELOW_MEAN) & seen).sum(2)
-    return total
+        return -seen[BelowMean]
 
 
 def _visible(window: QueryWindow, k: Tensor, past: Past | None, valid: Tensor | None) -> Tensor:

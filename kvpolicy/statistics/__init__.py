@@ -8,7 +8,6 @@ from kvpolicy.statistics.input_scores import NewScores as NewScores
 from kvpolicy.statistics.module_call import Forward as Forward
 from kvpolicy.statistics.module_call import ModuleCall as ModuleCall
 from kvpolicy.statistics.newest_queries import NewestQueries as NewestQueries
-from kvpolicy.statistics.newest_queries import Queries as Queries
 from kvpolicy.statistics.output_norms import OutputNorms as OutputNorms
 from kvpolicy.statistics.query_moments import Moments as Moments
 from kvpolicy.statistics.query_moments import ObservedMoments as ObservedMoments

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.statistics.joint_heads import together
-from kvpolicy.statistics.statistic import Context, Statistic, by_query_head
+from kvpolicy.statistics.statistic import Context, Statistic
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class AttentionSum(Statistic[Tensor]):
     total: Tensor | None = None
     of_readers: ClassVar[bool] = True
     of_attention: ClassVar[bool] = True
+    along: ClassVar = "heads"
     words: ClassVar[str] = "the sum of attention weights over all queries of the prompt"
 
     @property
@@ -51,7 +52,3 @@ class AttentionSum(Statistic[Tensor]):
         """The sums."""
         assert self.total is not None
         return self.total
-
-    def reordered(self, result: Tensor, order: Tensor) -> Tensor:
-        """In another order."""
-        return by_query_head(result, order)

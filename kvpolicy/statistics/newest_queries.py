@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -11,23 +11,9 @@ from kvpolicy.statistics.statistic import SHORTEST_TILE, Context, NewestWindow, 
 from kvpolicy.statistics.windows import TILE_ELEMENTS, QueryWindow
 
 
-class Queries(NamedTuple):
-    """Queries as attention takes them.
-
-    Attributes:
-        queries: [B, Hq, W, D], the newest last; any where a batch row has fewer.
-        added: How many tokens this forward adds to each row, [B] int64.
-        scale: The factor that products of queries and keys are multiplied by.
-    """
-
-    queries: Tensor
-    added: Tensor
-    scale: float
-
-
 @dataclass(frozen=True)
-class NewestQueries(NewestWindow[Queries]):
-    """The newest queries, which the selector multiplies with keys by itself.
+class NewestQueries(NewestWindow[Tensor]):
+    """The newest queries as attention takes them, [B, Hq, W, D]; any where a batch row has fewer.
 
     Attributes:
         width: How many of each row.
@@ -48,10 +34,10 @@ class NewestQueries(NewestWindow[Queries]):
         """The layer's own: a selector may hold queries of each of its query heads."""
         return self
 
-    def reduced(self, context: Context) -> Queries:
-        """The queries, and what they are used with."""
+    def reduced(self, context: Context) -> Tensor:
+        """The queries, the newest last."""
         assert self.window is not None
-        return Queries(self.window.queries, context.added, context.transform.scale)
+        return self.window.queries
 
     def working(self, sizes: Sizes) -> Working:
         """Tiles of products, of keys with keys too, and what they are compared by."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics.statistic import Context, Sizes, Statistic, Working, by_query_head
+from kvpolicy.statistics.statistic import Context, Sizes, Statistic, Working
 from kvpolicy.statistics.windows import TILE_ELEMENTS
 
 
@@ -22,16 +22,13 @@ class OutputNorms(Statistic[Tensor]):
 
     reads_past: ClassVar[bool] = True
     reads_vectors: ClassVar[bool] = True
+    along: ClassVar = "heads"
     words: ClassVar[str] = "how much the value of each token adds to the residual stream"
 
     def reduced(self, context: Context) -> Tensor:
         """The norms."""
         assert context.projection is not None
         return absolute_norms(context.all_values, context.projection())
-
-    def reordered(self, result: Tensor, order: Tensor) -> Tensor:
-        """In another order."""
-        return by_query_head(result, order)
 
     def working(self, sizes: Sizes) -> Working:
         """The norms of every query head, a slice of the projection and a tile of hidden vectors."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics.statistic import Context, NewestWindow, Sizes, Working, by_query_head
+from kvpolicy.statistics.statistic import Context, NewestWindow, Sizes, Working, by_head
 from kvpolicy.statistics.windows import QueryWindow, weights_and_sinks, window_scores
 
 
@@ -56,7 +56,7 @@ class RecentQueries(NewestWindow[WindowAttention]):
 
     def reordered(self, result: WindowAttention, order: Tensor) -> WindowAttention:
         """With the candidates of each row in another order."""
-        return result._replace(weights=by_query_head(result.weights, order))
+        return result._replace(weights=by_head(result.weights, order))
 
     def working(self, sizes: Sizes) -> Working:
         """None: the rows of all parts are counted together; see `planning.activations`."""

@@ -16,7 +16,6 @@ from kvpolicy.statistics.statistic import (
     Sizes,
     WindowStatistic,
     Working,
-    by_query_head,
 )
 from kvpolicy.statistics.windows import QueryWindow, window_attention, window_tiles
 
@@ -58,6 +57,7 @@ class ReducedRows(WindowStatistic[Tensor]):
 
     reducer: RowReducer
     window: QueryWindow | None = None
+    along: ClassVar = "heads"
     words: ClassVar[str] = "the attention weights of all queries, which the selector reduces by itself"
 
     def columns(self, coming: Coming) -> Tensor:
@@ -88,10 +88,6 @@ class ReducedRows(WindowStatistic[Tensor]):
             rows = AttentionRows(weights, at[:, part], positions[..., :seen], context.layer_idx, context.ranks)
             total[..., :seen] += self.reducer.reduce(rows)
         return total
-
-    def reordered(self, result: Tensor, order: Tensor) -> Tensor:
-        """In another order."""
-        return by_query_head(result, order)
 
     def working(self, sizes: Sizes) -> Working:
         """All queries, and a tile of their weights with 64-bit integers of each."""

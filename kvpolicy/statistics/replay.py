@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,13 +44,11 @@ class Replay(Statistic["Tensor | None"]):
     overlap: int = 0
     norms: bool = False
 
+    along: ClassVar = "heads"
+
     def reduced(self, context: Context) -> Tensor | None:
         """The scores behind those of slots, which have none."""
         return None if context.replay is None else F.pad(context.replay, (context.slots, 0), value=NOT_REPLAYED)
-
-    def reordered(self, result: Tensor | None, order: Tensor) -> Tensor | None:
-        """In another order."""
-        return None if result is None else result.gather(-1, order)
 
 
 @dataclass(frozen=True)

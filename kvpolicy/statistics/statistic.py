@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from kvpolicy.statistics.windows import (
     newest_columns,
     take_queries,
     token_positions,
+    window_attention,
+    window_tiles,
 )
 
 Result = TypeVar("Result")
@@ -104,7 +106,6 @@ class Context:
         valid: Which of them are not padding, [B, P] bool; None if all are.
         transform: From products to attention weights.
         past: Every slot, decoded; None if there are none or no statistic reads them.
-        added: New tokens of each row, [B] int64.
         positions: Positions of slots and new tokens, [B, H, S + P] int32, -1 for none.
         layer_idx: Index of the layer.
         ranks: The ranks that hold the model's other heads.
@@ -120,7 +121,6 @@ class Context:
     valid: Tensor | None
     transform: ScoreTransform
     past: Past | None
-    added: Tensor
     positions: Tensor
     layer_idx: int = 0
     ranks: Ranks = SINGLE_RANK
@@ -244,6 +244,9 @@ class Statistic(Protocol[Result]):
     reads_vectors: ClassVar[bool] = False
     """Whether `reduced` joins the keys and values of all candidates."""
 
+    along: ClassVar[Literal["none", "heads", "vectors"]] = "none"
+    """Which of the result's dimensions is that of the candidates: none, the last one, or the last but one."""
+
     undoes_rotation: ClassVar[bool] = False
     """Whether it must be known how keys are rotated, as `Context.rotation`."""
 
@@ -301,8 +304,11 @@ class Statistic(Protocol[Result]):
         ...
 
     def reordered(self, result: Result, order: Tensor) -> Result:
-        """The result with the candidates in another order, [B, H, N]; by default it has none."""
-        return result
+        """The result with the candidates in another order, [B, H, N]; by default by `along`."""
+        moved: Any = result
+        if isinstance(result, Tensor) and self.along != "none":
+            moved = by_vector(result, order) if self.along == "vectors" else by_head(result, order)
+        return moved
 
     def working(self, sizes: Sizes) -> Working:
         """The most bytes that it needs; by default none that count."""
@@ -353,8 +359,8 @@ def first_of(kind: type[Self], statistics: Iterable[object]) -> Self | None:
     return next((each for each in statistics if isinstance(each, kind)), None)
 
 
-def by_query_head(numbers: Tensor, order: Tensor) -> Tensor:
-    """Numbers [B, Hq, N] or [B, Hq, W, N] of candidates in another order, [B, H, N]."""
+def by_head(numbers: Tensor, order: Tensor) -> Tensor:
+    """Numbers [B, Hq, N] or [B, Hq, W, N] of candidates in another order, [B, H, N]; Hq may be H."""
     wide = order.repeat_interleave(numbers.shape[1] // order.shape[1], 1)
     if numbers.dim() == 4:
         wide = wide[:, :, None].expand(-1, -1, numbers.shape[2], -1)
@@ -413,6 +419,22 @@ class WindowStatistic(Statistic[Result], Protocol[Result]):
     def map_rows(self: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         """The same with `fn` of every tensor."""
         return replace(self, window=map_window(self.window, fn))
+
+    def summed(self, context: Context, reduce: Callable[[Tensor, slice, QueryWindow], Tensor]) -> Tensor:
+        """Reduce the attention rows of the queries a few at a time, without an N x N matrix: [B, Hq, N] fp32.
+
+        Args:
+            context: The tokens.
+            reduce: Sums over some queries, [B, Hq, n, N] fp32 weights; which of the queries they are, and the queries.
+        """
+        assert self.window is not None
+        batch, heads = self.window.queries.shape[:2]
+        held = 0 if context.past is None else context.past.keys.shape[2]
+        total = context.keys.new_zeros(batch, heads, held + context.keys.shape[2], dtype=torch.float32)
+        for part, tile in window_tiles(self.window, total.shape[2]):
+            weights = window_attention(tile, context.keys, context.transform, context.past, context.valid)
+            total += reduce(weights, part, tile)
+        return total
 
     def working(self, sizes: Sizes) -> Working:
         """A tile of attention rows and their sums."""

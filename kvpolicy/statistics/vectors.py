@@ -18,13 +18,11 @@ class Candidates(NamedTuple):
         keys: As attention takes them, those of coded slots decoded, [B, H, N, D].
         values: [B, H, N, D].
         scale: The factor that products of queries and keys are multiplied by.
-        added: How many tokens this forward adds to each row, [B] int64; None in `rerank`.
     """
 
     keys: Tensor
     values: Tensor
     scale: float
-    added: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Vectors(Statistic[Candidates]):
 
     def reduced(self, context: Context) -> Candidates:
         """The vectors."""
-        return Candidates(context.all_keys, context.all_values, context.transform.scale, context.added)
+        return Candidates(context.all_keys, context.all_values, context.transform.scale)
 
     def reordered(self, result: Candidates, order: Tensor) -> Candidates:
         """In another order."""
@@ -63,15 +61,12 @@ class UnrotatedKeys(Statistic[Tensor]):
     reads_past: ClassVar[bool] = True
     reads_vectors: ClassVar[bool] = True
     undoes_rotation: ClassVar[bool] = True
+    along: ClassVar = "vectors"
 
     def reduced(self, context: Context) -> Tensor:
         """The keys."""
         assert context.rotation is not None
         return context.rotation.undone(context.all_keys, context.positions)
-
-    def reordered(self, result: Tensor, order: Tensor) -> Tensor:
-        """In another order."""
-        return by_vector(result, order)
 
     def working(self, sizes: Sizes) -> Working:
         """The keys."""
