@@ -4,7 +4,7 @@
 
 `RareKeys` keeps the tokens whose keys point away from the mean key, and the newest tokens. A selector is a frozen
 dataclass of hyperparameters that inherits from `kvpolicy.protocols.Selector`, or from `Scored`, which has a score for
-each slot: it says what statistics it needs (`needs`), scores tokens (`observe`), and gives each one a priority
+each slot: it hands over what it needs to see (`statistics`), scores tokens (`observe`), and gives each one a priority
 (`priority`). The engine handles batches, budgets, codecs and layers.
 
 The object can be combined with every allocator and codec, and used in `KVCrush(base=...)`. A name in specs requires an
@@ -25,7 +25,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.statistics import Results
+from kvpolicy.statistics import Results, Statistic, Vectors
 from kvpolicy_eval.data import prompts
 
 
@@ -37,14 +37,13 @@ class RareKeys(Scored):
     decode: DecodeMode = "evict"
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """Keys and values of the prompt; no attention statistics."""
-        return Needs(forward=True)
+        return (Vectors(),)
 
-    def observe(self, state: Scores, seen: Seen, view: View) -> State:
+    def observe(self, state: Scores, seen: Results, view: View) -> State:
         """Score every candidate of a prompt, [B, H, N]."""
-        assert seen.keys is not None
-        keys = F.normalize(seen.keys.float(), dim=-1)
+        keys = F.normalize(seen[Vectors].keys.float(), dim=-1)
         mean = (keys * view.valid[..., None]).sum(2, keepdim=True)  # without padding
         return Scores(-F.cosine_similarity(keys, mean, dim=-1))
 

@@ -21,6 +21,11 @@ PROTOCOLS: dict[Kind, type] = {
 def check_part(kind: Kind, part: object) -> None:
     """Raise KVPolicyTypeError if a part is not of a kind."""
     check_instance(kind, part)
+    if hasattr(part, "needs"):  # of an earlier version: without this, it would be shown nothing
+        raise KVPolicyTypeError(
+            f"The {kind} must hand over what it needs to see in statistics, got {shorten(repr(part))}, which has needs; "
+            "try AttentionSum() or another one of kvpolicy.statistics."
+        )
     if isinstance(part, PROTOCOLS[kind]):
         return
     kinds = kinds_of(part)
