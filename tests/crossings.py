@@ -1,4 +1,4 @@
-"""Count the functions and files of the engine that a prompt's keys, and a decode step, go through.
+"""Count the functions and files of the package that a prompt's keys, and a decode step, go through.
 
 `python tests/crossings.py [POLICY]` prints both counts for the embedded model, and the functions by file.
 """
@@ -18,19 +18,19 @@ import kvpolicy
 
 PACKAGE = Path(kvpolicy.__file__).parent
 POLICY = "snapkv+kivi@0.2"
-ROOMS = ("allocators", "codecs", "engine", "kernels", "mergers", "protocols", "readers", "selectors")
-"""The engine and the rooms below it."""
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>")
+"""Code that is read with the function that it stands in."""
 
 
 def crossed(run: Callable[[], object], counts: Callable[[FrameType], bool]) -> set[CodeType]:
-    """The functions of the engine that are called while `counts` is true of their frame."""
+    """The functions of the package, lambdas too, that are called while `counts` is true of their frame."""
     found: set[CodeType] = set()
-    folders = tuple(f"{PACKAGE / room}/" for room in ROOMS)
+    package = f"{PACKAGE}/"
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        named = not code.co_name.startswith("<")  # no comprehension and no lambda
-        if event == "call" and named and code.co_filename.startswith(folders) and counts(frame):
+        named = code.co_name not in COMPREHENSIONS
+        if event == "call" and named and code.co_filename.startswith(package) and counts(frame):
             found.add(code)
 
     sys.setprofile(note)

@@ -23,8 +23,8 @@ def check_part(kind: Kind, part: object) -> None:
     check_instance(kind, part)
     if hasattr(part, "needs"):  # of an earlier version: without this, it would be shown nothing
         raise KVPolicyTypeError(
-            f"The {kind} must hand over what it needs to see in statistics, got {shorten(repr(part))}, which has needs; "
-            "try AttentionSum() or another one of kvpolicy.statistics."
+            f"The {kind} must hand over what it needs to see in statistics, got {shorten(repr(part))}, which has "
+            "needs; try AttentionSum() or another one of kvpolicy.statistics."
         )
     if isinstance(part, PROTOCOLS[kind]):
         return
