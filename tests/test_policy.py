@@ -27,7 +27,6 @@ from kvpolicy.codecs.plain import Plain
 from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import DecodeMode, Layout, ModelInfo, Selector, Stage, State, Traits, View
-from kvpolicy.statistics import Results
 from kvpolicy.registry import names
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.h2o import H2O

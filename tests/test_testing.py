@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 
 from kvpolicy import Policy, TokenWise
 from kvpolicy.protocols import DecodeMode, Guarantee, HeadRequest, LayerBounds, ModelInfo, Selector, State, Traits, View
-from kvpolicy.statistics import Results
 from kvpolicy.registry import lookup, names
 from kvpolicy.testing.conformance import check
 from kvpolicy.testing.nesting_checks import FallingBounds

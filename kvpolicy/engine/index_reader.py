@@ -48,7 +48,6 @@ from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.mixed_values import mixed_values
 from kvpolicy.kernels.products import coordinates
 from kvpolicy.kernels.row_sums import sums_in_place
-from kvpolicy.protocols import LoadsSalience, channels_read
 from kvpolicy.statistics.channel_sums import AbsoluteSums
 from kvpolicy.statistics.windows import ScoreTransform
 
@@ -195,7 +194,7 @@ class IndexReader:
     @property
     def _channels_read(self) -> int:
         """Channels of every key that a step reads to score it; 0 for none, or all."""
-        return channels_read(self._reader, self._layer.tensors.keys.shape[-1])
+        return self._spec.reader_traits.channels_read(self._layer.tensors.keys.shape[-1])
 
     def _queries(self, q: Tensor) -> Tensor:
         """Queries [B, Hq, 1, D] by KV head, [B, H, G, D]."""
@@ -412,11 +411,11 @@ class IndexReader:
         layer, tensors = self._layer, self._layer.tensors
         if sums is not None:
             return channel_salience(sums, count, layer.ranks)
-        if not (tensors.reads and tensors.reads.index and self._spec.reader_traits.salience):
+        salience = self._spec.reader_traits.salience
+        if salience is None or not (tensors.reads and tensors.reads.index):
             return None
-        assert isinstance(self._reader, LoadsSalience)  # see `policy.combination.check_abilities`
-        salience = self._reader.load_salience(self._spec.layer_idx, layer.ranks.held)
-        return salience.to(count.device).expand(count.shape[0], -1, -1)
+        loaded = salience.load_salience(self._spec.layer_idx, layer.ranks.held)
+        return loaded.to(count.device).expand(count.shape[0], -1, -1)
 
     def refresh_slots(self, slots: Tensor, stage: int | None, emptied: bool = False) -> None:
         """Recompute the entries of slots [B, H, n] of the layer that were written or emptied.

@@ -16,20 +16,19 @@ from kvpolicy.protocols import Estimated, Index
 
 
 class LayerClusters:
-    """Finds the clusters of a layer, and looks them up; see `kvpolicy.protocols.Clusters`."""
+    """Finds the clusters of a layer, and looks them up; see `kvpolicy.protocols.Clusters`.
+
+    Attributes:
+        are_used: Whether the layer chooses by clusters.
+    """
 
     def __init__(self, layer: LayerContents, codes: SlotCodes) -> None:
         """Read the slots of `layer`, whose coded ones `codes` reads."""
         self._layer = layer
         self._codes = codes
-        # Not asserted to have clusters, since a compiler would trace the assertion; see `check_abilities`.
-        self._reader: Any = layer.spec.reader
-
-    @property
-    def are_used(self) -> bool:
-        """Whether the layer chooses by clusters."""
-        spec = self._layer.spec
-        return spec.reader_traits.clustered and chooses(spec.reader, spec.layer_idx)
+        clusters = layer.spec.reader_traits.clusters
+        self.are_used = clusters is not None and chooses(layer.spec.reader, layer.spec.layer_idx)
+        self._clusters: Any = clusters
 
     # a step
 
@@ -37,7 +36,7 @@ class LayerClusters:
         """The tokens of the layer in each of its `clusters` clusters."""
         tensors = self._layer.tensors
         each = log_tokens(shape, tensors.log_counts, tensors.positions)
-        return ClusterTokens.counted(self._reader.assigned(index), each, clusters)
+        return ClusterTokens.counted(self._clusters.assigned(index), each, clusters)
 
     def unread(self, score: Tensor, clusters: ClusterTokens, chosen: Chosen) -> Tensor | None:
         """Scores of what is not read of each cluster, [B, H, G, C] fp32; None if nothing is estimated.
@@ -47,7 +46,7 @@ class LayerClusters:
             clusters: The clusters and their tokens.
             chosen: What is read.
         """
-        if not self._layer.spec.reader_traits.estimates:
+        if not self._clusters.estimates_rest:
             return None
         found: Any = chosen
         return score + clusters.unread(found.entries, found.read).log()[:, :, None]
@@ -56,11 +55,11 @@ class LayerClusters:
         """Slots that stand for what was not chosen, whatever the `normalizer` of the chosen ones is."""
         reads: Any = self._layer.tensors.reads
         scores: Any = chosen.scores
-        return Estimated(scores, self._reader.mean_values(reads.index))
+        return Estimated(scores, self._clusters.mean_values(reads.index))
 
     def centers(self, index: Index) -> Any:
         """Tensors of the index that are read to assign keys to clusters; none without clusters."""
-        return self._reader.centers(index) if index and self.are_used else ()
+        return self._clusters.centers(index) if index and self.are_used else ()
 
     # between steps
 
@@ -81,12 +80,12 @@ class LayerClusters:
         positions = self._layer.tensors.positions
         entries = torch.arange(shape.entries, device=positions.device).expand(*positions.shape[:2], -1)
         slots = entry_slots(shape, entries)[0].flatten(2)
-        self._reader.fit_clusters(reads.index, *self._vectors_at(slots), positions.gather(-1, slots), rows)
+        self._clusters.fit_clusters(reads.index, *self._vectors_at(slots), positions.gather(-1, slots), rows)
 
     def _rows(self, index: Index, placed: Tensor | None) -> Tensor:
         """Rows that have no clusters, and those that are `placed` [B] bool, if they are read in part, [B] bool."""
         layer = self._layer
-        rows = to_find(self._reader.has_clusters(index), placed, layer.tensors.length)
+        rows = to_find(self._clusters.has_clusters(index), placed, layer.tensors.length)
         # A row that is read whole would have no clusters alone.
         restricted = restricted_rows(layer.spec.reader, layer.spec.codec, layer.expected_len)
         return rows & rows.new_tensor(restricted)

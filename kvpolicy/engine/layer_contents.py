@@ -180,8 +180,8 @@ class LayerContents:
     def measures_salience(self) -> bool:
         """Whether the reader needs the salience of the channels in a prompt."""
         reads = self.tensors.reads
-        traits = self.spec.reader_traits
-        return bool(reads and reads.index) and traits.salience and not traits.calibrated
+        salience = self.spec.reader_traits.salience
+        return bool(reads and reads.index) and salience is not None and not salience.is_calibrated
 
     def view(self, budget: Tensor | None = None) -> View:
         """The slots as the selector sees them, with `budget` [B], by default that of the rows."""

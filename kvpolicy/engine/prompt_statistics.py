@@ -27,7 +27,7 @@ def wanted(layer: LayerContents) -> tuple[Statistic[Any], ...]:
 def looks_at_queries(spec: LayerSpec) -> bool:
     """Whether a layer's parts look at what queries of a prompt attend to, those of layers that read its keys too."""
     every = union(spec.prompt_statistics, spec.allocator_statistics)
-    every += _of_channels(spec.codec_traits, spec.reader_traits.salience)
+    every += _of_channels(spec.codec_traits, spec.reader_traits.salience is not None)
     return any(each.of_readers for each in every)
 
 

@@ -14,7 +14,7 @@ from kvpolicy.engine.state import fields
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.in_memory import in_memory
 from kvpolicy.kernels.largest import largest
-from kvpolicy.protocols import Codec, Codes, Index, Layout, LoadsBasis, Ranks, Reader
+from kvpolicy.protocols import Codec, Codes, Index, Layout, Ranks, Reader
 from kvpolicy.statistics.channel_sums import AbsoluteSums
 
 _NEWEST = 3.0
@@ -136,10 +136,10 @@ def in_host_memory(reader: Reader, layer_idx: int) -> bool:
 
 def load_basis(reader: Reader, layer_idx: int, device: torch.device | str, heads: slice) -> Tensor | tuple[()]:
     """The basis of the index of a layer, [H, D, r] fp32; the empty tuple if it has none."""
-    if not (reader.traits.projected and chooses(reader, layer_idx)):
+    basis = reader.traits.basis
+    if basis is None or not chooses(reader, layer_idx):
         return ()
-    assert isinstance(reader, LoadsBasis)  # see `policy.combination.check_abilities`
-    return reader.load_basis(layer_idx, device, heads)
+    return basis.load_basis(layer_idx, device, heads)
 
 
 def read_shape(reader: Reader, codec: Codec, layout: Layout, layer_idx: int) -> ReadShape | None:
@@ -161,7 +161,7 @@ def _chosen_shape(reader: Reader, codec: Codec, layout: Layout) -> ReadShape | N
     slots = _paged_slots(layout)
     if not slots:
         return None
-    rebuilds = reader.traits.rebuilds  # keys that are all read too, so that a short row is as in a batch
+    rebuilds = reader.traits.rebuilt is not None  # keys that are all read too, so that a short row is as in a batch
     wanted = min(reader.count(slots), slots)
     if wanted == slots and not rebuilds:
         return None
@@ -249,7 +249,7 @@ def alloc_reads(
     entries = 0 if shape is None else shape.entries
     limit = torch.zeros(batch, dtype=torch.int64, device=device)
     index = reader.alloc(batch, heads, entries, head_dim, dtype, device) if chooses(reader, layer_idx) else ()
-    offset = torch.zeros(batch, dtype=torch.int64, device=device) if index and reader.traits.rebuilds else ()
+    offset = torch.zeros(batch, dtype=torch.int64, device=device) if index and reader.traits.rebuilt else ()
     if not reader.traits.shares(layer_idx):
         return ReadState(limit, index, rope_offset=offset)
     positions, slots = (torch.zeros(batch, heads, shown, dtype=torch.int32, device=device) for _ in range(2))

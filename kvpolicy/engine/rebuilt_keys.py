@@ -25,9 +25,9 @@ class RebuiltKeys:
     def __init__(self, layer: LayerContents) -> None:
         """Rebuild keys of the slots of `layer`, which are all in full precision."""
         self._layer = layer
-        # Not asserted to rebuild keys, since a compiler would trace the assertion; see `check_abilities`.
-        self._reader: Any = layer.spec.reader
-        self.are_used = layer.spec.reader_traits.rebuilds and chooses(layer.spec.reader, layer.spec.layer_idx)
+        rebuilt = layer.spec.reader_traits.rebuilt
+        self.are_used = rebuilt is not None and chooses(layer.spec.reader, layer.spec.layer_idx)
+        self._rebuilt: Any = rebuilt
 
     # a step
 
@@ -41,10 +41,10 @@ class RebuiltKeys:
         reads: Any = tensors.reads
         traits = layer.spec.reader_traits
         slots = chosen.slots
-        layer.link.whole(self._reader.basis(reads.index))
+        layer.link.whole(self._rebuilt.basis(reads.index))
         self._count_coefficients(layer.link, reads.index, slots.shape[-1])
         positions = tensors.positions.gather(-1, slots)
-        plain = self._reader.rebuild_keys(reads.index, slots)
+        plain = self._rebuilt.rebuild_keys(reads.index, slots)
         keys = self._rotated(plain, positions, reads).to(tensors.keys.dtype)
         last = tensors.length.int()[:, None, None] - 1
         stored = ((positions > last - traits.recent) | (positions < traits.sinks)) & chosen.chosen & (positions >= 0)
@@ -69,21 +69,21 @@ class RebuiltKeys:
 
     def scored(self, index: Index) -> Any:
         """Tensors of the index that a step reads to score entries."""
-        return self._reader.scored(index) if self.are_used else index
+        return self._rebuilt.scored(index) if self.are_used else index
 
     def count_read(self, link: Link, index: Index, slots: int) -> None:
         """Count on `link` the keys of a step that reads `slots` slots, and what it reads to rebuild them."""
         if not self.are_used:
             link.count_vectors(self._layer.tensors.keys, slots)
             return
-        basis = self._reader.basis(index)
+        basis = self._rebuilt.basis(index)
         link.whole((basis, basis))  # for the key that is written, and for those that are read
         self._count_coefficients(link, index, slots)
         link.count_vectors(self._layer.tensors.keys, self.stored(slots))
 
     def _count_coefficients(self, link: Link, index: Index, slots: int) -> None:
         """Count on `link` what the heads read of the coefficients, for `slots` slots each."""
-        held = self._reader.coefficients(index)
+        held = self._rebuilt.coefficients(index)
         # Heads that share coefficients choose slots of their own.
         link.count_rows(held, slots * (self._layer.tensors.keys.shape[1] // held.shape[1]))
 
@@ -99,9 +99,9 @@ class RebuiltKeys:
         """
         if not self.are_used:
             return
-        self._layer.link.whole(self._reader.basis(reads.index))
+        self._layer.link.whole(self._rebuilt.basis(reads.index))
         plain = self._unrotated(reads, slots, keys)
-        self._reader.project(reads.index, entries, plain.unflatten(2, occupied.shape[2:]), occupied)
+        self._rebuilt.project(reads.index, entries, plain.unflatten(2, occupied.shape[2:]), occupied)
 
     def _unrotated(self, reads: ReadState, slots: Tensor, keys: Tensor) -> Tensor:
         """The keys [B, H, n, D] of slots [B, H, n] without their rotation, fp32."""
@@ -122,17 +122,17 @@ class RebuiltKeys:
             return
         rows = self._rows(reads.index, placed)
         if bool(rows.any()):
-            self._reader.fit_basis(reads.index, self._moments(shape, reads), rows)
+            self._rebuilt.fit_basis(reads.index, self._moments(shape, reads), rows)
 
     def _rows(self, index: Index, placed: Tensor | None) -> Tensor:
         """Rows with tokens that have no basis, or are `placed` [B] bool, [B] bool."""
-        return to_find(self._reader.has_basis(index), placed, self._layer.tensors.length)
+        return to_find(self._rebuilt.has_basis(index), placed, self._layer.tensors.length)
 
     def _moments(self, shape: ReadShape, reads: ReadState) -> Tensor:
         """Sums of the outer products of the unrotated keys of each head, or of all heads together, as `fit_basis`."""
         tensors = self._layer.tensors
         batch, heads, _, dim = tensors.keys.shape
-        is_joint = self._layer.spec.reader_traits.joint_heads
+        is_joint = self._rebuilt.joint_heads
         size = (1, heads * dim) if is_joint else (heads, dim)
         total = torch.zeros(batch, *size, size[-1], dtype=torch.float64, device=tensors.device)
         start, size = shape.parts[0]  # the only one: nothing is coded

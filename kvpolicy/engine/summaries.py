@@ -18,27 +18,27 @@ Reads = ReadState | tuple[()]
 
 
 class Summaries:
-    """Keeps the part of a reader's index that is computed from values; see `Estimates`."""
+    """Keeps the part of a reader's index that is computed from values; see `Estimates`.
+
+    Attributes:
+        size: Entries of a block, whose values are summarized together; 0 if the layer estimates nothing.
+    """
 
     def __init__(self, layer: LayerContents, codes: SlotCodes) -> None:
         """Read the slots of `layer`, whose coded ones `codes` reads."""
         self._layer = layer
         self._codes = codes
-        # Not asserted to be one that estimates, since a compiler would trace the assertion; see `check_abilities`.
-        self._reader: Any = layer.spec.reader
-
-    @property
-    def size(self) -> int:
-        """Entries of a block, whose values are summarized together; 0 if the layer estimates nothing."""
-        spec = self._layer.spec
-        return spec.reader_traits.summarized if chooses(spec.reader, spec.layer_idx) else 0
+        estimates = layer.spec.reader_traits.estimates
+        has_some = estimates is not None and chooses(layer.spec.reader, layer.spec.layer_idx)
+        self._estimates: Any = estimates
+        self.size: int = self._estimates.block if has_some else 0
 
     def estimate(self, chosen: Chosen, normalizer: Tensor) -> Estimated:
         """Slots that stand for the entries that were not chosen; see `Estimates.estimate_rest`."""
         reads: Any = self._layer.tensors.reads
         found: Any = chosen
         read = torch.zeros_like(found.scores[:, :, 0], dtype=torch.bool).scatter(-1, found.entries, found.read)
-        return self._reader.estimate_rest(reads.index, found.scores, read, normalizer)
+        return self._estimates.estimate_rest(reads.index, found.scores, read, normalizer)
 
     def rebuild(self, shape: ReadShape, reads: Reads, most: int) -> None:
         """Recompute all summaries, from `most` slots of each head at a time."""
@@ -93,4 +93,4 @@ class Summaries:
             read = coded.values_at if tensors.values.shape[-1] else coded.keys_at
             values = read(flat, tensors.values.dtype)
         occupied = inside & within[..., None] & (tensors.positions.gather(-1, flat) >= 0).view_as(inside)
-        self._reader.summarize(reads.index, blocks, values.unflatten(2, (blocks.shape[2], -1)), occupied.flatten(3))
+        self._estimates.summarize(reads.index, blocks, values.unflatten(2, (blocks.shape[2], -1)), occupied.flatten(3))

@@ -31,7 +31,7 @@ def check_values(policy: Policy, shape: LayerShape) -> None:
                 "tokenwise, kivi, turboquant or bfp."
             )
         traits = own.reader.traits
-        if not shape.latent and (traits.summarized or traits.clustered):
+        if not shape.latent and (traits.estimates or traits.clusters):
             raise KVPolicyError(
                 f"The reader must need no summaries of values for {_described(shape)}, got {own.reader}; try quest."
             )

@@ -7,19 +7,14 @@ from typing import Any
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.protocols import (
     Allocator,
-    Clusters,
     Codec,
     DecodeMode,
     DrawsCurves,
-    Estimates,
     GroupsLayers,
     HeadAllocator,
-    LoadsBasis,
-    LoadsSalience,
     MeasuresAttention,
     Merger,
     Reader,
-    RebuildsKeys,
     Selector,
     compares_heads,
     joint_decode,
@@ -43,7 +38,6 @@ def check_together(policy: Any) -> None:
     Raises:
         KVPolicyError: Naming the parts.
     """
-    check_abilities(policy.reader)
     check_merger(policy.merger, policy.selector, policy.budget, policy.decode)
     if policy.heads is not None:
         check_heads(policy.heads, policy.selector, policy.merger, policy.codec, policy.reader, policy.decode)
@@ -53,7 +47,8 @@ def check_together(policy: Any) -> None:
         check_grouped(policy)
     if policy.codec.traits.joint_heads:
         check_joint(policy)
-    if policy.reader.traits.joint_heads and not same_in_heads(policy.selector):
+    rebuilt = policy.reader.traits.rebuilt
+    if rebuilt is not None and rebuilt.joint_heads and not same_in_heads(policy.selector):
         raise KVPolicyError(
             f"The selector must keep the same tokens in every head to be combined with {policy.reader}, whose heads "
             f"share coefficients, got {policy.selector}; try full, window or streaming, or joint=false."
@@ -119,28 +114,6 @@ def check_curves(allocator: Allocator, selector: Selector) -> None:
             f"The selector must rank tokens by attention to be combined with {allocator}, which compares them across "
             f"layers, got {selector}, whose compares_heads is not True; try kvzip or snapkv, or another allocator."
         )
-
-
-def check_abilities(reader: Reader) -> None:
-    """Refuse a reader that asks the engine for what it has no method for."""
-    traits = reader.traits
-    rule = "The reader must have a method load_salience(layer_idx, heads) for ReaderTraits.calibrated"
-    _check_ability(reader, LoadsSalience, traits.calibrated, rule)
-    rule = "The reader must have a method load_basis(layer_idx, device, heads) for ReaderTraits.projected"
-    _check_ability(reader, LoadsBasis, traits.projected, rule)
-    rule = "The reader must have the methods summarize and estimate_rest for ReaderTraits.estimates"
-    _check_ability(reader, Estimates, bool(traits.summarized), rule, "one")
-    rule = "The reader must have the methods of kvpolicy.protocols.Clusters for ReaderTraits.clustered"
-    _check_ability(reader, Clusters, traits.clustered, rule, "one")
-    rule = "The reader must have the methods of kvpolicy.protocols.RebuildsKeys for ReaderTraits.rebuilds"
-    _check_ability(reader, RebuildsKeys, traits.rebuilds, rule, "one")
-
-
-def _check_ability(part: object, ability: type[Any], asks: bool, rule: str, lacks: str = "it") -> None:
-    """Refuse a part that asks for what it has no method for; `rule` says which method it must have."""
-    if asks and not isinstance(part, ability):
-        got = shorten(repr(part))
-        raise KVPolicyTypeError(f"{rule}, got {got}, which lacks {lacks}; see kvpolicy.protocols.{ability.__name__}.")
 
 
 def check_heads(
@@ -213,7 +186,7 @@ def check_merger(merger: Merger, selector: Selector, budget: Budget, decode: Dec
 def check_host(reader: Reader, codec: Codec, merger: Merger, decode: DecodeMode) -> None:
     """Refuse parts for which each step would copy more from host memory than what the reader chooses."""
     traits = reader.traits
-    if traits.scans_keys and traits.every == 1 and not traits.choosing:
+    if traits.scans_keys and traits.choosers is None:
         raise KVPolicyError(
             "A reader must choose by an index to leave keys and values in host memory, got "
             f"{reader}, which looks at every key; try quest:host=true."
@@ -245,7 +218,7 @@ def check_reader(reader: Reader, selector: Selector, codec: Codec, merger: Merge
             f"The codec {codec} must not choose the slots that a step reads itself, got the reader {reader}, which "
             "does so too; try one of them alone."
         )
-    if reader.traits.rebuilds and codec.stages:
+    if reader.traits.rebuilt is not None and codec.stages:
         raise KVPolicyError(
             f"The codec must be plain for the reader {reader}, which rebuilds keys from coefficients of its own, got "
             f"{codec}; try quest."

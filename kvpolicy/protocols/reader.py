@@ -14,89 +14,106 @@ Index = Any
 
 
 class ReaderTraits(NamedTuple):
-    """Properties of a reader that the engine must know.
+    """Properties of a reader that the engine must know, and the objects that it hands over for what it does otherwise.
 
     Attributes:
         dense: How many of the model's first layers read every slot.
         recent: The newest tokens whose entries are always read; that of the newest one always is.
+        sinks: Tokens at positions below it are always read, if they are kept, besides the newest ones.
         ordered: Whether entries are pages of slots that should hold neighbors, so that slots are kept in the order of
             their positions.
-        resort: After how many decode steps the slots are sorted again where tokens are evicted, if `ordered`.
-        salience: Whether `fit` needs the salience of the channels in the prompt.
-        calibrated: Whether the salience is that of a calibration instead, see `LoadsSalience`.
-        projected: Whether the index is of coordinates in a calibrated basis, see `LoadsBasis`.
-        estimates: How many neighboring entries share a summary of their values, by which a step estimates what it does
-            not read, see `Estimates`. 0: what is not read has no weight.
-        scans_keys: Whether `score` reads every key, by one call of `products` with the queries that it got.
-        every: Of the layers that do not read everything, every how many one chooses; those behind it read what it
-            chose. 1: every layer chooses for itself.
-        choosing: The layers that choose, ascending, instead of `every`.
-        choosers_read_all: Whether a layer that chooses reads every slot itself.
+        resort: After how many decode steps the slots are sorted again where tokens are evicted, if `ordered`, and
+            clusters, or a basis of keys, are found again.
         host: Whether keys and values lie in host memory, in the layers that read a part of them.
-        sinks: Tokens at positions below it are always read, if they are kept, besides the newest ones.
-        clustered: Whether `score` scores clusters, each the sum of many entries, see `Clusters`. They are found again
-            after `resort` decode steps.
-        rebuilds: Whether a step computes the keys that it reads from the index, see `RebuildsKeys`. What this needs is
-            found again after `resort` decode steps.
-        joint_heads: Whether the heads of a layer share a basis of keys, so that they must hold the same tokens in the
-            same slots, see `RebuildsKeys`.
+        salience: Says how salient channels are, which `fit` is then given; None if it is not.
+        basis: Loads the basis that the index is of coordinates in; None without one.
+        scan: Says what `score` reads of every key; None if it reads the index alone.
+        estimates: Estimates what is not read; None if that has no weight.
+        clusters: Finds the clusters that `score` scores; None if it scores entries.
+        rebuilt: Computes the keys that a step reads from the index; None if they are read as they are stored.
+        choosers: Says which layers choose, also for those behind them; None if every layer chooses for itself.
     """
 
     dense: int = 0
     recent: int = 1
+    sinks: int = 0
     ordered: bool = False
     resort: int = 256
-    salience: bool = False
-    calibrated: bool = False
-    projected: bool = False
-    estimates: int = 0
-    scans_keys: bool = False
-    every: int = 1
-    choosing: tuple[int, ...] = ()
-    choosers_read_all: bool = False
     host: bool = False
-    sinks: int = 0
-    clustered: bool = False
-    rebuilds: bool = False
-    joint_heads: bool = False
+    salience: Salience | None = None
+    basis: LoadsBasis | None = None
+    scan: KeyScan | None = None
+    estimates: Estimates | None = None
+    clusters: Clusters | None = None
+    rebuilt: RebuildsKeys | None = None
+    choosers: Choosers | None = None
 
     @property
-    def summarized(self) -> int:
-        """How many neighboring entries share a summary of their values that `Estimates.summarize` computes, or 0.
+    def scans_keys(self) -> bool:
+        """Whether `score` reads every key whole."""
+        return self.scan is not None and self.scan.is_whole
 
-        Clusters are no neighbors: their values are summarized when they are found, see `Clusters`.
-        """
-        return 0 if self.clustered else self.estimates
+    @property
+    def choosers_read_all(self) -> bool:
+        """Whether a layer that chooses reads every slot itself."""
+        return self.choosers is not None and self.choosers.read_all
+
+    def channels_read(self, head_dim: int) -> int:
+        """How many channels of every key `score` reads; 0 for none, or for whole keys."""
+        return 0 if self.scan is None or self.scan.is_whole else self.scan.channels_read(head_dim)
 
     def source(self, layer_idx: int) -> int | None:
         """The layer that chooses for a layer: itself, an earlier one, or None if it reads all slots.
 
         Examples:
-            >>> [ReaderTraits(dense=1, every=2).source(layer_idx) for layer_idx in range(5)]
-            [None, 1, 1, 3, 3]
+            >>> [ReaderTraits(dense=1).source(layer_idx) for layer_idx in range(3)]
+            [None, 1, 2]
         """
         if layer_idx < self.dense:
             return None
-        if self.choosing:
-            return max((chooser for chooser in self.choosing if chooser <= layer_idx), default=None)
-        return layer_idx - (layer_idx - self.dense) % self.every
+        return layer_idx if self.choosers is None else self.choosers.source(layer_idx)
 
     def shares(self, layer_idx: int) -> bool:
-        """Whether a layer chooses for the next one too.
-
-        Examples:
-            >>> ReaderTraits(every=2).shares(2), ReaderTraits(every=2).shares(3), ReaderTraits().shares(2)
-            (True, False, False)
-        """
+        """Whether a layer chooses for the next one too."""
         return self.source(layer_idx) == layer_idx == self.source(layer_idx + 1)
 
 
-@runtime_checkable
-class LoadsSalience(Protocol):
-    """An optional ability of a reader, for `ReaderTraits.calibrated`: the salience of channels comes from a file."""
+class Choosers(Protocol):
+    """Which layers choose what is read, also for those behind them: see `ReaderTraits.choosers`."""
+
+    @property
+    def read_all(self) -> bool:
+        """Whether a layer that chooses reads every slot itself."""
+        ...
+
+    def source(self, layer_idx: int) -> int | None:
+        """The layer that chooses for a layer behind the dense ones; None if it reads all slots."""
+        ...
+
+
+class KeyScan(Protocol):
+    """What `Reader.score` reads of every key, by one call of `products`: see `ReaderTraits.scan`."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it reads whole keys, with the queries that it got."""
+        ...
+
+    def channels_read(self, head_dim: int) -> int:
+        """How many channels of a key are read; then there is no index of keys, and `refresh` is not called."""
+        ...
+
+
+class Salience(Protocol):
+    """How salient the channels of a layer are, by the prompt or by a file: see `ReaderTraits.salience`."""
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the salience comes from a file; else the engine measures it in the prompt."""
+        ...
 
     def load_salience(self, layer_idx: int, heads: slice = ALL_HEADS) -> Tensor:
-        """The salience of the channels of a layer, [H, D] fp32.
+        """The salience of the channels of a layer, [H, D] fp32, if it comes from a file.
 
         Args:
             layer_idx: Index of the layer.
@@ -105,9 +122,8 @@ class LoadsSalience(Protocol):
         ...
 
 
-@runtime_checkable
 class LoadsBasis(Protocol):
-    """An optional ability of a reader, for `ReaderTraits.projected`: its index is of coordinates in a calibrated basis.
+    """A calibrated basis that an index is of coordinates in: see `ReaderTraits.basis`.
 
     `refresh` gets the coordinates of keys, and `score` those of queries, in fp32; they have r channels instead of D.
     """
@@ -123,17 +139,21 @@ class LoadsBasis(Protocol):
         ...
 
 
-@runtime_checkable
 class Clusters(Protocol):
-    """An optional ability of a reader, for `ReaderTraits.clustered`: an entry belongs to a cluster of similar keys.
+    """Clusters of similar keys, to which entries belong: see `ReaderTraits.clusters`.
 
     Entries are single slots, and `score` returns the scores of C clusters, [B, H, G, C]. A step reads the entries of
     the best clusters, the earlier positions of the last one. Clusters are found from all keys of a layer: after each
     prompt, and again after `ReaderTraits.resort` decode steps. In between, `refresh` assigns new keys to them.
 
-    With `ReaderTraits.estimates`, what is not read of a cluster takes part in attention as one slot, that has the score
-    and the mean value of the cluster, and stands for as many tokens. `Estimates` is not needed for that.
+    If it estimates, what is not read of a cluster takes part in attention as one slot, that has the score and the mean
+    value of the cluster, and stands for as many tokens. `Estimates` is not needed for that.
     """
+
+    @property
+    def estimates_rest(self) -> bool:
+        """Whether what is not read takes part in attention."""
+        ...
 
     def fit_clusters(self, index: Index, keys: Tensor, values: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Find the clusters of some rows, in place; `refresh` of all entries follows. Not traceable.
@@ -164,9 +184,8 @@ class Clusters(Protocol):
         ...
 
 
-@runtime_checkable
 class RebuildsKeys(Protocol):
-    """An optional ability of a reader, for `ReaderTraits.rebuilds`: a step computes the keys that it reads.
+    """Keys that a step computes from the index when it reads them: see `ReaderTraits.rebuilt`.
 
     The index holds a basis of the keys of each head without their rotary embedding, and the coefficients of each key in
     it. A step rebuilds the keys of the slots that it reads, and the engine rotates them to their positions. Only the
@@ -174,12 +193,17 @@ class RebuildsKeys(Protocol):
     read as they are stored. The basis is found from all keys of a layer: after each prompt, and again after
     `ReaderTraits.resort` decode steps. In between, new keys get coefficients in it.
 
-    With `ReaderTraits.joint_heads`, the basis is of the keys of all heads of a token, one behind the other, and
-    coefficients are those of a token.
+    With `joint_heads`, the basis is of the keys of all heads of a token, one behind the other, and coefficients are
+    those of a token.
 
     Needs equally many slots in full precision in every head, so no codec. All methods but `fit_basis` and `has_basis`
     are traceable.
     """
+
+    @property
+    def joint_heads(self) -> bool:
+        """Whether the heads of a layer share a basis, so that they must hold the same tokens in the same slots."""
+        ...
 
     def fit_basis(self, index: Index, moments: Tensor, rows: Tensor) -> None:
         """Find the basis of some rows, in place; `project` of all entries follows. Not traceable.
@@ -187,7 +211,7 @@ class RebuildsKeys(Protocol):
         Args:
             index: The index.
             moments: Sums of the outer products of the unrotated keys of each head, [B, H, D, D] fp64; of all heads with
-                `ReaderTraits.joint_heads`, [B, 1, H * D, H * D].
+                `joint_heads`, [B, 1, H * D, H * D].
             rows: Which rows, [B] bool; the others keep what they have.
         """
         ...
@@ -236,18 +260,6 @@ class Products(Protocol):
         ...
 
 
-@runtime_checkable
-class ReadsChannels(Protocol):
-    """An optional ability of a reader: `score` reads a few channels of every key, by one call of `products`.
-
-    There is no index of keys, and `refresh` is not called.
-    """
-
-    def channels_read(self, head_dim: int) -> int:
-        """How many channels of a key are read; 0 for none."""
-        ...
-
-
 class Estimated(NamedTuple):
     """Slots that stand for those that a step does not read. Attention treats them as the slots that it reads.
 
@@ -260,13 +272,17 @@ class Estimated(NamedTuple):
     values: Tensor
 
 
-@runtime_checkable
 class Estimates(Protocol):
-    """An optional ability of a reader, for `ReaderTraits.estimates`: what is not read takes part in attention.
+    """What takes part in attention for the slots that are not read: see `ReaderTraits.estimates`.
 
-    The index also has summaries of values: one for every block of `ReaderTraits.estimates` neighboring entries. Like
-    entries, they are recomputed when one of their slots is overwritten. Both methods are traceable, as `score` is.
+    The index also has summaries of values: one for every block of `block` neighboring entries. Like entries, they are
+    recomputed when one of their slots is overwritten. Both methods are traceable, as `score` is.
     """
+
+    @property
+    def block(self) -> int:
+        """How many neighboring entries share a summary of their values."""
+        ...
 
     def summarize(self, index: Index, blocks: Tensor, values: Tensor, occupied: Tensor) -> None:
         """Recompute the summaries of blocks, in place.
@@ -293,16 +309,6 @@ class Estimates(Protocol):
         ...
 
 
-def channels_read(reader: Reader, head_dim: int) -> int:
-    """How many channels of every key `score` reads; 0 for none, or all (`ReaderTraits.scans_keys`).
-
-    Args:
-        reader: The reader.
-        head_dim: Size of a key.
-    """
-    return reader.channels_read(head_dim) if isinstance(reader, ReadsChannels) else 0
-
-
 @runtime_checkable
 class Reader(Protocol):
     """Which of the kept tokens does a decode step read?
@@ -318,8 +324,8 @@ class Reader(Protocol):
     shape.
 
     A class that inherits from it has single tokens as entries and no index, and needs `count` and `score`. An object
-    that has all members is accepted whatever its class. Optional abilities are `LoadsSalience`,
-    `LoadsBasis`, `ReadsChannels`, `Estimates`, `Clusters` and `RebuildsKeys`.
+    that has all members is accepted whatever its class. What it does otherwise, it hands over as an object of its
+    `traits`.
     """
 
     __slots__ = ()
@@ -382,9 +388,9 @@ class Reader(Protocol):
             index: The index.
             queries: [B, H, G, D].
             products: Returns the products of queries with every key, [B, H, G, S] fp32. It reads all keys, which
-                `traits.scans_keys` must declare, or some channels of them, see `ReadsChannels`.
+                `traits.scan` must declare, or some channels of them.
 
         Returns:
-            [B, H, G, X] fp32; of clusters instead of entries with `ReaderTraits.clustered`.
+            [B, H, G, X] fp32; of clusters instead of entries with `ReaderTraits.clusters`.
         """
         ...

@@ -101,8 +101,13 @@ class Centroids(TokenReader):
             recent=self.recent,
             ordered=self.page != 1,
             resort=self.resort,
-            estimates=1 if self.estimate else 0,
+            estimates=self if self.estimate else None,
         )
+
+    @property
+    def block(self) -> int:
+        """A page has a mean value of its own."""
+        return 1
 
     def page_size(self, slots: int) -> int:
         """Slots of a page; see `Reader.page_size`."""

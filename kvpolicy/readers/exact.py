@@ -55,7 +55,16 @@ class ExactTopK(TokenReader):
     @property
     def traits(self) -> ReaderTraits:
         """Every key is read."""
-        return ReaderTraits(dense=self.dense, recent=self.recent, scans_keys=True)
+        return ReaderTraits(dense=self.dense, recent=self.recent, scan=self)
+
+    @property
+    def is_whole(self) -> bool:
+        """Yes: whole keys are read."""
+        return True
+
+    def channels_read(self, head_dim: int) -> int:
+        """All channels."""
+        return head_dim
 
     def score(self, index: Index, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
         """The products with every key, [B, H, G, S] fp32."""

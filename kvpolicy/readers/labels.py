@@ -101,8 +101,12 @@ class DoubleSparsity(TokenReader):
     @property
     def traits(self) -> ReaderTraits:
         """The channels are chosen from the prompt, or from a calibration."""
-        calibrated = self.calibration is not None
-        return ReaderTraits(dense=self.dense, recent=self.recent, salience=True, calibrated=calibrated, host=self.host)
+        return ReaderTraits(dense=self.dense, recent=self.recent, salience=self, host=self.host)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether there is a calibration."""
+        return self.calibration is not None
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if a key has fewer channels than a label, or the calibration is of another model."""
@@ -124,7 +128,7 @@ class DoubleSparsity(TokenReader):
                 )
 
     def load_salience(self, layer_idx: int, heads: slice = ALL_HEADS) -> Tensor:
-        """The calibrated salience of the channels of a layer; see `ReaderTraits.calibrated`."""
+        """The calibrated salience of the channels of a layer; see `Salience`."""
         folder = str(self.calibration)
         found = _files.load(folder, METHOD).tensors.get(f"salience.{layer_idx}")
         if found is None:

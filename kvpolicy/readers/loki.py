@@ -94,7 +94,7 @@ class Loki(TokenReader):
     @property
     def traits(self) -> ReaderTraits:
         """The index is of coordinates in a basis."""
-        return ReaderTraits(dense=self.dense, recent=self.recent, projected=True)
+        return ReaderTraits(dense=self.dense, recent=self.recent, basis=self)
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if a key has fewer coordinates, or the calibration is missing or of another model."""

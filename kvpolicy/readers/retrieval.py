@@ -114,10 +114,14 @@ class Retrieval(TokenReader):
             sinks=self.sinks,
             recent=self.recent,
             resort=self.rebuild,
-            estimates=1 if self.estimate else 0,
-            clustered=True,
+            clusters=self,
             host=self.host,
         )
+
+    @property
+    def estimates_rest(self) -> bool:
+        """As `estimate` says."""
+        return self.estimate
 
     def clusters(self, slots: int) -> int:
         """The most clusters that a head may need, with `slots` slots or fewer of them filled."""

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import (
-    ALL_HEADS,
-    Clusters,
-    Index,
-    LoadsBasis,
-    LoadsSalience,
-    ModelInfo,
-    Products,
-    Reader,
-    ReaderTraits,
-    channels_read,
-)
+from kvpolicy.protocols import Index, ModelInfo, Products, Reader, ReaderTraits
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.readers.exact import ExactTopK
 from kvpolicy.text.arguments import named_options
@@ -30,6 +19,32 @@ from kvpolicy.text.validation import AutoInt, check_fields
 
 _DENSE = 2
 """First layers that read everything by default."""
+
+
+class ChoosingLayers(NamedTuple):
+    """The layers that choose; see `kvpolicy.protocols.Choosers`.
+
+    Attributes:
+        first: The first layer that does not read everything.
+        every: From there on, every how many layers one chooses.
+        layers: The layers that choose, ascending, instead of `every`.
+        read_all: Whether a layer that chooses reads every slot itself.
+
+    Examples:
+        >>> [ChoosingLayers(1, 2).source(layer_idx) for layer_idx in range(1, 5)]
+        [1, 1, 3, 3]
+    """
+
+    first: int
+    every: int
+    layers: tuple[int, ...] = ()
+    read_all: bool = True
+
+    def source(self, layer_idx: int) -> int | None:
+        """The layer that chooses for a layer."""
+        if self.layers:
+            return max((chooser for chooser in self.layers if chooser <= layer_idx), default=None)
+        return layer_idx - (layer_idx - self.first) % self.every
 
 
 @named_options
@@ -96,12 +111,13 @@ class Reuse(Reader):
             raise KVPolicyError(
                 f"Reuse.base must be a reader that chooses a part in every layer, got {self.base}; try ExactTopK()."
             )
-        if self.base.traits.estimates:
+        traits = self.base.traits
+        if traits.estimates is not None or (traits.clusters is not None and traits.clusters.estimates_rest):
             raise KVPolicyError(
                 f"Reuse.base must be a reader without estimates of unread tokens, got {self.base}; try "
                 "sparq:correct=false or exact."
             )
-        if self.base.traits.rebuilds:
+        if traits.rebuilt is not None:
             raise KVPolicyError(
                 f"Reuse.base must be a reader that reads keys as they are stored, got {self.base}; try quest."
             )
@@ -132,8 +148,8 @@ class Reuse(Reader):
         else:
             dense = max(_DENSE if self.dense == "auto" else self.dense, traits.dense)
         host = self.host or traits.host
-        shared = {"every": self.every, "choosing": self._choosing, "choosers_read_all": self.full}
-        return traits._replace(dense=dense, host=host, **shared)
+        choosers = ChoosingLayers(dense, self.every, self._choosing, self.full)
+        return traits._replace(dense=dense, host=host, choosers=choosers)
 
     def page_size(self, slots: int) -> int:
         """As the base."""
@@ -166,45 +182,6 @@ class Reuse(Reader):
     def fit(self, index: Index, salience: Tensor, rows: Tensor) -> None:
         """As the base."""
         self.base.fit(index, salience, rows)
-
-    def load_salience(self, layer_idx: int, heads: slice = ALL_HEADS) -> Tensor:
-        """As the base; see `ReaderTraits.calibrated`."""
-        assert isinstance(self.base, LoadsSalience)  # only called if the base asks for it
-        return self.base.load_salience(layer_idx, heads)
-
-    def load_basis(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Tensor:
-        """As the base; see `ReaderTraits.projected`."""
-        assert isinstance(self.base, LoadsBasis)  # only called if the base asks for it
-        return self.base.load_basis(layer_idx, device, heads)
-
-    def channels_read(self, head_dim: int) -> int:
-        """As the base; see `ReadsChannels`."""
-        return channels_read(self.base, head_dim)
-
-    def fit_clusters(self, index: Index, keys: Tensor, values: Tensor, positions: Tensor, rows: Tensor) -> None:
-        """As the base; see `ReaderTraits.clustered`."""
-        self._clusters.fit_clusters(index, keys, values, positions, rows)
-
-    def has_clusters(self, index: Index) -> Tensor:
-        """As the base; see `ReaderTraits.clustered`."""
-        return self._clusters.has_clusters(index)
-
-    def assigned(self, index: Index) -> Tensor:
-        """As the base; see `ReaderTraits.clustered`."""
-        return self._clusters.assigned(index)
-
-    def centers(self, index: Index) -> Any:
-        """As the base; see `ReaderTraits.clustered`."""
-        return self._clusters.centers(index)
-
-    def mean_values(self, index: Index) -> Tensor:
-        """As the base; see `ReaderTraits.clustered`."""
-        return self._clusters.mean_values(index)
-
-    @property
-    def _clusters(self) -> Clusters:
-        base: Any = self.base  # not asserted to have clusters, since a compiler would trace the assertion
-        return base
 
     def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """As the base."""

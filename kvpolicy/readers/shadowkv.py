@@ -120,10 +120,14 @@ class ShadowKV(TokenReader):
             recent=self.recent,
             ordered=self.page != 1,
             resort=self.rebuild,
-            rebuilds=True,
-            joint_heads=self.joint,
+            rebuilt=self,
             host=self.host,
         )
+
+    @property
+    def joint_heads(self) -> bool:
+        """As `joint` says."""
+        return self.joint
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if a key, or those of a token, have fewer channels than coefficients."""

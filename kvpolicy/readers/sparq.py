@@ -91,7 +91,18 @@ class SparQ(TokenReader):
     @property
     def traits(self) -> ReaderTraits:
         """The engine asks for estimates of what is not read, unless the output is not corrected."""
-        return ReaderTraits(dense=self.dense, recent=self.recent, estimates=_BLOCK if self.correct else 0)
+        estimates = self if self.correct else None
+        return ReaderTraits(dense=self.dense, recent=self.recent, scan=self, estimates=estimates)
+
+    @property
+    def is_whole(self) -> bool:
+        """No: some channels are read."""
+        return False
+
+    @property
+    def block(self) -> int:
+        """Values whose sum is held."""
+        return _BLOCK
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if a key has fewer channels than are read."""
@@ -102,7 +113,7 @@ class SparQ(TokenReader):
             )
 
     def channels_read(self, head_dim: int) -> int:
-        """Channels of every key that a step reads; see `ReadsChannels`."""
+        """Channels of every key that a step reads; see `KeyScan`."""
         return max(1, head_dim // 4) if self.channels == "auto" else self.channels
 
     def alloc(

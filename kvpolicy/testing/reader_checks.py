@@ -12,10 +12,8 @@ from kvpolicy.protocols import (
     Estimated,
     Estimates,
     Index,
-    LoadsBasis,
     Reader,
     RebuildsKeys,
-    channels_read,
 )
 from kvpolicy.testing.part_checks import describe
 
@@ -35,7 +33,8 @@ def check_reader(part: Reader) -> None:
         return
     page = part.page_size(_TOKENS)
     # What a reader of coordinates is given has as many channels as its basis has directions.
-    basis = part.load_basis(0, "cpu") if part.traits.projected and isinstance(part, LoadsBasis) else None
+    loads = part.traits.basis
+    basis = None if loads is None else loads.load_basis(0, "cpu")
     dim = 16 if basis is None else basis.shape[1]
     width = 16 if basis is None else basis.shape[2]
     actual, planned = (
@@ -51,13 +50,13 @@ def check_reader(part: Reader) -> None:
     shown = _score(part, dim, keys, occupied, every, queries)
     is_score = shown.dtype == torch.float32 and shown.shape[:3] == (2, 2, 2)
     assert is_score, f"{part}: score must be float32 [B, H, G, X], got {describe(shown)}"
-    if part.traits.summarized:
-        _check_estimates(part, dim)
-    if part.traits.clustered:
-        _check_clusters(part, dim, keys, occupied, shown)
-    if part.traits.rebuilds:
-        _check_rebuilt(part)
-    if part.traits.scans_keys or channels_read(part, dim):
+    if part.traits.estimates is not None:
+        _check_estimates(part, part.traits.estimates, dim)
+    if part.traits.clusters is not None:
+        _check_clusters(part, part.traits.clusters, dim, keys, occupied, shown)
+    if part.traits.rebuilt is not None:
+        _check_rebuilt(part, part.traits.rebuilt)
+    if part.traits.scan is not None:
         return
     junk = torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan))
     same = torch.equal(_score(part, dim, junk, occupied, every, queries), shown)
@@ -84,10 +83,10 @@ def _score(part: Reader, dim: int, keys: Tensor, occupied: Tensor, entries: Tens
 def _fitted(part: Reader, dim: int, keys: Tensor, occupied: Tensor) -> Index:
     """An index of five entries, whose clusters are those of the keys if the reader has some."""
     index = part.alloc(2, 2, 5, dim, torch.float32, "cpu")
-    if part.traits.clustered:
-        assert isinstance(part, Clusters), f"{part}: a reader of clusters must implement Clusters, got one without"
+    clusters = part.traits.clusters
+    if clusters is not None:
         positions = torch.arange(5, dtype=torch.int32).where(occupied.squeeze(-1), -1)
-        part.fit_clusters(index, keys.squeeze(3), keys.squeeze(3), positions, torch.ones(2, dtype=torch.bool))
+        clusters.fit_clusters(index, keys.squeeze(3), keys.squeeze(3), positions, torch.ones(2, dtype=torch.bool))
     return index
 
 
@@ -107,29 +106,27 @@ class _ProductsOf:
         return of_heads.mean(2)
 
 
-def _check_clusters(part: Reader, dim: int, keys: Tensor, occupied: Tensor, shown: Tensor) -> None:
+def _check_clusters(part: Reader, found: Clusters, dim: int, keys: Tensor, occupied: Tensor, shown: Tensor) -> None:
     """Check that entries belong to clusters that are scored, and that mean values are finite."""
-    assert isinstance(part, Clusters)  # checked where they were found
     index = _fitted(part, dim, torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan)), occupied)
     part.refresh(index, torch.arange(5).expand(2, 2, -1), keys, occupied)
-    assigned = part.assigned(index)
+    assigned = found.assigned(index)
     fits = assigned.shape == (2, 2, 5) and assigned.dtype == torch.int64
     assert fits, f"{part}: assigned must be int64 [B, H, X], got {describe(assigned)}"
     clusters = shown.shape[-1]
     inside = bool(((assigned >= 0) & (assigned < clusters)).all())
     assert inside, f"{part}: assigned must be a cluster that is scored, got {clusters} scores and {assigned.tolist()}"
-    has = part.has_clusters(index)
+    has = found.has_clusters(index)
     assert has.tolist() == [True, True], f"{part}: has_clusters must be set after fit_clusters, got {has.tolist()}"
-    if part.traits.estimates:
-        values = part.mean_values(index)
+    if found.estimates_rest:
+        values = found.mean_values(index)
         usable = values.shape == (2, 2, clusters, dim) and bool(values.isfinite().all())
         assert usable, f"{part}: mean_values must be finite [B, H, C, D], got {describe(values)} or NaN"
 
 
-def _check_estimates(part: Reader, dim: int) -> None:
+def _check_estimates(part: Reader, estimates: Estimates, dim: int) -> None:
     """Check that a summary depends on the values of its own tokens alone, and that the estimates are finite."""
-    assert isinstance(part, Estimates), f"{part}: a reader that estimates must implement Estimates, got one without"
-    size = part.traits.estimates
+    size = estimates.block
     entries = 2 * size + 1
     generator = torch.Generator().manual_seed(4)
     values = torch.randn(2, 2, 3, size * part.page_size(_TOKENS), dim, generator=generator)
@@ -143,9 +140,9 @@ def _check_estimates(part: Reader, dim: int) -> None:
 
     def estimated(given: Tensor) -> Estimated:
         index = part.alloc(2, 2, entries, dim, torch.float32, "cpu")
-        part.summarize(index, every, given, occupied)
-        part.summarize(index, every[..., 1:], given[:, :, 1:], occupied[:, :, 1:])
-        return part.estimate_rest(index, scores, read, scores.new_zeros(2, 2, 2))
+        estimates.summarize(index, every, given, occupied)
+        estimates.summarize(index, every[..., 1:], given[:, :, 1:], occupied[:, :, 1:])
+        return estimates.estimate_rest(index, scores, read, scores.new_zeros(2, 2, 2))
 
     shown = estimated(values)
     slots = shown.scores.shape[-1]
@@ -158,9 +155,8 @@ def _check_estimates(part: Reader, dim: int) -> None:
     assert same, f"{part}: summarize must ignore slots without a token, got other estimates with NaN there"
 
 
-def _check_rebuilt(part: Reader) -> None:
+def _check_rebuilt(part: Reader, rebuilt: RebuildsKeys) -> None:
     """Check that keys are rebuilt from their own coefficients, and exactly where they lie in few directions."""
-    assert isinstance(part, RebuildsKeys), f"{part}: a reader must implement RebuildsKeys to rebuild, got one without"
     page = part.page_size(_TOKENS)
     generator = torch.Generator().manual_seed(5)
     # All along one direction in each head, by the same factors, so that one coefficient tells them.
@@ -168,26 +164,28 @@ def _check_rebuilt(part: Reader) -> None:
     keys = (factors * torch.randn(2, 2, 1, 16, generator=generator)).unflatten(2, (5, page))
     occupied = (torch.rand(2, 1, 5, page, generator=generator) < 0.7).expand(-1, 2, -1, -1)
     index = part.alloc(2, 2, 5, 16, torch.float32, "cpu")
-    assert part.has_basis(index).tolist() == [False, False], f"{part}: has_basis must not be set before fit_basis"
+    assert rebuilt.has_basis(index).tolist() == [False, False], f"{part}: has_basis must not be set before fit_basis"
     flat = keys.masked_fill(~occupied[..., None], 0).flatten(2, 3).double()
-    flat = of_tokens(flat) if part.traits.joint_heads else flat
-    part.fit_basis(index, flat.mT @ flat, torch.tensor([True, False]))
-    assert part.has_basis(index).tolist() == [True, False], f"{part}: fit_basis must find the basis of its rows alone"
-    part.fit_basis(index, flat.mT @ flat, torch.tensor([False, True]))
+    flat = of_tokens(flat) if rebuilt.joint_heads else flat
+    rebuilt.fit_basis(index, flat.mT @ flat, torch.tensor([True, False]))
+    assert rebuilt.has_basis(index).tolist() == [True, False], (
+        f"{part}: fit_basis must find the basis of its rows alone"
+    )
+    rebuilt.fit_basis(index, flat.mT @ flat, torch.tensor([False, True]))
     every = torch.arange(5).expand(2, 2, -1)
-    part.project(index, every, torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan)), occupied)
+    rebuilt.project(index, every, torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan)), occupied)
     before = map_state(torch.clone, index)
-    part.project(index, every[..., 3:4], keys[:, :, 3:4], occupied[:, :, 3:4])
+    rebuilt.project(index, every[..., 3:4], keys[:, :, 3:4], occupied[:, :, 3:4])
     same = all(torch.equal(now, then) for now, then in zip(tensors(index), tensors(before), strict=True))
     assert same, f"{part}: project must compute an entry from its keys, got a trace of others"
     slots = torch.randperm(5 * page, generator=generator).expand(2, 2, -1)
-    rebuilt = part.rebuild_keys(index, slots)
-    fits = rebuilt.shape == (2, 2, 5 * page, 16) and rebuilt.dtype == torch.float32
-    assert fits, f"{part}: rebuild_keys must be float32 [B, H, n, D], got {describe(rebuilt)}"
+    found = rebuilt.rebuild_keys(index, slots)
+    fits = found.shape == (2, 2, 5 * page, 16) and found.dtype == torch.float32
+    assert fits, f"{part}: rebuild_keys must be float32 [B, H, n, D], got {describe(found)}"
     live = occupied.flatten(2)[:, :, slots[0, 0]]
-    close = torch.allclose(rebuilt[live], keys.flatten(2, 3)[:, :, slots[0, 0]][live], atol=1e-4)
+    close = torch.allclose(found[live], keys.flatten(2, 3)[:, :, slots[0, 0]][live], atol=1e-4)
     assert close, f"{part}: rebuild_keys must be the keys where these lie in one direction, got others"
-    held = part.coefficients(index)
+    held = rebuilt.coefficients(index)
     assert held.shape[1] in (1, 2) and held.shape[2] >= 5 * page, (
         f"{part}: coefficients must be [B, H or 1, S, ...] of {5 * page} slots at least, got {describe(held)}"
     )

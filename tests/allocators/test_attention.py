@@ -12,18 +12,18 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.allocators._attention import number_reaching
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.attention import attend
-from kvpolicy.statistics.attention_sum import AttentionSum
 from kvpolicy.engine.layer_attention import layer_attention
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.statistics.recent_queries import RecentQueries
-from kvpolicy.statistics.statistic import Coming, Tile
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.protocols import SINGLE_RANK, LayerMetric, MeasuresAttention
 from kvpolicy.registry import lookup, name_of, names
 from kvpolicy.selectors.h2o import H2O
+from kvpolicy.statistics.attention_sum import AttentionSum
+from kvpolicy.statistics.recent_queries import RecentQueries
+from kvpolicy.statistics.statistic import Coming, Tile
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.testing import check
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, play

@@ -33,7 +33,6 @@ from kvpolicy.distortion import Distortion, distortion
 from kvpolicy.hf.adapters import KVPressScorer
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.protocols import Allocator, Codec, DecodeMode, Selector, State, View
-from kvpolicy.statistics import Results
 from kvpolicy.reporting.report import LayerReport, Report
 
 

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy import Policy
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.statistics.replay import NOT_REPLAYED
 from kvpolicy.engine.replay import add_scores, chunks, received
 from kvpolicy.engine.replayed_queries import ReplayedQueries, no_queries
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.statistics import Forward
+from kvpolicy.statistics.replay import NOT_REPLAYED
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.conformance.access import coded_positions, kept_positions
 from tests.conformance.calibration import HIDDEN
 from tests.conformance.replay import Replayed, Turn, Twin, Verdict, reference_codec, replay

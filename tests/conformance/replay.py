@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvpolicy import KeepKV, Plain, Policy, PolicyCache, Regress, ZSMerge
-from kvpolicy.statistics.windows import ScoreTransform
-from kvpolicy.statistics.joint_heads import together
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.protocols import GroupsLayers
 from kvpolicy.registry import name_of
+from kvpolicy.statistics.joint_heads import together
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.conformance.access import (
     Attend,
     Slots,

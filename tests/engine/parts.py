@@ -9,22 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics.windows import QueryWindow, ScoreTransform, newest_columns, take_queries
-from kvpolicy.statistics.attention_sum import AttentionSum
-from kvpolicy.selectors.scissorhands import BelowMean
-from kvpolicy.selectors._blocks import BlockAttention, OpenTokens
-from kvpolicy.statistics.channel_sums import ChannelSums, LargestQueries
 from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.page_geometry import PageGeometry
-from kvpolicy.statistics.windows import token_positions
+from kvpolicy.engine.slot_geometry import SlotGeometry
+from kvpolicy.protocols import ALL_HEADS, DecodeMode, StageStore, State, View
+from kvpolicy.selectors._blocks import BlockAttention, OpenTokens
 from kvpolicy.selectors.probe import ProbeQueries
+from kvpolicy.selectors.scissorhands import BelowMean
+from kvpolicy.statistics.attention_sum import AttentionSum
+from kvpolicy.statistics.channel_sums import ChannelSums, LargestQueries
 from kvpolicy.statistics.query_moments import Moments
 from kvpolicy.statistics.recent_queries import RecentQueries
-from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.statistics.statistic import Candidates, Statistic
-from kvpolicy.protocols import ALL_HEADS, DecodeMode, StageStore, State, View
-from kvpolicy.statistics import Results
+from kvpolicy.statistics.windows import QueryWindow, ScoreTransform, newest_columns, take_queries, token_positions
 
 
 def gathered(**found: Any) -> tuple[Statistic, ...]:

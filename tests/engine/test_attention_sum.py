@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.statistics.attention_sum import AttentionSum
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import candidates_of
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpolicy.selectors.scissorhands import BELOW_MEAN, below_mean_counts
 from kvpolicy.statistics.windows import Past, ScoreTransform
-from kvpolicy.selectors.scissorhands import below_mean_counts
-from kvpolicy.selectors.scissorhands import BELOW_MEAN
 from tests.conformance.bench import draw
 from tests.engine.parts import newest_queries
 from tests.sampling import product

@@ -10,10 +10,10 @@ from torch import nn
 
 from kvpolicy import KVzap
 from kvpolicy.engine import birth_scores
+from kvpolicy.selectors.gate_files import LayerGate, save_gates
+from kvpolicy.statistics import Forward
 from kvpolicy.statistics.input_scores import BirthScores
 from kvpolicy.statistics.statistic import Coming, Tile
-from kvpolicy.statistics import Forward
-from kvpolicy.selectors.gate_files import LayerGate, save_gates
 from tests.conformance.calibration import gates
 
 

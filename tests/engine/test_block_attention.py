@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.selectors._blocks import BlockAttention, block_attention
 from kvpolicy.statistics.statistic import Coming, Tile
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import candidates_of, generator
 from tests.sampling import product
 

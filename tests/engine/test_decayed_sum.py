@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy.statistics.windows import Past, ScoreTransform
 from kvpolicy.selectors.a2sf import decayed_sums
+from kvpolicy.statistics.windows import Past, ScoreTransform
 from tests.conformance.bench import draw
 from tests.engine.parts import newest_queries
 from tests.sampling import product

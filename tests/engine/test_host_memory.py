@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import KVPolicyError, Policy, PolicyCache, Reuse
+from kvpolicy import ExactTopK, KVPolicyError, Policy, PolicyCache, Reuse
 from kvpolicy.engine.host_memory import load_slots, pins, to_host
 from kvpolicy.engine.link import Link, StepBytes
 from kvpolicy.engine.reading import in_host_memory
@@ -102,7 +102,7 @@ def copied(layer: Layer, rows: int) -> tuple[int, int]:
     if count >= slots:
         return each * 2 * slots, each * 2
     # Of chosen keys that are rebuilt, only those that are read as they are stored.
-    keys = reader.recent + reader.sinks if reader.traits.rebuilds else count
+    keys = reader.recent + reader.sinks if reader.traits.rebuilt else count
     return each * (keys + count + page), each * 2  # the keys of the page that was written, to bound it again
 
 
@@ -303,7 +303,7 @@ class Scan(Reader):
     @property
     def traits(self) -> ReaderTraits:
         """Of keys in host memory."""
-        return ReaderTraits(scans_keys=True, host=True)
+        return ReaderTraits(scan=ExactTopK(), host=True)
 
     def score(self, index: Index, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
         """The products with every key."""

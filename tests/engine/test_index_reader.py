@@ -19,7 +19,6 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import by_entry, row_entries
 from kvpolicy.engine.state import map_state, slot_tensors, tensors
 from kvpolicy.hf import cache_file
-from kvpolicy.protocols import channels_read
 from kvpolicy.registry import names
 from kvpolicy.text.tables import format_bytes
 from tests.conformance.fakes import Fake
@@ -311,7 +310,7 @@ def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pyt
     turns = [40] + [1] * 6
     ids, mask = make_batch([40], turns)
     policy = kvpolicy.Policy.parse(text_of(reader, codec))
-    scans = policy.reader.traits.scans_keys or channels_read(policy.reader, DIM) > 0
+    scans = policy.reader.traits.scan is not None
     attend = IndexReader.attend
     inside: list[bool] = []
     for kind in {type(each) for each in policy.codec.stages}:
@@ -431,10 +430,11 @@ def test_turns_and_unannounced_growth(reader: str) -> None:
     reads: Any = layer.store.tensors.reads
     shape = index_of(layer.store).shape
     assert shape is not None and reads.limit.tolist() == [shape.chosen]
-    blocks = -(-shape.entries // max(layer.policy.reader.traits.estimates, 1))
+    estimates = layer.policy.reader.traits.estimates
+    blocks = shape.entries if estimates is None else -(-shape.entries // estimates.block)
     sizes = [shape.entries, blocks, 3]
-    if layer.policy.reader.traits.clustered:
+    if layer.policy.reader.traits.clusters:
         sizes.append(layer.policy.reader.clusters(shape.entries))  # pyright: ignore[reportAttributeAccessIssue]
-    if layer.policy.reader.traits.rebuilds:
+    if layer.policy.reader.traits.rebuilt:
         sizes.append(DIM)
     assert all(t.shape[2] in sizes for t in tensors(reads.index))

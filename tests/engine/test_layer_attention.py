@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.attention import attend
-from kvpolicy.statistics.attention_sum import AttentionSum
 from kvpolicy.engine.layer_attention import layer_attention, without_measured
-from kvpolicy.statistics.newest_queries import NewestQueries
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.protocols import SINGLE_RANK, AttentionNeeds
+from kvpolicy.statistics.attention_sum import AttentionSum
+from kvpolicy.statistics.newest_queries import NewestQueries
 from kvpolicy.statistics.recent_queries import RecentQueries
 from kvpolicy.statistics.statistic import Coming, Tile
-from kvpolicy.protocols import SINGLE_RANK, AttentionNeeds
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.sampling import product
 
 TRANSFORMS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.statistics.newest_queries import NewestQueries
 from kvpolicy.statistics.statistic import Coming, Tile
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import candidates_of, generator
 
 Q, K = (torch.randn(2, heads, 9, 4, generator=generator(heads)) for heads in (4, 2))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.engine import output_norms
-from kvpolicy.statistics.output_norms import absolute_norms, euclidean_norms
 from kvpolicy.hf.projection import output_projection
+from kvpolicy.statistics.output_norms import absolute_norms, euclidean_norms
 from tests.conformance.models import build
 
 

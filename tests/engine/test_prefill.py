@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform
-from kvpolicy.statistics.channel_sums import LargestQueries
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.statistics.channel_sums import AbsoluteSums
-from kvpolicy.statistics.recent_queries import RecentQueries
 from kvpolicy.protocols import SINGLE_RANK
 from kvpolicy.statistics import Forward, QueryMoments
+from kvpolicy.statistics.channel_sums import AbsoluteSums, LargestQueries
+from kvpolicy.statistics.recent_queries import RecentQueries
+from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform
 from tests.engine.parts import gathered, generator, newest_queries
 
 WINDOW = QueryWindow(torch.zeros(3, 4, 2, 8), torch.zeros(3, 2, dtype=torch.int64))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import attention, probing
-from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform
 from kvpolicy.selectors.probe import ProbeQueries, draw_probes, probe_sums
 from kvpolicy.statistics.statistic import Coming, Tile
+from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform
 from tests.engine.parts import generator
 from tests.reference.selectors.probe import probes as slow_probes
 

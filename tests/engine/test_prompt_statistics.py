@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from kvpolicy import MiKV, Plain, Policy, SnapKV
-from kvpolicy.statistics.windows import ScoreTransform
-from kvpolicy.statistics.channel_sums import LargestQueries
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prompt_statistics import PromptStatistics, wanted
-from kvpolicy.statistics.recent_queries import RecentQueries
 from kvpolicy.hf.layer import make_store
 from kvpolicy.mergers.regress import Regress
+from kvpolicy.statistics.channel_sums import LargestQueries
+from kvpolicy.statistics.recent_queries import RecentQueries
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
 
 

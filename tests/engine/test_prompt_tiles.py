@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy import CountedMerge, DoubleSparsity, MiKV, Plain, SlidingWindow
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
@@ -19,6 +18,7 @@ from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
 from kvpolicy.statistics import Forward
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
 
 HEADS = 2

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kvpolicy.statistics.query_moments import Moments, new_token, plain_queries, sum_moments
 from kvpolicy.kernels.rotary import KeyRotation, Rope
+from kvpolicy.statistics.query_moments import Moments, new_token, plain_queries, sum_moments
 from kvpolicy.statistics.statistic import Coming, Tile
 from tests.conformance.bench import draw
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy.statistics.windows import ScoreTransform, window_attention
 from kvpolicy.statistics.recent_queries import RecentQueries
 from kvpolicy.statistics.statistic import Coming, Tile
+from kvpolicy.statistics.windows import ScoreTransform, window_attention
 from tests.engine.parts import candidates_of, generator, newest_queries
 
 Q, K = (torch.randn(2, heads, 9, 4, generator=generator(heads)) for heads in (4, 2))

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics.windows import ScoreTransform, window_attention
+from kvpolicy.statistics import AttentionRows
 from kvpolicy.statistics.reduced_rows import ReducedRows
 from kvpolicy.statistics.statistic import Coming, Tile
-from kvpolicy.statistics import AttentionRows
+from kvpolicy.statistics.windows import ScoreTransform, window_attention
 from tests.conformance.bench import draw
 from tests.engine.parts import candidates_of, newest_queries
 

@@ -13,13 +13,13 @@ from transformers import BertConfig, BertLMHeadModel, DynamicCache
 
 import kvpolicy
 from kvpolicy import KVPolicyError, KVPolicyTypeError, Policy, PolicyCache
-from kvpolicy.statistics.windows import Past, ScoreTransform
 from kvpolicy.engine.attention import attend
-from kvpolicy.statistics.output_norms import euclidean_norms
 from kvpolicy.engine.replay import attend_context, chunks
 from kvpolicy.hf.forward_calls import check_step
 from kvpolicy.hf.projection import output_projection
 from kvpolicy.statistics import Replay
+from kvpolicy.statistics.output_norms import euclidean_norms
+from kvpolicy.statistics.windows import Past, ScoreTransform
 from kvpolicy_eval.data import prompts
 from tests.conformance.access import kept_positions
 from tests.conformance.models import VOCABULARY, build

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.statistics.windows import Past, ScoreTransform
-from kvpolicy.selectors.scissorhands import below_mean_counts
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.statistics.replay import NOT_REPLAYED
-from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.engine.selection import Selection, finite_priority, rank_candidates, select_tokens
+from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import SINGLE_RANK, View
-from kvpolicy.statistics import Forward, Results
+from kvpolicy.selectors.scissorhands import below_mean_counts
+from kvpolicy.statistics import Forward
+from kvpolicy.statistics.replay import NOT_REPLAYED
+from kvpolicy.statistics.windows import Past, ScoreTransform
 from tests.conformance.fakes import Roll, undo
 from tests.engine.parts import Ranking, Worth, gathered, generator, newest_queries, shuffled
 from tests.sampling import product

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.capacity import UNLIMITED
 from kvpolicy.engine.editing import note_move
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.slot_geometry import SlotGeometry
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import Ranking
 from tests.readers.bench import Layer, draw
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, Retrieval
-from kvpolicy.protocols import Reader, ReaderTraits
 from kvpolicy.readers import _clusters, retrieval
 from kvpolicy.readers._clusters import k_means, mean_by_cluster, nearest
 from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw
@@ -161,19 +159,6 @@ def test_the_number_of_a_cluster_has_two_bytes_where_that_is_enough() -> None:
 def test_numbers_out_of_range_are_refused(spec: str) -> None:
     with pytest.raises(KVPolicyError, match=r"Retrieval\.[a-z]+ must be"):
         Policy.parse(f"full+{spec}")
-
-
-def test_a_reader_without_the_methods_of_clusters_is_refused() -> None:
-    class Lacking(Reader):
-        @property
-        def traits(self) -> ReaderTraits:
-            return ReaderTraits(clustered=True)
-
-        def score(self, index: Any, queries: Tensor, products: Any) -> Tensor:
-            return products(queries)
-
-    with pytest.raises(TypeError, match=r"must have the methods of kvpolicy\.protocols\.Clusters"):
-        Policy(reader=Lacking())
 
 
 def test_layers_that_follow_read_what_clusters_chose() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import KVPolicyError, Policy, ShadowKV
-from kvpolicy.protocols import Index, ModelInfo, Reader, ReaderTraits
+from kvpolicy.protocols import ModelInfo
 from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw, slow_output
 from tests.reference.readers.shadowkv import singular_vectors
 
@@ -177,16 +177,3 @@ def test_more_coefficients_than_a_key_has_channels_are_refused() -> None:
 def test_what_it_is_not_combined_with(policy: str, message: str) -> None:
     with pytest.raises(KVPolicyError, match=message):
         Policy.parse(policy)
-
-
-def test_a_reader_without_the_methods_is_refused() -> None:
-    class Lacking(Reader):
-        @property
-        def traits(self) -> ReaderTraits:
-            return ReaderTraits(rebuilds=True)
-
-        def score(self, index: Index, queries: Tensor, products: Any) -> Tensor:
-            return products(queries)
-
-    with pytest.raises(TypeError, match=r"must have the methods of kvpolicy\.protocols\.RebuildsKeys"):
-        Policy(reader=Lacking())

@@ -19,7 +19,6 @@ import kvpolicy
 from kvpolicy import KVPolicyError, KVPolicyTypeError, Policy, PolicyCache
 from kvpolicy.hf import tile_size
 from kvpolicy.hf.attachment import attachment_of
-from kvpolicy.statistics import Results
 from kvpolicy.protocols import State, View
 from kvpolicy.selectors.window import SlidingWindow
 from kvpolicy.text.errors import KVPolicyStateError

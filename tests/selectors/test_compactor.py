@@ -10,7 +10,6 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
-from kvpolicy.statistics import Results
 from kvpolicy.protocols import View
 from kvpolicy.selectors._leverage import key_leverage, leverage, projection
 from kvpolicy.selectors.compactor import Compactor

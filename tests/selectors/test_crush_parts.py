@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvpolicy import H2O, KeyDiff, KVCrush
-from kvpolicy.statistics import Results
 from kvpolicy.protocols import View
 from kvpolicy.selectors._crush import anchor_bits, distances, representatives, signatures, top_mask
 from kvpolicy.selectors._pages import Pages, best_pages, min_page_tokens

@@ -14,7 +14,22 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy import Policy
-from kvpolicy.protocols import Allocator, ChecksModel, Codec, ComparesHeads, Merger, ModelInfo, Reader, ReaderTraits, ScoredByKeys, Selector, State, View, compares_heads, heads_of, joint_decode
+from kvpolicy.protocols import (
+    Allocator,
+    ChecksModel,
+    Codec,
+    ComparesHeads,
+    Merger,
+    ModelInfo,
+    Reader,
+    ScoredByKeys,
+    Selector,
+    State,
+    View,
+    compares_heads,
+    heads_of,
+    joint_decode,
+)
 from kvpolicy.selectors.kvcrush import KVCrush
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.selectors.tova import TOVA
@@ -132,36 +147,6 @@ def test_a_part_is_refused_with_the_name_of_what_it_lacks() -> None:
     for selector in (Ranking(), KVCrush(base=Ranking())):
         with pytest.raises(kvpolicy.KVPolicyTypeError, match=r"must have a method rerank\(state, seen, view\)"):
             Policy(selector=selector, budget=0.5)
-
-    @dataclass(frozen=True)
-    class Calibrated(Reader):
-        @property
-        def traits(self) -> ReaderTraits:
-            return ReaderTraits(salience=True, calibrated=True)
-
-        def score(self, index: Any, queries: Tensor, products: Any) -> Tensor:
-            return products(queries)
-
-    with pytest.raises(kvpolicy.KVPolicyTypeError, match=r"must have a method load_salience\(layer_idx, heads\)"):
-        Policy(selector=Newest(), reader=Calibrated(), budget=0.5)
-
-    @dataclass(frozen=True)
-    class Projected(Calibrated):
-        @property
-        def traits(self) -> ReaderTraits:
-            return ReaderTraits(projected=True)
-
-    with pytest.raises(kvpolicy.KVPolicyTypeError, match=r"must have a method load_basis\(layer_idx, device, heads\)"):
-        Policy(selector=Newest(), reader=Projected(), budget=0.5)
-
-    @dataclass(frozen=True)
-    class Estimating(Calibrated):
-        @property
-        def traits(self) -> ReaderTraits:
-            return ReaderTraits(estimates=1)
-
-    with pytest.raises(kvpolicy.KVPolicyTypeError, match="must have the methods summarize and estimate_rest"):
-        Policy(selector=Newest(), reader=Estimating(), budget=0.5)
 
 
 @pytest.mark.parametrize("value", ["keep", "", 5, None])

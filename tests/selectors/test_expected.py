@@ -13,11 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.statistics.query_moments import sum_moments
 from kvpolicy.kernels.rotary import KeyRotation, Rope
 from kvpolicy.protocols import HeadShape, View
-from kvpolicy.statistics import Results
 from kvpolicy.selectors.expected import Expectation, ExpectedAttention
+from kvpolicy.statistics.query_moments import sum_moments
 from kvpolicy.text.errors import KVPolicyError
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.models import build

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import HeadShape, View
-from kvpolicy.statistics import Results
 from kvpolicy.selectors.keydiff import Differences, KeyDiff
 from tests.conformance.bench import Bench, draw, padding
 

@@ -9,7 +9,6 @@ import torch
 
 from kvpolicy import H2O, ExpectedAttention, KVzip, ProbeSalience, Scissorhands, SnapKV
 from kvpolicy.engine.selection import highest
-from kvpolicy.statistics import Results
 from kvpolicy.protocols import View
 from kvpolicy.protocols.selector import Scores
 from kvpolicy.selectors import expected

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvpolicy import KVPolicyError, Policy
 from kvpolicy.protocols import HeadShape, View
-from kvpolicy.statistics import Results
 from kvpolicy.selectors._common import head_sum, shares
 from kvpolicy.selectors.caote import CAOTE
 from kvpolicy.selectors.critical import CriticalKV, CriticalState

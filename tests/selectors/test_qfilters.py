@@ -16,7 +16,6 @@ from kvpolicy.calibration import query_filters
 from kvpolicy.calibration.qfilters import sample_queries
 from kvpolicy.engine.state import map_state
 from kvpolicy.protocols import ChecksModel, HeadShape, ModelInfo, Ranks, View
-from kvpolicy.statistics import Results
 from kvpolicy.selectors.filter_files import FilterFile, load_filters, save_filters
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.calibration import filters

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics import Results
 from kvpolicy.protocols import View
 from kvpolicy.selectors._once import OnceScored, none_scored
 from kvpolicy.selectors.cur import CUR

@@ -10,7 +10,6 @@ import torch
 
 from kvpolicy import KVPolicyError
 from kvpolicy.kernels.rotary import KeyRotation
-from kvpolicy.statistics import Results
 from kvpolicy.protocols import View
 from kvpolicy.selectors.center_files import CenterFile, Centers, save_centers
 from kvpolicy.selectors.triattention import TriAttention
