@@ -137,6 +137,8 @@ class LayerTensors:
         exact = (batch, *pages)
         codes: tuple[Codes, ...] = ()
         every = pages
+        # With a codec, the pages hold codes, and each head has a full-precision buffer of its own: positions and states
+        # are of the pages' slots first, and then of the buffers', which count as pages too.
         if codec.stages:
             exact = (batch, heads, buffer)
             codes = (alloc_codes(codec, batch, heads, *pages, dim, device),)

@@ -64,6 +64,7 @@ def trim(layer: LayerContents, held: tuple[Tensor, State], pending: PendingPromp
     size = pending.keys.shape[2]
     if int(most.max()) > size * (1 - LEAST_GAIN):
         return pending
+    # The first time, the selector observes the prompt; later, it ranks what it has observed under the smaller bound.
     if trimmed is None:
         ranking = layer.rank(held, pending, None, layer.tensors.length, most)
         view = ranking.view
@@ -77,9 +78,11 @@ def trim(layer: LayerContents, held: tuple[Tensor, State], pending: PendingPromp
         priority = finite_priority(layer.spec.selector.priority(state, view))
         keys = pending.keys
         values = pending.values
+    # What is beyond the bound cannot be kept in the end, since the sets are nested: it is dropped from all that waits.
     chosen = highest(priority, view, most[:, None])
     batch = TokenBatch(keys, values, view.positions, state, chosen).trimmed()
     view = view._replace(positions=batch.positions, alike=False, added=None)
+    # Tokens were observed; what the codec and the reader want is of the whole prompt.
     kept = tuple(each for each in pending.statistics if isinstance(each, _NOT_OF_TOKENS))
     smaller = pending._replace(
         keys=batch.keys,
