@@ -20,9 +20,9 @@ from kvpolicy.codecs._common import SingleStage
 from kvpolicy.codecs._uniform import is_fused
 from kvpolicy.distortion import coded_store
 from kvpolicy.engine.codec_view import CodecView
-from kvpolicy.kernels.rotary import Rope
 from kvpolicy.engine.state import tensors
 from kvpolicy.kernels import compiled, words
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.protocols import Codes, StageStore
 from kvpolicy_eval.common.synthetic import with_random_calibration
 from tests.codecs.compiling import call_directly, compile_all

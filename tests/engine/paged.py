@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.head_files import load_heads
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
@@ -19,6 +18,7 @@ from kvpolicy.engine.pages import row_pages
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.policy import Policy
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.conformance.extremes import concentrate
 from tests.conformance.replay import reference_codec, reference_merger
 from tests.reference.engine import ReferenceLayer

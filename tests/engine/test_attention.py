@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.statistics.windows import Past, ScoreTransform
 from kvpolicy.engine.attention import attend, attend_slots
 from kvpolicy.statistics.channel_sums import largest_queries
+from kvpolicy.statistics.windows import Past, ScoreTransform
 
 HEADS = 2
 GROUP = 3

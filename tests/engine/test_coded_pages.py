@@ -13,10 +13,10 @@ from kvpolicy import Policy
 from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.even import Even
 from kvpolicy.engine import page_codes
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.coded_pages import CodedPageBody
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.codecs.compiling import call_directly
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk

@@ -13,12 +13,12 @@ import torch
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.cropping import keeps_all
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf import cropping
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.conformance.access import store_of
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch

@@ -19,17 +19,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from kvpolicy import Policy
 from kvpolicy.engine import slot_writer
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.kernels.rotary import Rope
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.kernels import slot_writes
-from kvpolicy.statistics import Forward
+from kvpolicy.kernels.rotary import Rope
 from kvpolicy.registry import lookup, names
 from kvpolicy.selectors.filter_files import FilterFile, save_filters
 from kvpolicy.selectors.gate_files import GateFile, LayerGate, save_gates
+from kvpolicy.statistics import Forward
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy_eval.common.codecs import short_windows
 from kvpolicy_eval.common.synthetic import with_random_calibration
 from tests.engine.generated_code import Generated, Write, generated

@@ -12,11 +12,11 @@ from torch import Tensor
 from kvpolicy import KVPolicyError
 from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.even import Even
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.decode import NO_PAGE
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.rollback import mark, roll_back
 from kvpolicy.protocols import HeadRequest, ModelInfo
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.testing.part_checks import check_divided
 from tests.conformance.extremes import EXTREMES
 from tests.engine.paged import HEADS, SCALE, SELECTORS, NearTie, Run

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.attention import attend_slots
 from kvpolicy.engine.in_place_attention import attend_in_place
 from kvpolicy.protocols import Estimated
+from kvpolicy.statistics.windows import ScoreTransform
 
 HEADS = 2
 GROUP = 3

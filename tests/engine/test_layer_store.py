@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kvpolicy import H2O, StreamingLLM
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.conformance.fakes import Fake
 from tests.engine.parts import Ranking, Uncoded, generator, slots_of
 from tests.sampling import each_once, product

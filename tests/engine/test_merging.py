@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import merging
-from kvpolicy.statistics.windows import Past, ScoreTransform, window_attention
 from kvpolicy.engine.attention import attend, attend_slots
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.state import tensors
+from kvpolicy.statistics.windows import Past, ScoreTransform, window_attention
 from tests.conformance.bench import Bench, draw
 from tests.conformance.policies import words
 from tests.engine.parts import newest_queries, slots_of

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.page_attention import ExactPages, attend_pages
+from kvpolicy.statistics.windows import ScoreTransform
 
 ROWS = 2
 HEADS = 3

@@ -14,11 +14,11 @@ from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.head_files import HeadFile, save_heads
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.paged import DIM, GROUP, HEADS, LOOKING, SCALE, SELECTORS, Run
 from tests.sampling import product, star
 

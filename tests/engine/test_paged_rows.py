@@ -13,9 +13,9 @@ from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.head_files import HeadFile, save_heads
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.pages import owned_by
 from kvpolicy.protocols import HeadRequest, ModelInfo
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.paged import HEADS, SCALE, Run
 from tests.engine.parts import pages_of
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kvpolicy import Policy
 from kvpolicy.allocators.even import Even
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.pages import row_pages
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.protocols import SINGLE_RANK, Ranks
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
 from tests.sampling import product
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import partial_attention
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.partial_attention import attend_causal, attend_occupied, attend_part, has_parts
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
 from tests.sampling import product
 

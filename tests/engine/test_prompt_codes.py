@@ -13,11 +13,11 @@ from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.codecs.bfp import BFP
 from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.codecs.turboquant import TurboQuant
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_codes import PromptCodes
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.protocols import Codec, StageStore
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.testing import check_cache
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch

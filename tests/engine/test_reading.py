@@ -10,9 +10,22 @@ import torch
 from torch import Tensor
 
 from kvpolicy import KIVI, DoubleSparsity, ExactTopK, Plain, Quest, ReadAll, TokenWise
-from kvpolicy.engine.reading import Choice, ReadShape, by_entry, channel_salience, choose, entries_of, entry_slots, follow, largest_counts, need_of, read_shape, row_entries
-from kvpolicy.statistics.channel_sums import absolute_sums
+from kvpolicy.engine.reading import (
+    Choice,
+    ReadShape,
+    by_entry,
+    channel_salience,
+    choose,
+    entries_of,
+    entry_slots,
+    follow,
+    largest_counts,
+    need_of,
+    read_shape,
+    row_entries,
+)
 from kvpolicy.protocols import SINGLE_RANK, Layout
+from kvpolicy.statistics.channel_sums import absolute_sums
 from tests.engine.parts import generator
 
 ONE = ReadShape(3, 2, ((0, 8),))

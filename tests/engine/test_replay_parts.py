@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics.windows import Past, ScoreTransform
 from kvpolicy.engine.replay import Chunk, Gain, attend_context, received
 from kvpolicy.engine.replay_parts import ChunkPlace, attend_and_score
+from kvpolicy.statistics.windows import Past, ScoreTransform
 from tests.engine.parts import generator
 from tests.sampling import product
 

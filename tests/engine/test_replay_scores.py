@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics.windows import ScoreTransform
-from kvpolicy.statistics.replay import NOT_REPLAYED
 from kvpolicy.engine.replay import Chunk, Gain, add_scores, received
+from kvpolicy.statistics.replay import NOT_REPLAYED
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
 
 ROWS = 3

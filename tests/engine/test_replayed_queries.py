@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.replay import chunks
 from kvpolicy.engine.replayed_queries import ReplayedQueries, no_queries
 from kvpolicy.statistics import Replay
+from kvpolicy.statistics.windows import ScoreTransform
 
 
 def observed(context: torch.Tensor, width: int, chunk: int, tile: int, before: int = 2) -> ReplayedQueries:

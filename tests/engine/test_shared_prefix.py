@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Policy
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.planning.memory import layer_spec
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
 from tests.sampling import each_once, product
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from kvpolicy import KVPolicyError, Policy
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.planning.memory import layer_spec
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
 
 ROWS, HEADS, GROUP, DIM, BEFORE, NEW = 2, 2, 3, 8, 9, 12

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Policy
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
 from kvpolicy.engine.step import Step
 from kvpolicy.planning.memory import layer_spec
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
 
 ROWS, HEADS, GROUP, DIM, PROMPT, KEPT = 2, 2, 2, 8, 12, 8

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvpolicy import Policy, PolicyCache, attach
 from kvpolicy.engine import trimming
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
@@ -21,6 +20,7 @@ from kvpolicy.engine.state import fields
 from kvpolicy.planning.planner import base_tokens
 from kvpolicy.protocols import BoundsBudgets, LayerBounds, nested_from
 from kvpolicy.registry import lookup
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError
 from tests.conformance.bench import Bench
 from tests.conformance.fakes import Roll

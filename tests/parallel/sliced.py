@@ -22,13 +22,13 @@ from kvpolicy.allocators.head_files import HeadFile, save_heads
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.codecs._files import save
 from kvpolicy.engine import selection
-from kvpolicy.statistics.output_norms import absolute_norms
 from kvpolicy.engine.state import tensors
 from kvpolicy.parallel.runtime import share
 from kvpolicy.planning.curves import save_layers
 from kvpolicy.selectors.center_files import save_centers
 from kvpolicy.selectors.filter_files import save_filters
 from kvpolicy.selectors.gate_files import save_gates
+from kvpolicy.statistics.output_norms import absolute_norms
 from tests.conformance.access import Attend, attending, kept_positions, stage_codes
 from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random, centers, filters, gates
 from tests.conformance.policies import words

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Policy
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_spec import LayerSpec
@@ -18,6 +17,7 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import Board, Chosen
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.registry import name_of
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import index_of
 from tests.reference.readers import Held, estimated
 from tests.reference.versions import version

@@ -14,11 +14,30 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy import Policy
-from kvpolicy.protocols import Allocator, ChecksModel, Codec, ComparesHeads, Merger, ModelInfo, Reader, ReaderTraits, ScoredByKeys, Selector, State, View, compares_heads, heads_of, joint_decode
+from kvpolicy.protocols import (
+    Allocator,
+    ChecksModel,
+    Codec,
+    ComparesHeads,
+    Merger,
+    ModelInfo,
+    Reader,
+    ReaderTraits,
+    Reranks,
+    ScoredByKeys,
+    Selector,
+    State,
+    View,
+    compares_heads,
+    heads_of,
+    joint_decode,
+    rerank_every,
+)
 from kvpolicy.selectors.kvcrush import KVCrush
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.selectors.tova import TOVA
 from kvpolicy.selectors.window import SlidingWindow
+from kvpolicy.statistics import Results
 from kvpolicy.testing import check
 
 
@@ -125,13 +144,19 @@ def test_a_part_is_refused_with_the_name_of_what_it_lacks() -> None:
 
     @dataclass(frozen=True)
     class Ranking(Newest):
-        @property
-        def needs(self) -> Needs:
-            return Needs(rerank_every=4, vectors=True)
+        rerank_every: ClassVar[int] = 4
 
     for selector in (Ranking(), KVCrush(base=Ranking())):
-        with pytest.raises(kvpolicy.KVPolicyTypeError, match=r"must have a method rerank\(state, seen, view\)"):
-            Policy(selector=selector, budget=0.5)
+        assert rerank_every(selector) == 0, "it has no method rerank(state, seen, view)"
+        Policy(selector=selector, budget=0.5)
+
+    @dataclass(frozen=True)
+    class RankingAgain(Ranking):
+        def rerank(self, state: State, seen: Results, view: View) -> State:
+            return state
+
+    for selector in (RankingAgain(), KVCrush(base=RankingAgain())):
+        assert isinstance(selector, Reranks) and rerank_every(selector) == 4
 
     @dataclass(frozen=True)
     class Calibrated(Reader):

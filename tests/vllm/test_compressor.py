@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy import KVPolicyError
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.hf.dense_cache import moved
 from kvpolicy.hf.layer import make_store
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy_vllm import compressor as compressing
 from kvpolicy_vllm.compressor import Compressor, EngineLayer
 from kvpolicy_vllm.ledger import LastToken, Part, Saving, Work

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.hf.layer import make_store
 from kvpolicy.hf.model_spec import describe
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy_vllm.engine import check_compresses
 from kvpolicy_vllm.recipe import Recipe
 from tests.vllm.compressed import LEAST, POLICIES, recipe_of

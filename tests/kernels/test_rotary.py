@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
-from kvpolicy.kernels.rotary import Rope, SlotRotary, rope_offset
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import _ROTATES, _of_text, rope_of
+from kvpolicy.kernels.rotary import Rope, SlotRotary, rope_offset
 from kvpolicy.kernels.rotation import rotate_halves
 from tests.conformance.models import FAMILIES, LATENT, UNNAMED, VOCABULARY, build
 from tests.conformance.play import make_batch

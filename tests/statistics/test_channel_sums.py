@@ -7,11 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvpolicy.statistics.windows import ScoreTransform
-from kvpolicy.statistics.channel_sums import ChannelSums, LargestQueries, QuerySquares, largest_queries
-from kvpolicy.statistics.channel_sums import absolute_sums
-from kvpolicy.statistics.statistic import Coming, Tile
 from kvpolicy.protocols import SINGLE_RANK
+from kvpolicy.statistics.channel_sums import ChannelSums, LargestQueries, QuerySquares, absolute_sums, largest_queries
+from kvpolicy.statistics.statistic import Coming, Tile
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import candidates_of, generator
 
 CHUNKED = [[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics.windows import QueryWindow
 from kvpolicy.statistics.statistic import Tile, added_window, begun_window, joined_windows, map_window, newest_of
+from kvpolicy.statistics.windows import QueryWindow
 from tests.engine.parts import generator, newest_queries
 
 CHUNKED = [[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1], [0, 1, 1, 0, 1, 0, 1]]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvpolicy import Policy
 from kvpolicy.engine import snapshot
-from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.kernels.mixed_values import mixed_values, read_values
 from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.kernels.mixed_values import mixed_values, read_values
 from kvpolicy.planning.memory import layer_bytes, layer_spec
 from kvpolicy.protocols import SINGLE_RANK, LayerShape
+from kvpolicy.statistics.windows import ScoreTransform
 
 HEADS, GROUP, DIM = 2, 2, 8
 SHAPES = {
