@@ -25,8 +25,8 @@ STRATEGIES = tuple(f"{kind}s" for kind in registry.kinds())
 FACADES = {"", "__main__", "adapters", "budget", "embedded", "plans", "plots", "report", "spans"}
 """The package itself and the flat modules that re-export documented names; the empty name is `kvpolicy`."""
 LEVELS: list[set[str]] = [
-    {"protocols", "text", "registry"},
-    {*STRATEGIES, "kernels", "policy", "helpers"},
+    {"protocols", "statistics", "kernels", "text", "registry"},
+    {*STRATEGIES, "policy", "helpers"},
     {"engine"},
     {"planning", "reporting", "parallel"},
     {"hf"},

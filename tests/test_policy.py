@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,13 +26,25 @@ from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import DecodeMode, Layout, ModelInfo, Selector, Stage, State, Traits, View
+from kvpolicy.protocols import (
+    SMALLEST_HEAD,
+    DecodeMode,
+    HeadShape,
+    Layout,
+    ModelInfo,
+    Selector,
+    Stage,
+    State,
+    Traits,
+    View,
+)
 from kvpolicy.registry import names
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.kvcrush import KVCrush
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.selectors.streaming import StreamingLLM
+from kvpolicy.statistics import Results, Statistic
 from kvpolicy.text.validation import longest
 from tests.conformance.models import build
 
@@ -43,12 +55,14 @@ class Newest:
 
     decode: DecodeMode = "evict"
     min_tokens: int = 1
-    needs: Needs = field(default_factory=Needs)
+    statistics: tuple[Statistic[Any], ...] = ()
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         return ()
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
+    def observe(self, state: State, seen: Results, view: View) -> State:
         return state
 
     def step(self, state: State, row: Tensor, view: View) -> None:
@@ -57,7 +71,7 @@ class Newest:
     def priority(self, state: State, view: View) -> Tensor:
         return view.positions.float()
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         return None
 
 
@@ -237,10 +251,10 @@ def test_keep_all_keeps_all() -> None:
     view = View(torch.arange(6).reshape(1, 2, 3).int(), torch.tensor([6]), torch.tensor([6]), 0)
     keep = KeepAll()
     assert keep.alloc(1, 2, 3, "cpu") == ()
-    assert keep.observe((), Seen(None, None), view) == ()
+    assert keep.observe((), Results(), view) == ()
     assert keep.priority((), view).tolist() == [[[0.0] * 3] * 2]
-    assert keep.statistic(Seen(None, None), view) is None
-    assert not any(keep.needs) and keep.min_tokens == 1 and keep.decode == "grow"
+    assert keep.statistic(Results(), view) is None
+    assert keep.statistics == () and keep.min_tokens == 1 and keep.decode == "grow"
 
 
 def test_layers_together_are_what_one_of_them_is() -> None:

@@ -12,8 +12,21 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from kvpolicy import Policy, TokenWise
-from kvpolicy.protocols import DecodeMode, Guarantee, HeadRequest, LayerBounds, ModelInfo, Selector, State, Traits, View
+from kvpolicy.protocols import (
+    SMALLEST_HEAD,
+    DecodeMode,
+    Guarantee,
+    HeadRequest,
+    HeadShape,
+    LayerBounds,
+    ModelInfo,
+    Selector,
+    State,
+    Traits,
+    View,
+)
 from kvpolicy.registry import lookup, names
+from kvpolicy.statistics import Results, Statistic
 from kvpolicy.testing.conformance import check
 from kvpolicy.testing.nesting_checks import FallingBounds
 from kvpolicy.text.budget import waterfill
@@ -122,17 +135,19 @@ class Tokens(Selector):
     decode: DecodeMode = "evict"
 
     @property
-    def needs(self) -> Needs:
-        return Needs()
+    def statistics(self) -> tuple[Statistic[Any], ...]:
+        return ()
 
     @property
     def min_tokens(self) -> int:
         return 0 if self.how == "zero" else 1
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         return torch.zeros(batch, heads, slots + 1) if self.how == "alloc" else ()
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
+    def observe(self, state: State, seen: Results, view: View) -> State:
         return torch.zeros(3) if self.how == "observe" else state
 
     def step(self, state: State, row: Tensor, view: View) -> None:
@@ -154,7 +169,7 @@ class Tokens(Selector):
             return worth[:, 0]
         return worth if self.how == "newest" else worth.masked_fill(view.newest(1), torch.inf)
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         return None
 
 
@@ -221,7 +236,7 @@ def test_what_is_no_strategy() -> None:
 
 
 def test_what_is_missing_is_named() -> None:
-    names = ("needs", "min_tokens", "alloc", "observe", "step", "statistic", "decode")
+    names = ("statistics", "min_tokens", "alloc", "observe", "step", "statistic", "decode")
     for left_out, told in ((0, "lacks priority of"), (1, "lacks decode, priority of")):
         members = {name: getattr(Tokens, name) for name in names[: len(names) - left_out]}
         part = make_dataclass("Part", [("how", str, "right")], namespace=members, frozen=True, kw_only=True)()

@@ -20,9 +20,10 @@ from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.protocols import SINGLE_RANK, LayerMetric, MeasuresAttention
 from kvpolicy.registry import lookup, name_of, names
 from kvpolicy.selectors.h2o import H2O
+from kvpolicy.statistics import Statistic
 from kvpolicy.statistics.attention_sum import AttentionSum
 from kvpolicy.statistics.recent_queries import RecentQueries
-from kvpolicy.statistics.statistic import Coming, Tile
+from kvpolicy.statistics.statistic import Coming, Tile, first_of
 from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.testing import check
 from tests.conformance.models import build
@@ -83,11 +84,14 @@ def draw(kind: str, shape: str, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def pending_of(q: Tensor, k: Tensor, v: Tensor, needs: Needs, valid: Tensor | None = None) -> PendingPrompt:
+def pending_of(
+    q: Tensor, k: Tensor, v: Tensor, asked: tuple[Statistic[Any], ...], valid: Tensor | None = None
+) -> PendingPrompt:
     """The prompt as a layer holds it, in which the selector asked for wider statistics than the allocator."""
     coming = Coming(valid, q.shape[2], torch.zeros(len(q), dtype=torch.int64), None)
     transform = ScoreTransform(8**-0.5)
-    recent = RecentQueries(needs.window_queries + 3).begun(coming).added(Tile(q, k, 0, valid, True))
+    window = first_of(RecentQueries, asked)
+    recent = RecentQueries((0 if window is None else window.width) + 3).begun(coming).added(Tile(q, k, 0, valid, True))
     summed = AttentionSum(attend(q, k, v, transform, None, valid, True)[1])
     return PendingPrompt(k, v, valid, transform, (summed, recent))
 
@@ -245,7 +249,10 @@ def test_a_later_prompt_has_the_metric_of_the_first(name: str, monkeypatch: pyte
     monkeypatch.setattr(
         LayerStore,
         "attend_new",
-        lambda store, *given: (sums.append(store.contents.prompt_needs.attn_sum), gather(store, *given))[1],
+        lambda store, *given: (
+            sums.append(first_of(AttentionSum, store.contents.prompt_statistics) is not None),
+            gather(store, *given),
+        )[1],
     )
     tape, cache, _ = play(build("llama", layers=3), f"{small('allocator', name)}+window@0.4", [40], TURNS)
     assert len(count) == 3

@@ -32,8 +32,9 @@ from kvpolicy import (
 from kvpolicy.distortion import Distortion, distortion
 from kvpolicy.hf.adapters import KVPressScorer
 from kvpolicy.planning.result import LayerPlan
-from kvpolicy.protocols import Allocator, Codec, DecodeMode, Selector, State, View
+from kvpolicy.protocols import SMALLEST_HEAD, Allocator, Codec, DecodeMode, HeadShape, Selector, State, View
 from kvpolicy.reporting.report import LayerReport, Report
+from kvpolicy.statistics import AttentionSum, Results, Statistic
 
 
 class Ages(NamedTuple):
@@ -49,15 +50,16 @@ class EverySecond(Selector):
     decode: DecodeMode = "evict"
 
     @property
-    def needs(self) -> Needs:
-        return Needs(attn_sum=True)
+    def statistics(self) -> tuple[Statistic[Any], ...]:
+        return (AttentionSum(),)
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
         return Ages(torch.zeros(batch, heads, slots, device=device))
 
-    def observe(self, state: Ages, seen: Seen, view: View) -> State:
-        assert seen.attn_sum is not None
-        return Ages(view.ranks.head_mean(seen.attn_sum)[:, None].expand_as(state.age).contiguous())
+    def observe(self, state: Ages, seen: Results, view: View) -> State:
+        return Ages(view.ranks.head_mean(seen[AttentionSum])[:, None].expand_as(state.age).contiguous())
 
     def step(self, state: Ages, row: Tensor, view: View) -> None:
         state.age.add_(1)
@@ -65,8 +67,8 @@ class EverySecond(Selector):
     def priority(self, state: Ages, view: View) -> Tensor:
         return (view.positions % 2).float().masked_fill(view.newest(1), torch.inf)
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        return seen.attn_sum
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
+        return seen[AttentionSum]
 
 
 class Longest:

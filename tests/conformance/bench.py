@@ -16,8 +16,9 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import add_scores, chunks, received
 from kvpolicy.engine.replayed_queries import ReplayedQueries, no_queries
 from kvpolicy.engine.row_limits import RowBudget
-from kvpolicy.statistics import Forward
+from kvpolicy.statistics import Forward, InputScores, Replay, ReplayedRows
 from kvpolicy.statistics.replay import NOT_REPLAYED
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import ScoreTransform
 from tests.conformance.access import coded_positions, kept_positions
 from tests.conformance.calibration import HIDDEN
@@ -107,9 +108,9 @@ class Bench:
         self, pending: PendingPrompt, group: int
     ) -> tuple[list[Replayed], Tensor | None, ReplayedQueries | None]:
         """Random replays of rows that had no token before, the scores that they give, and queries for the merger."""
-        needs = self.layer.spec.prompt_needs
+        asked = self.layer.spec.prompt_statistics
         context = pending.flags & (self.layer.tensors.length == 0)[:, None]
-        plan = needs.replay
+        plan, rows = first_of(Replay, asked), first_of(ReplayedRows, asked)
         queries = None
         if plan is None or not bool(context.any()):
             return [], None, None
@@ -122,14 +123,14 @@ class Bench:
             q, k, _ = draw(size, seed, batch=batch, heads=heads, group=group, dim=dim)
             add_scores(scores, chunk, received(q, k, pending.keys, pending.transform, chunk, chunk.chosen, None))
             replays.append(Replayed(chunk.number, q, k, chunk.chosen))
-            if needs.replay_queries:
-                queries = queries or no_queries(q, context, needs.replay_queries)
+            if rows is not None:
+                queries = queries or no_queries(q, context, rows.width)
                 queries.add(q, 0, chunk, plan.chunk, size)
         return replays, scores, queries
 
     def _inputs(self, q: Tensor) -> Forward | None:
         """Random inputs of the layer [B, P, M], if the selector looks at them."""
-        if not self.policy.selector.needs.layer_input:
+        if first_of(InputScores, self.policy.selector.statistics) is None:
             return None
         chance = torch.Generator().manual_seed(len(self.turns) + 1)
         return Forward(nn.Identity(), torch.randn(q.shape[0], q.shape[2], HIDDEN, generator=chance), {})

@@ -15,6 +15,7 @@ from kvpolicy import KeepKV, Plain, Policy, PolicyCache, Regress, ZSMerge
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.protocols import GroupsLayers
 from kvpolicy.registry import name_of
+from kvpolicy.statistics import InputScores, Moments, NewestQueries, OutputNorms
 from kvpolicy.statistics.joint_heads import together
 from kvpolicy.statistics.windows import ScoreTransform
 from tests.conformance.access import (
@@ -151,15 +152,16 @@ def recording() -> Generator[Recorder]:
             given = [x.detach().clone() for x in (q, k, v)]
             owner: Any = cache.layers[layer_idx]
             if not isinstance(owner, PolicyLayer):
-                needs = cache.policy.at(owner.reads).selector.needs
-                if needs.query_moments is None and not needs.newest_queries:  # else its queries are not looked at
+                asked = {type(each) for each in cache.policy.at(owner.reads).selector.statistics}
+                if not asked & {Moments, NewestQueries}:  # else its queries are not looked at
                     recorder.join(owner.reads, given[0], out.clone())
                 return out
             flags = None if valid is None else valid.bool()
             turn = Turn(q=given[0], k=given[1], v=given[2], valid=flags, kernel=kernel, out=out.clone())
-            if cache.policy.at(layer_idx).selector.needs.layer_input:
+            asked = {type(each) for each in cache.policy.at(layer_idx).selector.statistics}
+            if InputScores in asked:
                 turn.inputs = rest[0].hidden_states.detach().clone()
-            if cache.policy.at(layer_idx).selector.needs.output_norms:
+            if OutputNorms in asked:
                 turn.projection = cache.attachment.projections[layer_idx]()
             layer: Any = cache.layers[layer_idx]
             recorder.note(layer, turn)

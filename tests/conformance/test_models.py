@@ -16,6 +16,8 @@ import torch
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.codecs._apart import is_divisible
 from kvpolicy.registry import lookup, name_of
+from kvpolicy.statistics import Moments, OutputNorms
+from kvpolicy.statistics.statistic import first_of
 from tests.conformance.calibration import DIM
 from tests.conformance.models import FAMILIES, LATENT, UNNAMED, build, layers_for
 from tests.conformance.play import ROWS, play
@@ -43,10 +45,11 @@ APART = (*LATENT, "mimo_v2_flash")
 
 def fits(family: str, selector: str, codec: str) -> bool:
     """Whether a family takes a selector and a codec; see `kvpolicy.hf.value_checks`."""
-    needs = lookup(selector)[1]().needs
+    asked = lookup(selector)[1]().statistics
+    turns = any(each.undoes_rotation or isinstance(each, Moments) for each in asked)
     if family in UNREADABLE and reads_projection(selector):
         return False
-    if family in LATENT and (needs.key_rotation or needs.query_moments is not None or selector == "qfilters"):
+    if family in LATENT and (turns or selector == "qfilters"):
         return False
     if codec == "turboquant":  # the reference has a matrix of one size
         return family not in APART
@@ -55,7 +58,7 @@ def fits(family: str, selector: str, codec: str) -> bool:
 
 def reads_projection(selector: str) -> bool:
     """Whether a selector needs norms of values behind the output projection."""
-    return lookup(selector)[1]().needs.output_norms
+    return first_of(OutputNorms, lookup(selector)[1]().statistics) is not None
 
 
 def sample() -> list[Row]:

@@ -13,24 +13,25 @@ from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.slot_geometry import SlotGeometry
-from kvpolicy.protocols import ALL_HEADS, DecodeMode, StageStore, State, View
+from kvpolicy.protocols import ALL_HEADS, SMALLEST_HEAD, DecodeMode, HeadShape, StageStore, State, View
 from kvpolicy.selectors._blocks import BlockAttention, OpenTokens
 from kvpolicy.selectors.probe import ProbeQueries
 from kvpolicy.selectors.scissorhands import BelowMean
+from kvpolicy.statistics import Results
 from kvpolicy.statistics.attention_sum import AttentionSum
 from kvpolicy.statistics.channel_sums import ChannelSums, LargestQueries
 from kvpolicy.statistics.query_moments import Moments
 from kvpolicy.statistics.recent_queries import RecentQueries
-from kvpolicy.statistics.statistic import Candidates, Statistic
-from kvpolicy.statistics.windows import QueryWindow, ScoreTransform, newest_columns, take_queries, token_positions
+from kvpolicy.statistics.statistic import Context, Statistic
+from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform, newest_columns, take_queries, token_positions
 
 
-def gathered(**found: Any) -> tuple[Statistic, ...]:
+def gathered(**found: Any) -> tuple[Statistic[Any], ...]:
     """Statistics of a prompt by the names of what they hold."""
-    kinds: dict[str, Callable[[Any], Statistic]] = {
+    kinds: dict[str, Callable[[Any], Statistic[Any]]] = {
         "attn_sum": AttentionSum,
         "window": lambda window: RecentQueries(window.at.shape[1], window),
-        "probes": lambda window: ProbeQueries(Probes(0.1, 0.1, 0), window),
+        "probes": lambda window: ProbeQueries(0.1, 0.1, 0, window),
         "below_mean": lambda window: BelowMean(window.at.shape[1], window),
         "moments": lambda moments: Moments(0, moments),
         "blocks": lambda sums: BlockAttention(1, sums=sums, open=_no_tokens(sums)),
@@ -74,24 +75,26 @@ class Ranking:
     """A selector that ranks by its state, and notes what it was shown.
 
     Attributes:
-        needs: What it asks for.
+        statistics: What it asks for.
         score: Makes the worth of the candidates of a prompt; by default it stays.
         views: Every view that it was asked for a priority of.
         seen: The statistics of every prompt.
     """
 
-    needs: Needs = field(default_factory=Needs)
+    statistics: tuple[Statistic[Any], ...] = ()
     decode: DecodeMode = "evict"
     min_tokens: int = 1
-    score: Callable[[Worth, Seen, View], Tensor] = lambda state, seen, view: state.worth
+    score: Callable[[Worth, Results, View], Tensor] = lambda state, seen, view: state.worth
     views: list[View] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[Results] = field(default_factory=list)
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> Worth:
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> Worth:
         shape = batch, heads, slots
         return Worth(torch.zeros(shape, device=device), torch.zeros(shape, dtype=torch.int64, device=device))
 
-    def observe(self, state: Worth, seen: Seen, view: View) -> State:
+    def observe(self, state: Worth, seen: Results, view: View) -> State:
         self.seen.append(seen)
         return Worth(self.score(state, seen, view), view.positions.long())
 
@@ -102,7 +105,7 @@ class Ranking:
         self.views.append(view)
         return state.worth
 
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+    def statistic(self, seen: Results, view: View) -> Tensor | None:
         return None
 
 
@@ -162,13 +165,16 @@ def shuffled(count: int, *, rows: int, heads: int, most: int, seed: int) -> Tens
     return torch.stack(drawn).view(rows, heads, count).to(torch.int32)
 
 
-def candidates_of(keys: Tensor, valid: Tensor | None, transform: ScoreTransform) -> Candidates:
-    """A first prompt [B, H, P, D] as its statistics are reduced over it."""
+def candidates_of(keys: Tensor, valid: Tensor | None, transform: ScoreTransform, past: Past | None = None) -> Context:
+    """A prompt [B, H, P, D] as its statistics are reduced over it; the slots of `past` stand at positions from 0 on."""
     _, heads, columns, _ = keys.shape
     none = torch.zeros(len(keys) if valid is None else len(valid), dtype=torch.int64)
-    added = none + columns if valid is None else valid.sum(-1)
-    positions = token_positions(valid, columns, none)[:, None].expand(-1, heads, -1)
-    return Candidates(keys, valid, transform, None, added, positions)
+    held = 0 if past is None else past.keys.shape[2]
+    positions = token_positions(valid, columns, none + held)[:, None].expand(-1, heads, -1)
+    if past is not None:
+        slots = torch.arange(held, dtype=torch.int32).expand_as(past.occupied)
+        positions = torch.cat([slots.where(past.occupied, -1), positions], -1)
+    return Context(keys=keys, values=keys, valid=valid, transform=transform, past=past, positions=positions)
 
 
 def newest_queries(q: Tensor, valid: Tensor | None, width: int) -> QueryWindow:

@@ -72,7 +72,7 @@ def with_head_state(budget: str, selector: str, batch: int) -> str:
     config = build("llama").config
     heads = config.num_key_value_heads
     shape = HeadShape(config.num_attention_heads // heads, config.head_dim)
-    state = alloc_state(kvpolicy.Policy.parse(words(selector)).selector, batch, heads, 0, "cpu", shape)
+    state = kvpolicy.Policy.parse(words(selector)).selector.alloc(batch, heads, 0, "cpu", shape)
     return f"{bytes_of(budget) + config.num_hidden_layers * sum(t.nbytes for t in tensors(state))}B"
 
 

@@ -17,7 +17,7 @@ from kvpolicy.engine.due_rows import Rows, due_rows, only_rows
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.state import map_state, select_rows, tensors
-from kvpolicy.protocols import View
+from kvpolicy.protocols import View, rerank_every
 from kvpolicy.registry import lookup
 from kvpolicy.testing import check_cache
 from tests.conformance.access import coded_positions, kept_positions
@@ -33,7 +33,7 @@ IDLE = [0, 3, 1, 2, 2, 0, 3, 1]
 STEPS = 20
 BLOCKS = [name for name in CODECS if lookup(name)[1]().traits.block]
 """Codecs that demote tokens."""
-RERANKING = [name for name in SELECTORS if lookup(name)[1]().needs.rerank_every]
+RERANKING = [name for name in SELECTORS if rerank_every(lookup(name)[1]())]
 
 
 def due_now(store: LayerStore) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy.statistics import Forward
 from kvpolicy.testing import check_cache
 from kvpolicy.text.errors import KVPolicyWarning
 from tests.conformance.models import build, layers_for
@@ -199,7 +200,7 @@ def test_a_last_chunk_of_one_token_has_the_arguments_of_its_attention() -> None:
         cache = PolicyCache(model, prompt=26)
         for start, stop in ((0, 25), (25, 26)):
             forward(model, ids, mask, start, stop, cache)
-    assert NOTED and all(seen.forward is not None for seen in NOTED)
+    assert NOTED and all(isinstance(seen, Forward) for seen in NOTED)
 
 
 @pytest.mark.parametrize("chunks", ["select", "hold"])

@@ -85,8 +85,8 @@ def test_only_what_was_asked_for() -> None:
     seen = layer_attention(pending, AttentionNeeds(("variance",), 3), SINGLE_RANK)
     assert seen.variance is not None and seen.queries.tolist() == [3, 3, 3] and seen.kv_heads == 2
     assert (seen.mean, seen.entropy, seen.total, seen.value_size) == (None,) * 4
-    assert AttentionNeeds(("total",), 3).statistics == Needs(attn_sum=True)
-    assert AttentionNeeds(("mean",), 3).statistics == Needs(window_queries=3)
+    assert AttentionNeeds(("total",), 3).statistics == (AttentionSum(),)
+    assert AttentionNeeds(("mean",), 3).statistics == (RecentQueries(3),)
 
 
 def test_tokens_behind_slots_of_other_rows() -> None:
@@ -101,7 +101,7 @@ def test_tokens_behind_slots_of_other_rows() -> None:
 
 def test_prompts_that_wait_hold_nothing_for_the_allocator() -> None:
     _, pending = pending_of(TRANSFORMS["plain"])
-    assert [type(each) for each in without_measured(pending, Needs()).statistics] == [NewestQueries]
-    summed, recent, _ = without_measured(pending, Needs(attn_sum=True, window_queries=4)).statistics
+    assert [type(each) for each in without_measured(pending, ()).statistics] == [NewestQueries]
+    summed, recent, _ = without_measured(pending, (AttentionSum(), RecentQueries(4))).statistics
     assert isinstance(summed, AttentionSum) and isinstance(recent, RecentQueries)
     assert recent.width == 4 and recent.window is not None and recent.window.at[0].tolist() == [15, 16, 17, 18]

@@ -9,6 +9,7 @@ import pytest
 from kvpolicy import Policy
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.planning.memory import layer_spec
+from kvpolicy.statistics import union
 
 
 @pytest.mark.parametrize(
@@ -18,10 +19,10 @@ def test_a_cache_that_grows_merges_nothing_in_steps(policy: str, merges: bool) -
     assert layer_spec(Policy.parse(policy), 0).merges_in_steps == merges
 
 
-def test_the_needs_of_a_prompt_are_those_of_selector_and_merger() -> None:
+def test_the_statistics_of_a_prompt_are_those_of_selector_and_merger() -> None:
     spec = layer_spec(Policy.parse("h2o+regress@0.5"), 3)
-    assert spec.layer_idx == 3 and spec.needs == spec.selector.needs
-    assert spec.prompt_needs == spec.selector.needs | spec.merger.needs != spec.needs
+    assert spec.layer_idx == 3 and spec.statistics == spec.selector.statistics
+    assert spec.prompt_statistics == union(spec.selector.statistics, spec.merger.statistics) != spec.statistics
 
 
 @pytest.mark.parametrize("codec", ["csr", "kivi", "plain"])

@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
+from kvpolicy.statistics import Replay
+from kvpolicy.statistics.statistic import first_of
 from tests.conformance.access import Attend, attending
 from tests.conformance.policies import CODECS, SELECTORS, with_profile, words
 from tests.engine.live import Alive, stored_bytes
@@ -86,7 +88,8 @@ def prefill(policy: Policy | str, *, padded: bool = False) -> tuple[int, PolicyC
 
 def replays(selector: str) -> bool:
     """Whether a selector runs its context again, for which every layer holds its prompt."""
-    return Policy.parse(words(selector, budget="0.25")).selector.needs.replay is not None
+    asked = Policy.parse(words(selector, budget="0.25")).selector.statistics
+    return first_of(Replay, asked) is not None
 
 
 ONE_LAYER = 2 * 2 * TOKENS * 64 * 4

@@ -10,7 +10,8 @@ from torch import nn
 
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.protocols import SINGLE_RANK
-from kvpolicy.statistics import Forward, QueryMoments
+from kvpolicy.selectors.scissorhands import BelowMean
+from kvpolicy.statistics import AttentionSum, Forward, QueryMoments
 from kvpolicy.statistics.channel_sums import AbsoluteSums, LargestQueries
 from kvpolicy.statistics.recent_queries import RecentQueries
 from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform
@@ -84,19 +85,22 @@ def test_chunks_are_joined_to_the_whole_prompt(first: int) -> None:
     assert joined.statistic(RecentQueries) is None
 
 
-def seen_alone(pending: PendingPrompt) -> dict[str, Any]:
+def seen_alone(pending: PendingPrompt) -> dict[type, Any]:
     """What a selector sees of a first prompt."""
     positions = pending.positions(torch.zeros(len(pending.keys), dtype=torch.int64))[:, None].expand(-1, 2, -1)
-    return pending.seen(None, positions, 0, SINGLE_RANK)
+    return pending.results(None, positions, layer_idx=0, ranks=SINGLE_RANK)
 
 
 def test_what_a_selector_sees_is_that_of_all_statistics() -> None:
     assert seen_alone(prompt()) == {}
     found = {"attn_sum": torch.ones(3, 4, 5), "query_absmax": torch.ones(3, 2, 8)}
     seen = seen_alone(prompt(None, None, window=WINDOW, below_mean=WINDOW, **found))
-    assert set(seen) == {"attn_sum", "window_attn", "window_sinks", "below_mean", "added"}
-    assert seen["added"].tolist() == [5, 5, 5]
-    assert seen_alone(prompt(VALID, below_mean=WINDOW))["added"].tolist() == [5, 3, 2]
+    assert set(seen) == {AttentionSum, RecentQueries, BelowMean, LargestQueries}
+    assert seen[AttentionSum] is found["attn_sum"] and seen[LargestQueries] is None, "selectors do not see channels"
+    assert seen[RecentQueries].weights.shape == (*seen[BelowMean].shape[:2], WINDOW.at.shape[1], 5)
+    assert seen[RecentQueries].sinks is None
+    none = torch.zeros(3, dtype=torch.int64)
+    assert prompt().lengths(none).tolist() == [5, 5, 5] and prompt(VALID).lengths(none).tolist() == [5, 3, 2]
 
 
 def test_the_next_chunk_sees_what_slots_before_a_prompt_count_for() -> None:

@@ -13,14 +13,20 @@ from kvpolicy.hf.layer import make_store
 from kvpolicy.mergers.regress import Regress
 from kvpolicy.statistics.channel_sums import LargestQueries
 from kvpolicy.statistics.recent_queries import RecentQueries
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
 
 
-def test_needs_are_those_of_the_selector_and_of_the_merger() -> None:
+def test_statistics_are_those_of_the_selector_and_of_the_merger() -> None:
     regress = Regress()
     store = LayerStore(LayerSpec(0, SnapKV(window=3), Plain(), "evict", merger=regress))
-    assert store.spec.prompt_needs.window_queries == max(3, regress.needs.window_queries)
+    of_selector, of_merger, of_both = (
+        first_of(RecentQueries, asked)
+        for asked in (store.spec.selector.statistics, regress.statistics, store.spec.prompt_statistics)
+    )
+    assert of_selector is not None and of_merger is not None and of_both is not None
+    assert of_selector.width == 3 and of_both.width == max(3, of_merger.width)
 
 
 @pytest.mark.parametrize("pieces", [[10], [1, 9], [4, 4, 2], [9, 1]])
@@ -68,9 +74,9 @@ def test_a_prompt_has_the_statistics_that_its_parts_ask_for() -> None:
         return [type(each).__name__ for each in wanted(store.contents)]
 
     assert kinds("window@0.5") == []
-    assert kinds("h2o@0.5") == ["AttentionSum"]
+    assert kinds("h2o@0.5") == ["AttentionSum", "GeneratedAttention"]
     assert kinds("snapkv+mikv@0.5") == ["RecentQueries", "LargestQueries"]
-    assert kinds("kvcrush/probe@0.5") == ["RecentQueries", "ProbeQueries"]
-    assert kinds("scissorhands@0.5") == ["BelowMean"]
-    assert kinds("compactor@0.5") == ["BlockAttention"]
-    assert kinds("kvcrush/compactor@0.5") == ["RecentQueries", "BlockAttention"]
+    assert kinds("kvcrush/probe@0.5") == ["ProbeQueries", "GeneratedAttention"]
+    assert kinds("scissorhands@0.5") == ["BelowMean", "GeneratedAttention"]
+    assert kinds("compactor@0.5") == ["Vectors", "UnrotatedKeys", "BlockAttention"]
+    assert kinds("kvcrush/compactor@0.5") == ["Vectors", "UnrotatedKeys", "BlockAttention", "RecentQueries"]

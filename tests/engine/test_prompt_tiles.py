@@ -17,7 +17,11 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
-from kvpolicy.statistics import Forward
+from kvpolicy.selectors._blocks import BlockAttention
+from kvpolicy.selectors.a2sf import DecayedSum
+from kvpolicy.selectors.probe import ProbeQueries
+from kvpolicy.selectors.scissorhands import BelowMean
+from kvpolicy.statistics import AttentionSum, Forward, ModuleCall, Moments, NewestQueries, RecentQueries, Statistic
 from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
 
@@ -40,17 +44,18 @@ class Everything(SlidingWindow):
     sums: bool = True
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """All statistics."""
-        probes = Probes(0.2, 0.2, seed=1)
-        return Needs(
-            attn_sum=self.sums,
-            window_queries=5,
-            probes=probes,
-            below_mean_queries=3,
-            query_moments=2,
-            forward=True,
-            block_queries=6,
+        return (
+            *((AttentionSum(),) if self.sums else ()),
+            RecentQueries(5),
+            ProbeQueries(0.2, 0.2, seed=1),
+            BelowMean(3),
+            DecayedSum(4, 0.7),
+            NewestQueries(2),
+            Moments(2),
+            ModuleCall(),
+            BlockAttention(6),
         )
 
 

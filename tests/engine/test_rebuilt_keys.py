@@ -16,7 +16,7 @@ from kvpolicy.engine.rebuilt_keys import RebuiltKeys
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.engine.parts import index_of
-from tests.engine.test_rotary import scaled
+from tests.kernels.test_rotary import scaled
 from tests.readers.bench import HEADS, Layer, draw
 from tests.sampling import each_once, product
 

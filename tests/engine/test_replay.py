@@ -19,6 +19,7 @@ from kvpolicy.hf.forward_calls import check_step
 from kvpolicy.hf.projection import output_projection
 from kvpolicy.statistics import Replay
 from kvpolicy.statistics.output_norms import euclidean_norms
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform
 from kvpolicy_eval.data import prompts
 from tests.conformance.access import kept_positions
@@ -150,7 +151,7 @@ def test_a_prompt_is_held_until_it_is_complete() -> None:
         assert cache.plan is not None and "waiting prompt" not in first.held()
         assert bytes_held < cache.plan.peak_nbytes
         assert "until it is replayed" in cache.plan.note and "the prefill: up to" in str(cache.plan)
-        assert handle.policy.selector.needs.replay is not None
+        assert first_of(Replay, handle.policy.selector.statistics) is not None
     planned = kvpolicy.plan(model.config, f"{SMALL}@0.5", batch=3, prompt=LENGTHS, dtype=torch.float32)
     assert planned.peak_nbytes == cache.plan.peak_nbytes
 
@@ -459,7 +460,7 @@ def test_ids_that_the_model_does_not_have_are_refused(option: str) -> None:
 
 def test_ids_in_a_spec() -> None:
     policy = Policy.parse("kvzip:instruction=1-20-3:reply=4@0.5")
-    plan = policy.selector.needs.replay
+    plan = first_of(Replay, policy.selector.statistics)
     assert plan == Replay(2048, 4, (1, 20, 3), (1, 20, 3), (4,), 8)
     assert str(policy) == "kvzip:instruction=1-20-3:reply=4@0.5" and Policy.parse(str(policy)) == policy
     with pytest.raises(KVPolicyError, match=r"KVzip.later must be token ids with dashes .* got '1--2'; try 128000-882"):

@@ -13,12 +13,23 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import Selection, finite_priority, rank_candidates, select_tokens
 from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import SINGLE_RANK, View
-from kvpolicy.selectors.scissorhands import below_mean_counts
-from kvpolicy.statistics import Forward
+from kvpolicy.selectors._blocks import BlockAttention
+from kvpolicy.selectors.scissorhands import BelowMean
+from kvpolicy.statistics import (
+    AttentionSum,
+    Forward,
+    ModuleCall,
+    RecentQueries,
+    Replay,
+    Results,
+    Rotation,
+    UnrotatedKeys,
+    Vectors,
+)
 from kvpolicy.statistics.replay import NOT_REPLAYED
 from kvpolicy.statistics.windows import Past, ScoreTransform
 from tests.conformance.fakes import Roll, undo
-from tests.engine.parts import Ranking, Worth, gathered, generator, newest_queries, shuffled
+from tests.engine.parts import Ranking, Worth, candidates_of, gathered, generator, newest_queries, shuffled
 from tests.sampling import product
 
 ROWS = 3
@@ -29,6 +40,7 @@ DIM = 4
 LEFT = [[1] * 6, [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]]
 RIGHT = [[1] * 6, [1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]]
 HOLES = [[1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
+EVERY = (AttentionSum, RecentQueries, BelowMean, BlockAttention, Vectors, UnrotatedKeys, ModuleCall, Replay, Rotation)
 SEEN_BEFORE = torch.tensor([20, 11, 30])
 
 
@@ -72,7 +84,7 @@ def candidates(positions: Tensor, pending: PendingPrompt) -> Tensor:
 def worth_of(levels: int) -> Any:
     """A score that depends on the position of a token alone, of so many different values."""
 
-    def score(state: Worth, seen: Seen, view: View) -> Tensor:
+    def score(state: Worth, seen: Results, view: View) -> Tensor:
         assert bool((view.positions.diff(dim=-1) >= 0).all()), "candidates come by position, invalid ones first"
         return (view.positions * 7 % levels).float()
 
@@ -128,7 +140,7 @@ def test_a_token_that_may_never_be_kept_leaves_its_place_empty() -> None:
     """And a broken score is not lost silently: NaN ranks above every number."""
     worth = {20: -math.inf, 21: math.nan, 22: 5.0, 23: math.inf, 24: -1.0, 25: -math.inf}
 
-    def score(state: Worth, seen: Seen, view: View) -> Tensor:
+    def score(state: Worth, seen: Results, view: View) -> Tensor:
         return torch.tensor([worth.get(p, 0.0) for p in view.positions.flatten().tolist()]).view(view.positions.shape)
 
     empty = torch.empty(ROWS, HEADS, 0, dtype=torch.int32)
@@ -165,16 +177,19 @@ def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots
         forward=Forward(nn.Identity(), torch.zeros(ROWS, NEW, 8), {}),
         rotation=KeyRotation(Roll(), torch.tensor([0, 3, 1])),  # pyright: ignore[reportArgumentType]
     )
-    ignored = below_mean_counts(newest, pending.keys, pending.transform, past, pending.valid)
-    selector = Ranking(needs=Needs(attn_sum=True, window_queries=2, forward=True, unrotated_keys=True))
+    asked = (Vectors(), UnrotatedKeys(), ModuleCall(), Replay(chunk=8))
+    pending = pending._replace(statistics=(*pending.statistics, *asked))
+    ignored = BelowMean(3, newest).reduced(candidates_of(pending.keys, pending.valid, pending.transform, past))
+    selector = Ranking()
     select(selector, positions, pending, [3, 3, 3], past)
     (seen,) = selector.seen
     (view,) = selector.views
-    assert seen.attn_sum is not None and seen.window_attn is not None
-    assert seen.keys is not None and seen.values is not None
-    assert seen.below_mean is not None and seen.replay is not None
-    assert seen.block_attn is not None and seen.unrotated is not None
-    assert torch.equal(seen.attn_sum, view.positions.repeat_interleave(GROUP, 1).float() * 3)
+    tokens = seen[Vectors]
+    replayed = seen[Replay]
+    assert replayed is not None and tokens.scale == 0.5 and seen[ModuleCall] is pending.forward
+    assert view.added is not None and view.added.tolist() == (pending.lengths(SEEN_BEFORE) - SEEN_BEFORE).tolist()
+    assert view.added.tolist() == ([NEW] * ROWS if valid is None else [sum(row) for row in valid])
+    assert torch.equal(seen[AttentionSum], view.positions.repeat_interleave(GROUP, 1).float() * 3)
     for b in range(ROWS):
         for h in range(HEADS):
             for place, position in enumerate(view.positions[b, h].tolist()):
@@ -182,22 +197,24 @@ def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots
                     continue
                 source = every[b, h].tolist().index(position)
                 queries = slice(h * GROUP, (h + 1) * GROUP)
-                assert seen.below_mean[b, queries, place].tolist() == ignored[b, queries, source].tolist()
-                assert float(seen.replay[b, h, place]) == (NOT_REPLAYED if source < slots else position * 5)
+                assert seen[BelowMean][b, queries, place].tolist() == ignored[b, queries, source].tolist()
+                assert float(replayed[b, h, place]) == (NOT_REPLAYED if source < slots else position * 5)
                 key = past_keys[b, h, source] if source < slots else pending.keys[b, h, source - slots]
-                assert torch.equal(seen.keys[b, h, place], key)
-                assert torch.equal(seen.unrotated[b, h, place], undo(key, position + (0, 3, 1)[b]))
+                assert torch.equal(tokens.keys[b, h, place], key)
+                assert torch.equal(seen[UnrotatedKeys][b, h, place], undo(key, position + (0, 3, 1)[b]))
                 inside = 0 if source < slots else position * 7
-                assert seen.block_attn[b, queries, place].tolist() == [inside] * GROUP
+                assert seen[BlockAttention][b, queries, place].tolist() == [inside] * GROUP
                 value = 2 * key if source < slots else pending.values[b, h, source - slots]
-                assert torch.equal(seen.values[b, h, place], value)
+                assert torch.equal(tokens.values[b, h, place], value)
         # The newest query sees every token there is, and nothing else.
         columns = [*range(NEW)] if valid is None else [j for j in range(NEW) if valid[b][j]]
         for hq in range(HEADS * GROUP):
             there = view.positions[b, hq // GROUP] >= 0
-            scores = seen.keys[b, hq // GROUP] @ q[b, hq, columns[-1]] * 0.5
+            scores = tokens.keys[b, hq // GROUP] @ q[b, hq, columns[-1]] * 0.5
             want = scores.masked_fill(~there, -torch.inf).softmax(-1)
-            torch.testing.assert_close(seen.window_attn[b, hq, -1].where(there, 0), want, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(
+                seen[RecentQueries].weights[b, hq, -1].where(there, 0), want, atol=1e-6, rtol=1e-5
+            )
 
 
 def test_what_was_not_asked_for_is_not_shown() -> None:
@@ -205,7 +222,7 @@ def test_what_was_not_asked_for_is_not_shown() -> None:
     select(selector, torch.empty(ROWS, HEADS, 0, dtype=torch.int32), prompt(None), [2, 2, 2])
     (seen,) = selector.seen
     (view,) = selector.views
-    assert [*seen] == [None] * len(seen)
+    assert not any(kind in seen for kind in EVERY)
     assert view.alike and view.budget.tolist() == [2, 2, 2] and view.length.tolist() == (SEEN_BEFORE + NEW).tolist()
     select(selector, held_slots(1, 0), prompt(None), [2, 2, 2])
     assert not selector.views[-1].alike, "heads hold different tokens already"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.slot_geometry import SlotGeometry
+from kvpolicy.protocols import View
+from kvpolicy.statistics import Results
 from kvpolicy.statistics.windows import ScoreTransform
-from tests.engine.parts import Ranking
+from tests.engine.parts import Ranking, Worth
 from tests.readers.bench import Layer, draw
 
 PROMPT = 12
@@ -72,9 +75,19 @@ def test_reserved_slots_leave_tokens_as_they_are(policy: str, more: int) -> None
         layer.store.count_step()
 
 
+@dataclass(kw_only=True)
+class RankingAgain(Ranking):
+    """Ranks all slots again after four tokens."""
+
+    rerank_every: int = 4
+
+    def rerank(self, state: Worth, seen: Results, view: View) -> Worth:
+        return state
+
+
 @pytest.mark.parametrize("by", [5, -3])
 def test_a_move_neither_hastens_nor_delays_the_next_ranking(by: int) -> None:
-    selector: Any = Ranking(needs=Needs(rerank_every=4))
+    selector: Any = RankingAgain()
     store = LayerStore(LayerSpec(0, selector, Plain(), "evict"))
     q, k, v = draw(PROMPT, 1)
     store.initialize(k)

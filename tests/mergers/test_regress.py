@@ -8,6 +8,8 @@ from torch import Tensor
 
 from kvpolicy import Policy, Regress
 from kvpolicy.protocols import Candidates
+from kvpolicy.statistics import Replay, ReplayedRows
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.text.errors import KVPolicyError
 
 
@@ -94,7 +96,8 @@ def test_queries_of_a_replay() -> None:
     """They are fitted like those of the window, and a later prompt, which is not replayed, stays."""
     given = prompt(KEPT)
     merger = Regress(queries="replay", window=6, sinks=0, recent=0)
-    assert merger.needs.replay is not None and merger.needs.replay_queries == 6 and not merger.needs.window_queries
+    assert [type(each) for each in merger.statistics] == [Replay, ReplayedRows]
+    assert first_of(ReplayedRows, merger.statistics) == ReplayedRows(6)
     want = Regress(window=6, sinks=0, recent=0).merge_prompt((), given).values
     replayed = given._replace(attention=None, replay_attention=given.attention)
     assert torch.equal(merger.merge_prompt((), replayed).values, want)

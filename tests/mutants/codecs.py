@@ -459,7 +459,7 @@ MUTATIONS = (
         file="kvpolicy/engine/channel_sums.py",
         old="queries.double().square().masked_fill(~there[:, None, :, None], 0).sum(2)",
         new="queries.double().square().sum(2)",
-        tests=("tests/engine/test_channel_sums.py",),
+        tests=("tests/statistics/test_channel_sums.py",),
     ),
     Mutation(
         name="a row without a query in a prompt forgets those before",

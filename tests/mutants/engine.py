@@ -245,14 +245,14 @@ MUTATIONS = (
         file="kvpolicy/engine/rotary.py",
         old="return (cos / self.scaling**2, -sin / self.scaling**2) if undo else (cos, sin)",
         new="return (cos / self.scaling, -sin / self.scaling) if undo else (cos, sin)",
-        tests=("tests/engine/test_rotary.py",),
+        tests=("tests/kernels/test_rotary.py",),
     ),
     Mutation(
         name="a row without tokens keeps an offset of nothing",
         file="kvpolicy/engine/rotary.py",
         old="shift = torch.where(seen > 0, known, shift)",
         new="shift = torch.where(seen >= 0, known, shift)",
-        tests=("tests/engine/test_rotary.py::test_offsets_of_rows_with_padding",),
+        tests=("tests/kernels/test_rotary.py::test_offsets_of_rows_with_padding",),
     ),
     Mutation(
         name="a row without a dictionary has a lower threshold",
@@ -399,7 +399,7 @@ MUTATIONS = (
         file="kvpolicy/engine/rotary.py",
         old="torch.where(seen > 0, known, shift)",
         new="torch.where(seen > 1, known, shift)",
-        tests=("tests/engine/test_rotary.py::test_offsets_of_rows_with_padding",),
+        tests=("tests/kernels/test_rotary.py::test_offsets_of_rows_with_padding",),
     ),
     Mutation(
         name="an index stays as it was before tokens are moved",

@@ -171,7 +171,7 @@ MUTATIONS = (
         new="lambda attention: True",
         tests=(
             "tests/calibration/test_collect.py::test_layers_without_an_embedding_are_not_unrotated",
-            "tests/engine/test_rotary.py",
+            "tests/kernels/test_rotary.py",
         ),
     ),
     Mutation(

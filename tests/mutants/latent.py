@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants import Mutation
 
 LATENT = "tests/engine/test_latent.py"
-SIZES = "tests/engine/test_mixed_values.py"
+SIZES = "tests/kernels/test_mixed_values.py"
 
 MUTATIONS = (
     Mutation(
@@ -146,6 +146,6 @@ MUTATIONS = (
         file="kvpolicy/engine/rotary.py",
         old="or not bool((position_ids == position_ids[:1]).all())",
         new="",
-        tests=("tests/engine/test_equal_parts.py", "tests/engine/test_rotary.py"),
+        tests=("tests/engine/test_equal_parts.py", "tests/kernels/test_rotary.py"),
     ),
 )

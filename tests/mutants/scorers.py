@@ -38,7 +38,7 @@ MUTATIONS = (
         file="kvpolicy/engine/rotary.py",
         old="torch.stack([number[first], partner[first]])",
         new="torch.stack([number[first], number[first]])",
-        tests=("tests/engine/test_rotary.py",),
+        tests=("tests/kernels/test_rotary.py",),
     ),
     Mutation(
         name="the first of several similar keys counts as less redundant",
@@ -108,7 +108,7 @@ MUTATIONS = (
         file="kvpolicy/engine/decayed_sum.py",
         old="torch.arange(width - 1, -1, -1, device=k.device)",
         new="torch.arange(width, device=k.device)",
-        tests=("tests/engine/test_decayed_sum.py",),
+        tests=("tests/selectors/test_decayed_sum.py",),
     ),
     Mutation(
         name="an output that is all of one token is no loss",
@@ -250,7 +250,7 @@ MUTATIONS = (
         file="kvpolicy/engine/output_norms.py",
         old="(tile @ own)",
         new="(tile @ slices[number // group * group].float())",
-        tests=("tests/engine/test_output_norms.py",),
+        tests=("tests/statistics/test_output_norms.py",),
     ),
     Mutation(
         name="a generated token has the score of an empty slot",
@@ -271,14 +271,14 @@ MUTATIONS = (
         file="kvpolicy/engine/birth_scores.py",
         old="new = new.masked_fill(~tile.valid[:, None], 0)",
         new="new = new.masked_fill(tile.valid[:, None] & False, 0)",
-        tests=("tests/engine/test_birth_scores.py",),
+        tests=("tests/statistics/test_input_scores.py",),
     ),
     Mutation(
         name="a tile takes the place of the one before",
         file="kvpolicy/engine/birth_scores.py",
         old="scores[:, :, tile.start : tile.start + new.shape[2]] = new",
         new="scores[:, :, : new.shape[2]] = new",
-        tests=("tests/engine/test_birth_scores.py",),
+        tests=("tests/statistics/test_input_scores.py",),
     ),
     Mutation(
         name="every rank has the gates of all heads",

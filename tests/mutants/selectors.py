@@ -73,7 +73,7 @@ MUTATIONS = (
         file="kvpolicy/selectors/expected.py",
         old="counts = (view.length > self.sinks).float()",
         new="counts = (view.length > self.sinks + 1).float()",
-        tests=("tests/selectors/test_expected.py", "tests/engine/test_query_moments.py"),
+        tests=("tests/selectors/test_expected.py", "tests/statistics/test_query_moments.py"),
     ),
     Mutation(
         name="the length at which slots were scored is that of the row",

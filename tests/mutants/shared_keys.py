@@ -38,7 +38,7 @@ MUTATIONS = (
         file="kvpolicy/engine/joint_heads.py",
         old="    groups = (t.unflatten(1, (heads, -1)) for t in (first, second))",
         new="    groups = (t.unflatten(1, (1, -1)) for t in (first, second))",
-        tests=("tests/engine/test_joint_heads.py",),
+        tests=("tests/statistics/test_joint_heads.py",),
     ),
     Mutation(
         name="Gemma 4 cuts the tokens whose queries count",

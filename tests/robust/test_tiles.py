@@ -21,6 +21,7 @@ from kvpolicy.hf import tile_size
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.protocols import State, View
 from kvpolicy.selectors.window import SlidingWindow
+from kvpolicy.statistics import Forward, ModuleCall, Results, Statistic
 from kvpolicy.text.errors import KVPolicyStateError
 from tests.conformance.models import build
 from tests.conformance.play import make_batch
@@ -176,7 +177,7 @@ def test_offloaded_weights_move_once_for_all_tiles(monkeypatch: pytest.MonkeyPat
     assert {count for (module, _), count in moved.items() if module in inside} == {2}
 
 
-NOTED: list[Seen] = []
+NOTED: list[Forward] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,13 +185,13 @@ class Noting(SlidingWindow):
     """A selector that is given the arguments of the attention module."""
 
     @property
-    def needs(self) -> Needs:
+    def statistics(self) -> tuple[Statistic[Any], ...]:
         """The arguments."""
-        return Needs(forward=True)
+        return (ModuleCall(),)
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
+    def observe(self, state: State, seen: Results, view: View) -> State:
         """Note them."""
-        NOTED.append(seen)
+        NOTED.append(seen[ModuleCall])
         return state
 
 
@@ -200,8 +201,7 @@ def test_a_scorer_is_given_the_arguments_for_the_whole_prompt() -> None:
     noting = Policy(selector=Noting(), budget=0.5)
     # The last of the tiles has a single token.
     calls = whole_and_tiled(model, noting, 13, lambda: (model(ids, attention_mask=mask), NOTED[-1])[1])
-    whole, tiled = (call.forward for call in calls)
-    assert whole is not None and tiled is not None
+    whole, tiled = calls
     assert whole.queries is not None and tiled.queries is not None
     assert whole.valid is not None and tiled.valid is not None and torch.equal(whole.valid, tiled.valid)
     real = mask.bool()

@@ -11,8 +11,10 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.protocols import View
+from kvpolicy.selectors._blocks import BlockAttention
 from kvpolicy.selectors._leverage import key_leverage, leverage, projection
 from kvpolicy.selectors.compactor import Compactor
+from kvpolicy.statistics import Candidates, Results, UnrotatedKeys, Vectors
 from kvpolicy.testing import check_cache
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from tests.conformance.bench import DIM, Bench, draw, padding
@@ -131,9 +133,9 @@ def scores_by_position(bench: Bench) -> dict[int, float]:
 def test_leverage_counts_as_much_as_is_evicted() -> None:
     """And not at all where everything is kept."""
     positions = torch.arange(12, dtype=torch.int32).expand(3, 2, -1)
-    view = View(positions, torch.full((3,), 12), torch.tensor([3, 12, 40]), 0)
+    view = View(positions, torch.full((3,), 12), torch.tensor([3, 12, 40]), 0, added=torch.full((3,), 12))
     q, k, v = draw(12, 5, batch=3)
-    seen = Seen(None, None, keys=k, values=v, unrotated=k, block_attn=q.square().sum(-1), added=torch.full((3,), 12))
+    seen = Results({Vectors: Candidates(k, v, 1.0), UnrotatedKeys: k, BlockAttention: q.square().sum(-1)})
 
     def score(blend: Any) -> Tensor:
         selector = Compactor(sinks=0, sketch=4, blend=blend)

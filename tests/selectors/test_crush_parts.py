@@ -12,6 +12,7 @@ from kvpolicy import H2O, KeyDiff, KVCrush
 from kvpolicy.protocols import View
 from kvpolicy.selectors._crush import anchor_bits, distances, representatives, signatures, top_mask
 from kvpolicy.selectors._pages import Pages, best_pages, min_page_tokens
+from kvpolicy.statistics import AttentionSum, Results
 from tests.conformance.bench import Bench, draw
 
 
@@ -110,13 +111,13 @@ def test_a_head_that_evicts_nothing_has_no_representatives() -> None:
     view = View(positions, torch.tensor([9]), torch.tensor([4]), 0)
     crush = KVCrush(base=H2O(), split=0.5)
     state: Any = crush.alloc(1, 2, 9, "cpu")
-    state = crush.observe(state, Seen(torch.rand(1, 2, 9), None), view)
+    state = crush.observe(state, Results({AttentionSum: torch.rand(1, 2, 9)}), view)
     assert state.mark.sum(-1).tolist() == [[2, 0]]
 
 
 def test_the_base_ranks_again_by_its_own_part_of_the_budget() -> None:
     class Told(KeyDiff):
-        def rerank(self, state: Any, seen: Seen, view: View) -> Any:
+        def rerank(self, state: Any, seen: Results, view: View) -> Any:
             told.append(view.budget.tolist())
             return state
 
@@ -124,5 +125,5 @@ def test_the_base_ranks_again_by_its_own_part_of_the_budget() -> None:
     view = View(torch.arange(9).expand(2, 1, -1), torch.tensor([9, 9]), torch.tensor([8, 5]), 0)
     crush = KVCrush(base=Told(), split=0.25)
     state: Any = crush.alloc(2, 1, 9, "cpu")
-    crush.rerank(state, Seen(None, None), view)
+    crush.rerank(state, Results(), view)
     assert told == [[6, 4]]

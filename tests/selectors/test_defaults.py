@@ -22,6 +22,7 @@ from kvpolicy.protocols import (
     Merger,
     ModelInfo,
     Reader,
+    Reranks,
     ScoredByKeys,
     Selector,
     State,
@@ -29,11 +30,13 @@ from kvpolicy.protocols import (
     compares_heads,
     heads_of,
     joint_decode,
+    rerank_every,
 )
 from kvpolicy.selectors.kvcrush import KVCrush
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.selectors.tova import TOVA
 from kvpolicy.selectors.window import SlidingWindow
+from kvpolicy.statistics import Results
 from kvpolicy.testing import check
 
 
@@ -140,13 +143,19 @@ def test_a_part_is_refused_with_the_name_of_what_it_lacks() -> None:
 
     @dataclass(frozen=True)
     class Ranking(Newest):
-        @property
-        def needs(self) -> Needs:
-            return Needs(rerank_every=4, vectors=True)
+        rerank_every: ClassVar[int] = 4
 
     for selector in (Ranking(), KVCrush(base=Ranking())):
-        with pytest.raises(kvpolicy.KVPolicyTypeError, match=r"must have a method rerank\(state, seen, view\)"):
-            Policy(selector=selector, budget=0.5)
+        assert rerank_every(selector) == 0, "it has no method rerank(state, seen, view)"
+        Policy(selector=selector, budget=0.5)
+
+    @dataclass(frozen=True)
+    class RankingAgain(Ranking):
+        def rerank(self, state: State, seen: Results, view: View) -> State:
+            return state
+
+    for selector in (RankingAgain(), KVCrush(base=RankingAgain())):
+        assert isinstance(selector, Reranks) and rerank_every(selector) == 4
 
 
 @pytest.mark.parametrize("value", ["keep", "", 5, None])

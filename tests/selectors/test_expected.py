@@ -16,6 +16,7 @@ from kvpolicy import PolicyCache
 from kvpolicy.kernels.rotary import KeyRotation, Rope
 from kvpolicy.protocols import HeadShape, View
 from kvpolicy.selectors.expected import Expectation, ExpectedAttention
+from kvpolicy.statistics import Candidates, Moments, ObservedMoments, Results, Vectors
 from kvpolicy.statistics.query_moments import sum_moments
 from kvpolicy.text.errors import KVPolicyError
 from tests.conformance.bench import Bench, draw, padding
@@ -54,8 +55,8 @@ def scores(queries: Tensor, keys: Tensor, values: Tensor, table: Rope | None = N
     view = View(positions.expand(1, keys.shape[1], -1), torch.tensor([count]), torch.tensor([2]), 0)
     state = selector.alloc(1, keys.shape[1], count, "cpu", HeadShape(queries.shape[1] // keys.shape[1], DIM))
     moments = sum_moments(queries, keys.shape[1], torch.arange(queries.shape[2])[None], 0, None)
-    rotation = KeyRotation(table).mean
-    seen = Seen(None, None, keys=keys, values=values, moments=moments, mean_rotation=rotation, scale=DIM**-0.5)
+    tokens = Candidates(keys, values, DIM**-0.5)
+    seen = Results({Vectors: tokens, Moments: ObservedMoments(moments, KeyRotation(table))})
     return selector.observe(state, seen, view)  # pyright: ignore[reportReturnType]
 
 
@@ -151,7 +152,7 @@ def test_moments_of_the_newest_prompt_alone(policy: str) -> None:
 def test_moments_are_only_forgotten_if_no_token_is_scored_while_decoding() -> None:
     with pytest.raises(KVPolicyError, match=r"must be 'grow' with moments='prompt', got 'evict'.* try decode='grow'"):
         ExpectedAttention(moments="prompt")
-    assert ExpectedAttention(moments="prompt", decode="grow").needs.rerank_every == 0
+    assert ExpectedAttention(moments="prompt", decode="grow").rerank_every == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import HeadShape, View
 from kvpolicy.selectors.keydiff import Differences, KeyDiff
+from kvpolicy.statistics import Candidates, Results, Vectors
 from tests.conformance.bench import Bench, draw, padding
 
 VECTOR = [[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.0, 0.9]]
@@ -21,7 +22,7 @@ def scored(keys: Tensor, positions: Tensor | None = None) -> Any:
     where = torch.arange(count, dtype=torch.int32).expand(batch, heads, -1) if positions is None else positions
     view = View(where, torch.full((batch,), count), torch.full((batch,), 2), 0)
     state = KeyDiff().alloc(batch, heads, count, "cpu", HeadShape(1, dim))
-    return KeyDiff().observe(state, Seen(None, None, keys=keys, values=keys), view)
+    return KeyDiff().observe(state, Results({Vectors: Candidates(keys, keys, 1.0)}), view)
 
 
 def test_the_vector() -> None:

@@ -16,8 +16,10 @@ pytest.importorskip("transformers")
 import kvpolicy
 from kvpolicy import KVCrush, KVzap, Policy, PolicyCache
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.protocols import ChecksModel, ModelInfo, Scored
+from kvpolicy.planning.memory import layer_spec
+from kvpolicy.protocols import ChecksModel, ModelInfo, View
 from kvpolicy.selectors.gate_files import GateFile, Inner, LayerGate, load_gates, save_gates
+from kvpolicy.statistics import InputScores, NewScores, Results
 from tests.conformance.bench import Bench, draw
 from tests.conformance.calibration import gates
 from tests.conformance.models import build
@@ -261,16 +263,11 @@ def test_it_is_refused_without_the_input_of_the_layer(write: Write) -> None:
             call(bench.layer, q[:, :, :1], k[:, :, :1], v[:, :, :1], None, bench.turns[0].kernel)
 
 
-def test_a_selector_that_scores_inputs_has_the_methods_for_it() -> None:
-    class Lacking(Scored):
-        @property
-        def needs(self) -> Needs:
-            return Needs(layer_input=True)
-
-    for selector in (Lacking(), KVCrush(base=Lacking())):
-        with pytest.raises(kvpolicy.KVPolicyTypeError, match="load_gate, score_inputs and with_scores for Needs"):
-            Policy(selector=selector, budget=0.5)
-    assert isinstance(KVzap(), ScoresInputs)
+def test_inputs_are_scored_by_what_the_selector_hands_over() -> None:
+    selector = KVzap()
+    for outer in (selector, KVCrush(base=selector)):
+        spec = layer_spec(Policy(selector=outer, budget=0.5), 0)
+        assert spec.input_scorer is selector and spec.sees_steps and not spec.step_attention
 
 
 def test_it_asks_for_a_file_of_the_model() -> None:
@@ -288,7 +285,10 @@ def test_it_asks_for_a_file_of_the_model() -> None:
 
 def test_expected_attention_is_the_exponential_of_the_score() -> None:
     selector = KVzap()
-    state = selector.with_scores(selector.alloc(1, 2, 3, "cpu"), torch.tensor([[[0.0, -1.0, 99.0]]]))
+    positions = torch.arange(3, dtype=torch.int32).expand(1, 2, -1)
+    new = NewScores(torch.tensor([[[0.0, -1.0, 99.0]]]), positions >= 0)
+    view = View(positions, torch.tensor([3]), torch.tensor([3]), 0)
+    state = selector.observe(selector.alloc(1, 2, 3, "cpu"), Results({InputScores: new}), view)
     found = selector.attention(state)
     assert found.shape == (1, 2, 3) and bool(found.isfinite().all())
     assert found[0, 0, :2].tolist() == pytest.approx([1.0, math.exp(-1)])

@@ -9,9 +9,12 @@ import torch
 
 from kvpolicy import H2O, ExpectedAttention, KVzip, ProbeSalience, Scissorhands, SnapKV
 from kvpolicy.engine.selection import highest
+from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import View
 from kvpolicy.protocols.selector import Scores
 from kvpolicy.selectors import expected
+from kvpolicy.selectors.scissorhands import BelowMean
+from kvpolicy.statistics import Candidates, Moments, ObservedMoments, Replay, Results, Vectors
 from tests.selectors.test_expected import DIM, scores
 
 
@@ -40,15 +43,16 @@ def test_sinks_leave_room_for_the_newest_token_alone() -> None:
 
 @pytest.mark.parametrize(("added", "left"), [(0, 1.0), (6, 0.25), (8, 0.0), (20, 0.0)])
 def test_counts_leave_the_window_and_no_more(added: int, left: float) -> None:
-    seen = Seen(None, None, below_mean=torch.zeros(1, 1, 4), added=torch.tensor([added]))
-    state: Any = Scissorhands(window=8).observe(Scores(torch.full((1, 1, 4), 2.0)), seen, view(4, 4))
+    given = view(4, 4)._replace(added=torch.tensor([added]))
+    seen = Results({BelowMean: torch.zeros(1, 1, 4)})
+    state: Any = Scissorhands(window=8).observe(Scores(torch.full((1, 1, 4), 2.0)), seen, given)
     assert state.score.tolist() == [[[2 * left] * 4]]
 
 
 def test_a_replayed_token_without_attention_ranks_below_all_others() -> None:
     selector = KVzip(sinks=0)
     replay = torch.tensor([[[0.0, 0.5, -1.0, 1e-30]]])
-    state: Any = selector.observe(selector.alloc(1, 1, 4, "cpu"), Seen(None, None, replay=replay), view(4, 4))
+    state: Any = selector.observe(selector.alloc(1, 1, 4, "cpu"), Results({Replay: replay}), view(4, 4))
     assert state.score.sign().tolist() == [[[-1, -1, 0, -1]]]
     assert selector.priority(state, view(5, 4)._replace(positions=view(4, 4).positions)).argsort().tolist() == [
         [[0, 3, 1, 2]]
@@ -85,7 +89,8 @@ def test_the_length_that_was_scored_does_not_grow_with_the_row() -> None:
     moments = expected.QueryMoments(torch.ones(1), torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4, 4))
     state = state._replace(total=moments.total, product=moments.product)
     keys = torch.randn(1, 1, 6, 4)
-    seen = Seen(None, None, keys=keys, values=keys, moments=moments, mean_rotation=lambda x, first, count: x, scale=0.5)
+    observed = ObservedMoments(moments, KeyRotation(None))
+    seen = Results({Vectors: Candidates(keys, keys, 0.5), Moments: observed})
     after: Any = selector.observe(state, seen, given)
     given.length.add_(3)
     assert after.ranked.tolist() == [6]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvpolicy import KVPolicyError, Policy
-from kvpolicy.protocols import HeadShape, View
+from kvpolicy.protocols import HeadShape, View, rerank_every
 from kvpolicy.selectors._common import head_sum, shares
 from kvpolicy.selectors.caote import CAOTE
 from kvpolicy.selectors.critical import CriticalKV, CriticalState
@@ -18,6 +18,7 @@ from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.keydiff import KeyDiff
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.selectors.tova import TOVA
+from kvpolicy.statistics import Results, Vectors
 from tests.conformance.bench import Bench, draw
 
 
@@ -126,23 +127,22 @@ def test_the_mass_of_attention_decides_how_many_tokens_come_first() -> None:
 
 def test_norms_are_asked_for_after_prompts_alone() -> None:
     for spec in ("defensive", "critical/h2o", "dropkv"):
-        needs: Needs = Policy.parse(spec).selector.needs
-        assert needs.candidates and not needs.vectors and not needs.rerank_every
+        selector = Policy.parse(spec).selector
+        assert any(each.reads_vectors for each in selector.statistics) and rerank_every(selector) == 0
+        assert not any(isinstance(each, Vectors) and each.generated for each in selector.statistics)
 
 
 def test_caote_needs_the_width_of_a_value() -> None:
     state: Any = CAOTE(base=H2O()).alloc(1, 2, 3, "cpu", HeadShape(2, 5))
     assert state.output.shape == (1, 2, 5)
-    assert CAOTE(base=SnapKV(), every=9).needs.rerank_every == 9
-    assert CAOTE(base=CriticalLike(), every=9).needs.rerank_every == 4
+    assert CAOTE(base=SnapKV(), every=9).rerank_every == 9
+    assert CAOTE(base=CriticalLike(), every=9).rerank_every == 4
 
 
 class CriticalLike(H2O):  # a base that ranks again more often
     """H2O that is ranked again."""
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(attn_sum=True, decode_attn=True, rerank_every=4)
+    rerank_every: ClassVar[int] = 4
 
-    def rerank(self, state: Any, seen: Seen, view: View) -> Any:
+    def rerank(self, state: Any, seen: Results, view: View) -> Any:
         return state

@@ -17,6 +17,7 @@ from kvpolicy.calibration.qfilters import sample_queries
 from kvpolicy.engine.state import map_state
 from kvpolicy.protocols import ChecksModel, HeadShape, ModelInfo, Ranks, View
 from kvpolicy.selectors.filter_files import FilterFile, load_filters, save_filters
+from kvpolicy.statistics import Candidates, Results, Vectors
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.calibration import filters
 
@@ -45,7 +46,7 @@ def scored(selector: QFilters, keys: Tensor, **fields: Any) -> Any:
         **given,
     )
     state = selector.alloc(batch, heads, count, "cpu", HeadShape(1, dim))
-    return selector.observe(state, Seen(None, None, keys=keys, values=keys), view)
+    return selector.observe(state, Results({Vectors: Candidates(keys, keys, 1.0)}), view)
 
 
 def test_the_vector(write: Write) -> None:

@@ -10,6 +10,7 @@ from kvpolicy.protocols import View
 from kvpolicy.selectors._once import OnceScored, none_scored
 from kvpolicy.selectors.cur import CUR
 from kvpolicy.selectors.lagkv import LagKV
+from kvpolicy.statistics import Candidates, Results, Vectors
 from tests.conformance.bench import Bench, draw, padding
 
 KEYS = [[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.0, 0.9]]
@@ -21,7 +22,7 @@ def scored(selector: LagKV | CUR, keys: Tensor, values: Tensor, budget: int) -> 
     positions = torch.arange(count, dtype=torch.int32).expand(*keys.shape[:2], -1)
     view = View(positions, torch.tensor([count]), torch.tensor([budget]), 0)
     got = selector.observe(
-        none_scored(1, keys.shape[1], count, "cpu"), Seen(None, None, keys=keys, values=values), view
+        none_scored(1, keys.shape[1], count, "cpu"), Results({Vectors: Candidates(keys, values, 1.0)}), view
     )
     assert isinstance(got, OnceScored)
     return got

@@ -13,17 +13,15 @@ from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import View
 from kvpolicy.selectors.center_files import CenterFile, Centers, save_centers
 from kvpolicy.selectors.triattention import TriAttention
+from kvpolicy.statistics import Candidates, Results, Rotation, Vectors
 from tests.conformance.calibration import write
 from tests.conformance.fakes import Roll
 
 FILE = write("triattention") / "centers.safetensors"
 
 
-def seen_of(keys: torch.Tensor, rotation: KeyRotation) -> Seen:
-    offset = rotation.offset
-    return Seen(
-        None, None, keys=keys, mean_rotation=rotation.mean, pair_lengths=rotation.pair_lengths, rope_offset=offset
-    )
+def seen_of(keys: torch.Tensor, rotation: KeyRotation) -> Results:
+    return Results({Vectors: Candidates(keys, keys, 1.0), Rotation: rotation})
 
 
 @pytest.mark.parametrize("offset", [None, 3])

@@ -33,7 +33,7 @@ class Weighted:
 @pytest.mark.parametrize("valid", [None, VALID])
 @pytest.mark.parametrize("cuts", [[40], [1, 39], [16, 3, 21]])
 def test_all_rows_with_their_positions(valid: Tensor | None, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpolicy.engine.attention.TILE_ELEMENTS", 1)
+    monkeypatch.setattr("kvpolicy.statistics.windows.TILE_ELEMENTS", 1)
     q, k, _ = draw(40, 3, batch=3, heads=2, group=2)
     reducer = Weighted()
     start = 0
@@ -52,7 +52,7 @@ def test_all_rows_with_their_positions(valid: Tensor | None, cuts: list[int], mo
     order = newest_queries(q, valid, 40).at
     places = candidates.positions[:, 0].gather(1, order.clamp_min(0)).where(order >= 0, -1)
     expected = Weighted().reduce(AttentionRows(whole, places, candidates.positions))
-    torch.testing.assert_close(found.reduced(candidates)["reduced"], expected)
+    torch.testing.assert_close(found.reduced(candidates), expected)
     assert len(reducer.asked) == 3 and max(rows.weights.shape[2] for rows in reducer.asked) == 16
     assert reducer.asked[0].weights.shape[3] < 40, "no key behind the queries of a tile is multiplied"
 
@@ -62,5 +62,5 @@ def test_nothing_but_padding() -> None:
     q, k, _ = draw(5, 0)
     valid = torch.zeros(1, 5, dtype=torch.bool)
     one = ReducedRows(reducer).begun(Coming(valid, 5, torch.zeros(1).long(), None)).added(Tile(q, k, 0, valid, True))
-    assert not one.reduced(candidates_of(k, valid, ScoreTransform(1.0)))["reduced"].any() and not reducer.asked
+    assert not one.reduced(candidates_of(k, valid, ScoreTransform(1.0))).any() and not reducer.asked
     assert one.reads_past and len([*one.tensors]) == 2 and not [*ReducedRows(reducer).tensors]

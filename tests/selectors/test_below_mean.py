@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.selectors.scissorhands import BELOW_MEAN, below_mean_counts
+from kvpolicy.selectors.scissorhands import BELOW_MEAN, BelowMean
 from kvpolicy.statistics.windows import Past, ScoreTransform
 from tests.conformance.bench import draw
-from tests.engine.parts import newest_queries
+from tests.engine.parts import candidates_of, newest_queries
 from tests.sampling import product
 
 
@@ -32,7 +32,7 @@ MASKS = [None, [1] * 11, [0, 0, 0, *[1] * 8], [1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0],
 @product("held,mask,width", [0, 5], MASKS, [1, 4, 40])
 def test_counts(held: int, mask: list[int] | None, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over padding, empty slots and rows with fewer queries than the window has, in tiles of sixteen queries."""
-    monkeypatch.setattr("kvpolicy.engine.attention.TILE_ELEMENTS", 1)
+    monkeypatch.setattr("kvpolicy.statistics.windows.TILE_ELEMENTS", 1)
     q, k, _ = draw(11, 3, heads=2, group=2, sharp=1.0)
     valid = None if mask is None else torch.tensor([mask]).bool()
     past = None
@@ -41,7 +41,7 @@ def test_counts(held: int, mask: list[int] | None, width: int, monkeypatch: pyte
         past = Past(keys, values, torch.tensor([1, 0, 1, 1, 0]).bool().expand(1, 2, -1))
     transform = ScoreTransform(0.35)
     window = newest_queries(q, valid, width)
-    got = below_mean_counts(window, k, transform, past, valid)
+    got = BelowMean(width, window).reduced(candidates_of(k, valid, transform, past))
     every = k if past is None else torch.cat([past.keys, k], 2)
     for head in range(4):
         score = window.queries[0, head] @ every[0, head // 2].T * 0.35

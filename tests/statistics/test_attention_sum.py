@@ -17,7 +17,7 @@ def test_sums_of_chunks_are_added_column_by_column() -> None:
     assert torch.equal(joined.total[..., 3:], second[..., 3:])
     assert torch.equal(joined.total[..., :3], second[..., :3] + first)
     candidates = candidates_of(torch.zeros(2, 2, 7, 4), None, ScoreTransform(1.0))
-    assert joined.reduced(candidates)["attn_sum"] is joined.total
+    assert joined.reduced(candidates) is joined.total
     assert not joined.reads_past and [*joined.tensors] == [joined.total]
 
 

@@ -25,5 +25,5 @@ def test_attention_is_that_of_the_newest_queries(first: int) -> None:
     found = gather(0, first).joined(gather(first, 9), first)
     candidates = candidates_of(K, VALID, ScoreTransform(0.5))
     expected = window_attention(newest_queries(Q, VALID, 3), K, ScoreTransform(0.5), None, VALID)
-    assert torch.equal(found.reduced(candidates)["window_attn"], expected)
+    assert torch.equal(found.reduced(candidates).weights, expected)
     assert found.reads_past and len([*found.tensors]) == 2 and not [*RecentQueries(3).tensors]

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from kvpolicy import KVzap
-from kvpolicy.engine import birth_scores
 from kvpolicy.selectors.gate_files import LayerGate, save_gates
-from kvpolicy.statistics import Forward
-from kvpolicy.statistics.input_scores import BirthScores
+from kvpolicy.statistics import Forward, input_scores
+from kvpolicy.statistics.input_scores import InputScores
 from kvpolicy.statistics.statistic import Coming, Tile
 from tests.conformance.calibration import gates
 
@@ -30,15 +29,15 @@ def test_scores_of_tiles_and_chunks_are_joined() -> None:
         empty = torch.empty(2, 3, stop - start, 8)
         return Tile(empty, empty, start, valid[:, start:stop], stop - start == 10, broken[..., start:stop])
 
-    whole = BirthScores().begun(coming).added(tile(0, 10))
-    cut = BirthScores().begun(coming).added(tile(0, 6)).added(tile(6, 10))
+    whole = InputScores(KVzap()).begun(coming).added(tile(0, 10))
+    cut = InputScores(KVzap()).begun(coming).added(tile(0, 6)).added(tile(6, 10))
     assert whole.scores is not None and cut.scores is not None
     assert torch.equal(whole.scores, want) and torch.equal(cut.scores, want)
     both = whole.joined(cut, 10)
     assert both.scores is not None and both.columns == 20 and torch.equal(both.scores, torch.cat([want, want], 2))
     one = both.map_rows(lambda t: t[1:])
     assert one.scores is not None and torch.equal(one.scores, both.scores[1:])
-    assert BirthScores().joined(whole, 0) is whole and whole.joined(BirthScores(), 10) is whole
+    assert InputScores(KVzap()).joined(whole, 0) is whole and whole.joined(InputScores(KVzap()), 10) is whole
 
 
 def test_long_inputs_are_scored_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,15 +46,15 @@ def test_long_inputs_are_scored_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
     selector = KVzap(file=str(path))
     gate = selector.load_gate(1, "cpu")
     call = Forward(nn.Identity(), torch.randn(2, 50, 32), {})
-    whole = birth_scores.score_inputs(selector, gate, call)
-    monkeypatch.setattr(birth_scores, "TILE_ELEMENTS", 1)
+    whole = input_scores.score_inputs(selector, gate, call)
+    monkeypatch.setattr(input_scores, "TILE_ELEMENTS", 1)
     sizes: list[int] = []
     score = LayerGate.score
     monkeypatch.setattr(LayerGate, "score", lambda self, x: sizes.append(x.shape[1]) or score(self, x))
-    torch.testing.assert_close(birth_scores.score_inputs(selector, gate, call), whole)
+    torch.testing.assert_close(input_scores.score_inputs(selector, gate, call), whole)
     assert sizes == [16, 16, 16, 2]
 
 
 def test_a_layer_without_its_input_is_refused() -> None:
     with pytest.raises(ValueError, match="must be run with the input of its attention for the selector kvzap"):
-        birth_scores.score_inputs(KVzap(), (), None)
+        input_scores.score_inputs(KVzap(), (), None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy.selectors.a2sf import decayed_sums
+from kvpolicy.selectors.a2sf import DecayedSum
 from kvpolicy.statistics.windows import Past, ScoreTransform
 from tests.conformance.bench import draw
-from tests.engine.parts import newest_queries
+from tests.engine.parts import candidates_of, newest_queries
 from tests.sampling import product
 
 MASKS = [None, [0, 0, 0, *[1] * 8], [1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0], [0] * 10 + [1]]
@@ -17,14 +17,15 @@ MASKS = [None, [0, 0, 0, *[1] * 8], [1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0], [0] * 10 
 @product("held,mask,width,factor", [0, 5], MASKS, [1, 4, 40], [0.01, 0.7])
 def test_sums(held: int, mask: list[int] | None, width: int, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over padding, empty slots and rows with fewer queries than the window has, in tiles of sixteen queries."""
-    monkeypatch.setattr("kvpolicy.engine.attention.TILE_ELEMENTS", 1)
+    monkeypatch.setattr("kvpolicy.statistics.windows.TILE_ELEMENTS", 1)
     q, k, _ = draw(11, 3, heads=2, group=2, sharp=1.0)
     valid = None if mask is None else torch.tensor([mask]).bool()
     past = None
     if held:
         _, keys, values = draw(held, 5)
         past = Past(keys, values, torch.tensor([1, 0, 1, 1, 0]).bool().expand(1, 2, -1))
-    got = decayed_sums(newest_queries(q, valid, width), factor, k, ScoreTransform(0.35), past, valid)
+    window = newest_queries(q, valid, width)
+    got = DecayedSum(width, factor, window).reduced(candidates_of(k, valid, ScoreTransform(0.35), past))
     every = k if past is None else torch.cat([past.keys, k], 2)
     there = torch.ones(11).bool() if valid is None else valid[0]
     for hq in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,15 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from kvpolicy import Policy
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.step import new_token
 from kvpolicy.kernels.rotary import KeyRotation, Rope
-from kvpolicy.statistics.query_moments import Moments, new_token, plain_queries, sum_moments
+from kvpolicy.statistics import Vectors
+from kvpolicy.statistics.query_moments import Moments, plain_queries, sum_moments
 from kvpolicy.statistics.statistic import Coming, Tile
 from tests.conformance.bench import draw
+from tests.engine.parts import Ranking
 
 DIM = 8
 
@@ -28,7 +34,7 @@ def test_moments_leave_out_padding_and_the_first(
     first: int, side: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In tiles of sixteen queries, of which the first or the last ones may have padding."""
-    monkeypatch.setattr("kvpolicy.engine.query_moments.TILE_ELEMENTS", tile)
+    monkeypatch.setattr("kvpolicy.statistics.query_moments.TILE_ELEMENTS", tile)
     q = draw(40, 0, batch=2)[0]
     padding = torch.full((13,), -1)
     tokens = torch.arange(27)
@@ -49,9 +55,18 @@ def test_without_a_rotary_embedding_queries_are_plain() -> None:
     q, k, v = draw(1, 0, batch=2)
     plain = plain_queries(q.half(), torch.zeros(2, 1), None)
     assert plain.dtype == torch.float32 and torch.equal(plain, q.half().float())
-    token = new_token(q, k, v, torch.zeros(2, 1), Needs(vectors=True, query_moments=0), None)
-    assert token is not None and token.query is not None and torch.equal(token.query.flatten(1, 2), q.squeeze(2))
-    assert new_token(q, k, v, torch.zeros(2, 1), Needs(), None) is None
+    shown = LayerSpec(0, Ranking(statistics=(Vectors(generated=True), Moments(0))), Policy.parse("full").codec)
+    token = new_token(shown, q.half(), k, v, torch.zeros(2, 1), None)
+    assert token is not None and token.query is not None and token.plain_query is not None
+    assert torch.equal(token.plain_query.flatten(1, 2), q.half().float().squeeze(2))
+    assert torch.equal(token.query.flatten(1, 2), q.half().squeeze(2))
+    plain = new_token(
+        replace(shown, selector=Ranking(statistics=(Vectors(generated=True),))), q, k, v, torch.zeros(2, 1), None
+    )
+    assert plain is not None and plain.plain_query is None
+    assert (
+        new_token(replace(shown, selector=Ranking(statistics=(Moments(0),))), q, k, v, torch.zeros(2, 1), None) is None
+    )
     assert torch.equal(KeyRotation(None).mean(k, torch.tensor([3, 4]), 5), k)
 
 

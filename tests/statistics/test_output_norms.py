@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
-from kvpolicy.engine import output_norms
 from kvpolicy.hf.projection import output_projection
+from kvpolicy.statistics import Vectors, output_norms
 from kvpolicy.statistics.output_norms import absolute_norms, euclidean_norms
 from tests.conformance.models import build
 
@@ -68,7 +68,7 @@ def test_a_model_gives_its_own_projection(family: str, how: dict[str, Any], monk
         given.append((values, projection))
         return real(values, projection)
 
-    monkeypatch.setattr("kvpolicy.engine.selection.absolute_norms", noted)
+    monkeypatch.setattr("kvpolicy.statistics.output_norms.absolute_norms", noted)
     model = build(family, layers=2)
     ids = torch.randint(3, 30, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), kvpolicy.attach(model, "defensive:window=4@0.5", **how):
@@ -104,5 +104,6 @@ def test_offloaded_weights_are_refused() -> None:
 def test_values_come_after_prompts_alone() -> None:
     """So a step of `dropkv` reads what one of `snapkv` does."""
     for spec in ("dropkv:window=4", "defensive:window=4"):
-        needs = Policy.parse(f"{spec}@0.5").selector.needs
-        assert needs.candidates and not needs.vectors
+        asked = Policy.parse(f"{spec}@0.5").selector.statistics
+        assert any(each.reads_vectors for each in asked)
+        assert not any(isinstance(each, Vectors) and each.generated for each in asked)
