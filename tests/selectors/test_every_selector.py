@@ -32,11 +32,11 @@ from kvpolicy import (
     Scissorhands,
     TriAttention,
 )
-from kvpolicy.statistics import windows
 from kvpolicy.protocols import Selector
 from kvpolicy.selectors.center_files import CenterFile, Centers, save_centers
 from kvpolicy.selectors.filter_files import FilterFile, save_filters
 from kvpolicy.selectors.gate_files import save_gates
+from kvpolicy.statistics import windows
 from kvpolicy.testing import check
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.calibration import filters, gates, write
