@@ -16,7 +16,7 @@ from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
 from kvpolicy.calibration import EchoScores, calibrate_echoes, echo_scores, ranked_scores
 from kvpolicy.calibration.echoes import repeated_text
-from kvpolicy.engine import attention
+from kvpolicy.statistics import windows
 from tests.conformance import models
 from tests.reference.head_allocators.duo import echoes, retrieving
 
@@ -32,7 +32,7 @@ def test_scores_are_those_of_the_definition(
     family: str, tokens: int, repeats: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of grouped heads, softcaps, sinks, and models without a rotary embedding; in tiles of a few queries."""
-    monkeypatch.setattr(attention, "TILE_ELEMENTS", 16)
+    monkeypatch.setattr(windows, "TILE_ELEMENTS", 16)
     model = build(family)
     found = echo_scores(model, random=tokens, repeats=repeats, seed=3)
     ids, first = repeated_text(model, tokens, repeats, 3)

@@ -42,7 +42,7 @@ def call_directly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "codecs.kvquant",
         "codecs.rotate",
         "codecs.turboquant",
-        "engine.rotary",
+        "kernels.rotary",
     ):
         monkeypatch.setattr(f"kvpolicy.{module}.call", direct)
     return called

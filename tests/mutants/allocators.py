@@ -223,8 +223,8 @@ MUTATIONS = (
     Mutation(
         name="a prompt waits with what only the allocator needed",
         file="kvpolicy/hf/layer_metrics.py",
-        old="without_measured(pending, store.spec.prompt_needs)",
-        new="without_measured(pending, contents.prompt_needs)",
+        old="without_measured(pending, store.spec.prompt_statistics)",
+        new="without_measured(pending, contents.prompt_statistics)",
         tests=("tests/allocators/test_attention.py",),
     ),
 )

@@ -456,7 +456,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="absent queries count in the mean square",
-        file="kvpolicy/engine/channel_sums.py",
+        file="kvpolicy/statistics/channel_sums.py",
         old="queries.double().square().masked_fill(~there[:, None, :, None], 0).sum(2)",
         new="queries.double().square().sum(2)",
         tests=("tests/statistics/test_channel_sums.py",),

@@ -242,14 +242,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="the attention scaling is removed once only",
-        file="kvpolicy/engine/rotary.py",
+        file="kvpolicy/kernels/rotary.py",
         old="return (cos / self.scaling**2, -sin / self.scaling**2) if undo else (cos, sin)",
         new="return (cos / self.scaling, -sin / self.scaling) if undo else (cos, sin)",
         tests=("tests/kernels/test_rotary.py",),
     ),
     Mutation(
         name="a row without tokens keeps an offset of nothing",
-        file="kvpolicy/engine/rotary.py",
+        file="kvpolicy/kernels/rotary.py",
         old="shift = torch.where(seen > 0, known, shift)",
         new="shift = torch.where(seen >= 0, known, shift)",
         tests=("tests/kernels/test_rotary.py::test_offsets_of_rows_with_padding",),
@@ -396,7 +396,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the second token of a row may have another offset",
-        file="kvpolicy/engine/rotary.py",
+        file="kvpolicy/kernels/rotary.py",
         old="torch.where(seen > 0, known, shift)",
         new="torch.where(seen > 1, known, shift)",
         tests=("tests/kernels/test_rotary.py::test_offsets_of_rows_with_padding",),

@@ -360,7 +360,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="salience is summed in the dtype of the queries",
-        file="kvpolicy/engine/reading.py",
+        file="kvpolicy/statistics/channel_sums.py",
         old="torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float64)",
         new="torch.linalg.vector_norm(x, 1, dim=2)",
         tests=("tests/engine/test_reading.py",),

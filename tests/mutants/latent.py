@@ -73,9 +73,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="selectors see whole keys as values",
-        file="kvpolicy/engine/selection.py",
-        old="        seen = seen._replace(values=read_values(seen.keys, seen.values, latent))",
-        new="        seen = seen._replace(values=seen.values if seen.values.shape[-1] else seen.keys)",
+        file="kvpolicy/statistics/statistic.py",
+        old="        return read_values(self.all_keys, values, self.latent)",
+        new="        return values if values.shape[-1] else self.all_keys",
         tests=("tests/conformance/test_models.py", LATENT),
     ),
     Mutation(
@@ -143,7 +143,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="parts of positions that differ count as equal",
-        file="kvpolicy/engine/rotary.py",
+        file="kvpolicy/kernels/rotary.py",
         old="or not bool((position_ids == position_ids[:1]).all())",
         new="",
         tests=("tests/engine/test_equal_parts.py", "tests/kernels/test_rotary.py"),

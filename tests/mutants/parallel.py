@@ -57,14 +57,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="means of replicated heads are too large",
-        file="kvpolicy/protocols/ranks.py",
+        file="kvpolicy/kernels/ranks.py",
         old="return (total / (x.shape[2] * self.replicas)).to(x.dtype)",
         new="return (total / x.shape[2]).to(x.dtype)",
         tests=("tests/test_parallel.py",),
     ),
     Mutation(
         name="the phantom head counts in sums",
-        file="kvpolicy/protocols/ranks.py",
+        file="kvpolicy/kernels/ranks.py",
         old="gather(torch.zeros_like(x) if self.phantom else x, self.size",
         new="gather(x, self.size",
         tests=("tests/robust/test_uneven_heads.py", "tests/parallel/test_exact.py"),

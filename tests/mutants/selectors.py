@@ -36,7 +36,7 @@ MUTATIONS = (
     Mutation(
         name="tokens of an earlier prompt are scored again",
         file="kvpolicy/selectors/compactor.py",
-        old="first = (view.length - seen.added).clamp_min(self.sinks)",
+        old="first = (view.length - view.added).clamp_min(self.sinks)",
         new="first = (view.length * 0).clamp_min(self.sinks)",
         tests=("tests/selectors/test_compactor.py",),
     ),
@@ -85,8 +85,8 @@ MUTATIONS = (
     Mutation(
         name="only the first tile of keys is scored",
         file="kvpolicy/selectors/expected.py",
-        old="seen.keys.split(_TILE, 2)], -1)",
-        new="seen.keys.split(_TILE, 2)][:1], -1)",
+        old="tokens.keys.split(_TILE, 2)], -1)",
+        new="tokens.keys.split(_TILE, 2)][:1], -1)",
         tests=("tests/selectors/test_limits.py",),
     ),
     Mutation(
@@ -166,8 +166,8 @@ MUTATIONS = (
     Mutation(
         name="counts turn negative after a chunk that is longer than the window",
         file="kvpolicy/selectors/scissorhands.py",
-        old="left = (1 - seen.added / self.window).clamp_min(0).float()",
-        new="left = (1 - seen.added / self.window).float()",
+        old="left = (1 - view.added / self.window).clamp_min(0).float()",
+        new="left = (1 - view.added / self.window).float()",
         tests=("tests/selectors/test_limits.py",),
     ),
     Mutation(

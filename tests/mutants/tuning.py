@@ -39,15 +39,15 @@ MUTATIONS = (
     Mutation(
         name="policies share statistics of queries that one does not ask for",
         file="kvpolicy/tuning/compression.py",
-        old="return needs, traits.query_absmax, traits.query_squares, scores",
-        new="return needs, scores",
+        old="return statistics_of(policy), traits.query_absmax, traits.query_squares",
+        new="return statistics_of(policy)",
         tests=MEASURE,
     ),
     Mutation(
         name="policies share the scores of one gate",
         file="kvpolicy/tuning/compression.py",
-        old="scores = policy.selector if needs.layer_input else None",
-        new="scores = None",
+        old="return statistics_of(policy), traits",
+        new="return tuple(map(type, statistics_of(policy))), traits",
         tests=MEASURE,
     ),
     Mutation(

@@ -32,11 +32,11 @@ from kvpolicy import (
     Scissorhands,
     TriAttention,
 )
-from kvpolicy.engine import attention
 from kvpolicy.protocols import Selector
 from kvpolicy.selectors.center_files import CenterFile, Centers, save_centers
 from kvpolicy.selectors.filter_files import FilterFile, save_filters
 from kvpolicy.selectors.gate_files import save_gates
+from kvpolicy.statistics import windows
 from kvpolicy.testing import check
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.calibration import filters, gates, write
@@ -135,7 +135,7 @@ def test_keeps_the_rules(selector: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("spec", ["a2sf:factor=0.9", "keyformer:tau_init=2.0"])
 def test_chunks_are_as_one_prompt(spec: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the sums of a chunk lose or gain follows from the tokens of the next one, of each row."""
-    monkeypatch.setattr(attention, "TILE_ELEMENTS", tile)
+    monkeypatch.setattr(windows, "TILE_ELEMENTS", tile)
     found = [scores(spec, *cuts, whole=40)[..., -20:] for cuts in ((40,), (25, 15), (25, 1, 14))]
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
