@@ -22,6 +22,7 @@ from kvpolicy.hf.identity import identity
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import ReaderTraits
 from kvpolicy.readers._common import TokenReader
+from kvpolicy.readers.labels import DoubleSparsity
 from kvpolicy.readers.labels import METHOD
 from kvpolicy.text.errors import KVPolicyError
 
@@ -127,7 +128,7 @@ class _Recorder(TokenReader):
 
     @property
     def traits(self) -> ReaderTraits:
-        return ReaderTraits(salience=True)
+        return ReaderTraits(salience=DoubleSparsity())
 
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
