@@ -22,8 +22,7 @@ from kvpolicy.hf.identity import identity
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import ReaderTraits
 from kvpolicy.readers._common import TokenReader
-from kvpolicy.readers.labels import DoubleSparsity
-from kvpolicy.readers.labels import METHOD
+from kvpolicy.readers.labels import METHOD, DoubleSparsity
 from kvpolicy.text.errors import KVPolicyError
 
 MIN_TOKENS = 128
