@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from kvpolicy.allocators._attention import (
     guarantee_in_proportion,
 )
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import strategy
 
 EPSILON = 1e-6
 """Added to the difference of the largest and the smallest variance of a layer, as in the authors' code."""
@@ -25,8 +23,7 @@ LIGHTEST = math.exp(-1)
 """The weight of a layer with the metric 1, the largest one."""
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class D2OLayers(ByAttention):
     """Give more budget to layers in which few heads concentrate their attention.
 
@@ -56,10 +53,6 @@ class D2OLayers(ByAttention):
     """
 
     heads: HeadAllocator | None = None
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
 
     @property
     def attention(self) -> AttentionNeeds:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvpolicy.allocators._heads import divide_pages
 from kvpolicy.protocols import HeadAllocator, HeadRequest
-from kvpolicy.text.arguments import named_options
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Even(HeadAllocator):
     """Give every head of a layer the same budget, in whole pages.
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from kvpolicy.allocators._curves import cut_curves
 from kvpolicy.protocols import Allocator, HeadAllocator, LayerMetric
-from kvpolicy.text.arguments import named_options
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KVCompose(Allocator):
     """Give more budget to layers whose heads have more tokens that are worth keeping.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from kvpolicy.allocators._attention import (
@@ -14,13 +12,10 @@ from kvpolicy.allocators._attention import (
     number_reaching,
 )
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import fraction, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class AttentionMass(ByAttention):
     """Give more budget to layers that need more tokens to reach a share of their attention.
 
@@ -49,16 +44,8 @@ class AttentionMass(ByAttention):
           exact.
     """
 
-    share: float = 0.975
+    share: float = fraction(0.975)
     heads: HeadAllocator | None = None
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        if not 0 < self.share <= 1:
-            raise KVPolicyError(
-                f"AttentionMass.share must be greater than 0 and at most 1, got {self.share}; try 0.975."
-            )
 
     @property
     def attention(self) -> AttentionNeeds:

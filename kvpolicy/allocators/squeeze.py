@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -11,18 +10,14 @@ from torch import Tensor
 from kvpolicy.allocators.kmeans import top_group
 from kvpolicy.allocators.profile import load_profile
 from kvpolicy.protocols import Allocator, Guarantee, HeadAllocator, LayerBounds
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.budget import waterfill
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import fraction, least, strategy
 
 _SAME = 1e-6
 """Cosines that differ by less than this count as equal."""
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class SqueezeAttention(Allocator):
     """Move budget away from layers whose attention barely changes its input.
 
@@ -61,19 +56,10 @@ class SqueezeAttention(Allocator):
 
     ALIASES: ClassVar[dict[str, str]] = {"share": "keep_share"}
 
-    keep_share: float = 0.4
-    groups: int = 3
+    keep_share: float = fraction(0.4)
+    groups: int = least(2, 3)
     profile: str | None = None
     heads: HeadAllocator | None = None
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        if not 0 < self.keep_share <= 1:
-            raise KVPolicyError(
-                f"SqueezeAttention.keep_share must be greater than 0 and at most 1, got {self.keep_share}; try 0.4."
-            )
-        check_min(self, groups=2)
 
     @property
     def layer_metric(self) -> Literal["", "cosine"]:

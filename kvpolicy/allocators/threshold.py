@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from kvpolicy.allocators._curves import cut_curves
 from kvpolicy.protocols import Allocator, HeadAllocator, LayerMetric
-from kvpolicy.text.arguments import named_options
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class GlobalThreshold(Allocator):
     """Give each layer as much as it has of the best tokens of all layers and heads.
 

@@ -105,19 +105,18 @@ def _put(target: Tensor, x: Tensor, slots: Tensor, write_mask: Tensor) -> None:
 _HALF = Half()
 
 
-def check_base(owner: object, base: object) -> None:
+def check_base(name: str, base: object) -> None:
     """Refuse what a codec cannot wrap: it wraps `Plain` and codecs with two sides.
 
     Raises:
         KVPolicyTypeError: If it is no codec.
         KVPolicyError: If it is a codec whose keys and values cannot have different widths.
     """
-    name = type(owner).__name__
     if not isinstance(base, Codec):
-        raise KVPolicyTypeError(f"{name}.base must be a codec, got {base!r}; try TokenWise().")
+        raise KVPolicyTypeError(f"{name} must be a codec, got {base!r}; try TokenWise().")
     if not isinstance(base, Plain | TwoSides):
         raise KVPolicyError(
-            f"{name}.base must encode keys and values separately, got {base}; try tokenwise, kivi, turboquant or bfp."
+            f"{name} must encode keys and values separately, got {base}; try tokenwise, kivi, turboquant or bfp."
         )
 
 

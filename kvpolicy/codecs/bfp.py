@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,10 +23,8 @@ from kvpolicy.codecs._common import (
 from kvpolicy.codecs._uniform import FP16, is_fused, mix_fused, score_fused
 from kvpolicy.kernels.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
 class BFPCodes(NamedTuple):
@@ -48,8 +45,7 @@ class BFPCodes(NamedTuple):
     value_scale: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class BFP(TwoSides):
     """Store short mantissas, with one exponent per block of channels.
 
@@ -92,16 +88,10 @@ class BFP(TwoSides):
     """
 
     mantissa: Literal[3, 4, 5, 6, 8] = 4
-    block_channels: int = 32
+    block_channels: int = least(1, 32)
     exact_values: bool = False
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(self, mantissa=(3, 4, 5, 6, 8))
-        check_min(self, block_channels=1, residual_length=0, block_size=1)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
 
     @property
     def traits(self) -> Traits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -17,10 +16,8 @@ from kvpolicy.codecs._sparse_codes import SparseCodes
 from kvpolicy.kernels.packing import packed_width
 from kvpolicy.kernels.products import products
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
 class CSRDictionaries(NamedTuple):
@@ -59,8 +56,7 @@ class CSRCodes(NamedTuple):
     value_outlier_atoms: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class CSR(SingleStage):
     """Store each vector as a sum of a few atoms of a dictionary, found by matching pursuit.
 
@@ -133,27 +129,16 @@ class CSR(SingleStage):
     solver: Solver = "mp"
     coef: Literal["fp16", "fp8"] = "fp16"
     index: Literal["int16", "packed"] = "int16"
-    prompt_atoms: int = 32
-    outlier_atoms: int = 0
-    read_top_k: int = 0
-    approx_distance: int = 2048
-    residual_length: int = 0
-    block_size: AutoInt = "auto"
+    prompt_atoms: int = least(0, 32)
+    outlier_atoms: int = least(0, 0)
+    read_top_k: int = least(0, 0)
+    approx_distance: int = least(0, 2048)
+    residual_length: int = least(0, 0)
+    block_size: AutoInt = least(1, "auto")
     dictionary: str = "tiny"
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_fields(self)
-        check_choice(
-            self,
-            value_chunks=(1, 2, 4),
-            key_space=("unrotated", "rotated"),
-            solver=("mp", "refit", "omp"),
-            coef=("fp16", "fp8"),
-            index=("int16", "packed"),
-        )
-        check_min(self, prompt_atoms=0, outlier_atoms=0, read_top_k=0, approx_distance=0, residual_length=0)
-        check_min(self, block_size=1)
         if self.nnz < 1 or self.nnz % self.value_chunks:
             raise KVPolicyError(
                 f"CSR.nnz must be a positive multiple of value_chunks={self.value_chunks}, got {self.nnz}; try "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,10 +19,8 @@ from kvpolicy.kernels.fused_elements import UNROLLED
 from kvpolicy.kernels.packing import pack, packed_width, unpack_float
 from kvpolicy.kernels.slot_writes import Writes, write_slots
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min, check_range
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, between, least, strategy, where
 
 
 class GEARCodes(NamedTuple):
@@ -65,8 +62,7 @@ class GEARCodes(NamedTuple):
     value_right: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class GEAR(SingleStage):
     """Quantize, and store a low-rank approximation of the error and the outliers in full.
 
@@ -113,18 +109,14 @@ class GEAR(SingleStage):
     """
 
     bits: Literal[2, 4, 8] = 2
-    group_size: int = 64
+    group_size: int = between(2, 2**15, 64)
     rank: int = 2
-    sparse: float = 0.02
-    residual_length: AutoInt = "auto"
+    sparse: float = where(lambda part: 0 <= part < 1, "at least 0 and less than 1", 0.02)
+    residual_length: AutoInt = least(0, "auto")
     backbone: Literal["kivi", "kcvt"] = "kivi"
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_fields(self)
-        check_choice(self, bits=(2, 4, 8), backbone=("kivi", "kcvt"))
-        check_range(self, group_size=(2, 2**15))
-        check_min(self, residual_length=0)
         if not 0 <= self.rank <= self.group_size:
             raise KVPolicyError(
                 f"GEAR.rank must be between 0 and group_size={self.group_size}, got {self.rank}; try "

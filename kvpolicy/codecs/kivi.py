@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,10 +26,8 @@ from kvpolicy.kernels.products import products
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.kernels.words import as_words, in_order_of_places
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
 class KIVICodes(NamedTuple):
@@ -53,8 +50,7 @@ class KIVICodes(NamedTuple):
     value_zero: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KIVI(TwoSides):
     """Quantize keys per channel and values per token, both in groups.
 
@@ -89,14 +85,8 @@ class KIVI(TwoSides):
     """
 
     bits: Literal[2, 4, 8] = 2
-    group_size: int = 32
-    residual_length: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(self, bits=(2, 4, 8))
-        check_min(self, group_size=1, residual_length=0)
+    group_size: int = least(1, 32)
+    residual_length: AutoInt = least(0, "auto")
 
     @property
     def traits(self) -> Traits:

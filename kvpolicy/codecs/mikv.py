@@ -33,9 +33,7 @@ from kvpolicy.protocols import (
     StageStore,
     Traits,
 )
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_choice, check_min, check_range
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, between, least, strategy
 
 
 class MiKVCodes(NamedTuple):
@@ -143,8 +141,7 @@ def _factors(codes: MiKVCodes) -> Tensor:
     return balancer.masked_fill(balancer == 0, 1)
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class MiKV(Codec):
     """Store the tokens of highest priority in high precision, and all others in few bits instead of evicting them.
 
@@ -183,19 +180,12 @@ class MiKV(Codec):
           bits, re-encoded from what was decoded.
     """
 
-    high: float = 0.2
+    high: float = between(0, 1, 0.2)
     high_bits: Literal[8, 16] = 16
     bits: Literal[2, 3, 4] = 2
-    group_size: int = 128
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_range(self, high=(0, 1))
-        check_choice(self, high_bits=(8, 16), bits=(2, 3, 4))
-        check_min(self, group_size=1, residual_length=0, block_size=1)
+    group_size: int = least(1, 128)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
 
     @property
     def traits(self) -> Traits:

@@ -14,10 +14,8 @@ from kvpolicy.codecs._common import ENCODED_AT_ONCE, SingleStage
 from kvpolicy.codecs._directions import Side, mix_side, read_side, score_side, write_side
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.protocols import At, Codec, Layout, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.text.parameters import check_min, check_range
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, between, checked, least, strategy
 
 
 class SharedCodes(NamedTuple):
@@ -54,8 +52,16 @@ class MiniCacheCodes(NamedTuple):
     whole_values: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+def _check_start(name: str, start: object) -> None:
+    if isinstance(start, bool) or not isinstance(start, int | float):
+        raise KVPolicyTypeError(f"{name} must be a fraction of the layers or the index of one, got {start!r}; try 0.5.")
+    if isinstance(start, float) and not 0 <= start <= 1:
+        raise KVPolicyError(f"{name} must be between 0 and 1, got {start!r}; try 0.5.")
+    if start < 0:
+        raise KVPolicyError(f"{name} must be at least 0, got {start!r}; try 0.5.")
+
+
+@strategy
 class MiniCache(SingleStage):
     """Store one direction for the keys of two neighboring layers, one for their values, and the norms of each layer.
 
@@ -100,23 +106,11 @@ class MiniCache(SingleStage):
         - With sliding-window layers in between, the layers of a pair are neighbors among the others.
     """
 
-    start: float | int = 0.5
-    t: float = 0.6
-    keep: float = 0.05
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        if isinstance(self.start, bool) or not isinstance(self.start, int | float):  # pyright: ignore
-            raise KVPolicyTypeError(
-                f"MiniCache.start must be a fraction of the layers or the index of one, got {self.start!r}; try 0.5."
-            )
-        check_range(self, t=(0, 1), keep=(0, 1))
-        if isinstance(self.start, float):
-            check_range(self, start=(0, 1))
-        check_min(self, start=0, residual_length=0, block_size=1)
+    start: float | int = checked(_check_start, 0.5)
+    t: float = between(0, 1, 0.6)
+    keep: float = between(0, 1, 0.05)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
 
     @property
     def traits(self) -> Traits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,10 +22,8 @@ from kvpolicy.kernels.compiled import call, widen
 from kvpolicy.kernels.fused_read import decode_channel_groups
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min, check_range
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, between, least, strategy
 
 
 class RotateCodes(NamedTuple):
@@ -51,8 +48,7 @@ class RotateCodes(NamedTuple):
     value_zero: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class RotateKV(SingleStage):
     """Quantize each token separately, after a Hadamard transform has spread its outliers over all channels.
 
@@ -91,17 +87,10 @@ class RotateKV(SingleStage):
     """
 
     bits: Literal[2, 3, 4] = 2
-    group_size: int = 128
-    sinks: int = 20
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(self, bits=(2, 3, 4))
-        check_range(self, sinks=(0, 2**15 - 1))
-        check_min(self, group_size=1, residual_length=0, block_size=1)
+    group_size: int = least(1, 128)
+    sinks: int = between(0, 2**15 - 1, 20)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
 
     @property
     def traits(self) -> Traits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +12,8 @@ from kvpolicy.codecs._common import SingleStage, is_empty_head, sum_tokens
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.protocols import At, Codec, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min, check_range
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, between, checked, least, strategy
 
 _MOST_CHANNELS = 256
 """The largest head dimension of which an index of a channel is a byte."""
@@ -39,8 +36,7 @@ class ThinKCodes(NamedTuple):
     values: Any
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ThinK(SingleStage):
     """Store fewer channels of keys, those that contribute most to the scores of the newest queries.
 
@@ -87,20 +83,16 @@ class ThinK(SingleStage):
         - With a base, a multiple of 8 channels is kept: 48 of 128 are dropped, where the default fraction is 51.
     """
 
-    base: Codec = field(default_factory=Plain)
-    ratio: float = 0.4
-    window: int = 32
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
+    base: Codec = checked(check_base, Plain)
+    ratio: float = between(0, 1, 0.4)
+    window: int = least(1, 32)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_fields(self)
-        check_base(self, self.base)
-        check_range(self, ratio=(0, 1))
         if self.ratio == 1:
             raise KVPolicyError("ThinK.ratio must be less than 1, got 1.0; try 0.4.")
-        check_min(self, window=1, residual_length=0, block_size=1)
         for name in ("residual_length", "block_size"):
             if getattr(self, name) != "auto" and not isinstance(self.base, Plain):
                 raise KVPolicyError(

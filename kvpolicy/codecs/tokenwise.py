@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,9 +24,7 @@ from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor
 from kvpolicy.kernels.compiled import widen
 from kvpolicy.kernels.packing import packed_width, round_to_half
 from kvpolicy.protocols import At, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
 class TokenWiseCodes(NamedTuple):
@@ -54,8 +51,7 @@ class TokenWiseCodes(NamedTuple):
     value_zero: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class TokenWise(TwoSides):
     """Quantize each token separately, after normalizing the key channels.
 
@@ -97,16 +93,10 @@ class TokenWise(TwoSides):
     """
 
     bits: Literal[2, 3, 4, 8, "fp8"] = 4
-    group_size: int = 128
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
+    group_size: int = least(1, 128)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
     normalize: bool = True
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(self, bits=(2, 3, 4, 8, "fp8"))
-        check_min(self, group_size=1, residual_length=0, block_size=1)
 
     @property
     def traits(self) -> Traits:

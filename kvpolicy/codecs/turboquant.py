@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -30,10 +29,8 @@ from kvpolicy.kernels.fused_elements import score_levels
 from kvpolicy.kernels.packing import pack, packed_width, unpack
 from kvpolicy.kernels.words import as_words, in_order_of_places
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 _VALUE_GROUP = 128
 """The maximum number of channels per value group."""
@@ -57,8 +54,7 @@ class TurboQuantCodes(NamedTuple):
     value_zero: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class TurboQuant(TwoSides):
     """Quantize each token separately: the direction of a key with fixed levels, a value by its range.
 
@@ -95,15 +91,9 @@ class TurboQuant(TwoSides):
     """
 
     bits: Literal[2, 3, 4] = 4
-    seed: int = 0
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(self, bits=(2, 3, 4))
-        check_min(self, seed=0, residual_length=0, block_size=1)
+    seed: int = least(0, 0)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
 
     @property
     def traits(self) -> Traits:

@@ -32,9 +32,7 @@ from kvpolicy.protocols import (
     StageStore,
     Traits,
 )
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_choice, check_min, check_range
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, between, least, strategy
 
 
 class ZipCacheCodes(NamedTuple):
@@ -125,8 +123,7 @@ class ZipCacheStage(Stage):
         return dequantize(code, scale, zero, self.bits, parts[3].shape[-1]) * parts[3].float()
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ZipCache(Codec):
     """Quantize each token separately, with more bits for tokens of higher priority.
 
@@ -162,17 +159,10 @@ class ZipCache(Codec):
         - New tokens wait in a full-precision buffer.
     """
 
-    high: float = 0.6
+    high: float = between(0, 1, 0.6)
     high_bits: Literal[4, 8] = 4
     bits: Literal[2, 3, 4] = 2
-    recode_every: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_range(self, high=(0, 1))
-        check_choice(self, high_bits=(4, 8), bits=(2, 3, 4))
-        check_min(self, recode_every=1)
+    recode_every: AutoInt = least(1, "auto")
 
     @property
     def traits(self) -> Traits:

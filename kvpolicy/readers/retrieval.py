@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,9 +12,8 @@ from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ReaderTraits
 from kvpolicy.readers._clusters import SEGMENT, k_means, mean_by_cluster, nearest, segments
-from kvpolicy.readers._common import LONG, Amount, TokenReader, check_reader, slots_of_page
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.validation import AutoInt
+from kvpolicy.readers._common import LONG, Amount, TokenReader, amount, slots_of_page
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
 class RetrievalIndex(NamedTuple):
@@ -36,8 +34,7 @@ class RetrievalIndex(NamedTuple):
     assigned: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Retrieval(TokenReader):
     """Read the clusters whose center has the largest product with the query, and estimate the others.
 
@@ -93,18 +90,14 @@ class Retrieval(TokenReader):
         - Nothing is cached between steps on the device; the authors have a cache of blocks.
     """
 
-    read: Amount = 256
-    cluster: AutoInt = "auto"
+    read: Amount = amount(256)
+    cluster: AutoInt = least(1, "auto")
     estimate: bool = True
-    dense: int = 0
-    sinks: int = 4
-    recent: int = 16
-    rebuild: int = 1024
+    dense: int = least(0, 0)
+    sinks: int = least(0, 4)
+    recent: int = least(1, 16)
+    rebuild: int = least(1, 1024)
     host: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_reader(self, cluster=1, dense=0, sinks=0, recent=1, rebuild=1)
 
     @property
     def traits(self) -> ReaderTraits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -23,17 +23,14 @@ from kvpolicy.protocols import (
 )
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.readers.exact import ExactTopK
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 _DENSE = 2
 """First layers that read everything by default."""
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Reuse(Reader):
     """Let some layers choose which tokens are read, and let the layers behind them read the same tokens.
 
@@ -81,15 +78,13 @@ class Reuse(Reader):
 
     base: Reader = field(default_factory=ExactTopK)
     layers: str = "auto"
-    every: int = 4
-    dense: AutoInt = "auto"
+    every: int = least(2, 4)
+    dense: AutoInt = least(0, "auto")
     full: bool = True
     host: bool = False
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_fields(self)
-        check_min(self, every=2, dense=0)
         if not isinstance(self.base, Reader):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise KVPolicyTypeError(f"Reuse.base must be a reader, got {self.base!r}; try ExactTopK().")
         if isinstance(self.base, Reuse | ReadAll):

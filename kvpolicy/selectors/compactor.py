@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,9 +12,7 @@ from kvpolicy.kernels.products import lengths
 from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
 from kvpolicy.selectors._common import first_tokens, group_mean, keep_always
 from kvpolicy.selectors._leverage import key_leverage
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min, check_range
-from kvpolicy.text.validation import AutoFloat, check_fields
+from kvpolicy.text.strategy import AutoFloat, between, least, strategy
 
 
 class Blend(NamedTuple):
@@ -24,8 +21,7 @@ class Blend(NamedTuple):
     score: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Compactor(Selector):
     """Keep the tokens whose keys are unlike the others, and those that the tokens around them attend to.
 
@@ -73,19 +69,13 @@ class Compactor(Selector):
         - A cap of scores (Gemma 2) and learned attention sinks (gpt-oss) are left out inside blocks.
     """
 
-    sinks: int = 8
-    recent: int = 4
-    block: int = 256
-    sketch: int = 48
-    blend: AutoFloat = "auto"
-    regular: float = 0.01
+    sinks: int = least(0, 8)
+    recent: int = least(1, 4)
+    block: int = least(1, 256)
+    sketch: int = least(1, 48)
+    blend: AutoFloat = between(0, 100, "auto")
+    regular: float = between(1e-6, 1e6, 0.01)
     decode: DecodeMode = "evict"
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, sinks=0, recent=1, block=1, sketch=1)
-        check_range(self, regular=(1e-6, 1e6), **({} if self.blend == "auto" else {"blend": (0, 100)}))
 
     @property
     def needs(self) -> Needs:

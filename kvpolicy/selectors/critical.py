@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -24,10 +23,7 @@ from kvpolicy.selectors._base import Wrapper, attention_of, check_attention_base
 from kvpolicy.selectors._common import keep_always, mean_output_norm, shares
 from kvpolicy.selectors._crush import top_mask
 from kvpolicy.selectors.snapkv import SnapKV
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, checked, finite, strategy
 
 
 @scoped(typical="head")
@@ -47,8 +43,7 @@ class CriticalState(NamedTuple):
     base: State
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class CriticalKV(Wrapper):
     """Keep the best tokens of another selector, and then those of large attention times what their values add.
 
@@ -82,17 +77,9 @@ class CriticalKV(Wrapper):
         - The `decode` mode is that of the base.
     """
 
-    base: Selector = field(default_factory=SnapKV)
-    split: float = 0.5
-    epsilon: float = 1e-4
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_attention_base(self, self.base)
-        check_range(self, split=(0, 1))
-        if not 0 <= self.epsilon < float("inf"):
-            raise KVPolicyError(f"CriticalKV.epsilon must be at least 0 and finite, got {self.epsilon}; try 0.0001.")
+    base: Selector = checked(check_attention_base, SnapKV)
+    split: float = between(0, 1, 0.5)
+    epsilon: float = finite(0, 1e-4)
 
     @property
     def whole_heads(self) -> bool:

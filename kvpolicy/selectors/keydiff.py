@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -11,9 +10,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, Selector, State, View, scoped
 from kvpolicy.selectors._common import keep_always
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy
 
 
 @scoped(anchor="head")
@@ -29,8 +26,7 @@ class Differences(NamedTuple):
     anchor: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KeyDiff(Selector):
     """Keep the tokens whose keys differ most from the mean direction of all keys.
 
@@ -66,15 +62,10 @@ class KeyDiff(Selector):
         - With a codec, coded keys are compared as attention reads them.
     """
 
-    every: int = 128
+    every: int = least(1, 128)
     decode: DecodeMode = "evict"
 
     nested_from: ClassVar[int | None] = 1
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, every=1)
 
     @property
     def needs(self) -> Needs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -11,10 +10,8 @@ from torch import Tensor
 from kvpolicy.kernels.draws import exponentials, mixed
 from kvpolicy.protocols import AttentionRows, DecodeMode, Needs, Ranks, Seen, Selector, State, View, scoped
 from kvpolicy.selectors._common import group_mean, keep_always, recent_tokens
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min, check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, least, strategy
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -32,8 +29,7 @@ class Perturbed(NamedTuple):
     generated: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Keyformer(Selector):
     """Keep the newest tokens, and those that have received the most attention under random noise.
 
@@ -76,11 +72,11 @@ class Keyformer(Selector):
         - `recent` is a fraction of the budget, as in the paper's experiments, where it is 0.2 to 0.3.
     """
 
-    recent: float = 0.3
-    tau_init: float = 1.0
-    tau_end: float = 2.0
-    steps: int = 100
-    seed: int = 0
+    recent: float = between(0, 1, 0.3)
+    tau_init: float = between(0.01, 100, 1.0)
+    tau_end: float = between(0.01, 100, 2.0)
+    steps: int = least(1, 100)
+    seed: int = least(0, 0)
     decode: DecodeMode = "evict"
 
     compares_heads: ClassVar[bool] = True
@@ -88,9 +84,6 @@ class Keyformer(Selector):
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
-        check_fields(self)
-        check_range(self, recent=(0, 1), tau_init=(0.01, 100), tau_end=(0.01, 100))
-        check_min(self, steps=1, seed=0)
         if self.tau_init > self.tau_end:
             raise KVPolicyError(
                 f"Keyformer.tau_end must be at least tau_init, got {self.tau_end} and {self.tau_init}; "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,10 +34,8 @@ from kvpolicy.selectors._crush import (
 )
 from kvpolicy.selectors._pages import best_pages, mark_tokens, min_page_tokens, paginate
 from kvpolicy.selectors.snapkv import SnapKV
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min, check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, checked, least, strategy
 
 KEEP = 1
 FREE = 0
@@ -64,8 +61,7 @@ class CrushState(NamedTuple):
     base: State
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KVCrush(Wrapper):
     """Use part of the budget for representatives of the tokens that the base selector would evict.
 
@@ -114,28 +110,23 @@ class KVCrush(Wrapper):
         - The `decode` mode is that of the base.
     """
 
-    base: Selector = field(default_factory=SnapKV)
+    base: Selector = checked(check_base, SnapKV)
     split: float = 0.25
     anchor: Anchor = "random"
     seed: int = 0
-    quantile: float = 0.5
+    quantile: float = between(0, 1, 0.5)
     pick: Pick = "first"
     buckets: Buckets = "rank"
-    page: int = 0
+    page: int = least(0, 0)
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
-        check_fields(self)
-        check_base(self, self.base)
         # A split just below 1 may round to a whole million, and `min_tokens` would then divide by 0.
         if not 0 <= self.split < 1 or self._millionths == MILLION:
             raise KVPolicyError(
                 f"KVCrush.split must be between 0 and 0.999999, which leaves the base a token, got {self.split}; try "
                 "0.25."
             )
-        check_range(self, quantile=(0, 1))
-        check_min(self, page=0)
-        check_choice(self, anchor=get_args(Anchor), pick=get_args(Pick), buckets=get_args(Buckets))
 
     @property
     def joint_decode(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -10,10 +9,8 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Replay, Seen, Selector, State, View
 from kvpolicy.selectors._common import by_position, first_tokens, keep_always
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy
 
 _TEXTS = ("instruction", "later", "reply")
 
@@ -24,8 +21,7 @@ class Replayed(NamedTuple):
     score: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KVzip(Selector):
     """Keep the tokens that the model attends to when it repeats the context.
 
@@ -72,20 +68,18 @@ class KVzip(Selector):
         - Padded rows are divided into chunks as they would be alone.
     """
 
-    chunk: int = 2048
-    sinks: int = 4
+    chunk: int = least(1, 2048)
+    sinks: int = least(0, 4)
     instruction: str = ""
     later: str = ""
     reply: str = ""
-    overlap: int = 8
+    overlap: int = least(0, 8)
     plus: bool = False
     decode: DecodeMode = "evict"
     compares_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, chunk=1, sinks=0, overlap=0)
         for name in _TEXTS:
             _ids(name, getattr(self, name))
 

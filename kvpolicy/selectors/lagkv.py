@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
 from kvpolicy.selectors._once import OnceScored, none_scored, priority_of, unscored, with_scores
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class LagKV(Selector):
     """Keep the tokens whose channels vary most within the range of the tokens that follow.
 
@@ -50,14 +45,9 @@ class LagKV(Selector):
         - With a codec, coded keys and values are scored as attention reads them.
     """
 
-    sinks: int = 4
-    lag: int = 128
+    sinks: int = least(0, 4)
+    lag: int = least(1, 128)
     decode: DecodeMode = "evict"
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, sinks=0, lag=1)
 
     @property
     def nested_from(self) -> int:

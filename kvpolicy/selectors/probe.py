@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -10,10 +9,8 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Probes, Scored, Seen, State, View
 from kvpolicy.selectors._common import group_mean, keep_always
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, strategy
 
 
 class Salience(NamedTuple):
@@ -28,8 +25,7 @@ class Salience(NamedTuple):
     probes: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ProbeSalience(Scored):
     """Rank tokens by the mean attention of the probe queries that can attend to them.
 
@@ -65,8 +61,8 @@ class ProbeSalience(Scored):
           probes as on its own.
     """
 
-    recent: float = 0.05
-    random: float = 0.05
+    recent: float = between(0, 1, 0.05)
+    random: float = between(0, 1, 0.05)
     seed: int = 0
     decode: DecodeMode = "evict"
 
@@ -75,8 +71,6 @@ class ProbeSalience(Scored):
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
-        check_fields(self)
-        check_range(self, recent=(0, 1), random=(0, 1))
         if self.recent + self.random == 0:
             raise KVPolicyError("ProbeSalience.recent or random must be positive, got 0.0 for both; try recent=0.05.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -21,9 +20,7 @@ from kvpolicy.protocols import (
     scoped,
 )
 from kvpolicy.selectors.filter_files import check_filters, load_filters
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import strategy, tiny_or
 
 
 @scoped(filters="head")
@@ -39,8 +36,7 @@ class Filtered(NamedTuple):
     filters: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class QFilters(Scored):
     """Keep the tokens whose keys have the largest product with the main direction of a head's queries.
 
@@ -72,16 +68,10 @@ class QFilters(Scored):
           their keys.
     """
 
-    file: str = "tiny"
+    file: str = tiny_or("a file")
     decode: DecodeMode = "evict"
 
     nested_from: ClassVar[int | None] = 1
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        if not self.file:
-            raise KVPolicyError("QFilters.file must be a file or 'tiny', got an empty string; try 'tiny'.")
 
     @property
     def needs(self) -> Needs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,11 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, Selector, State, View, scoped
-from kvpolicy.selectors._common import check_kernel, keep_always, unranked_first
+from kvpolicy.selectors._common import keep_always, unranked_first
 from kvpolicy.selectors._redundancy import mean_cosines
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min, check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, least, odd, strategy
 
 _MOST = 2.0
 """No mixture of attention and redundancy is that large."""
@@ -36,8 +33,7 @@ class Reasoned(NamedTuple):
     ranked: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class RKV(Selector):
     """Keep tokens that the newest queries attend to, and whose keys do not resemble those of other tokens.
 
@@ -76,20 +72,12 @@ class RKV(Selector):
         - With a codec, coded keys are compared as attention reads them.
     """
 
-    window: int = 8
-    kernel: int = 7
-    mix: float = 0.07
-    similar: float = 0.5
-    every: int = 128
+    window: int = between(1, 32767, 8)  # as many queries are held of each head
+    kernel: int = odd(7)
+    mix: float = between(0, 1, 0.07)
+    similar: float = between(0, 1, 0.5)
+    every: int = least(1, 128)
     decode: DecodeMode = "evict"
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_range(self, window=(1, 32767))  # as many queries are held of each head
-        check_min(self, every=1)
-        check_kernel(self, self.kernel)
-        check_range(self, mix=(0, 1), similar=(0, 1))
 
     @property
     def needs(self) -> Needs:

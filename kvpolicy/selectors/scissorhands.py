@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,13 +9,10 @@ from torch import Tensor
 
 from kvpolicy.protocols import BELOW_MEAN, DecodeMode, Needs, Scored, Scores, Seen, State, View
 from kvpolicy.selectors._common import group_mean, keep_always
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Scissorhands(Scored):
     """Evict the tokens that most of the recent queries have ignored.
 
@@ -50,17 +46,12 @@ class Scissorhands(Scored):
         - `recent` shrinks to half the budget, and `sinks` is an addition.
     """
 
-    window: int = 400
-    recent: int = 10
-    sinks: int = 0
+    window: int = least(1, 400)
+    recent: int = least(1, 10)
+    sinks: int = least(0, 0)
     decode: DecodeMode = "evict"
 
     nested_from: ClassVar[int | None] = 1
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, window=1, recent=1, sinks=0)
 
     @property
     def needs(self) -> Needs:

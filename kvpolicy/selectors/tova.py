@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
-from kvpolicy.text.arguments import named_options
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class TOVA(Scored):
     """Evict the tokens that the newest token attends to least, the same ones in all heads of a layer.
 
