@@ -46,7 +46,6 @@ class AdaKV(HeadAllocator):
         return True
 
     def divide(self, request: HeadRequest) -> Tensor:
-        """Pages of each head, [B, H] int64; see `HeadAllocator.divide`."""
         ranks = request.view.ranks
         ranked = sorted_by_head(request)
         every = ranks.all_heads(ranked)

@@ -90,14 +90,12 @@ class CAKE(ByAttention):
         return preference.float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "cake measures the attention of every layer"
         return divide_in_proportion(torch.softmax(metrics.double(), -1), total, floor, ceiling)
 
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         metrics = metrics.double().to(total.device)
         highest = metrics.amax(-1)
         # The most that entropy and variance can be: of even attention over all tokens, and of queries that each attend
@@ -110,5 +108,4 @@ class CAKE(ByAttention):
         return bounds_in_proportion(weights, 0.0, heaviest, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers)

@@ -72,18 +72,15 @@ class D2OLayers(ByAttention):
         return ((variance - low) / (high - low + EPSILON)).mean(-1).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "d2olayers measures the attention of every layer"
         return divide_in_proportion(torch.softmax(-metrics.double(), -1), total, floor, ceiling)
 
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         lightest = torch.tensor(LIGHTEST, dtype=torch.float32, device="cpu")
         weights = (-metrics.double()).exp()
         return bounds_in_proportion(weights, lightest, 1.0, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers, LIGHTEST / (LIGHTEST + layers - 1))

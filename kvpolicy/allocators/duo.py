@@ -76,7 +76,6 @@ class DuoAttention(HeadAllocator):
         return _lowest(self._scores().by_head(heads), self.sparsity)
 
     def divide(self, request: HeadRequest) -> Tensor:
-        """Pages of each head, [B, H] int64; see `HeadAllocator.divide`."""
         ranks = request.view.ranks
         # What a selector always keeps, such as its window, must fit into every head.
         protected = ranks.all_heads((request.priority == torch.inf).sum(-1)).amax(-1)

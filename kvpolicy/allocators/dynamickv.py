@@ -62,7 +62,6 @@ class DynamicKV(ByAttention):
         return seen.ranks.all_heads(by_head.masked_fill(~before, -torch.inf))
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "dynamickv measures the attention of every layer"
         return divide_in_proportion(best_tokens(metrics, total), total, floor, ceiling)
 

@@ -24,7 +24,6 @@ class Even(HeadAllocator):
     """
 
     def divide(self, request: HeadRequest) -> Tensor:
-        """Pages of each head, [B, H] int64; see `HeadAllocator.divide`."""
         ranks = request.view.ranks
         batch, own = request.priority.shape[:2]
         wished = torch.ones(batch, ranks.kv_heads(own), dtype=torch.float64, device="cpu")

@@ -50,6 +50,5 @@ class KVCompose(Allocator):
         return ranked.amax(1) if layer_idx == 0 else ranked.double().mean(1).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "kvcompose requests the curve of every layer"
         return cut_curves(metrics, total, floor, ceiling)

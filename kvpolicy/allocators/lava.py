@@ -72,16 +72,13 @@ class LAVa(ByAttention):
         return (entropy / most).clamp(0, 1).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "lava measures the attention of every layer"
         return divide_in_proportion(metrics, total, floor, ceiling)
 
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         return bounds_in_proportion(metrics, 0.0, 1.0, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers)

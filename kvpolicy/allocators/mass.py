@@ -58,16 +58,13 @@ class AttentionMass(ByAttention):
         return number_reaching(seen.ranks.head_mean(seen.total), self.share).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "mass measures the attention of every layer"
         return divide_in_proportion(metrics, total, floor, ceiling)
 
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         return bounds_in_proportion(metrics, 1.0, ceiling, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers)

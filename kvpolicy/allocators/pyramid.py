@@ -41,7 +41,6 @@ class Pyramid(Allocator):
     heads: HeadAllocator | None = None
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         average = total.double()[:, None] / layers
         last = average / self.beta
         first = 2 * average - last

@@ -62,7 +62,6 @@ class SimLayerKV(ByAttention):
         return seen.ranks.all_queries(by_head).mean(-1).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "simlayer measures the attention of every layer"
         is_lazy = metrics.to(total.device) > self.threshold
         even = total.double()[:, None] / layers
@@ -76,7 +75,6 @@ class SimLayerKV(ByAttention):
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         batch, measured = metrics.shape
 
         def divided(other: float) -> Tensor:
@@ -91,6 +89,5 @@ class SimLayerKV(ByAttention):
         return LayerBounds(least, few.maximum(many).maximum(even) + 1)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         even = total // layers
         return Guarantee((even.clamp_max(self.sinks + self.recent) - 1).clamp_min(floor), 2 * (total + layers))

@@ -90,7 +90,6 @@ class SqueezeAttention(Allocator):
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         cosine = metrics.double().to(total.device)
         # A layer that shares the rest has it in common with every layer of the same cosine or a lower one.
         sharers = (cosine[:, None] <= cosine[:, :, None]).sum(-1)
@@ -98,7 +97,6 @@ class SqueezeAttention(Allocator):
         return LayerBounds(self.guarantee(total, floor, ceiling, layers).least[:, None].expand_as(most), most)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         least = (self.keep_share * total.double() / layers).floor().long() - 1
         sharers = torch.arange(1, layers + 1, device=total.device).expand(len(total), -1)
         return Guarantee(least.clamp_min(floor), self._most(sharers, total, ceiling, layers).sum(-1))

@@ -50,6 +50,5 @@ class GlobalThreshold(Allocator):
         return ranked[:, (heads - 1) // 2 :: heads]
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "global requests the curve of every layer"
         return cut_curves(metrics, total, floor, ceiling)

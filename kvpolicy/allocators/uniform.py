@@ -27,6 +27,5 @@ class Uniform(Allocator):
     heads: HeadAllocator | None = None
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         even = total.double() / layers
         return waterfill(even[:, None].expand(-1, layers), total, floor, ceiling)

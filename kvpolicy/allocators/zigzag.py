@@ -64,16 +64,13 @@ class ZigZagKV(ByAttention):
         return seen.ranks.all_queries(needed.double()).mean(-1, dtype=torch.float64).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "zigzag measures the attention of every layer"
         return divide_in_proportion(metrics, total, floor, ceiling, self.bound)
 
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         return bounds_in_proportion(metrics, 1.0, ceiling, total, floor, ceiling, layers, self.bound)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers, self.bound / layers)

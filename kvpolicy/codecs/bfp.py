@@ -99,7 +99,6 @@ class BFP(TwoSides):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(block=block, residual=residual, per_head=("order",), at_once=ENCODED_AT_ONCE)
 
@@ -109,7 +108,6 @@ class BFP(TwoSides):
             raise KVPolicyError(f"The head dimension must be at most {2**15} for BFP, got {model.head_dim}; try KIVI.")
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> BFPCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(count: int, width: int, dtype: torch.dtype = torch.uint8) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
@@ -140,7 +138,6 @@ class BFP(TwoSides):
     def write_values(
         self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode values into slots, in place; see `Stage.write`."""
         codes: BFPCodes = store.codes
         if values.shape[2] == 0 or codes.values.shape[2] == 0:
             return
@@ -151,19 +148,16 @@ class BFP(TwoSides):
                 put(target, data, slots[:, :, at], write_mask[:, :, at])
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         keys = self._sorted_keys(store, at)
         return keys.gather(-1, store.codes.order.argsort(-1).expand_as(keys))
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: BFPCodes = store.codes
         if self.exact_values:
             return take(codes.values, at).float()
         return self._decode(codes.values, codes.value_scale, at, codes.order.shape[-1])
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         assert rope is None, "keys are encoded as attention sees them"
         # A dot product does not depend on the order of the channels, and there are fewer queries to sort than keys.
         codes: BFPCodes = store.codes
@@ -173,7 +167,6 @@ class BFP(TwoSides):
         return score_by_chunks(self._sorted_keys, store, queries, None, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: BFPCodes = store.codes
         if not self.exact_values and self._is_fused(codes.values, codes.value_scale, store, codes.order.shape[-1]):
             return mix_fused(codes.values, *self._bounds(codes.value_scale), weights, self.mantissa)

@@ -138,7 +138,6 @@ class CSR(SingleStage):
     dictionary: str = "tiny"
 
     def __post_init__(self) -> None:
-        """Check the parameters."""
         if self.nnz < 1 or self.nnz % self.value_chunks:
             raise KVPolicyError(
                 f"CSR.nnz must be a positive multiple of value_chunks={self.value_chunks}, got {self.nnz}; try "
@@ -156,7 +155,6 @@ class CSR(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(
             block=block,
@@ -192,7 +190,6 @@ class CSR(SingleStage):
             self._checked_count(name, chunks)
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> CSRCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
@@ -212,7 +209,6 @@ class CSR(SingleStage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         if keys.shape[2] == 0 or store.codes.key_index.shape[2] == 0:
             return
         self._keys(store).write(keys, slots, write_mask, occupied, self.solver)
@@ -225,7 +221,6 @@ class CSR(SingleStage):
         return codes.reconstruct(atoms, atoms.table(), at)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes = self._values(store)
         atoms = codes.dictionary()
         return codes.reconstruct(atoms, atoms.table(), at)

@@ -116,7 +116,6 @@ class GEAR(SingleStage):
     backbone: Literal["kivi", "kcvt"] = "kivi"
 
     def __post_init__(self) -> None:
-        """Check the parameters."""
         if not 0 <= self.rank <= self.group_size:
             raise KVPolicyError(
                 f"GEAR.rank must be between 0 and group_size={self.group_size}, got {self.rank}; try "
@@ -131,7 +130,6 @@ class GEAR(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(
             tokens, residual=self.residual_length, block=self.group_size, largest_residual=64
         )
@@ -146,7 +144,6 @@ class GEAR(SingleStage):
             )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> GEARCodes:
-        """Empty codes for `slots` slots, a multiple of the group size."""
         assert slots % self.group_size == 0, "only whole blocks can be encoded"
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -177,7 +174,6 @@ class GEAR(SingleStage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         codes: GEARCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
@@ -199,7 +195,6 @@ class GEAR(SingleStage):
         self._write_errors(sides, slots, into, blocks, new)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: GEARCodes = store.codes
         block = to_groups(at, self.group_size)
         code = self._by_block(unpack_float(take(codes.keys, at), self.bits, codes.key_scale.shape[-1]), at)
@@ -214,7 +209,6 @@ class GEAR(SingleStage):
         return x.flatten(2, 3)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: GEARCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
         x = self._by_block(dequantize(code, scale, zero, self.bits, codes.key_scale.shape[-1]), at)
@@ -223,7 +217,6 @@ class GEAR(SingleStage):
         return x.scatter(-1, take(codes.value_places, at).long(), take(codes.value_outliers, at).float())
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         codes: GEARCodes = store.codes
         if rope is None and self._is_fused(codes.keys, codes.key_places.shape[3], queries.shape[-1]):
             tensors = map(widen_on_cpu, codes[1:3] + codes[5:7] + codes[3:5])
@@ -231,7 +224,6 @@ class GEAR(SingleStage):
         return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2], self.group_size)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: GEARCodes = store.codes
         if self._is_fused(codes.values, codes.value_places.shape[3], codes.key_scale.shape[-1]):
             tensors = map(widen_on_cpu, codes[8:10] + codes[12:14] + codes[10:12])

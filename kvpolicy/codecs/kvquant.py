@@ -124,7 +124,6 @@ class KVQuant(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(
             block=block,
@@ -163,7 +162,6 @@ class KVQuant(SingleStage):
                 )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> KVQuantCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, slots, width, dtype=dtype, device=device)
@@ -184,7 +182,6 @@ class KVQuant(SingleStage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         codes: KVQuantCodes = store.codes
         calibration: KVQuantCalibration = store.calibration
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
@@ -220,7 +217,6 @@ class KVQuant(SingleStage):
         return x.scatter(-1, take(codes.key_places, at).long(), take(codes.key_outliers, at).float())
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: KVQuantCodes = store.codes
         calibration: KVQuantCalibration = store.calibration
         code = unpack(take(codes.values, at), self.bits, calibration.key_offset.shape[-1])
@@ -229,11 +225,9 @@ class KVQuant(SingleStage):
         return x.scatter(-1, take(codes.value_places, at).long(), take(codes.value_outliers, at).float())
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: KVQuantCodes = store.codes
         calibration: KVQuantCalibration = store.calibration
         if not self._is_fused(codes.values, calibration):

@@ -148,7 +148,6 @@ class LowRank(SingleStage):
     calibration: str = tiny_or("a folder")
 
     def __post_init__(self) -> None:
-        """Check the parameters."""
         if self.basis == "scores" and self.key_space == "unrotated":
             raise KVPolicyError(
                 "LowRank.basis must be 'keys' with key_space='unrotated', whose scores depend on positions, got "
@@ -180,7 +179,6 @@ class LowRank(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         own = wrapper_traits(self.base, tokens, self.residual_length, self.block_size)
         return own._replace(key_space=self.key_space, joint_heads=self.head_group > 1)
 
@@ -223,7 +221,6 @@ class LowRank(SingleStage):
         return LowRankCalibration(*of_keys, *_projection.of_values(self._basis, value_rank, layer_idx, device, heads))
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> LowRankCodes:
-        """Empty codes for `slots` slots."""
         inner = inner_of(self.base)
         ranks = (rank * self.head_group for rank in self._ranks(head_dim))
         keys, values = (inner.alloc(batch, heads // self.head_group, slots, rank, device) for rank in ranks)
@@ -232,7 +229,6 @@ class LowRank(SingleStage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         inner = inner_of(self.base)
         # The heads of a group hold the same tokens in the same slots.
         group = self.head_group
@@ -245,7 +241,6 @@ class LowRank(SingleStage):
         return store.calibration.keys.decoded(self._read(inner_of(self.base).keys, keys_of(store), at))
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         return store.calibration.values.decoded(self._read(inner_of(self.base).values, values_of(store), at))
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:

@@ -71,7 +71,6 @@ class MiKVStage(Stage):
     group_size: int
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> MiKVCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
@@ -91,7 +90,6 @@ class MiKVStage(Stage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         codes: MiKVCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
@@ -107,20 +105,17 @@ class MiKVStage(Stage):
             put(target, data, slots, write_mask)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: MiKVCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.keys, codes.key_scale, codes.key_zero))
         balanced = dequantize(code, scale, zero, self.bits, codes.channel_scale.shape[-1])
         return balanced / _factors(codes)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: MiKVCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
         return dequantize(code, scale, zero, self.bits, codes.channel_scale.shape[-1])
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         codes: MiKVCodes = store.codes
         if rope is None and is_fused(codes.keys, self.bits, queries.shape[-1]):
             queries = queries.float() / _factors(codes)
@@ -128,7 +123,6 @@ class MiKVStage(Stage):
         return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: MiKVCodes = store.codes
         if is_fused(codes.values, self.bits, codes.channel_scale.shape[-1]):
             return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)
@@ -193,7 +187,6 @@ class MiKV(Codec):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(block=block, residual=residual, demote_by="priority", query_absmax=True)
 

@@ -118,7 +118,6 @@ class MiniCache(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         # Fewer tokens than that at a time, but of two layers and in fp64; see `write_side`.
         return Traits(block=block, residual=residual, at_once=ENCODED_AT_ONCE // 2)
@@ -172,11 +171,9 @@ class MiniCache(SingleStage):
             write_side(sides, vectors, slots, write_mask, occupied, t=self.t, fraction=self.keep)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         return read_side(keys_of(store), at)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         return read_side(values_of(store), at)
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
@@ -215,7 +212,6 @@ class MiniCacheLayer(SingleStage):
         return self.pair.traits
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         return self.pair.traits_for(tokens)
 
     def layout(self, tokens: int) -> Layout:
@@ -263,11 +259,9 @@ class MiniCacheLayer(SingleStage):
         return self.pair.values(store, at)
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """See `MiniCache.score`."""
         return self.pair.score(store, queries, rope)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """See `MiniCache.mix`."""
         return self.pair.mix(store, weights)
 
 

@@ -98,7 +98,6 @@ class RotateKV(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(
             block=block,
@@ -116,7 +115,6 @@ class RotateKV(SingleStage):
             )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> RotateCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
@@ -136,7 +134,6 @@ class RotateKV(SingleStage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         codes: RotateCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
@@ -155,11 +152,9 @@ class RotateKV(SingleStage):
         return unmix(self._mixed_keys(store, at))
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         return unmix(self._mixed_values(store, at))
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         # Keys must be unmixed before they can be rotated. Scores need not be bit-identical for any batch, so a matrix
         # product does it.
         matrix = mixing(queries.shape[-1], None, queries.device)

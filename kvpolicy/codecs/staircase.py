@@ -58,7 +58,6 @@ class Staircase(Codec):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(
             tokens, residual=self.residual_length, block=self.group_size, largest_residual=32
         )

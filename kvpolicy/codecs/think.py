@@ -90,7 +90,6 @@ class ThinK(SingleStage):
     block_size: AutoInt = least(1, "auto")
 
     def __post_init__(self) -> None:
-        """Check the parameters."""
         if self.ratio == 1:
             raise KVPolicyError("ThinK.ratio must be less than 1, got 1.0; try 0.4.")
         for name in ("residual_length", "block_size"):
@@ -106,7 +105,6 @@ class ThinK(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         own = wrapper_traits(self.base, tokens, self.residual_length, self.block_size)
         return own._replace(query_squares=self.window)
 
@@ -125,7 +123,6 @@ class ThinK(SingleStage):
         return kept if isinstance(self.base, Plain) else min(-(-kept // _MULTIPLE) * _MULTIPLE, head_dim)
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> ThinKCodes:
-        """Empty codes for `slots` slots."""
         inner = inner_of(self.base)
         kept = self.kept(head_dim)
         return ThinKCodes(
@@ -137,7 +134,6 @@ class ThinK(SingleStage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         codes: ThinKCodes = store.codes
         if keys.shape[2] == 0 or occupied.shape[-1] == 0:
             return
@@ -156,7 +152,6 @@ class ThinK(SingleStage):
         return whole.scatter(-1, store.codes.channels.long().expand_as(few), few)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         return inner_of(self.base).values(values_of(store), at)
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
@@ -165,7 +160,6 @@ class ThinK(SingleStage):
         return inner_of(self.base).score(keys_of(store), _take_channels(queries, store.codes.channels), None)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         return inner_of(self.base).mix(values_of(store), weights)
 
 

@@ -104,14 +104,12 @@ class TokenWise(TwoSides):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(
             block=block, residual=residual, per_head=("channel_scale", "channel_zero"), at_once=ENCODED_AT_ONCE
         )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> TokenWiseCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(count: int, width: int, dtype: torch.dtype = torch.float16) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
@@ -132,7 +130,6 @@ class TokenWise(TwoSides):
         )
 
     def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
-        """Encode keys into slots, in place; see `Stage.write`."""
         codes: TokenWiseCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
@@ -149,7 +146,6 @@ class TokenWise(TwoSides):
     def write_values(
         self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode values into slots, in place; see `Stage.write`."""
         codes: TokenWiseCodes = store.codes
         if values.shape[2] == 0 or codes.values.shape[2] == 0:
             return
@@ -158,19 +154,16 @@ class TokenWise(TwoSides):
             self._put(targets, values[:, :, at].float(), slots[:, :, at], write_mask[:, :, at])
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: TokenWiseCodes = store.codes
         # `channel_scale` has the width D even if it has no row; the bytes of the codes may end in padding.
         keys = self._decode(codes.keys, codes.key_scale, codes.key_zero, at, codes.channel_scale.shape[-1])
         return keys * codes.channel_scale.float() + codes.channel_zero.float() if self.normalize else keys
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: TokenWiseCodes = store.codes
         return self._decode(codes.values, codes.value_scale, codes.value_zero, at, codes.channel_scale.shape[-1])
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         codes: TokenWiseCodes = store.codes
         if rope is not None or not self._is_fused(codes.keys, queries.shape[-1], store.page_slots):
             return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2])
@@ -183,7 +176,6 @@ class TokenWise(TwoSides):
         return scores + (queries * widen(codes.channel_zero)).sum(-1, keepdim=True) if self.normalize else scores
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: TokenWiseCodes = store.codes
         if not self._is_fused(codes.values, codes.channel_scale.shape[-1], store.page_slots):
             return mix_by_chunks(self.values, store, weights)

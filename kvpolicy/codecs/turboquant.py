@@ -101,7 +101,6 @@ class TurboQuant(TwoSides):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(block=block, residual=residual, per_head=(), at_once=ENCODED_AT_ONCE)
 
@@ -115,7 +114,6 @@ class TurboQuant(TwoSides):
             )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> TurboQuantCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, slots, width, dtype=dtype, device=device)
@@ -131,7 +129,6 @@ class TurboQuant(TwoSides):
         )
 
     def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
-        """Encode keys into slots, in place; see `Stage.write`."""
         codes: TurboQuantCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
@@ -152,7 +149,6 @@ class TurboQuant(TwoSides):
     def write_values(
         self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode values into slots, in place; see `Stage.write`."""
         codes: TurboQuantCodes = store.codes
         if values.shape[2] == 0 or codes.values.shape[2] == 0:
             return
@@ -162,11 +158,9 @@ class TurboQuant(TwoSides):
                 put(target, data, slots[:, :, at], write_mask[:, :, at])
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         return unmix(self._mixed_keys(store, at), self.seed)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: TurboQuantCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
         return dequantize(code, scale, zero, self.bits, self._width(codes))
@@ -184,7 +178,6 @@ class TurboQuant(TwoSides):
         return score_by_chunks(self._mixed_keys, store, mixed.to(queries.dtype), None, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: TurboQuantCodes = store.codes
         if is_fused(codes.values, self.bits, self._width(codes), store.page_slots):
             return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)

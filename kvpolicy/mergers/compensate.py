@@ -58,7 +58,6 @@ class Compensate(Merger):
         return MergerTraits(when="always", counted=True, ranked=True, fits_pages=True)
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
-        """No slot yet."""
         return CompensateState(torch.zeros(batch, heads, dtype=torch.int32, device=device))
 
     def merge_prompt(self, state: CompensateState, candidates: Candidates) -> Merged:

@@ -74,7 +74,6 @@ class ZSMerge(Merger):
         return MergerTraits(when="always", counted=True, ranked=True)
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
-        """No slot yet."""
         return ZSMergeState(torch.zeros(batch, heads, self.slots, dtype=torch.int32, device=device))
 
     def merge_prompt(self, state: ZSMergeState, candidates: Candidates) -> Merged:

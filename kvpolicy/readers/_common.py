@@ -81,5 +81,4 @@ class TokenReader(Reader, Protocol):
     read: Amount
 
     def count(self, slots: int) -> int:
-        """The slots that each KV head reads; see `Reader.count`."""
         return slots_read(self.read, slots, self.page_size(slots))

@@ -98,13 +98,11 @@ class Centroids(TokenReader):
         )
 
     def page_size(self, slots: int) -> int:
-        """Slots of a page; see `Reader.page_size`."""
         return slots_of_page(self.page, slots)
 
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> CentroidIndex:
-        """Means of zero."""
         keys = torch.zeros(batch, heads, entries, head_dim, dtype=dtype, device=device)
         return CentroidIndex(keys, torch.zeros(keys.shape, dtype=dtype, device=device) if self.estimate else ())
 

@@ -113,7 +113,6 @@ class Loki(TokenReader):
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> LokiIndex:
-        """Coordinates of zero."""
         width = self._width(head_dim)
         return LokiIndex(torch.zeros(batch, heads, entries, width, dtype=dtype, device=device))
 

@@ -88,13 +88,11 @@ class Quest(TokenReader):
         return ReaderTraits(dense=self.dense, recent=self.recent, ordered=ordered, resort=self.resort, host=self.host)
 
     def page_size(self, slots: int) -> int:
-        """Slots of a page; see `Reader.page_size`."""
         return slots_of_page(self.page, slots)
 
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> QuestIndex:
-        """Bounds of zero."""
         return QuestIndex(torch.zeros(batch, heads, entries, 2 * head_dim, dtype=dtype, device=device))
 
     def refresh(self, index: QuestIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:

@@ -84,7 +84,6 @@ class Reuse(Reader):
     host: bool = False
 
     def __post_init__(self) -> None:
-        """Check the parameters."""
         if not isinstance(self.base, Reader):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise KVPolicyTypeError(f"Reuse.base must be a reader, got {self.base!r}; try ExactTopK().")
         if isinstance(self.base, Reuse | ReadAll):
@@ -131,11 +130,9 @@ class Reuse(Reader):
         return traits._replace(dense=dense, host=host, **shared)
 
     def page_size(self, slots: int) -> int:
-        """As the base."""
         return self.base.page_size(slots)
 
     def count(self, slots: int) -> int:
-        """As the base."""
         return self.base.count(slots)
 
     def check(self, model: ModelInfo) -> None:
@@ -159,41 +156,32 @@ class Reuse(Reader):
         return self.base.alloc(batch, heads, entries, head_dim, dtype, device)
 
     def fit(self, index: Index, salience: Tensor, rows: Tensor) -> None:
-        """As the base."""
         self.base.fit(index, salience, rows)
 
     def load_salience(self, layer_idx: int, heads: slice = ALL_HEADS) -> Tensor:
-        """As the base; see `ReaderTraits.calibrated`."""
         assert isinstance(self.base, LoadsSalience)  # only called if the base asks for it
         return self.base.load_salience(layer_idx, heads)
 
     def load_basis(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Tensor:
-        """As the base; see `ReaderTraits.projected`."""
         assert isinstance(self.base, LoadsBasis)  # only called if the base asks for it
         return self.base.load_basis(layer_idx, device, heads)
 
     def channels_read(self, head_dim: int) -> int:
-        """As the base; see `ReadsChannels`."""
         return channels_read(self.base, head_dim)
 
     def fit_clusters(self, index: Index, keys: Tensor, values: Tensor, positions: Tensor, rows: Tensor) -> None:
-        """As the base; see `ReaderTraits.clustered`."""
         self._clusters.fit_clusters(index, keys, values, positions, rows)
 
     def has_clusters(self, index: Index) -> Tensor:
-        """As the base; see `ReaderTraits.clustered`."""
         return self._clusters.has_clusters(index)
 
     def assigned(self, index: Index) -> Tensor:
-        """As the base; see `ReaderTraits.clustered`."""
         return self._clusters.assigned(index)
 
     def centers(self, index: Index) -> Any:
-        """As the base; see `ReaderTraits.clustered`."""
         return self._clusters.centers(index)
 
     def mean_values(self, index: Index) -> Tensor:
-        """As the base; see `ReaderTraits.clustered`."""
         return self._clusters.mean_values(index)
 
     @property
@@ -202,9 +190,7 @@ class Reuse(Reader):
         return base
 
     def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
-        """As the base."""
         self.base.refresh(index, entries, keys, occupied)
 
     def score(self, index: Index, queries: Tensor, products: Products) -> Tensor:
-        """As the base."""
         return self.base.score(index, queries, products)

@@ -128,7 +128,6 @@ class ShadowKV(TokenReader):
             )
 
     def page_size(self, slots: int) -> int:
-        """Slots of a page; see `Reader.page_size`."""
         return self.page
 
     def alloc(

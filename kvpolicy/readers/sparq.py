@@ -101,7 +101,6 @@ class SparQ(TokenReader):
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> SparQIndex | tuple[()]:
-        """Sums of zero."""
         if not self.correct:
             return ()
         return SparQIndex(

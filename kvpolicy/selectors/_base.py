@@ -44,17 +44,14 @@ class Wrapper(Selector, Protocol):
 
     @property
     def compares_heads(self) -> bool:
-        """As the base."""
         return compares_heads(self.base)
 
     @property
     def whole_heads(self) -> bool:
-        """As the base."""
         return whole_heads(self.base)
 
     @property
     def min_tokens(self) -> int:
-        """As the base."""
         return self.base.min_tokens
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
@@ -62,17 +59,14 @@ class Wrapper(Selector, Protocol):
         return self.base.statistic(seen, view)
 
     def check(self, model: ModelInfo) -> None:
-        """As the base."""
         if isinstance(self.base, ChecksModel):
             self.base.check(model)
 
     def load_gate(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Gate:
-        """As the base; only called if it scores inputs."""
         assert isinstance(self.base, ScoresInputs)
         return self.base.load_gate(layer_idx, device, heads)
 
     def score_inputs(self, gate: Gate, inputs: Tensor) -> Tensor:
-        """As the base."""
         assert isinstance(self.base, ScoresInputs)
         return self.base.score_inputs(gate, inputs)
 

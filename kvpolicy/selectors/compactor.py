@@ -88,7 +88,6 @@ class Compactor(Selector):
         return min(self.sinks + self.recent, 2 * self.recent - 1)
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """No token is scored."""
         return Blend(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
 
     def observe(self, state: Blend, seen: Seen, view: View) -> State:

@@ -100,7 +100,6 @@ class ExpectedAttention(Selector):
     nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters."""
         if self.moments == "prompt" and self.decode == "evict":
             raise KVPolicyError(
                 "ExpectedAttention.decode must be 'grow' with moments='prompt', got 'evict', which scores all tokens "
@@ -115,7 +114,6 @@ class ExpectedAttention(Selector):
 
     @property
     def min_tokens(self) -> int:
-        """The sinks and the current token."""
         return self.sinks + 1
 
     def alloc(

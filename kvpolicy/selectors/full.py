@@ -24,7 +24,6 @@ class KeepAll(Selector):
 
     @property
     def positions_only(self) -> bool:
-        """True."""
         return True
 
     def priority(self, state: State, view: View) -> Tensor:

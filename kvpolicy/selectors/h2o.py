@@ -69,7 +69,6 @@ class H2O(Scored):
         return keep_always(state.score, recent_tokens(view, self.recent))
 
     def attention(self, state: Scores) -> Tensor:
-        """The score of each token: [B, H, N]."""
         return state.score
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:

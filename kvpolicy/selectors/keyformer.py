@@ -83,7 +83,6 @@ class Keyformer(Selector):
     nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters."""
         if self.tau_init > self.tau_end:
             raise KVPolicyError(
                 f"Keyformer.tau_end must be at least tau_init, got {self.tau_end} and {self.tau_init}; "
@@ -135,7 +134,6 @@ class Keyformer(Selector):
         return keep_always(state.score, recent_tokens(view, self.recent))
 
     def attention(self, state: Perturbed) -> Tensor:
-        """The score of each token: [B, H, N]."""
         return state.score
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:

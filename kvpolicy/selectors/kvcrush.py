@@ -120,7 +120,6 @@ class KVCrush(Wrapper):
     page: int = least(0, 0)
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters."""
         # A split just below 1 may round to a whole million, and `min_tokens` would then divide by 0.
         if not 0 <= self.split < 1 or self._millionths == MILLION:
             raise KVPolicyError(
@@ -130,7 +129,6 @@ class KVCrush(Wrapper):
 
     @property
     def joint_decode(self) -> bool:
-        """As the base."""
         return joint_decode(self.base)
 
     @property

@@ -79,7 +79,6 @@ class KVzip(Selector):
     compares_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters."""
         for name in _TEXTS:
             _ids(name, getattr(self, name))
 
@@ -100,7 +99,6 @@ class KVzip(Selector):
         )
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """No token is scored."""
         return Replayed(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
 
     def observe(self, state: Replayed, seen: Seen, view: View) -> State:

@@ -60,7 +60,6 @@ class LagKV(Selector):
         return Needs(vectors=True, rerank_every=self.lag)
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """No token has a score."""
         return none_scored(batch, heads, slots, device)
 
     def observe(self, state: OnceScored, seen: Seen, view: View) -> State:

@@ -70,7 +70,6 @@ class ProbeSalience(Scored):
     nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters."""
         if self.recent + self.random == 0:
             raise KVPolicyError("ProbeSalience.recent or random must be positive, got 0.0 for both; try recent=0.05.")
 
@@ -80,7 +79,6 @@ class ProbeSalience(Scored):
         return Needs(probes=Probes(self.recent, self.random, self.seed), decode_attn=True)
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """Sums of zero."""
         empty = torch.zeros(batch, heads, slots, dtype=torch.float32, device=device)
         return Salience(empty, empty.clone())
 

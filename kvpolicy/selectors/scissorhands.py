@@ -60,7 +60,6 @@ class Scissorhands(Scored):
 
     @property
     def min_tokens(self) -> int:
-        """The sinks and the current token."""
         return self.sinks + 1
 
     def observe(self, state: Scores, seen: Seen, view: View) -> State:

@@ -80,7 +80,6 @@ class SnapKV(Scored):
         return keep_always(state.score, view.newest(self._width(view)))
 
     def attention(self, state: Scores) -> Tensor:
-        """The score of each token: [B, H, N]."""
         return state.score
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:

@@ -47,12 +47,10 @@ class StreamingLLM(Selector):
 
     @property
     def positions_only(self) -> bool:
-        """True."""
         return True
 
     @property
     def min_tokens(self) -> int:
-        """The sinks and the current token."""
         return self.sinks + 1
 
     def priority(self, state: State, view: View) -> Tensor:

@@ -94,7 +94,6 @@ class TriAttention(Selector):
         check_centers(load_centers(self.file), self.file, model)
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """Scores of zero."""
         return Placed(
             score=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
             offset=torch.zeros(batch, dtype=torch.int64, device=device),

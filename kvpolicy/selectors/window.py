@@ -37,7 +37,6 @@ class SlidingWindow(Selector):
 
     @property
     def positions_only(self) -> bool:
-        """True."""
         return True
 
     def priority(self, state: State, view: View) -> Tensor:

@@ -7,7 +7,9 @@ import inspect
 
 import pytest
 
-griffe = pytest.importorskip("griffe")
+pytest.importorskip("griffe")
+
+import griffe
 
 from kvpolicy import registry
 from kvpolicy_eval.catalog import signatures
