@@ -21,8 +21,7 @@ from kvpolicy.codecs._common import (
     take,
     token_ranges,
 )
-from kvpolicy.codecs._constants import constant, constant_result
-from kvpolicy.codecs._rotation import mix, mixing, unmix
+from kvpolicy.codecs._rotation import constant, constant_result, mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize
 from kvpolicy.kernels.compiled import call, widen
 from kvpolicy.kernels.fused_elements import score_levels

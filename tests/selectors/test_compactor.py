@@ -11,8 +11,7 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.protocols import Seen, View
-from kvpolicy.selectors._leverage import key_leverage, leverage, projection
-from kvpolicy.selectors.compactor import Compactor
+from kvpolicy.selectors.compactor import Compactor, key_leverage, leverage, projection
 from kvpolicy.testing import check_cache
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from tests.conformance.bench import DIM, Bench, draw, padding
