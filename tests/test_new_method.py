@@ -30,17 +30,14 @@ PRIMES = '''
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Selector, State, View
-from kvpolicy.text.arguments import named_options
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Primes(Selector):
     """Keep the tokens at prime positions.
 

@@ -2,10 +2,10 @@
 
     python docs/examples/own_selector.py --model meta-llama/Llama-3.1-8B --budget 0.3
 
-`RareKeys` keeps the tokens whose keys point away from the mean key, and the newest tokens. A selector is a frozen
-dataclass of hyperparameters that inherits from `kvpolicy.protocols.Selector`, or from `Scored`, which has a score for
-each slot: it hands over what it needs to see (`statistics`), scores tokens (`observe`), and gives each one a priority
-(`priority`). The engine handles batches, budgets, codecs and layers.
+`RareKeys` keeps the tokens whose keys point away from the mean key, and the newest tokens. A selector is a strategy: a
+frozen dataclass of hyperparameters, which are checked. It inherits from `kvpolicy.protocols.Selector`, or from
+`Scored`, which has a score for each slot: it hands over what it needs to see (`statistics`), scores tokens (`observe`),
+and gives each one a priority (`priority`). The engine handles batches, budgets, codecs and layers.
 
 The object can be combined with every allocator and codec, and used in `KVCrush(base=...)`. A name in specs requires an
 entry point, see docs/extend/selector.md.
@@ -15,7 +15,6 @@ right
 """
 
 import argparse
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -24,16 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kvpolicy
+from kvpolicy.helpers import least, strategy
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.statistics import Results, Statistic, Vectors
 from kvpolicy_eval.data import prompts
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class RareKeys(Scored):
     """Keep the tokens whose keys point away from the mean key, and the newest `window`."""
 
-    window: int = 16
+    window: int = least(1, 16)
     decode: DecodeMode = "evict"
 
     @property

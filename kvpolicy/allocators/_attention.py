@@ -26,14 +26,16 @@ class ByAttention(Allocator, Protocol):
         return "attention"
 
 
-def check_odd(owner: object, kernel: int) -> None:
+def check_odd(name: str, kernel: int) -> None:
     """Refuse a width of a pooling that has no middle.
 
     Raises:
-        KVPolicyError: Naming the class of the owner.
+        KVPolicyError: With the name of the field.
     """
+    if kernel < 1:
+        raise KVPolicyError(f"{name} must be at least 1, got {kernel}; try 7.")
     if kernel % 2 == 0:
-        raise KVPolicyError(f"{type(owner).__name__}.kernel must be odd, got {kernel}; try {kernel + 1}.")
+        raise KVPolicyError(f"{name} must be odd, got {kernel}; try {kernel + 1}.")
 
 
 def number_reaching(mass: Tensor, share: float) -> Tensor:

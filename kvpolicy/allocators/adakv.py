@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvpolicy.allocators._heads import divide_pages, sorted_by_head
 from kvpolicy.protocols import HeadAllocator, HeadRequest
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class AdaKV(HeadAllocator):
     """Give more budget to heads whose attention is spread over many tokens.
 
@@ -43,12 +38,7 @@ class AdaKV(HeadAllocator):
         - each chunk or turn divides the budget again, among the tokens that are left.
     """
 
-    safeguard: float = 0.2
-
-    def __post_init__(self) -> None:
-        """Check `safeguard`."""
-        check_fields(self)
-        check_range(self, safeguard=(0, 1))
+    safeguard: float = between(0, 1, 0.2)
 
     @property
     def compares_heads(self) -> bool:
@@ -56,7 +46,6 @@ class AdaKV(HeadAllocator):
         return True
 
     def divide(self, request: HeadRequest) -> Tensor:
-        """Pages of each head, [B, H] int64; see `HeadAllocator.divide`."""
         ranks = request.view.ranks
         ranked = sorted_by_head(request)
         every = ranks.all_heads(ranked)

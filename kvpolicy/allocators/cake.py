@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,10 +15,7 @@ from kvpolicy.allocators._attention import (
     guarantee_in_proportion,
 )
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy
 
 LEAST_ENTROPY = 1e-6
 """The entropy is raised to this before its logarithm is taken: attention is fp32, which does not resolve less."""
@@ -37,8 +33,7 @@ _LARGEST_EXPONENT = 600.0
 """Of a weight in a sum of fp64."""
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class CAKE(ByAttention):
     """Give more budget to layers whose attention is spread out and shifts between queries.
 
@@ -72,18 +67,10 @@ class CAKE(ByAttention):
           rounding preserves the total (there, it rounds down).
     """
 
-    entropy: float = 1.0
-    variance: float = 1.0
-    window: int = 32
+    entropy: float = least(LEAST_TEMPERATURE, 1.0)
+    variance: float = least(LEAST_TEMPERATURE, 1.0)
+    window: int = least(1, 32)
     heads: HeadAllocator | None = None
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        for name, value in (("entropy", self.entropy), ("variance", self.variance)):
-            if value < LEAST_TEMPERATURE:
-                raise KVPolicyError(f"CAKE.{name} must be at least {LEAST_TEMPERATURE:g}, got {value}; try 1.0.")
-        check_min(self, window=1)
 
     @property
     def attention(self) -> AttentionNeeds:
@@ -96,21 +83,19 @@ class CAKE(ByAttention):
         preference = torch.zeros_like(seen.length, dtype=torch.float64)
         entropy = seen.entropy, self.entropy, LEAST_ENTROPY
         variance = seen.variance, self.variance, LEAST_VARIANCE
-        for found, temperature, least in (entropy, variance):
+        for found, temperature, smallest in (entropy, variance):
             assert found is not None, "entropy and variance were requested"
             by_head = torch.where(before, found, 0).sum(-1, dtype=torch.float64)
-            preference += seen.ranks.all_queries(by_head).sum(-1).clamp_min(least).log() / temperature
+            preference += seen.ranks.all_queries(by_head).sum(-1).clamp_min(smallest).log() / temperature
         return preference.float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "cake measures the attention of every layer"
         return divide_in_proportion(torch.softmax(metrics.double(), -1), total, floor, ceiling)
 
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         metrics = metrics.double().to(total.device)
         highest = metrics.amax(-1)
         # The most that entropy and variance can be: of even attention over all tokens, and of queries that each attend
@@ -123,5 +108,4 @@ class CAKE(ByAttention):
         return bounds_in_proportion(weights, 0.0, heaviest, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers)

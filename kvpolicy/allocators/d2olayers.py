@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from kvpolicy.allocators._attention import (
     guarantee_in_proportion,
 )
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import strategy
 
 EPSILON = 1e-6
 """Added to the difference of the largest and the smallest variance of a layer, as in the authors' code."""
@@ -25,8 +23,7 @@ LIGHTEST = math.exp(-1)
 """The weight of a layer with the metric 1, the largest one."""
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class D2OLayers(ByAttention):
     """Give more budget to layers in which few heads concentrate their attention.
 
@@ -57,10 +54,6 @@ class D2OLayers(ByAttention):
 
     heads: HeadAllocator | None = None
 
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-
     @property
     def attention(self) -> AttentionNeeds:
         """The sum over all queries."""
@@ -79,18 +72,15 @@ class D2OLayers(ByAttention):
         return ((variance - low) / (high - low + EPSILON)).mean(-1).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "d2olayers measures the attention of every layer"
         return divide_in_proportion(torch.softmax(-metrics.double(), -1), total, floor, ceiling)
 
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         lightest = torch.tensor(LIGHTEST, dtype=torch.float32, device="cpu")
         weights = (-metrics.double()).exp()
         return bounds_in_proportion(weights, lightest, 1.0, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers, LIGHTEST / (LIGHTEST + layers - 1))

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvpolicy.allocators.head_files import HeadFile, Table, check_heads, load_heads
 from kvpolicy.protocols import HeadAllocator, HeadRequest, ModelInfo
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min, check_range
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, between, least, strategy, tiny_or
 
 SINKS = 64
 RECENT = 256
 """Tokens of a streaming head if neither the file nor an option sets them, as the authors deploy it."""
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class DuoAttention(HeadAllocator):
     """Give streaming heads the room of sinks and recent tokens, and the other heads the rest.
 
@@ -66,18 +62,10 @@ class DuoAttention(HeadAllocator):
           the probe of RazorAttention.
     """
 
-    file: str = "tiny"
-    sparsity: float = 0.5
-    sinks: AutoInt = "auto"
-    recent: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_range(self, sparsity=(0, 1))
-        check_min(self, sinks=0, recent=1)
-        if not self.file:
-            raise KVPolicyError("DuoAttention.file must be a file or 'tiny', got an empty string; try 'tiny'.")
+    file: str = tiny_or("a file")
+    sparsity: float = between(0, 1, 0.5)
+    sinks: AutoInt = least(0, "auto")
+    recent: AutoInt = least(1, "auto")
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the head file cannot be read, or is of another model."""
@@ -88,7 +76,6 @@ class DuoAttention(HeadAllocator):
         return _lowest(self._scores().by_head(heads), self.sparsity)
 
     def divide(self, request: HeadRequest) -> Tensor:
-        """Pages of each head, [B, H] int64; see `HeadAllocator.divide`."""
         ranks = request.view.ranks
         # What a selector always keeps, such as its window, must fit into every head.
         protected = ranks.all_heads((request.priority == torch.inf).sum(-1)).amax(-1)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.allocators._attention import ByAttention, before_window, check_odd, divide_in_proportion
 from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import checked, least, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class DynamicKV(ByAttention):
     """Give each layer as much as it has of the most attended tokens of all layers.
 
@@ -48,15 +43,9 @@ class DynamicKV(ByAttention):
           exact, and no remainder goes to the last layer.
     """
 
-    window: int = 8
-    kernel: int = 7
+    window: int = least(1, 8)
+    kernel: int = checked(check_odd, 7)
     heads: HeadAllocator | None = None
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_min(self, window=1, kernel=1)
-        check_odd(self, self.kernel)
 
     @property
     def attention(self) -> AttentionNeeds:
@@ -73,7 +62,6 @@ class DynamicKV(ByAttention):
         return seen.ranks.all_heads(by_head.masked_fill(~before, -torch.inf))
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "dynamickv measures the attention of every layer"
         return divide_in_proportion(best_tokens(metrics, total), total, floor, ceiling)
 

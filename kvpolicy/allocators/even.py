@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvpolicy.allocators._heads import divide_pages
 from kvpolicy.protocols import HeadAllocator, HeadRequest
-from kvpolicy.text.arguments import named_options
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Even(HeadAllocator):
     """Give every head of a layer the same budget, in whole pages.
 
@@ -27,7 +24,6 @@ class Even(HeadAllocator):
     """
 
     def divide(self, request: HeadRequest) -> Tensor:
-        """Pages of each head, [B, H] int64; see `HeadAllocator.divide`."""
         ranks = request.view.ranks
         batch, own = request.priority.shape[:2]
         wished = torch.ones(batch, ranks.kv_heads(own), dtype=torch.float64, device="cpu")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from kvpolicy.allocators._curves import cut_curves
 from kvpolicy.protocols import Allocator, HeadAllocator, LayerMetric
-from kvpolicy.text.arguments import named_options
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KVCompose(Allocator):
     """Give more budget to layers whose heads have more tokens that are worth keeping.
 
@@ -53,6 +50,5 @@ class KVCompose(Allocator):
         return ranked.amax(1) if layer_idx == 0 else ranked.double().mean(1).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "kvcompose requests the curve of every layer"
         return cut_curves(metrics, total, floor, ceiling)

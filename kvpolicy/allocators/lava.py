@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,13 +14,10 @@ from kvpolicy.allocators._attention import (
     guarantee_in_proportion,
 )
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import checked, least, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class LAVa(ByAttention):
     """Give more budget to layers whose scores are spread over more tokens and heads.
 
@@ -53,15 +48,9 @@ class LAVa(ByAttention):
           exact.
     """
 
-    window: int = 32
-    kernel: int = 7
+    window: int = least(1, 32)
+    kernel: int = checked(check_odd, 7)
     heads: HeadAllocator | None = None
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_min(self, window=1, kernel=1)
-        check_odd(self, self.kernel)
 
     @property
     def attention(self) -> AttentionNeeds:
@@ -83,16 +72,13 @@ class LAVa(ByAttention):
         return (entropy / most).clamp(0, 1).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "lava measures the attention of every layer"
         return divide_in_proportion(metrics, total, floor, ceiling)
 
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         return bounds_in_proportion(metrics, 0.0, 1.0, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers)

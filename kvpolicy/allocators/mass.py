@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from kvpolicy.allocators._attention import (
@@ -14,13 +12,10 @@ from kvpolicy.allocators._attention import (
     number_reaching,
 )
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import fraction, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class AttentionMass(ByAttention):
     """Give more budget to layers that need more tokens to reach a share of their attention.
 
@@ -49,16 +44,8 @@ class AttentionMass(ByAttention):
           exact.
     """
 
-    share: float = 0.975
+    share: float = fraction(0.975)
     heads: HeadAllocator | None = None
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        if not 0 < self.share <= 1:
-            raise KVPolicyError(
-                f"AttentionMass.share must be greater than 0 and at most 1, got {self.share}; try 0.975."
-            )
 
     @property
     def attention(self) -> AttentionNeeds:
@@ -71,16 +58,13 @@ class AttentionMass(ByAttention):
         return number_reaching(seen.ranks.head_mean(seen.total), self.share).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "mass measures the attention of every layer"
         return divide_in_proportion(metrics, total, floor, ceiling)
 
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         return bounds_in_proportion(metrics, 1.0, ceiling, total, floor, ceiling, layers)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers)

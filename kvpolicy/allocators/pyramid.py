@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvpolicy.protocols import Allocator, HeadAllocator
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.budget import waterfill
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import finite, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Pyramid(Allocator):
     """Give early layers more budget than late ones, decreasing linearly.
 
@@ -42,17 +37,10 @@ class Pyramid(Allocator):
         - the selector is a part of its own; that of the paper is `snapkv`.
     """
 
-    beta: float = 20.0
+    beta: float = finite(1, 20.0)
     heads: HeadAllocator | None = None
 
-    def __post_init__(self) -> None:
-        """Check `beta`."""
-        check_fields(self)
-        if not 1 <= self.beta < float("inf"):
-            raise KVPolicyError(f"Pyramid.beta must be at least 1 and finite, got {self.beta}; try 20.0.")
-
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         average = total.double()[:, None] / layers
         last = average / self.beta
         first = 2 * average - last

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvpolicy.allocators._attention import ByAttention, divide_in_proportion
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import fraction, least, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class SimLayerKV(ByAttention):
     """Let lazy layers keep the first and the newest tokens, and divide the rest among the others.
 
@@ -48,19 +42,10 @@ class SimLayerKV(ByAttention):
           exact.
     """
 
-    sinks: int = 4
-    recent: int = 1024
-    threshold: float = 0.9
+    sinks: int = least(0, 4)
+    recent: int = least(1, 1024)
+    threshold: float = fraction(0.9)
     heads: HeadAllocator | None = None
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        if not 0 < self.threshold <= 1:
-            raise KVPolicyError(
-                f"SimLayerKV.threshold must be greater than 0 and at most 1, got {self.threshold}; try 0.9."
-            )
-        check_min(self, sinks=0, recent=1)
 
     @property
     def attention(self) -> AttentionNeeds:
@@ -77,7 +62,6 @@ class SimLayerKV(ByAttention):
         return seen.ranks.all_queries(by_head).mean(-1).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "simlayer measures the attention of every layer"
         is_lazy = metrics.to(total.device) > self.threshold
         even = total.double()[:, None] / layers
@@ -91,7 +75,6 @@ class SimLayerKV(ByAttention):
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         batch, measured = metrics.shape
 
         def divided(other: float) -> Tensor:
@@ -106,6 +89,5 @@ class SimLayerKV(ByAttention):
         return LayerBounds(least, few.maximum(many).maximum(even) + 1)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         even = total // layers
         return Guarantee((even.clamp_max(self.sinks + self.recent) - 1).clamp_min(floor), 2 * (total + layers))

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators.kmeans import top_group
 from kvpolicy.allocators.profile import load_profile
 from kvpolicy.protocols import Allocator, Guarantee, HeadAllocator, LayerBounds
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.budget import waterfill
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import fraction, least, strategy
 
 _SAME = 1e-6
 """Cosines that differ by less than this count as equal."""
 
+_RELATIVE_TIE = 1e-9
+"""Costs that differ by less than this, relative to the cost of a single group, count as equal."""
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+_ROUNDING = 1e-24
+"""So do costs that differ by less than this, relative to the squared values: about the rounding error of fp64."""
+
+
+@strategy
 class SqueezeAttention(Allocator):
     """Move budget away from layers whose attention barely changes its input.
 
@@ -61,19 +61,10 @@ class SqueezeAttention(Allocator):
 
     ALIASES: ClassVar[dict[str, str]] = {"share": "keep_share"}
 
-    keep_share: float = 0.4
-    groups: int = 3
+    keep_share: float = fraction(0.4)
+    groups: int = least(2, 3)
     profile: str | None = None
     heads: HeadAllocator | None = None
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        if not 0 < self.keep_share <= 1:
-            raise KVPolicyError(
-                f"SqueezeAttention.keep_share must be greater than 0 and at most 1, got {self.keep_share}; try 0.4."
-            )
-        check_min(self, groups=2)
 
     @property
     def layer_metric(self) -> Literal["", "cosine"]:
@@ -104,7 +95,6 @@ class SqueezeAttention(Allocator):
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         cosine = metrics.double().to(total.device)
         # A layer that shares the rest has it in common with every layer of the same cosine or a lower one.
         sharers = (cosine[:, None] <= cosine[:, :, None]).sum(-1)
@@ -112,7 +102,6 @@ class SqueezeAttention(Allocator):
         return LayerBounds(self.guarantee(total, floor, ceiling, layers).least[:, None].expand_as(most), most)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         least = (self.keep_share * total.double() / layers).floor().long() - 1
         sharers = torch.arange(1, layers + 1, device=total.device).expand(len(total), -1)
         return Guarantee(least.clamp_min(floor), self._most(sharers, total, ceiling, layers).sum(-1))
@@ -131,3 +120,50 @@ class SqueezeAttention(Allocator):
         if len(cosine) < max(3, self.groups) or distinct < self.groups or not bool(cosine.isfinite().all()):
             return torch.zeros_like(cosine, dtype=torch.bool)
         return top_group(cosine, self.groups)
+
+
+def top_group(values: Tensor, groups: int) -> Tensor:
+    """Find the group of the highest values in the optimal division of `values` into `groups`.
+
+    Groups of numbers that minimize the sum of squares within groups are contiguous in sorted order, so the optimum is
+    found by dynamic programming. Among equally good divisions, the one with the largest top group is returned. Equal
+    values stay together, unless there are fewer distinct ones than groups.
+
+    Args:
+        values: [L].
+        groups: The number of groups, at least 2 and at most L.
+
+    Returns:
+        Whether each value is in the top group, [L] bool.
+
+    >>> top_group(torch.tensor([0.1, 0.9, 0.5, 0.85]), 3).tolist()
+    [False, True, False, True]
+    """
+    ranked, order = values.double().sort()
+    cost = _costs(ranked)  # [L + 1, L + 1]
+    # best[j] is the lowest cost of the first j values, here in one group, then in one more with each round: the last
+    # group of the first j values starts at some i, and the first i values are divided optimally.
+    best = cost[0]
+    for _ in range(groups - 2):
+        best = (best[:, None] + cost).amin(0)
+    with_top_from = best + cost[:, -1]  # the cost if the top group starts at i
+    tolerance = _RELATIVE_TIE * cost[0, -1] + _ROUNDING * ranked.square().amax()
+    # The smallest start within the tolerance: without it, rounding would decide between equally good divisions.
+    start = int((with_top_from <= with_top_from.amin() + tolerance).int().argmax())
+    # Within the tolerance, it may start between equal values, which stay together.
+    same = (ranked == ranked[start]).nonzero().flatten()
+    if len(ranked.unique()) >= groups:
+        start = int(same[0]) or int(same[-1]) + 1
+    return torch.zeros_like(values, dtype=torch.bool).index_fill(0, order[start:], True)
+
+
+def _costs(ranked: Tensor) -> Tensor:
+    """The sum of squares within ranked[i:j] for every i < j, [L + 1, L + 1]; infinite if the group is empty."""
+    edge = torch.arange(len(ranked) + 1, device=ranked.device)
+    index = edge[:-1]
+    inside = (index >= edge[:, None, None]) & (index < edge[:, None])  # [i, j, L]
+    count = inside.sum(-1)
+    mean = (inside * ranked).sum(-1) / count.clamp(min=1)
+    # About the mean of each group, because differences of prefix sums would cancel. L is small.
+    squares = (inside * (ranked - mean[..., None]) ** 2).sum(-1)
+    return squares.masked_fill(count == 0, torch.inf)

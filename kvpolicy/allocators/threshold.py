@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from kvpolicy.allocators._curves import cut_curves
 from kvpolicy.protocols import Allocator, HeadAllocator, LayerMetric
-from kvpolicy.text.arguments import named_options
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class GlobalThreshold(Allocator):
     """Give each layer as much as it has of the best tokens of all layers and heads.
 
@@ -53,6 +50,5 @@ class GlobalThreshold(Allocator):
         return ranked[:, (heads - 1) // 2 :: heads]
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "global requests the curve of every layer"
         return cut_curves(metrics, total, floor, ceiling)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from kvpolicy.protocols import Allocator, HeadAllocator
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.budget import waterfill
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Uniform(Allocator):
     """Give every layer the same budget.
 
@@ -30,6 +27,5 @@ class Uniform(Allocator):
     heads: HeadAllocator | None = None
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         even = total.double() / layers
         return waterfill(even[:, None].expand(-1, layers), total, floor, ceiling)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -15,14 +13,10 @@ from kvpolicy.allocators._attention import (
     number_reaching,
 )
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import fraction, least, strategy, where
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ZigZagKV(ByAttention):
     """Give more budget to layers whose attention needs more tokens.
 
@@ -53,19 +47,10 @@ class ZigZagKV(ByAttention):
           other layers in proportion (there, it is lost); rounding preserves the total.
     """
 
-    mass: float = 0.9
-    bound: float = 0.2
-    window: int = 32
+    mass: float = fraction(0.9)
+    bound: float = where(lambda bound: 0 <= bound <= 1, "at least 0 and at most 1", 0.2)
+    window: int = least(1, 32)
     heads: HeadAllocator | None = None
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        if not 0 < self.mass <= 1:
-            raise KVPolicyError(f"ZigZagKV.mass must be greater than 0 and at most 1, got {self.mass}; try 0.9.")
-        if not 0 <= self.bound <= 1:
-            raise KVPolicyError(f"ZigZagKV.bound must be at least 0 and at most 1, got {self.bound}; try 0.2.")
-        check_min(self, window=1)
 
     @property
     def attention(self) -> AttentionNeeds:
@@ -79,16 +64,13 @@ class ZigZagKV(ByAttention):
         return seen.ranks.all_queries(needed.double()).mean(-1, dtype=torch.float64).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
-        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         assert metrics is not None, "zigzag measures the attention of every layer"
         return divide_in_proportion(metrics, total, floor, ceiling, self.bound)
 
     def bounds(
         self, metrics: Tensor, total: Tensor, floor: int, ceiling: Tensor, layers: int, queries: int
     ) -> LayerBounds:
-        """The bounds of layers that were measured; see `BoundsBudgets`."""
         return bounds_in_proportion(metrics, 1.0, ceiling, total, floor, ceiling, layers, self.bound)
 
     def guarantee(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Guarantee:
-        """Guarantees for any measurement; see `BoundsBudgets`."""
         return guarantee_in_proportion(total, floor, layers, self.bound / layers)

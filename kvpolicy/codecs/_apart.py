@@ -58,7 +58,6 @@ class _OverBase(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         return wrapper_traits(self.base, tokens, "auto", "auto")
 
     def check(self, model: ModelInfo) -> None:
@@ -83,7 +82,6 @@ class Apart(_OverBase):
     value_dim: int
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: Any) -> ApartCodes:
-        """Empty codes for `slots` slots."""
         keys = self.inner.alloc(batch, heads, slots, head_dim, device)
         values = self.inner.alloc(batch, heads, slots, self.value_dim, device)
         return ApartCodes(keys_only(keys), values_only(values))
@@ -91,12 +89,10 @@ class Apart(_OverBase):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         self.inner.write_keys(keys_of(store), keys, slots, write_mask, occupied)
         self.inner.write_values(values_of(store), values, slots, write_mask, occupied)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         return self.inner.keys(keys_of(store), at)
 
     def values(self, store: StageStore, at: At) -> Tensor:
@@ -104,7 +100,6 @@ class Apart(_OverBase):
         return self.inner.values(values_of(store), at)
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         return self.inner.score(keys_of(store), queries, rope)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
@@ -123,7 +118,6 @@ class KeysAlone(_OverBase):
     base: Codec
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: Any) -> Any:
-        """Empty codes for `slots` slots."""
         return keys_only(self.inner.alloc(batch, heads, slots, head_dim, device))
 
     def write(
@@ -133,7 +127,6 @@ class KeysAlone(_OverBase):
         self.inner.write_keys(store, keys, slots, write_mask, occupied)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         return self.inner.keys(store, at)
 
     def values(self, store: StageStore, at: At) -> Tensor:
@@ -141,7 +134,6 @@ class KeysAlone(_OverBase):
         return self.inner.keys(store, at)[..., :0]
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         return self.inner.score(store, queries, rope)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:

@@ -47,37 +47,30 @@ class Half(TwoSides):
     __slots__ = ()
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> HalfCodes:
-        """Empty codes for `slots` slots."""
         keys = torch.zeros(batch, heads, slots, head_dim, dtype=torch.float16, device=device)
         return HalfCodes(keys, torch.zeros(keys.shape, dtype=keys.dtype, device=device))
 
     def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
-        """Write keys to slots, in place; see `Stage.write`."""
         _put(store.codes.keys, keys, slots, write_mask)
 
     def write_values(
         self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Write values to slots, in place; see `Stage.write`."""
         _put(store.codes.values, values, slots, write_mask)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         return take(store.codes.keys, at).float()
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         return take(store.codes.values, at).float()
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         keys = store.codes.keys
         if rope is not None or not is_read_whole(keys):
             return score_by_chunks(_half_keys, store, queries, rope, keys.shape[2])
         return call(score_half, keys, queries.float())
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         held = store.codes.values
         if not is_read_whole(held):
             return mix_by_chunks(_half_values, store, weights)
@@ -105,19 +98,18 @@ def _put(target: Tensor, x: Tensor, slots: Tensor, write_mask: Tensor) -> None:
 _HALF = Half()
 
 
-def check_base(owner: object, base: object) -> None:
+def check_base(name: str, base: object) -> None:
     """Refuse what a codec cannot wrap: it wraps `Plain` and codecs with two sides.
 
     Raises:
         KVPolicyTypeError: If it is no codec.
         KVPolicyError: If it is a codec whose keys and values cannot have different widths.
     """
-    name = type(owner).__name__
     if not isinstance(base, Codec):
-        raise KVPolicyTypeError(f"{name}.base must be a codec, got {base!r}; try TokenWise().")
+        raise KVPolicyTypeError(f"{name} must be a codec, got {base!r}; try TokenWise().")
     if not isinstance(base, Plain | TwoSides):
         raise KVPolicyError(
-            f"{name}.base must encode keys and values separately, got {base}; try tokenwise, kivi, turboquant or bfp."
+            f"{name} must encode keys and values separately, got {base}; try tokenwise, kivi, turboquant or bfp."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,10 +23,8 @@ from kvpolicy.codecs._common import (
 from kvpolicy.codecs._uniform import FP16, is_fused, mix_fused, score_fused
 from kvpolicy.kernels.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
 class BFPCodes(NamedTuple):
@@ -48,8 +45,7 @@ class BFPCodes(NamedTuple):
     value_scale: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class BFP(TwoSides):
     """Store short mantissas, with one exponent per block of channels.
 
@@ -92,16 +88,10 @@ class BFP(TwoSides):
     """
 
     mantissa: Literal[3, 4, 5, 6, 8] = 4
-    block_channels: int = 32
+    block_channels: int = least(1, 32)
     exact_values: bool = False
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(self, mantissa=(3, 4, 5, 6, 8))
-        check_min(self, block_channels=1, residual_length=0, block_size=1)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
 
     @property
     def traits(self) -> Traits:
@@ -109,7 +99,6 @@ class BFP(TwoSides):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(block=block, residual=residual, per_head=("order",), at_once=ENCODED_AT_ONCE)
 
@@ -119,7 +108,6 @@ class BFP(TwoSides):
             raise KVPolicyError(f"The head dimension must be at most {2**15} for BFP, got {model.head_dim}; try KIVI.")
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> BFPCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(count: int, width: int, dtype: torch.dtype = torch.uint8) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
@@ -150,7 +138,6 @@ class BFP(TwoSides):
     def write_values(
         self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode values into slots, in place; see `Stage.write`."""
         codes: BFPCodes = store.codes
         if values.shape[2] == 0 or codes.values.shape[2] == 0:
             return
@@ -161,19 +148,16 @@ class BFP(TwoSides):
                 put(target, data, slots[:, :, at], write_mask[:, :, at])
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         keys = self._sorted_keys(store, at)
         return keys.gather(-1, store.codes.order.argsort(-1).expand_as(keys))
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: BFPCodes = store.codes
         if self.exact_values:
             return take(codes.values, at).float()
         return self._decode(codes.values, codes.value_scale, at, codes.order.shape[-1])
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         assert rope is None, "keys are encoded as attention sees them"
         # A dot product does not depend on the order of the channels, and there are fewer queries to sort than keys.
         codes: BFPCodes = store.codes
@@ -183,7 +167,6 @@ class BFP(TwoSides):
         return score_by_chunks(self._sorted_keys, store, queries, None, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: BFPCodes = store.codes
         if not self.exact_values and self._is_fused(codes.values, codes.value_scale, store, codes.order.shape[-1]):
             return mix_fused(codes.values, *self._bounds(codes.value_scale), weights, self.mantissa)

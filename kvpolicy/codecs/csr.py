@@ -2,25 +2,129 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs import _sparse
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import CHUNK_SLOTS, SingleStage, score_by_chunks
+from kvpolicy.codecs._common import CHUNK_SLOTS, SingleStage, is_empty_head, put, score_by_chunks, take
 from kvpolicy.codecs._dictionaries import dictionary, key_dictionary, size, value_dictionary, width
 from kvpolicy.codecs._files import check_model, load
-from kvpolicy.codecs._pursuit import Solver
-from kvpolicy.codecs._sparse_codes import SparseCodes
-from kvpolicy.kernels.packing import packed_width
+from kvpolicy.codecs._pursuit import Solver, pursue
+from kvpolicy.codecs._sparse import Dictionary, reconstruct, unit
+from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.kernels.products import products
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
+
+_FP16 = torch.finfo(torch.float16).max
+_FP8 = torch.finfo(torch.float8_e4m3fn).max
+_FP16_TINY = 2.0**-24
+"""The smallest positive number of fp16."""
+
+
+class SparseCodes(NamedTuple):
+    """The codes of keys, or of values, with their dictionary.
+
+    Attributes:
+        atom_index: Atom indices, [B, H, C, nnz] int16, or [B, H, C, bytes] uint8 if packed.
+        coef: Coefficients, [B, H, C, nnz] fp16, or the bits of fp8 as uint8.
+        scale: The factor of coefficients in fp8, [B, H, 1, 1] fp16; [B, H, 0, 1] for fp16.
+        outlier_atoms: Atoms taken from the encoded vectors, [B, H, outliers, d] fp16.
+        shared: The dictionary of the model, [N, d] fp32.
+        prompt_atoms: Additional atoms of each head, [B, H, M, d] in any dtype and of any length.
+        parts: Chunks of channels into which a vector is split.
+        bits: Bits of a packed index; 0 for int16.
+    """
+
+    atom_index: Tensor
+    coef: Tensor
+    scale: Tensor
+    outlier_atoms: Tensor
+    shared: Tensor
+    prompt_atoms: Tensor
+    parts: int
+    bits: int
+
+    @property
+    def slots(self) -> int:
+        """The number of slots."""
+        return self.atom_index.shape[2]
+
+    def dictionary(self) -> Dictionary:
+        """The dictionary of each head.
+
+        Outlier atoms come before prompt atoms, so that their indices do not depend on the number of prompt atoms.
+        """
+        return self._dictionary(self.outlier_atoms)
+
+    def read(self, at: At) -> tuple[Tensor, Tensor]:
+        """Atom indices, int64, and coefficients, fp32, of the slots `at`, each [B, H, n, parts, nnz / parts]."""
+        coef = take(self.coef, at)
+        index = take(self.atom_index, at)
+        if self.bits:
+            index = unpack(index, self.bits, coef.shape[-1])
+        if coef.dtype == torch.uint8:
+            coef = coef.view(torch.float8_e4m3fn).float() * self.scale.float()
+        return index.long().unflatten(-1, (self.parts, -1)), coef.float().unflatten(-1, (self.parts, -1))
+
+    def reconstruct(self, dictionary: Dictionary, table: Tensor, at: At) -> Tensor:
+        """Vectors of the slots `at`, [B, H, n, D] fp32; see `_sparse.reconstruct`."""
+        return reconstruct(dictionary, table, *self.read(at)).flatten(-2)
+
+    def score(self, dictionary: Dictionary, queries: Tensor) -> Tensor:
+        """Products of queries with the vectors of all slots; see `_sparse.score`."""
+        return _sparse.score(dictionary, queries, self.read, self.slots)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Weighted sum of the vectors of all slots; see `_sparse.mix`."""
+        return _sparse.mix(self.dictionary(), weights, self.read, self.parts)
+
+    def write(self, x: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor, solver: Solver) -> None:
+        """Encode vectors `x` [B, H, n, D] into slots, in place; see `Stage.write`."""
+        # Masked tokens must not count in a fitted scale or become outlier atoms: zero vectors have coefficients of 0.
+        vectors = torch.where(write_mask[..., None], x.float(), 0).reshape(*x.shape[:2], -1, self.shared.shape[1])
+        pairs = self.coef.shape[-1] // self.parts
+        if self.outlier_atoms.shape[2]:
+            # Before the pursuit, which may select the new atoms.
+            self._fit_outlier_atoms(vectors, pairs, write_mask, occupied)
+        index, coef = (t.reshape(*x.shape[:3], -1) for t in pursue(vectors, self.dictionary(), pairs, solver))
+        put(self.atom_index, pack(index, self.bits) if self.bits else index.to(torch.int16), slots, write_mask)
+        put(self.coef, self._stored(coef, write_mask, occupied), slots, write_mask)
+
+    def _dictionary(self, outlier_atoms: Tensor) -> Dictionary:
+        return Dictionary(self.shared, torch.cat([unit(outlier_atoms), unit(self.prompt_atoms)], 2))
+
+    def _fit_outlier_atoms(self, vectors: Tensor, pairs: int, write_mask: Tensor, occupied: Tensor) -> None:
+        """In heads without an occupied slot, make atoms of the vectors [B, H, m, d] with the largest relative error."""
+        # Without outlier atoms, since those in store are replaced.
+        dictionary = self._dictionary(self.outlier_atoms[:, :, :0])
+        error = vectors - reconstruct(dictionary, dictionary.table(), *pursue(vectors, dictionary, pairs))
+        size = (vectors * vectors).sum(-1)
+        relative = (error * error).sum(-1) / size.masked_fill(size == 0, 1)
+        worst = relative.argsort(dim=-1, descending=True, stable=True)
+        atoms = unit(take(vectors, worst[:, :, : self.outlier_atoms.shape[2]]))
+        # There may be fewer vectors than outlier atoms. The others become zero vectors, which are never selected.
+        count = atoms.shape[2]
+        is_fitted = is_empty_head(write_mask, occupied)
+        stored = self.outlier_atoms[:, :, :count]
+        stored.copy_(torch.where(is_fitted, atoms.half(), stored))
+        self.outlier_atoms[:, :, count:].masked_fill_(is_fitted, 0)
+
+    def _stored(self, coef: Tensor, write_mask: Tensor, occupied: Tensor) -> Tensor:
+        """Coefficients [B, H, n, nnz] in the dtype in which they are stored, clipped to its range."""
+        if self.coef.dtype == torch.float16:
+            return coef.clamp(-_FP16, _FP16).half()
+        # The scale is fitted to the first write of a head and stays until all of its tokens are gone, since the codes
+        # of other slots refer to it.
+        fitted = round_to_half((coef.abs().amax((2, 3), keepdim=True) / _FP8).clamp(_FP16_TINY, _FP16))
+        scale = torch.where(is_empty_head(write_mask, occupied), fitted, self.scale.float())
+        self.scale.copy_(scale.half())
+        code = (coef / scale.masked_fill(scale == 0, 1)).clamp(-_FP8, _FP8)
+        return code.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 class CSRDictionaries(NamedTuple):
@@ -59,8 +163,7 @@ class CSRCodes(NamedTuple):
     value_outlier_atoms: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class CSR(SingleStage):
     """Store each vector as a sum of a few atoms of a dictionary, found by matching pursuit.
 
@@ -133,27 +236,15 @@ class CSR(SingleStage):
     solver: Solver = "mp"
     coef: Literal["fp16", "fp8"] = "fp16"
     index: Literal["int16", "packed"] = "int16"
-    prompt_atoms: int = 32
-    outlier_atoms: int = 0
-    read_top_k: int = 0
-    approx_distance: int = 2048
-    residual_length: int = 0
-    block_size: AutoInt = "auto"
+    prompt_atoms: int = least(0, 32)
+    outlier_atoms: int = least(0, 0)
+    read_top_k: int = least(0, 0)
+    approx_distance: int = least(0, 2048)
+    residual_length: int = least(0, 0)
+    block_size: AutoInt = least(1, "auto")
     dictionary: str = "tiny"
 
     def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(
-            self,
-            value_chunks=(1, 2, 4),
-            key_space=("unrotated", "rotated"),
-            solver=("mp", "refit", "omp"),
-            coef=("fp16", "fp8"),
-            index=("int16", "packed"),
-        )
-        check_min(self, prompt_atoms=0, outlier_atoms=0, read_top_k=0, approx_distance=0, residual_length=0)
-        check_min(self, block_size=1)
         if self.nnz < 1 or self.nnz % self.value_chunks:
             raise KVPolicyError(
                 f"CSR.nnz must be a positive multiple of value_chunks={self.value_chunks}, got {self.nnz}; try "
@@ -171,7 +262,6 @@ class CSR(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(
             block=block,
@@ -207,7 +297,6 @@ class CSR(SingleStage):
             self._checked_count(name, chunks)
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> CSRCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
@@ -227,7 +316,6 @@ class CSR(SingleStage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         if keys.shape[2] == 0 or store.codes.key_index.shape[2] == 0:
             return
         self._keys(store).write(keys, slots, write_mask, occupied, self.solver)
@@ -240,7 +328,6 @@ class CSR(SingleStage):
         return codes.reconstruct(atoms, atoms.table(), at)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes = self._values(store)
         atoms = codes.dictionary()
         return codes.reconstruct(atoms, atoms.table(), at)

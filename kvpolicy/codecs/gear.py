@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,19 +10,23 @@ from torch import Tensor
 from kvpolicy.codecs._blocks import Blocks, blocks_of
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import SingleStage, mix_by_chunks, score_by_chunks, take, to_groups
-from kvpolicy.codecs._gear_read import mix_gear, score_gear
-from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import bounds, extremes, fill, index_dtype, outliers_per_side
 from kvpolicy.codecs._uniform import FP16, dequantize, encode, is_fused, largest_divisor, quantize, scale_and_zero
-from kvpolicy.kernels.compiled import call, widen_on_cpu
-from kvpolicy.kernels.fused_elements import UNROLLED
+from kvpolicy.kernels.compiled import apart, call, widen_on_cpu
+from kvpolicy.kernels.fused_elements import UNROLLED, mix_elements, replace_channels, score_elements
+from kvpolicy.kernels.fused_read import channel_group_parts
 from kvpolicy.kernels.packing import pack, packed_width, unpack_float
 from kvpolicy.kernels.slot_writes import Writes, write_slots
+from kvpolicy.kernels.words import split
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min, check_range
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, between, least, strategy, where
+
+ITERATIONS = 3
+"""Rounds of power iteration."""
+
+_DEPENDENT = 1e-5
+"""A row of which less than this fraction is orthogonal to the rows before it counts as linearly dependent."""
 
 
 class GEARCodes(NamedTuple):
@@ -65,8 +68,7 @@ class GEARCodes(NamedTuple):
     value_right: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class GEAR(SingleStage):
     """Quantize, and store a low-rank approximation of the error and the outliers in full.
 
@@ -113,18 +115,13 @@ class GEAR(SingleStage):
     """
 
     bits: Literal[2, 4, 8] = 2
-    group_size: int = 64
+    group_size: int = between(2, 2**15, 64)
     rank: int = 2
-    sparse: float = 0.02
-    residual_length: AutoInt = "auto"
+    sparse: float = where(lambda part: 0 <= part < 1, "at least 0 and less than 1", 0.02)
+    residual_length: AutoInt = least(0, "auto")
     backbone: Literal["kivi", "kcvt"] = "kivi"
 
     def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(self, bits=(2, 4, 8), backbone=("kivi", "kcvt"))
-        check_range(self, group_size=(2, 2**15))
-        check_min(self, residual_length=0)
         if not 0 <= self.rank <= self.group_size:
             raise KVPolicyError(
                 f"GEAR.rank must be between 0 and group_size={self.group_size}, got {self.rank}; try "
@@ -139,7 +136,6 @@ class GEAR(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(
             tokens, residual=self.residual_length, block=self.group_size, largest_residual=64
         )
@@ -154,7 +150,6 @@ class GEAR(SingleStage):
             )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> GEARCodes:
-        """Empty codes for `slots` slots, a multiple of the group size."""
         assert slots % self.group_size == 0, "only whole blocks can be encoded"
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -185,7 +180,6 @@ class GEAR(SingleStage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         codes: GEARCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
@@ -207,7 +201,6 @@ class GEAR(SingleStage):
         self._write_errors(sides, slots, into, blocks, new)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: GEARCodes = store.codes
         block = to_groups(at, self.group_size)
         code = self._by_block(unpack_float(take(codes.keys, at), self.bits, codes.key_scale.shape[-1]), at)
@@ -222,7 +215,6 @@ class GEAR(SingleStage):
         return x.flatten(2, 3)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: GEARCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
         x = self._by_block(dequantize(code, scale, zero, self.bits, codes.key_scale.shape[-1]), at)
@@ -231,7 +223,6 @@ class GEAR(SingleStage):
         return x.scatter(-1, take(codes.value_places, at).long(), take(codes.value_outliers, at).float())
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         codes: GEARCodes = store.codes
         if rope is None and self._is_fused(codes.keys, codes.key_places.shape[3], queries.shape[-1]):
             tensors = map(widen_on_cpu, codes[1:3] + codes[5:7] + codes[3:5])
@@ -239,7 +230,6 @@ class GEAR(SingleStage):
         return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2], self.group_size)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: GEARCodes = store.codes
         if self._is_fused(codes.values, codes.value_places.shape[3], codes.key_scale.shape[-1]):
             tensors = map(widen_on_cpu, codes[8:10] + codes[12:14] + codes[10:12])
@@ -348,3 +338,143 @@ class GEAR(SingleStage):
         if isinstance(at, slice):
             return torch.arange(self.group_size, device=device)[:, None]
         return (at % self.group_size)[..., None, None]
+
+
+# Attention to the codes, which are decoded in registers: plain functions that `kvpolicy.kernels.compiled` compiles. `X`
+# is the number of blocks, `r` the rank, `k` and `m` the number of outliers of a key channel in a block and of a value.
+
+
+@apart
+def score_gear(
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    left: Tensor,
+    right: Tensor,
+    positions: Tensor,
+    outliers: Tensor,
+    queries: Tensor,
+    bits: int,
+) -> Tensor:
+    """Products of queries with keys.
+
+    Args:
+        codes: [B, H, C, D'] uint8.
+        scale: [B, H, X, D] fp32.
+        zero: [B, H, X, D] fp32.
+        left: [B, H, C, r] fp32.
+        right: [B, H, X, r, D] fp32.
+        positions: Positions of the outliers in their block, [B, H, X, k, D] fp32.
+        outliers: [B, H, X, k, D] fp32.
+        queries: [B, H, G, D] fp32.
+        bits: Bits per code.
+
+    Returns:
+        [B, H, G, C] fp32.
+    """
+    blocks = scale.shape[2]
+    left = left.unflatten(2, (blocks, -1))
+    own = torch.arange(left.shape[3], device=codes.device).float()[:, None]
+    parts: list[Tensor] = []
+    for place in split(codes, bits):
+        at = slice(place.channels.start, place.channels.stop)
+        part = place.codes.float().unflatten(2, (blocks, -1)) * scale[:, :, :, None, at] + zero[:, :, :, None, at]
+        part = _add_error(part, left, right[..., at])
+        for number in range(outliers.shape[3]):
+            is_outlier = positions[:, :, :, number, None, at] == own
+            part = torch.where(is_outlier, outliers[:, :, :, number, None, at], part)
+        parts.append(part)
+    return score_elements(parts, queries)
+
+
+@apart
+def mix_gear(
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    left: Tensor,
+    right: Tensor,
+    channels: Tensor,
+    outliers: Tensor,
+    weights: Tensor,
+    bits: int,
+) -> Tensor:
+    """Weighted sums of values.
+
+    Args:
+        codes: [B, H, C, D'] uint8.
+        scale: [B, H, C, groups] fp32.
+        zero: [B, H, C, groups] fp32.
+        left: [B, H, C, r] fp32.
+        right: [B, H, X, r, D] fp32.
+        channels: Channels of the outliers, [B, H, C, m] fp32.
+        outliers: [B, H, C, m] fp32.
+        weights: [B, H, G, C] fp32.
+        bits: Bits per code.
+
+    Returns:
+        [B, H, G, D] fp32.
+    """
+    # Blocks of tokens are also the blocks that are summed; see `kvpolicy.kernels.fused_read`.
+    left, channels, outliers = (t.unflatten(2, (right.shape[2], -1)) for t in (left, channels, outliers))
+    parts: list[Tensor] = []
+    for n, part in enumerate(channel_group_parts(codes, scale, zero, bits)):
+        own = range(n * part.shape[-1], (n + 1) * part.shape[-1])
+        part = _add_error(part.unflatten(2, left.shape[2:4]), left, right[..., own.start : own.stop])
+        parts.append(replace_channels(part, own, channels, outliers))
+    return mix_elements(parts, weights.unflatten(3, left.shape[2:4]))
+
+
+def _add_error(part: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add the low-rank error, with coefficients [B, H, X, g, r] and bases [B, H, X, r, W], to [B, H, X, g, W]."""
+    for rank in range(left.shape[-1]):
+        part = part + left[..., rank, None] * right[:, :, :, rank, None]
+    return part
+
+
+# The basis of the errors of a block. All sums are elementwise products and reductions: the rounding of a matrix product
+# depends on how many blocks there are, and a row of a batch must have the same codes as on its own.
+
+
+def basis(error: Tensor, rank: int) -> Tensor:
+    """Orthonormal rows that span most of the errors of each block, by power iteration from a fixed start.
+
+    A row is zero if the errors of a block have a lower rank, for instance if they are all zero.
+
+    Args:
+        error: [..., n, D] fp32, zero for absent tokens.
+        rank: The number of rows.
+
+    Returns:
+        [..., rank, D] fp32.
+
+    >>> basis(torch.tensor([[0.0, 3.0], [0.0, -4.0]]), 1).abs().tolist()
+    [[0.0, 1.0]]
+    """
+    # Scaled to 1, so that squares neither overflow nor vanish. The basis does not depend on the scale.
+    unit = error / error.abs().amax((-1, -2), keepdim=True).clamp(min=1e-30)
+    rows = [row.expand(*error.shape[:-2], -1) for row in _start(rank, error)]
+    for _ in range(ITERATIONS):
+        columns = orthonormal([(unit * row[..., None, :]).sum(-1) for row in rows])
+        rows = [(unit * column[..., None]).sum(-2) for column in columns]
+    return torch.stack(orthonormal(rows), -2)
+
+
+def orthonormal(rows: list[Tensor]) -> list[Tensor]:
+    """Orthonormalize rows [..., n] by the Gram-Schmidt process; a linearly dependent row becomes zero."""
+    result: list[Tensor] = []
+    for row in rows:
+        before = row.norm(dim=-1, keepdim=True)
+        # Twice, because rounding errors of the first pass are large if a row is nearly dependent.
+        for other in result * 2:
+            row = row - (row * other).sum(-1, keepdim=True) * other
+        after = row.norm(dim=-1, keepdim=True)
+        result.append(torch.where(after > _DEPENDENT * before, row / after.clamp(min=1e-30), 0))
+    return result
+
+
+def _start(rank: int, like: Tensor) -> list[Tensor]:
+    """Pseudo-random numbers from -1 to 1 without a generator: the cubes of 1, 2, 3 and so on modulo a prime."""
+    width = like.shape[-1]
+    count = torch.arange(1, rank * width + 1, device=like.device)
+    return list(((count**3 % 8191).to(like.dtype) / 4095 - 1).reshape(rank, width).unbind())

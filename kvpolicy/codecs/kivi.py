@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,10 +26,8 @@ from kvpolicy.kernels.products import products
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.kernels.words import as_words, in_order_of_places
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
 class KIVICodes(NamedTuple):
@@ -53,8 +50,7 @@ class KIVICodes(NamedTuple):
     value_zero: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KIVI(TwoSides):
     """Quantize keys per channel and values per token, both in groups.
 
@@ -89,14 +85,8 @@ class KIVI(TwoSides):
     """
 
     bits: Literal[2, 4, 8] = 2
-    group_size: int = 32
-    residual_length: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(self, bits=(2, 4, 8))
-        check_min(self, group_size=1, residual_length=0)
+    group_size: int = least(1, 32)
+    residual_length: AutoInt = least(0, "auto")
 
     @property
     def traits(self) -> Traits:
@@ -104,7 +94,6 @@ class KIVI(TwoSides):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(
             tokens, residual=self.residual_length, block=self.group_size, largest_residual=128
         )
@@ -120,7 +109,6 @@ class KIVI(TwoSides):
             )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> KIVICodes:
-        """Empty codes for `slots` slots, a multiple of the group size."""
         assert slots % self.group_size == 0, "only whole groups can be encoded"
 
         def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -139,7 +127,6 @@ class KIVI(TwoSides):
         )
 
     def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
-        """Encode keys into slots, in place; see `Stage.write`."""
         codes: KIVICodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
@@ -166,7 +153,6 @@ class KIVI(TwoSides):
     def write_values(
         self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode values into slots, in place; see `Stage.write`."""
         codes: KIVICodes = store.codes
         if values.shape[2] == 0 or codes.values.shape[2] == 0:
             return
@@ -175,7 +161,6 @@ class KIVI(TwoSides):
             put(target, part, slots, write_mask)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: KIVICodes = store.codes
         code = unpack_float(take(codes.keys, at), self.bits)
         group = to_groups(at, self.group_size)
@@ -188,13 +173,11 @@ class KIVI(TwoSides):
         return code.mul_(scale).add_(zero)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: KIVICodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
         return dequantize(code, scale, zero, self.bits, codes.key_scale.shape[-1])
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         codes: KIVICodes = store.codes
         if rope is None and is_fused(codes.keys, self.bits, queries.shape[-1]):
             words = as_words(codes.keys, self.bits)
@@ -204,7 +187,6 @@ class KIVI(TwoSides):
         return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2], self.group_size)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: KIVICodes = store.codes
         if is_fused(codes.values, self.bits, codes.key_scale.shape[-1]):
             return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)

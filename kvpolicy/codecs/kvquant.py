@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,10 +18,8 @@ from kvpolicy.kernels.fused_read import in_blocks
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.kernels.words import as_words, in_order_of_channels
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy, tiny_or, where
 
 _FP16 = torch.finfo(torch.float16).max
 
@@ -71,8 +68,7 @@ class KVQuantCodes(NamedTuple):
     value_outliers: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KVQuant(SingleStage):
     """Quantize to calibrated levels, keys before the rotary embedding.
 
@@ -115,22 +111,12 @@ class KVQuant(SingleStage):
     """
 
     bits: Literal[2, 3, 4] = 3
-    outliers: float = 0.01
-    sinks: int = 5
+    outliers: float = where(lambda part: 0 <= part < 1, "at least 0 and less than 1", 0.01)
+    sinks: int = least(0, 5)
     norm: bool = True
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
-    calibration: str = "tiny"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(self, bits=(2, 3, 4))
-        check_min(self, sinks=0, residual_length=0, block_size=1)
-        if not 0 <= self.outliers < 1:
-            raise KVPolicyError(f"KVQuant.outliers must be at least 0 and less than 1, got {self.outliers}; try 0.01.")
-        if not self.calibration:
-            raise KVPolicyError("KVQuant.calibration must be a folder or 'tiny', got an empty string; try 'tiny'.")
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
+    calibration: str = tiny_or("a folder")
 
     @property
     def traits(self) -> Traits:
@@ -138,7 +124,6 @@ class KVQuant(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(
             block=block,
@@ -177,7 +162,6 @@ class KVQuant(SingleStage):
                 )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> KVQuantCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, slots, width, dtype=dtype, device=device)
@@ -198,7 +182,6 @@ class KVQuant(SingleStage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         codes: KVQuantCodes = store.codes
         calibration: KVQuantCalibration = store.calibration
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
@@ -234,7 +217,6 @@ class KVQuant(SingleStage):
         return x.scatter(-1, take(codes.key_places, at).long(), take(codes.key_outliers, at).float())
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: KVQuantCodes = store.codes
         calibration: KVQuantCalibration = store.calibration
         code = unpack(take(codes.values, at), self.bits, calibration.key_offset.shape[-1])
@@ -243,11 +225,9 @@ class KVQuant(SingleStage):
         return x.scatter(-1, take(codes.value_places, at).long(), take(codes.value_outliers, at).float())
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: KVQuantCodes = store.codes
         calibration: KVQuantCalibration = store.calibration
         if not self._is_fused(codes.values, calibration):

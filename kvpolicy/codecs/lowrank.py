@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -17,10 +17,8 @@ from kvpolicy.codecs._projection import Basis, Projection
 from kvpolicy.codecs._ranks import Ranks
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, checked, least, strategy, tiny_or
 
 
 class LowRankCalibration(NamedTuple):
@@ -65,8 +63,7 @@ class LowRankCodes(NamedTuple):
     values: Any
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class LowRank(SingleStage):
     """Store the products of keys and values with a few calibrated directions of each head.
 
@@ -138,24 +135,19 @@ class LowRank(SingleStage):
 
     WRAPS_ITSELF: ClassVar[bool] = False
 
-    base: Codec = field(default_factory=Plain)
-    rank: AutoInt = "auto"
-    value_rank: AutoInt = "auto"
+    base: Codec = checked(check_base, Plain)
+    rank: AutoInt = least(1, "auto")
+    value_rank: AutoInt = least(1, "auto")
     ranks: str = _ranks.SAME
-    rank_multiple: int = 1
-    head_group: int = 1
+    rank_multiple: int = least(1, 1)
+    head_group: int = least(1, 1)
     key_space: Literal["rotated", "unrotated"] = "rotated"
     basis: Literal["keys", "scores"] = "keys"
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
-    calibration: str = "tiny"
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
+    calibration: str = tiny_or("a folder")
 
     def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_base(self, self.base)
-        check_choice(self, key_space=("rotated", "unrotated"), basis=("keys", "scores"))
-        check_min(self, rank=1, value_rank=1, rank_multiple=1, head_group=1, residual_length=0, block_size=1)
         if self.basis == "scores" and self.key_space == "unrotated":
             raise KVPolicyError(
                 "LowRank.basis must be 'keys' with key_space='unrotated', whose scores depend on positions, got "
@@ -180,8 +172,6 @@ class LowRank(SingleStage):
                 f"LowRank.rank, value_rank and rank_multiple must not be given with a file of ranks, got {self.rank}, "
                 f"{self.value_rank} and {self.rank_multiple} with ranks={self.ranks!r}; try ranks=energy."
             )
-        if not self.calibration:
-            raise KVPolicyError("LowRank.calibration must be a folder or 'tiny', got an empty string; try 'tiny'.")
 
     @property
     def traits(self) -> Traits:
@@ -189,7 +179,6 @@ class LowRank(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         own = wrapper_traits(self.base, tokens, self.residual_length, self.block_size)
         return own._replace(key_space=self.key_space, joint_heads=self.head_group > 1)
 
@@ -232,7 +221,6 @@ class LowRank(SingleStage):
         return LowRankCalibration(*of_keys, *_projection.of_values(self._basis, value_rank, layer_idx, device, heads))
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> LowRankCodes:
-        """Empty codes for `slots` slots."""
         inner = inner_of(self.base)
         ranks = (rank * self.head_group for rank in self._ranks(head_dim))
         keys, values = (inner.alloc(batch, heads // self.head_group, slots, rank, device) for rank in ranks)
@@ -241,7 +229,6 @@ class LowRank(SingleStage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         inner = inner_of(self.base)
         # The heads of a group hold the same tokens in the same slots.
         group = self.head_group
@@ -254,7 +241,6 @@ class LowRank(SingleStage):
         return store.calibration.keys.decoded(self._read(inner_of(self.base).keys, keys_of(store), at))
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         return store.calibration.values.decoded(self._read(inner_of(self.base).values, values_of(store), at))
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:

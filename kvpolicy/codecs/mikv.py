@@ -33,9 +33,7 @@ from kvpolicy.protocols import (
     StageStore,
     Traits,
 )
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_choice, check_min, check_range
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, between, least, strategy
 
 
 class MiKVCodes(NamedTuple):
@@ -73,7 +71,6 @@ class MiKVStage(Stage):
     group_size: int
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> MiKVCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
@@ -93,7 +90,6 @@ class MiKVStage(Stage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         codes: MiKVCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
@@ -109,20 +105,17 @@ class MiKVStage(Stage):
             put(target, data, slots, write_mask)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: MiKVCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.keys, codes.key_scale, codes.key_zero))
         balanced = dequantize(code, scale, zero, self.bits, codes.channel_scale.shape[-1])
         return balanced / _factors(codes)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: MiKVCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
         return dequantize(code, scale, zero, self.bits, codes.channel_scale.shape[-1])
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         codes: MiKVCodes = store.codes
         if rope is None and is_fused(codes.keys, self.bits, queries.shape[-1]):
             queries = queries.float() / _factors(codes)
@@ -130,7 +123,6 @@ class MiKVStage(Stage):
         return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: MiKVCodes = store.codes
         if is_fused(codes.values, self.bits, codes.channel_scale.shape[-1]):
             return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)
@@ -143,8 +135,7 @@ def _factors(codes: MiKVCodes) -> Tensor:
     return balancer.masked_fill(balancer == 0, 1)
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class MiKV(Codec):
     """Store the tokens of highest priority in high precision, and all others in few bits instead of evicting them.
 
@@ -183,19 +174,12 @@ class MiKV(Codec):
           bits, re-encoded from what was decoded.
     """
 
-    high: float = 0.2
+    high: float = between(0, 1, 0.2)
     high_bits: Literal[8, 16] = 16
     bits: Literal[2, 3, 4] = 2
-    group_size: int = 128
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_range(self, high=(0, 1))
-        check_choice(self, high_bits=(8, 16), bits=(2, 3, 4))
-        check_min(self, group_size=1, residual_length=0, block_size=1)
+    group_size: int = least(1, 128)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
 
     @property
     def traits(self) -> Traits:
@@ -203,7 +187,6 @@ class MiKV(Codec):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(block=block, residual=residual, demote_by="priority", query_absmax=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,10 +22,8 @@ from kvpolicy.kernels.compiled import call, widen
 from kvpolicy.kernels.fused_read import decode_channel_groups
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min, check_range
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, between, least, strategy
 
 
 class RotateCodes(NamedTuple):
@@ -51,8 +48,7 @@ class RotateCodes(NamedTuple):
     value_zero: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class RotateKV(SingleStage):
     """Quantize each token separately, after a Hadamard transform has spread its outliers over all channels.
 
@@ -91,17 +87,10 @@ class RotateKV(SingleStage):
     """
 
     bits: Literal[2, 3, 4] = 2
-    group_size: int = 128
-    sinks: int = 20
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(self, bits=(2, 3, 4))
-        check_range(self, sinks=(0, 2**15 - 1))
-        check_min(self, group_size=1, residual_length=0, block_size=1)
+    group_size: int = least(1, 128)
+    sinks: int = between(0, 2**15 - 1, 20)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
 
     @property
     def traits(self) -> Traits:
@@ -109,7 +98,6 @@ class RotateKV(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(
             block=block,
@@ -127,7 +115,6 @@ class RotateKV(SingleStage):
             )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> RotateCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
@@ -147,7 +134,6 @@ class RotateKV(SingleStage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         codes: RotateCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
@@ -166,11 +152,9 @@ class RotateKV(SingleStage):
         return unmix(self._mixed_keys(store, at))
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         return unmix(self._mixed_values(store, at))
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         # Keys must be unmixed before they can be rotated. Scores need not be bit-identical for any batch, so a matrix
         # product does it.
         matrix = mixing(queries.shape[-1], None, queries.device)

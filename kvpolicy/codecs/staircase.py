@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.protocols import Codec, Layout, ModelInfo, Stage, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Staircase(Codec):
     """Store tokens in 8 bits, then in 4, then in 2 as they age.
 
@@ -51,15 +47,10 @@ class Staircase(Codec):
 
     ALIASES: ClassVar[dict[str, str]] = {"eight": "tokens_8bit", "four": "tokens_4bit"}
 
-    tokens_8bit: int = 128
-    tokens_4bit: int = 512
-    group_size: int = 32
-    residual_length: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_min(self, tokens_8bit=1, tokens_4bit=1, group_size=1, residual_length=0)
+    tokens_8bit: int = least(1, 128)
+    tokens_4bit: int = least(1, 512)
+    group_size: int = least(1, 32)
+    residual_length: AutoInt = least(0, "auto")
 
     @property
     def traits(self) -> Traits:
@@ -67,7 +58,6 @@ class Staircase(Codec):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(
             tokens, residual=self.residual_length, block=self.group_size, largest_residual=32
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +12,8 @@ from kvpolicy.codecs._common import SingleStage, is_empty_head, sum_tokens
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.protocols import At, Codec, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min, check_range
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, between, checked, least, strategy
 
 _MOST_CHANNELS = 256
 """The largest head dimension of which an index of a channel is a byte."""
@@ -39,8 +36,7 @@ class ThinKCodes(NamedTuple):
     values: Any
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ThinK(SingleStage):
     """Store fewer channels of keys, those that contribute most to the scores of the newest queries.
 
@@ -87,20 +83,15 @@ class ThinK(SingleStage):
         - With a base, a multiple of 8 channels is kept: 48 of 128 are dropped, where the default fraction is 51.
     """
 
-    base: Codec = field(default_factory=Plain)
-    ratio: float = 0.4
-    window: int = 32
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
+    base: Codec = checked(check_base, Plain)
+    ratio: float = between(0, 1, 0.4)
+    window: int = least(1, 32)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
 
     def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_base(self, self.base)
-        check_range(self, ratio=(0, 1))
         if self.ratio == 1:
             raise KVPolicyError("ThinK.ratio must be less than 1, got 1.0; try 0.4.")
-        check_min(self, window=1, residual_length=0, block_size=1)
         for name in ("residual_length", "block_size"):
             if getattr(self, name) != "auto" and not isinstance(self.base, Plain):
                 raise KVPolicyError(
@@ -114,7 +105,6 @@ class ThinK(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         own = wrapper_traits(self.base, tokens, self.residual_length, self.block_size)
         return own._replace(query_squares=self.window)
 
@@ -133,7 +123,6 @@ class ThinK(SingleStage):
         return kept if isinstance(self.base, Plain) else min(-(-kept // _MULTIPLE) * _MULTIPLE, head_dim)
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> ThinKCodes:
-        """Empty codes for `slots` slots."""
         inner = inner_of(self.base)
         kept = self.kept(head_dim)
         return ThinKCodes(
@@ -145,7 +134,6 @@ class ThinK(SingleStage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         codes: ThinKCodes = store.codes
         if keys.shape[2] == 0 or occupied.shape[-1] == 0:
             return
@@ -164,7 +152,6 @@ class ThinK(SingleStage):
         return whole.scatter(-1, store.codes.channels.long().expand_as(few), few)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         return inner_of(self.base).values(values_of(store), at)
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
@@ -173,7 +160,6 @@ class ThinK(SingleStage):
         return inner_of(self.base).score(keys_of(store), _take_channels(queries, store.codes.channels), None)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         return inner_of(self.base).mix(values_of(store), weights)
 
 

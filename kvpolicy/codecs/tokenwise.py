@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,9 +24,7 @@ from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor
 from kvpolicy.kernels.compiled import widen
 from kvpolicy.kernels.packing import packed_width, round_to_half
 from kvpolicy.protocols import At, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
 class TokenWiseCodes(NamedTuple):
@@ -54,8 +51,7 @@ class TokenWiseCodes(NamedTuple):
     value_zero: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class TokenWise(TwoSides):
     """Quantize each token separately, after normalizing the key channels.
 
@@ -97,16 +93,10 @@ class TokenWise(TwoSides):
     """
 
     bits: Literal[2, 3, 4, 8, "fp8"] = 4
-    group_size: int = 128
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
+    group_size: int = least(1, 128)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
     normalize: bool = True
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(self, bits=(2, 3, 4, 8, "fp8"))
-        check_min(self, group_size=1, residual_length=0, block_size=1)
 
     @property
     def traits(self) -> Traits:
@@ -114,14 +104,12 @@ class TokenWise(TwoSides):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(
             block=block, residual=residual, per_head=("channel_scale", "channel_zero"), at_once=ENCODED_AT_ONCE
         )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> TokenWiseCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(count: int, width: int, dtype: torch.dtype = torch.float16) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
@@ -142,7 +130,6 @@ class TokenWise(TwoSides):
         )
 
     def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
-        """Encode keys into slots, in place; see `Stage.write`."""
         codes: TokenWiseCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
@@ -159,7 +146,6 @@ class TokenWise(TwoSides):
     def write_values(
         self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode values into slots, in place; see `Stage.write`."""
         codes: TokenWiseCodes = store.codes
         if values.shape[2] == 0 or codes.values.shape[2] == 0:
             return
@@ -168,19 +154,16 @@ class TokenWise(TwoSides):
             self._put(targets, values[:, :, at].float(), slots[:, :, at], write_mask[:, :, at])
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: TokenWiseCodes = store.codes
         # `channel_scale` has the width D even if it has no row; the bytes of the codes may end in padding.
         keys = self._decode(codes.keys, codes.key_scale, codes.key_zero, at, codes.channel_scale.shape[-1])
         return keys * codes.channel_scale.float() + codes.channel_zero.float() if self.normalize else keys
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: TokenWiseCodes = store.codes
         return self._decode(codes.values, codes.value_scale, codes.value_zero, at, codes.channel_scale.shape[-1])
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         codes: TokenWiseCodes = store.codes
         if rope is not None or not self._is_fused(codes.keys, queries.shape[-1], store.page_slots):
             return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2])
@@ -193,7 +176,6 @@ class TokenWise(TwoSides):
         return scores + (queries * widen(codes.channel_zero)).sum(-1, keepdim=True) if self.normalize else scores
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: TokenWiseCodes = store.codes
         if not self._is_fused(codes.values, codes.channel_scale.shape[-1], store.page_slots):
             return mix_by_chunks(self.values, store, weights)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -22,18 +21,15 @@ from kvpolicy.codecs._common import (
     take,
     token_ranges,
 )
-from kvpolicy.codecs._constants import constant, constant_result
-from kvpolicy.codecs._rotation import mix, mixing, unmix
+from kvpolicy.codecs._rotation import constant, constant_result, mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize
 from kvpolicy.kernels.compiled import call, widen
 from kvpolicy.kernels.fused_elements import score_levels
 from kvpolicy.kernels.packing import pack, packed_width, unpack
 from kvpolicy.kernels.words import as_words, in_order_of_places
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 _VALUE_GROUP = 128
 """The maximum number of channels per value group."""
@@ -57,8 +53,7 @@ class TurboQuantCodes(NamedTuple):
     value_zero: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class TurboQuant(TwoSides):
     """Quantize each token separately: the direction of a key with fixed levels, a value by its range.
 
@@ -95,15 +90,9 @@ class TurboQuant(TwoSides):
     """
 
     bits: Literal[2, 3, 4] = 4
-    seed: int = 0
-    residual_length: AutoInt = "auto"
-    block_size: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_choice(self, bits=(2, 3, 4))
-        check_min(self, seed=0, residual_length=0, block_size=1)
+    seed: int = least(0, 0)
+    residual_length: AutoInt = least(0, "auto")
+    block_size: AutoInt = least(1, "auto")
 
     @property
     def traits(self) -> Traits:
@@ -111,7 +100,6 @@ class TurboQuant(TwoSides):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(block=block, residual=residual, per_head=(), at_once=ENCODED_AT_ONCE)
 
@@ -125,7 +113,6 @@ class TurboQuant(TwoSides):
             )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> TurboQuantCodes:
-        """Empty codes for `slots` slots."""
 
         def zeros(width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, slots, width, dtype=dtype, device=device)
@@ -141,7 +128,6 @@ class TurboQuant(TwoSides):
         )
 
     def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
-        """Encode keys into slots, in place; see `Stage.write`."""
         codes: TurboQuantCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
@@ -162,7 +148,6 @@ class TurboQuant(TwoSides):
     def write_values(
         self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode values into slots, in place; see `Stage.write`."""
         codes: TurboQuantCodes = store.codes
         if values.shape[2] == 0 or codes.values.shape[2] == 0:
             return
@@ -172,11 +157,9 @@ class TurboQuant(TwoSides):
                 put(target, data, slots[:, :, at], write_mask[:, :, at])
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         return unmix(self._mixed_keys(store, at), self.seed)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: TurboQuantCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
         return dequantize(code, scale, zero, self.bits, self._width(codes))
@@ -194,7 +177,6 @@ class TurboQuant(TwoSides):
         return score_by_chunks(self._mixed_keys, store, mixed.to(queries.dtype), None, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: TurboQuantCodes = store.codes
         if is_fused(codes.values, self.bits, self._width(codes), store.page_slots):
             return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)

@@ -32,9 +32,7 @@ from kvpolicy.protocols import (
     StageStore,
     Traits,
 )
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_choice, check_min, check_range
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, between, least, strategy
 
 
 class ZipCacheCodes(NamedTuple):
@@ -72,7 +70,6 @@ class ZipCacheStage(Stage):
     bits: int
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> ZipCacheCodes:
-        """Empty codes for `slots` slots."""
 
         def side() -> tuple[Tensor, ...]:
             sizes = ((slots, packed_width(head_dim, self.bits)), (slots, 1), (slots, 1), (1, head_dim))
@@ -87,7 +84,6 @@ class ZipCacheStage(Stage):
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
     ) -> None:
-        """Encode tokens into slots, in place; see `Stage.write`."""
         codes: ZipCacheCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
@@ -99,22 +95,18 @@ class ZipCacheStage(Stage):
                 put(target, data, slots, write_mask)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, [B, H, n, D] fp32."""
         return self._read(store.codes[:4], at)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        """Values of the slots `at`, [B, H, n, D] fp32."""
         return self._read(store.codes[4:], at)
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with the key of every slot; see `Stage.score`."""
         codes, scale, zero, channels = store.codes[:4]
         if rope is None and is_fused(codes, self.bits, queries.shape[-1]):
             return score_fused(codes, scale, zero, queries.float() * widen(channels), self.bits)
         return score_by_chunks(self.keys, store, queries, rope, codes.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes, scale, zero, channels = store.codes[4:]
         if is_fused(codes, self.bits, channels.shape[-1]):
             return mix_fused(codes, scale, zero, weights, self.bits) * widen(channels)
@@ -125,8 +117,7 @@ class ZipCacheStage(Stage):
         return dequantize(code, scale, zero, self.bits, parts[3].shape[-1]) * parts[3].float()
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ZipCache(Codec):
     """Quantize each token separately, with more bits for tokens of higher priority.
 
@@ -162,17 +153,10 @@ class ZipCache(Codec):
         - New tokens wait in a full-precision buffer.
     """
 
-    high: float = 0.6
+    high: float = between(0, 1, 0.6)
     high_bits: Literal[4, 8] = 4
     bits: Literal[2, 3, 4] = 2
-    recode_every: AutoInt = "auto"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_range(self, high=(0, 1))
-        check_choice(self, high_bits=(4, 8), bits=(2, 3, 4))
-        check_min(self, recode_every=1)
+    recode_every: AutoInt = least(1, "auto")
 
     @property
     def traits(self) -> Traits:
@@ -180,7 +164,6 @@ class ZipCache(Codec):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         sizes = buffer_sizes(tokens, residual=0, block=self.recode_every, largest_block=100, tokens_per_slot=8)
         return Traits(block=sizes.block, demote_by="priority", recode_all=True)
 

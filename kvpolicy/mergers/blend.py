@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from kvpolicy.kernels.products import lengths
 from kvpolicy.mergers._common import tiles
 from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, State
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, strategy
 
 _TINY = torch.finfo(torch.float32).tiny
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Blend(Merger):
     """Blend the value of an evicted token into that of the kept token of the most similar key.
 
@@ -47,12 +42,7 @@ class Blend(Merger):
         As in the press, keys are compared as attention sees them, and stay, and tokens evicted in decoding are dropped.
     """
 
-    least: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_range(self, least=(0, 1))
+    least: float = between(0, 1, 0.0)
 
     @property
     def traits(self) -> MergerTraits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,8 +9,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import strategy
 
 _BEFORE = -1
 """Earlier than any position."""
@@ -27,8 +25,7 @@ class CompensateState(NamedTuple):
     host: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Compensate(Merger):
     """Keep the mean key and the mean value of all evicted tokens in one slot of each head, and count them.
 
@@ -55,17 +52,12 @@ class Compensate(Merger):
         As in the paper, rotated keys are averaged.
     """
 
-    def __post_init__(self) -> None:
-        """Nothing to check beyond the types of fields."""
-        check_fields(self)
-
     @property
     def traits(self) -> MergerTraits:
         """It merges in prompts and in decoding, slots have counts, it asks for priorities, and compares no keys."""
         return MergerTraits(when="always", counted=True, ranked=True, fits_pages=True)
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
-        """No slot yet."""
         return CompensateState(torch.zeros(batch, heads, dtype=torch.int32, device=device))
 
     def merge_prompt(self, state: CompensateState, candidates: Candidates) -> Merged:

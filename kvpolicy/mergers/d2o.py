@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,9 +10,7 @@ from torch import Tensor
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, Tokens
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, strategy
 
 
 class D2OState(NamedTuple):
@@ -28,8 +25,7 @@ class D2OState(NamedTuple):
     started: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class D2O(Merger):
     """Merge evicted tokens into the most similar kept one, keys and values, above a threshold that moves.
 
@@ -62,12 +58,7 @@ class D2O(Merger):
         targets.
     """
 
-    decay: float = 0.5
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_range(self, decay=(0, 1))
+    decay: float = between(0, 1, 0.5)
 
     @property
     def traits(self) -> MergerTraits:

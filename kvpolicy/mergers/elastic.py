@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Elastic(Merger):
     """Merge every evicted token into the kept token of nearest position, keys and values, and take their mean.
 
@@ -40,10 +36,6 @@ class Elastic(Merger):
 
         As in the code, rotated keys are averaged, and there are no counts.
     """
-
-    def __post_init__(self) -> None:
-        """Nothing to check beyond the types of fields."""
-        check_fields(self)
 
     @property
     def traits(self) -> MergerTraits:

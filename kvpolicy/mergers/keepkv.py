@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +11,13 @@ from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import group_rows, target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
 from kvpolicy.statistics import RecentQueries, Statistic
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min, check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, least, strategy
 
 _LEAST_WEIGHT = 1e-12
 """Added to each weight, so that tokens without any attention have equal weights."""
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KeepKV(Merger):
     """Merge an evicted token into the kept token of the most similar key, weighted by attention, and count both.
 
@@ -58,14 +54,8 @@ class KeepKV(Merger):
         it.
     """
 
-    window: int = 32
-    least: float = 0.8
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, window=1)
-        check_range(self, least=(-1, 1))
+    window: int = least(1, 32)
+    least: float = between(-1, 1, 0.8)
 
     @property
     def traits(self) -> MergerTraits:

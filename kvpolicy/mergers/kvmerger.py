@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import Nearest, Tile, tiles, unit
 from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, State
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KVMerger(Merger):
     """Merge evicted tokens into a kept token of the same run of similar neighbors, by a Gaussian of their distance.
 
@@ -54,12 +49,7 @@ class KVMerger(Merger):
         As in the paper, rotated keys are averaged.
     """
 
-    least: float = 0.75
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_range(self, least=(-1, 1))
+    least: float = between(-1, 1, 0.75)
 
     @property
     def traits(self) -> MergerTraits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -10,13 +9,10 @@ import torch
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_choice, check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class CountedMerge(Merger):
     """Merge an evicted token into the kept token of the most similar key, and count both.
 
@@ -54,13 +50,7 @@ class CountedMerge(Merger):
     """
 
     by: Literal["keys", "position"] = "keys"
-    least: float = 0.9
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_choice(self, by=("keys", "position"))
-        check_range(self, least=(-1, 1))
+    least: float = between(-1, 1, 0.9)
 
     @property
     def traits(self) -> MergerTraits:

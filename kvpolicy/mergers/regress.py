@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -11,9 +10,7 @@ from torch import Tensor
 from kvpolicy.mergers._common import group_rows
 from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, State
 from kvpolicy.statistics import RecentQueries, Replay, ReplayedRows, Statistic
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_choice, check_min, check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, least, strategy
 
 _CHUNK = 2048
 """Tokens of the context that are replayed at a time, as `kvzip` does by default."""
@@ -22,8 +19,7 @@ _SINKS = 4
 """First tokens of the context in the scores of every chunk, as in `kvzip`; regression takes no scores."""
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Regress(Merger):
     """Rewrite the values of kept tokens by ridge regression on the attention of the last queries of the prompt.
 
@@ -62,18 +58,11 @@ class Regress(Merger):
           not show.
     """
 
-    window: int = 32
+    window: int = least(1, 32)
     queries: Literal["window", "replay"] = "window"
-    ridge: float = 0.01
-    sinks: int = 4
-    recent: int = 32
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_choice(self, queries=("window", "replay"))
-        check_min(self, window=1, sinks=0, recent=0)
-        check_range(self, ridge=(1e-9, 1e9))
+    ridge: float = between(1e-9, 1e9, 0.01)
+    sinks: int = least(0, 4)
+    recent: int = least(0, 32)
 
     @property
     def traits(self) -> MergerTraits:

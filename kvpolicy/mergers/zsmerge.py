@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,9 +11,7 @@ from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import Nearest, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, strategy
 
 _BEFORE = -1
 """Earlier than any position."""
@@ -32,8 +29,7 @@ class ZSMergeState(NamedTuple):
     hosts: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ZSMerge(Merger):
     """Merge evicted tokens into a few residual slots of each head, keys and values, and count them.
 
@@ -68,15 +64,9 @@ class ZSMerge(Merger):
         As in the code, rotated keys are averaged.
     """
 
-    slots: int = 4
-    alpha: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_range(self, slots=(1, 32767))  # which each head knows the positions of
-        # Counts are stored as what is added to scores, so that alpha must leave them recognizable.
-        check_range(self, alpha=(0.01, 1))
+    slots: int = between(1, 32767, 4)  # which each head knows the positions of
+    # Counts are stored as what is added to scores, so that alpha must leave them recognizable.
+    alpha: float = between(0.01, 1, 1.0)
 
     @property
     def traits(self) -> MergerTraits:
@@ -84,7 +74,6 @@ class ZSMerge(Merger):
         return MergerTraits(when="always", counted=True, ranked=True)
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
-        """No slot yet."""
         return ZSMergeState(torch.zeros(batch, heads, self.slots, dtype=torch.int32, device=device))
 
     def merge_prompt(self, state: ZSMergeState, candidates: Candidates) -> Merged:

@@ -1,17 +1,16 @@
-"""Helpers shared by readers: the number of slots that are read, and the checks of their options."""
+"""Helpers shared by readers: the number of slots that are read."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from kvpolicy.protocols import Reader
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.limits import MAX_FIELD
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, checked
 
 Amount = int | float
 """A number of tokens (int), or a fraction of a layer's slots (float)."""
@@ -22,16 +21,8 @@ LONG = 4096
 _EPSILON = 1e-9  # so that a fraction such as 0.07 of 100 slots is 7, and not 7.000...1 rounded up
 
 
-def check_reader(reader: Any, **minimums: int) -> None:
-    """Check the fields of a reader, and normalize equal values.
-
-    Args:
-        reader: A reader with the field `read`.
-        **minimums: The minimum of other fields, by name.
-
-    Raises:
-        KVPolicyTypeError: If a value is of another type.
-        KVPolicyError: If a value is out of range.
+def amount(default: Amount) -> Amount:
+    """A field for the number of tokens that are read, or the fraction of a layer's slots.
 
     Examples:
         >>> from kvpolicy import Quest
@@ -39,10 +30,10 @@ def check_reader(reader: Any, **minimums: int) -> None:
         Traceback (most recent call last):
         kvpolicy.KVPolicyError: Quest.read must be at least 1 token or a fraction above 0 and up to 1, got 0; try 256.
     """
-    check_fields(reader)
-    check_min(reader, **minimums)
-    name = f"{type(reader).__name__}.read"
-    read = reader.read
+    return checked(_check_amount, default)
+
+
+def _check_amount(name: str, read: object) -> None:
     if isinstance(read, bool) or not isinstance(read, int | float):
         raise KVPolicyTypeError(f"{name} must be a number of tokens or a fraction, got {read!r}; try 256 or 0.05.")
     valid = 0 < read <= 1 if isinstance(read, float) else 1 <= read < MAX_FIELD
@@ -90,5 +81,4 @@ class TokenReader(Reader, Protocol):
     read: Amount
 
     def count(self, slots: int) -> int:
-        """The slots that each KV head reads; see `Reader.count`."""
         return slots_read(self.read, slots, self.page_size(slots))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvpolicy.protocols import Index, Reader, ReaderTraits
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.limits import MAX_FIELD
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ReadAll(Reader):
     """Read every kept token in every decode step.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import Estimated, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, check_reader, page_means, slots_of_page
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.validation import AutoInt
+from kvpolicy.readers._common import Amount, TokenReader, amount, page_means, slots_of_page
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
 class CentroidIndex(NamedTuple):
@@ -29,8 +27,7 @@ class CentroidIndex(NamedTuple):
     values: Tensor | tuple[()]
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Centroids(TokenReader):
     """Read the pages whose mean key has the largest product with the query, and estimate the others.
 
@@ -82,16 +79,12 @@ class Centroids(TokenReader):
           weight of their page.
     """
 
-    read: Amount = 256
-    page: AutoInt = "auto"
+    read: Amount = amount(256)
+    page: AutoInt = least(1, "auto")
     estimate: bool = True
-    dense: int = 0
-    recent: int = 1
-    resort: int = 256
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_reader(self, page=1, dense=0, recent=1, resort=1)
+    dense: int = least(0, 0)
+    recent: int = least(1, 1)
+    resort: int = least(1, 256)
 
     @property
     def traits(self) -> ReaderTraits:
@@ -110,13 +103,11 @@ class Centroids(TokenReader):
         return 1
 
     def page_size(self, slots: int) -> int:
-        """Slots of a page; see `Reader.page_size`."""
         return slots_of_page(self.page, slots)
 
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> CentroidIndex:
-        """Means of zero."""
         keys = torch.zeros(batch, heads, entries, head_dim, dtype=dtype, device=device)
         return CentroidIndex(keys, torch.zeros(keys.shape, dtype=dtype, device=device) if self.estimate else ())
 

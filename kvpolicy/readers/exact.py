@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvpolicy.protocols import Index, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, check_reader
-from kvpolicy.text.arguments import named_options
+from kvpolicy.readers._common import Amount, TokenReader, amount
+from kvpolicy.text.strategy import least, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ExactTopK(TokenReader):
     """Read every key, and the values of the tokens with the largest attention weights.
 
@@ -44,13 +42,9 @@ class ExactTopK(TokenReader):
         - With a codec, all keys are decoded to score them.
     """
 
-    read: Amount = 0.05
-    dense: int = 0
-    recent: int = 1
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_reader(self, dense=0, recent=1)
+    read: Amount = amount(0.05)
+    dense: int = least(0, 0)
+    recent: int = least(1, 1)
 
     @property
     def traits(self) -> ReaderTraits:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,10 +13,9 @@ from kvpolicy.kernels.in_memory import in_memory
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ALL_HEADS, ModelInfo, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, check_reader
-from kvpolicy.text.arguments import named_options
+from kvpolicy.readers._common import Amount, TokenReader, amount
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.validation import AutoInt
+from kvpolicy.text.strategy import AutoInt, least, strategy, where
 
 METHOD = "channels"
 """The method of a calibration folder that this reader takes."""
@@ -38,8 +36,11 @@ class Labels(NamedTuple):
     labels: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+def _is_folder(calibration: object) -> bool:
+    return calibration is None or (isinstance(calibration, str) and calibration != "")
+
+
+@strategy
 class DoubleSparsity(TokenReader):
     """Read the tokens whose keys have the largest product with the query in a few channels.
 
@@ -83,20 +84,12 @@ class DoubleSparsity(TokenReader):
         - The prompt is attended to in full; the authors' evaluation masks it too.
     """
 
-    read: Amount = 256
-    channels: AutoInt = "auto"
-    dense: int = 2
-    recent: int = 1
-    calibration: str | None = None
+    read: Amount = amount(256)
+    channels: AutoInt = least(1, "auto")
+    dense: int = least(0, 2)
+    recent: int = least(1, 1)
+    calibration: str | None = where(_is_folder, "a folder or None", None)
     host: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_reader(self, channels=1, dense=0, recent=1)
-        if self.calibration is not None and not (isinstance(self.calibration, str) and self.calibration):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise KVPolicyError(
-                f"DoubleSparsity.calibration must be a folder or None, got {self.calibration!r}; try None."
-            )
 
     @property
     def traits(self) -> ReaderTraits:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,10 +14,9 @@ from kvpolicy.kernels.in_memory import in_memory
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ALL_HEADS, ModelInfo, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, check_reader
-from kvpolicy.text.arguments import named_options
+from kvpolicy.readers._common import Amount, TokenReader, amount
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.validation import AutoInt
+from kvpolicy.text.strategy import AutoInt, least, strategy, tiny_or
 
 METHOD = "lowrank"
 """The method of a calibration folder that this reader takes, as the codec `lowrank` does."""
@@ -34,8 +32,7 @@ class LokiIndex(NamedTuple):
     coordinates: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Loki(TokenReader):
     """Read the tokens whose keys have the largest product with the query in a few principal components.
 
@@ -79,17 +76,11 @@ class Loki(TokenReader):
         - The prompt is attended to in full; the authors' evaluation reads a part there too.
     """
 
-    read: Amount = 256
-    channels: AutoInt = "auto"
-    dense: int = 0
-    recent: int = 1
-    calibration: str = "tiny"
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_reader(self, channels=1, dense=0, recent=1)
-        if not self.calibration:
-            raise KVPolicyError("Loki.calibration must be a folder or 'tiny', got an empty string; try 'tiny'.")
+    read: Amount = amount(256)
+    channels: AutoInt = least(1, "auto")
+    dense: int = least(0, 0)
+    recent: int = least(1, 1)
+    calibration: str = tiny_or("a folder")
 
     @property
     def traits(self) -> ReaderTraits:
@@ -122,7 +113,6 @@ class Loki(TokenReader):
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> LokiIndex:
-        """Coordinates of zero."""
         width = self._width(head_dim)
         return LokiIndex(torch.zeros(batch, heads, entries, width, dtype=dtype, device=device))
 

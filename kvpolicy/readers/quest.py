@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, check_reader, slots_of_page
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.validation import AutoInt
+from kvpolicy.readers._common import Amount, TokenReader, amount, slots_of_page
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
 class QuestIndex(NamedTuple):
@@ -28,8 +26,7 @@ class QuestIndex(NamedTuple):
     bounds: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Quest(TokenReader):
     """Read the pages of tokens whose keys may have the largest product with the query.
 
@@ -77,16 +74,12 @@ class Quest(TokenReader):
         - Ties go to the earlier position.
     """
 
-    read: Amount = 256
-    page: AutoInt = "auto"
-    dense: int = 2
-    recent: int = 1
-    resort: int = 256
+    read: Amount = amount(256)
+    page: AutoInt = least(1, "auto")
+    dense: int = least(0, 2)
+    recent: int = least(1, 1)
+    resort: int = least(1, 256)
     host: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_reader(self, page=1, dense=0, recent=1, resort=1)
 
     @property
     def traits(self) -> ReaderTraits:
@@ -95,13 +88,11 @@ class Quest(TokenReader):
         return ReaderTraits(dense=self.dense, recent=self.recent, ordered=ordered, resort=self.resort, host=self.host)
 
     def page_size(self, slots: int) -> int:
-        """Slots of a page; see `Reader.page_size`."""
         return slots_of_page(self.page, slots)
 
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> QuestIndex:
-        """Bounds of zero."""
         return QuestIndex(torch.zeros(batch, heads, entries, 2 * head_dim, dtype=dtype, device=device))
 
     def refresh(self, index: QuestIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:

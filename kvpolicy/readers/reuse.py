@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 import torch
@@ -12,10 +12,8 @@ from torch import Tensor
 from kvpolicy.protocols import Index, ModelInfo, Products, Reader, ReaderTraits
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.readers.exact import ExactTopK
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import AutoInt, check_fields
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 _DENSE = 2
 """First layers that read everything by default."""
@@ -47,8 +45,7 @@ class ChoosingLayers(NamedTuple):
         return layer_idx - (layer_idx - self.first) % self.every
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Reuse(Reader):
     """Let some layers choose which tokens are read, and let the layers behind them read the same tokens.
 
@@ -96,15 +93,12 @@ class Reuse(Reader):
 
     base: Reader = field(default_factory=ExactTopK)
     layers: str = "auto"
-    every: int = 4
-    dense: AutoInt = "auto"
+    every: int = least(2, 4)
+    dense: AutoInt = least(0, "auto")
     full: bool = True
     host: bool = False
 
     def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_fields(self)
-        check_min(self, every=2, dense=0)
         if not isinstance(self.base, Reader):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise KVPolicyTypeError(f"Reuse.base must be a reader, got {self.base!r}; try ExactTopK().")
         if isinstance(self.base, Reuse | ReadAll):
@@ -152,11 +146,9 @@ class Reuse(Reader):
         return traits._replace(dense=dense, host=host, choosers=choosers)
 
     def page_size(self, slots: int) -> int:
-        """As the base."""
         return self.base.page_size(slots)
 
     def count(self, slots: int) -> int:
-        """As the base."""
         return self.base.count(slots)
 
     def check(self, model: ModelInfo) -> None:
@@ -180,13 +172,10 @@ class Reuse(Reader):
         return self.base.alloc(batch, heads, entries, head_dim, dtype, device)
 
     def fit(self, index: Index, salience: Tensor, rows: Tensor) -> None:
-        """As the base."""
         self.base.fit(index, salience, rows)
 
     def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
-        """As the base."""
         self.base.refresh(index, entries, keys, occupied)
 
     def score(self, index: Index, queries: Tensor, products: Products) -> Tensor:
-        """As the base."""
         return self.base.score(index, queries, products)

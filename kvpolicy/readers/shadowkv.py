@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,10 +11,9 @@ from torch import Tensor
 from kvpolicy.kernels.products import coordinates, of_tokens, thin_products
 from kvpolicy.kernels.slot_writes import flat_slots, write_slots
 from kvpolicy.protocols import ModelInfo, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, check_reader, page_means
-from kvpolicy.text.arguments import named_options
+from kvpolicy.readers._common import Amount, TokenReader, amount, page_means
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.validation import AutoInt
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
 class ShadowIndex(NamedTuple):
@@ -34,8 +32,7 @@ class ShadowIndex(NamedTuple):
     vectors: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ShadowKV(TokenReader):
     """Rebuild the keys of the chosen pages from a low rank, and copy only their values.
 
@@ -97,19 +94,15 @@ class ShadowKV(TokenReader):
           the authors have it. Ties go to the earlier position.
     """
 
-    read: Amount = 256
-    rank: AutoInt = "auto"
+    read: Amount = amount(256)
+    rank: AutoInt = least(1, "auto")
     joint: bool = False
-    page: int = 8
-    dense: int = 0
-    sinks: int = 4
-    recent: int = 32
-    rebuild: int = 256
+    page: int = least(1, 8)
+    dense: int = least(0, 0)
+    sinks: int = least(0, 4)
+    recent: int = least(1, 32)
+    rebuild: int = least(1, 256)
     host: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_reader(self, rank=1, page=1, dense=0, sinks=0, recent=1, rebuild=1)
 
     @property
     def traits(self) -> ReaderTraits:
@@ -139,7 +132,6 @@ class ShadowKV(TokenReader):
             )
 
     def page_size(self, slots: int) -> int:
-        """Slots of a page; see `Reader.page_size`."""
         return self.page
 
     def alloc(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,10 +9,9 @@ from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import Estimated, ModelInfo, Products, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, check_reader
-from kvpolicy.text.arguments import named_options
+from kvpolicy.readers._common import Amount, TokenReader, amount
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.validation import AutoInt
+from kvpolicy.text.strategy import AutoInt, least, strategy
 
 _BLOCK = 32
 """Slots whose values are summed together: a step sums one block anew, and adds up the sums of all."""
@@ -29,8 +27,7 @@ class SparQIndex(NamedTuple):
     sums: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class SparQ(TokenReader):
     """Read the tokens whose keys have the largest product with the query in its own largest channels.
 
@@ -78,15 +75,11 @@ class SparQ(TokenReader):
           coded slots.
     """
 
-    read: Amount = 256
-    channels: AutoInt = "auto"
+    read: Amount = amount(256)
+    channels: AutoInt = least(1, "auto")
     correct: bool = True
-    dense: int = 0
-    recent: int = 1
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_reader(self, channels=1, dense=0, recent=1)
+    dense: int = least(0, 0)
+    recent: int = least(1, 1)
 
     @property
     def traits(self) -> ReaderTraits:
@@ -119,7 +112,6 @@ class SparQ(TokenReader):
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> SparQIndex | tuple[()]:
-        """Sums of zero."""
         if not self.correct:
             return ()
         return SparQIndex(

@@ -40,17 +40,14 @@ class Wrapper(Selector, Protocol):
 
     @property
     def compares_heads(self) -> bool:
-        """As the base."""
         return compares_heads(self.base)
 
     @property
     def whole_heads(self) -> bool:
-        """As the base."""
         return whole_heads(self.base)
 
     @property
     def min_tokens(self) -> int:
-        """As the base."""
         return self.base.min_tokens
 
     def statistic(self, seen: Results, view: View) -> Tensor | None:
@@ -58,7 +55,6 @@ class Wrapper(Selector, Protocol):
         return self.base.statistic(seen, view)
 
     def check(self, model: ModelInfo) -> None:
-        """As the base."""
         if isinstance(self.base, ChecksModel):
             self.base.check(model)
 
@@ -68,32 +64,31 @@ class Wrapper(Selector, Protocol):
         return rerank_every(self.base)
 
 
-def check_base(owner: object, base: object) -> None:
+def check_base(name: str, base: object) -> None:
     """Refuse what is no selector.
 
     Raises:
-        KVPolicyTypeError: Naming the class of the owner.
+        KVPolicyTypeError: With the name of the field.
     """
     if not isinstance(base, Selector):
-        raise KVPolicyTypeError(f"{type(owner).__name__}.base must be a selector, got {base!r}; try SnapKV().")
+        raise KVPolicyTypeError(f"{name} must be a selector, got {base!r}; try SnapKV().")
 
 
-def check_attention_base(owner: object, base: Selector) -> None:
+def check_attention_base(name: str, base: Selector) -> None:
     """Refuse a base that does not say how much attention each token of each head has received.
 
     Raises:
         KVPolicyTypeError: If it is no selector.
         KVPolicyError: If it holds no attention, or ranks a token by all heads.
     """
-    check_base(owner, base)
-    name = type(owner).__name__
+    check_base(name, base)
     if not isinstance(base, HoldsAttention):
         raise KVPolicyError(
-            f"{name}.base must hold the attention of each token (HoldsAttention), got {base}; try snapkv, h2o or probe."
+            f"{name} must hold the attention of each token (HoldsAttention), got {base}; try snapkv, h2o or probe."
         )
     if joint_decode(base):
         raise KVPolicyError(
-            f"{name}.base must decide for every head alone, got {base}, which ranks a token by all heads of a layer; "
+            f"{name} must decide for every head alone, got {base}, which ranks a token by all heads of a layer; "
             "try snapkv, h2o or probe."
         )
 

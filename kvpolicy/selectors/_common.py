@@ -7,10 +7,6 @@ from torch import Tensor
 
 from kvpolicy.protocols import View
 from kvpolicy.statistics import OutputNorms, Results
-from kvpolicy.text.errors import KVPolicyError
-
-WIDEST_KERNEL = 2**15 - 1
-"""The widest pooling, which PyTorch has for half of it on each side."""
 
 
 def group_mean(statistic: Tensor, view: View) -> Tensor:
@@ -39,18 +35,6 @@ def recent_tokens(view: View, fraction: float) -> Tensor:
     """Which tokens are the newest ones of a fraction of the budget, and always the newest one, [B, H, N] bool."""
     # In floating point, 0.07 * 100 is slightly more than 7, and would be rounded up to 8.
     return view.newest((view.budget.double() * fraction - 1e-9).ceil().long().clamp_min(1))
-
-
-def check_kernel(owner: object, kernel: int) -> None:
-    """Refuse a width of a pooling that has no middle.
-
-    Raises:
-        KVPolicyError: Naming the class of the owner.
-    """
-    if not 1 <= kernel <= WIDEST_KERNEL or kernel % 2 == 0:
-        raise KVPolicyError(
-            f"{type(owner).__name__}.kernel must be an odd number between 1 and {WIDEST_KERNEL}, got {kernel}; try 7."
-        )
 
 
 def by_position(positions: Tensor) -> Tensor:

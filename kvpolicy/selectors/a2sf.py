@@ -13,10 +13,7 @@ from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.selectors._common import group_mean, keep_always
 from kvpolicy.statistics import AttentionSum, Context, GeneratedAttention, NewestWindow, Results, Statistic
 from kvpolicy.statistics.windows import QueryWindow
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy, where
 
 NEGLIGIBLE = 1e-7
 """Queries that count less than this are left out: less than fp32 tells of the newest one."""
@@ -50,8 +47,7 @@ class DecayedSum(NewestWindow[Tensor]):
         return self.summed(context, lambda weights, part, tile: share[part] @ weights)
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class A2SF(Scored):
     """Keep the newest tokens, and those that have received the most attention, of which older attention counts less.
 
@@ -83,19 +79,12 @@ class A2SF(Scored):
         - `recent` is at most half the budget.
     """
 
-    factor: float = 0.95
-    recent: int = 16
+    factor: float = where(lambda factor: 0 < factor <= 1, "above 0 and at most 1", 0.95)
+    recent: int = least(1, 16)
     decode: DecodeMode = "evict"
 
     compares_heads: ClassVar[bool] = True
     nested_from: ClassVar[int | None] = 1
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, recent=1)
-        if not 0 < self.factor <= 1:
-            raise KVPolicyError(f"A2SF.factor must be above 0 and at most 1, got {self.factor}; try 0.95.")
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:

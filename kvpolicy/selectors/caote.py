@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,7 @@ from kvpolicy.selectors._base import Wrapper, attention_of, check_attention_base
 from kvpolicy.selectors._common import keep_always, shares
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.statistics import Results, Statistic, Vectors, union
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import checked, least, strategy
 
 LEAST_REST = 1e-6
 """The least attention that the other tokens are taken to have, where one has almost all of it."""
@@ -36,8 +33,7 @@ class CaoteState(NamedTuple):
     base: State
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class CAOTE(Wrapper):
     """Rank the tokens of another selector by how much the attention output would change without them.
 
@@ -72,15 +68,9 @@ class CAOTE(Wrapper):
           projection, and codecs that demote by priority, since a fraction of attention needs all slots of a head.
     """
 
-    base: Selector = field(default_factory=SnapKV)
+    base: Selector = checked(check_attention_base, SnapKV)
     fast: bool = False
-    every: int = 128
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_attention_base(self, self.base)
-        check_min(self, every=1)
+    every: int = least(1, 128)
 
     @property
     def compares_heads(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,7 @@ from kvpolicy.selectors._base import Wrapper, check_base
 from kvpolicy.selectors._common import keep_always, position_sums
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.statistics import Results, Statistic
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import checked, least, strategy
 
 
 @scoped(ranked="row")
@@ -33,8 +30,7 @@ class ChunkState(NamedTuple):
     base: State
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ChunkKV(Wrapper):
     """Keep the chunks of neighboring tokens that another selector ranks highest in the mean, the same in all heads.
 
@@ -68,14 +64,8 @@ class ChunkKV(Wrapper):
         - The `decode` mode is that of the base.
     """
 
-    base: Selector = field(default_factory=SnapKV)
-    size: int = 20
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_base(self, self.base)
-        check_min(self, size=1)
+    base: Selector = checked(check_base, SnapKV)
+    size: int = least(1, 20)
 
     @property
     def compares_heads(self) -> bool:

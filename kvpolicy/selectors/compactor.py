@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +12,11 @@ from kvpolicy.kernels.products import lengths
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
 from kvpolicy.selectors._blocks import BlockAttention
 from kvpolicy.selectors._common import first_tokens, group_mean, keep_always
-from kvpolicy.selectors._leverage import key_leverage
 from kvpolicy.statistics import Results, Statistic, UnrotatedKeys, Vectors
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min, check_range
-from kvpolicy.text.validation import AutoFloat, check_fields
+from kvpolicy.text.strategy import AutoFloat, between, least, strategy
+
+_TILE = 512
+"""Keys that are taken at a time, so that only so many are in fp64."""
 
 
 class Blend(NamedTuple):
@@ -26,8 +25,7 @@ class Blend(NamedTuple):
     score: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Compactor(Selector):
     """Keep the tokens whose keys are unlike the others, and those that the tokens around them attend to.
 
@@ -75,19 +73,13 @@ class Compactor(Selector):
         - A cap of scores (Gemma 2) and learned attention sinks (gpt-oss) are left out inside blocks.
     """
 
-    sinks: int = 8
-    recent: int = 4
-    block: int = 256
-    sketch: int = 48
-    blend: AutoFloat = "auto"
-    regular: float = 0.01
+    sinks: int = least(0, 8)
+    recent: int = least(1, 4)
+    block: int = least(1, 256)
+    sketch: int = least(1, 48)
+    blend: AutoFloat = between(0, 100, "auto")
+    regular: float = between(1e-6, 1e6, 0.01)
     decode: DecodeMode = "evict"
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, sinks=0, recent=1, block=1, sketch=1)
-        check_range(self, regular=(1e-6, 1e6), **({} if self.blend == "auto" else {"blend": (0, 100)}))
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
@@ -102,7 +94,6 @@ class Compactor(Selector):
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
     ) -> State:
-        """No token is scored."""
         return Blend(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
 
     def observe(self, state: Blend, seen: Results, view: View) -> State:
@@ -154,3 +145,65 @@ def _standard(score: Tensor, scored: Tensor) -> Tensor:
     away = (score - mean).masked_fill(~scored, 0)
     deviation = (away.square().sum(-1, keepdim=True) / count).sqrt()
     return torch.where(deviation <= _FLAT * mean.abs().clamp_min(1), 0, away / deviation)
+
+
+def key_leverage(keys: Tensor, counts: Tensor, width: int, regular: float, layer_idx: int) -> Tensor:
+    """The leverage of keys that were projected at random, after their mean was subtracted, [B, H, N] fp64.
+
+    Args:
+        keys: [B, H, N, D].
+        counts: Which of them take part, [B, H, N] bool; numbers of others mean nothing.
+        width: To how many numbers a key is projected.
+        regular: See `leverage`.
+        layer_idx: Index of the layer, which determines the projection.
+    """
+    matrix = projection(keys.shape[-1], width, layer_idx).to(keys.device)
+    parts = [*zip(keys.split(_TILE, 2), counts[..., None].split(_TILE, 2), strict=True)]
+    # Keys that do not count may hold inf, and 0 * inf is NaN.
+    total = sum(part.double().masked_fill(~some, 0).sum(2, keepdim=True) for part, some in parts)
+    mean = total / counts.sum(-1).clamp_min(1)[..., None, None]
+
+    def projected(part: Tensor, some: Tensor) -> Tensor:
+        return (part.double() - mean).masked_fill_(~some, 0) @ matrix
+
+    # Projected twice, because all projected keys would take more memory than the keys.
+    squares = sum(_squares(projected(*part)) for part in parts)
+    factor = _factor(squares, regular)  # pyright: ignore[reportArgumentType]  # there is at least one part
+    return torch.cat([_shares(projected(*part), factor) for part in parts], -1)
+
+
+def projection(dim: int, width: int, layer_idx: int) -> Tensor:
+    """Normal random numbers of variance 1 / width, [dim, width] fp64: the same for a layer in every process.
+
+    Examples:
+        >>> torch.equal(projection(4, 2, 7), projection(4, 2, 7))
+        True
+    """
+    generator = torch.Generator("cpu").manual_seed(layer_idx)
+    return torch.randn(dim, width, generator=generator, dtype=torch.float64, device="cpu") / width**0.5
+
+
+def leverage(vectors: Tensor, regular: float) -> Tensor:
+    """The diagonal of X (X' X + regular I)^-1 X' for vectors X [..., N, K], [..., N] fp64.
+
+    Examples:
+        >>> leverage(torch.tensor([[3.0], [-3.0], [0.0]]), 2.0)
+        tensor([0.4500, 0.4500, 0.0000], dtype=torch.float64)
+    """
+    vectors = vectors.double()
+    return _shares(vectors, _factor(_squares(vectors), regular))
+
+
+def _squares(vectors: Tensor) -> Tensor:
+    return vectors.mT @ vectors
+
+
+def _factor(squares: Tensor, regular: float) -> Tensor:
+    """The Cholesky factor of X' X + regular I."""
+    unit = torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
+    # Without a check, which would wait for the device: `regular` makes the matrix positive definite.
+    return torch.linalg.cholesky_ex(squares + regular * unit).L
+
+
+def _shares(vectors: Tensor, factor: Tensor) -> Tensor:
+    return torch.linalg.solve_triangular(factor, vectors.mT, upper=False).square().sum(-2)

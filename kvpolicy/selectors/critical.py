@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +13,7 @@ from kvpolicy.selectors._common import keep_always, mean_output_norm, shares
 from kvpolicy.selectors._crush import top_mask
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.statistics import OutputNorms, Results, Statistic, union
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, checked, finite, strategy
 
 
 @scoped(typical="head")
@@ -37,8 +33,7 @@ class CriticalState(NamedTuple):
     base: State
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class CriticalKV(Wrapper):
     """Keep the best tokens of another selector, and then those of large attention times what their values add.
 
@@ -72,17 +67,9 @@ class CriticalKV(Wrapper):
         - The `decode` mode is that of the base.
     """
 
-    base: Selector = field(default_factory=SnapKV)
-    split: float = 0.5
-    epsilon: float = 1e-4
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_attention_base(self, self.base)
-        check_range(self, split=(0, 1))
-        if not 0 <= self.epsilon < float("inf"):
-            raise KVPolicyError(f"CriticalKV.epsilon must be at least 0 and finite, got {self.epsilon}; try 0.0001.")
+    base: Selector = checked(check_attention_base, SnapKV)
+    split: float = between(0, 1, 0.5)
+    epsilon: float = finite(0, 1e-4)
 
     @property
     def whole_heads(self) -> bool:

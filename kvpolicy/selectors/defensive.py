@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -10,15 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors._common import check_kernel, head_sum, keep_always, mean_output_norm
+from kvpolicy.selectors._common import head_sum, keep_always, mean_output_norm
 from kvpolicy.statistics import OutputNorms, RecentQueries, Results, Statistic
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min, check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, least, odd, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class DefensiveKV(Scored):
     """Keep the tokens that any query of a window attends to, weighted by what their values add to the output.
 
@@ -55,19 +51,12 @@ class DefensiveKV(Scored):
           all.
     """
 
-    window: int = 32
-    kernel: int = 5
-    mass: float = 0.9
+    window: int = least(1, 32)
+    kernel: int = odd(5)
+    mass: float = between(0, 1, 0.9)
     decode: DecodeMode = "evict"
 
     compares_heads: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, window=1)
-        check_range(self, mass=(0, 1))
-        check_kernel(self, self.kernel)
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -10,11 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors._common import check_kernel, keep_always
+from kvpolicy.selectors._common import keep_always
 from kvpolicy.statistics import RecentQueries, Results, Statistic, Vectors
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, odd, strategy
 
 LEAST_REST = 1e-5
 """Where the other tokens have less of a query's attention together, the whole output counts as lost."""
@@ -23,8 +20,7 @@ EQUAL = 1e-10
 """The square of a difference, over the squares of what is compared, below which it is rounding."""
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class DropKV(Scored):
     """Keep the tokens without which the attention outputs of the last queries would change most.
 
@@ -57,17 +53,11 @@ class DropKV(Scored):
         - `kernel` is ours.
     """
 
-    window: int = 32
-    kernel: int = 1
+    window: int = least(1, 32)
+    kernel: int = odd(1)
     decode: DecodeMode = "evict"
 
     compares_heads: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, window=1)
-        check_kernel(self, self.kernel)
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -13,10 +12,8 @@ from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
 from kvpolicy.selectors._common import keep_always, unranked_first
 from kvpolicy.statistics import Candidates, Moments, QueryMoments, Results, Rotation, Statistic, Vectors
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import finite, least, strategy
 
 
 @scoped(total="head", product="head", queries="row", ranked="row")
@@ -38,8 +35,7 @@ class Expectation(NamedTuple):
     ranked: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ExpectedAttention(Selector):
     """Keep the tokens that queries to come are expected to attend to.
 
@@ -85,28 +81,20 @@ class ExpectedAttention(Selector):
         - With a codec, coded keys and values are scored as attention reads them.
     """
 
-    sinks: int = 4
-    horizon: int = 512
-    epsilon: float = 0.0
-    every: int = 512
+    sinks: int = least(0, 4)
+    horizon: int = least(1, 512)
+    epsilon: float = finite(0, 0.0, example=0.01)
+    every: int = least(1, 512)
     decode: DecodeMode = "evict"
     moments: Literal["all", "prompt"] = "all"
     compares_heads: ClassVar[bool] = True
     nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_choice(self, moments=("all", "prompt"))
-        check_min(self, sinks=0, horizon=1, every=1)
         if self.moments == "prompt" and self.decode == "evict":
             raise KVPolicyError(
                 "ExpectedAttention.decode must be 'grow' with moments='prompt', got 'evict', which scores all tokens "
                 "again while decoding; try decode='grow'."
-            )
-        if not 0 <= self.epsilon < float("inf"):
-            raise KVPolicyError(
-                f"ExpectedAttention.epsilon must be at least 0 and finite, got {self.epsilon}; try 0.01."
             )
 
     @property
@@ -121,7 +109,6 @@ class ExpectedAttention(Selector):
 
     @property
     def min_tokens(self) -> int:
-        """The sinks and the current token."""
         return self.sinks + 1
 
     def alloc(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvpolicy.protocols import Selector, State, View
-from kvpolicy.text.arguments import named_options
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KeepAll(Selector):
     """Keep every token: none is evicted, and generated tokens get additional slots.
 
@@ -27,7 +24,6 @@ class KeepAll(Selector):
 
     @property
     def positions_only(self) -> bool:
-        """True."""
         return True
 
     def priority(self, state: State, view: View) -> Tensor:

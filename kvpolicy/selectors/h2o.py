@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -10,13 +9,10 @@ from torch import Tensor
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.selectors._common import group_mean, keep_always, recent_tokens
 from kvpolicy.statistics import AttentionSum, GeneratedAttention, Results, Statistic
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class H2O(Scored):
     """Keep the newest tokens, and those that have received the most attention so far.
 
@@ -49,16 +45,11 @@ class H2O(Scored):
         - `recent` is a fraction of the budget. The code has two sizes, equal by default.
     """
 
-    recent: float = 0.5
+    recent: float = between(0, 1, 0.5)
     decode: DecodeMode = "evict"
 
     compares_heads: ClassVar[bool] = True
     nested_from: ClassVar[int | None] = 1
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_range(self, recent=(0, 1))
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
@@ -78,7 +69,6 @@ class H2O(Scored):
         return keep_always(state.score, recent_tokens(view, self.recent))
 
     def attention(self, state: Scores) -> Tensor:
-        """The score of each token: [B, H, N]."""
         return state.score
 
     def statistic(self, seen: Results, view: View) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
 from kvpolicy.selectors._common import keep_always
 from kvpolicy.statistics import Results, Statistic, Vectors
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy
 
 
 @scoped(anchor="head")
@@ -30,8 +27,7 @@ class Differences(NamedTuple):
     anchor: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KeyDiff(Selector):
     """Keep the tokens whose keys differ most from the mean direction of all keys.
 
@@ -67,15 +63,10 @@ class KeyDiff(Selector):
         - With a codec, coded keys are compared as attention reads them.
     """
 
-    every: int = 128
+    every: int = least(1, 128)
     decode: DecodeMode = "evict"
 
     nested_from: ClassVar[int | None] = 1
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, every=1)
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:

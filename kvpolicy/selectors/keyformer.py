@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,10 +11,8 @@ from kvpolicy.kernels.draws import exponentials, mixed
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Ranks, Selector, State, View, scoped
 from kvpolicy.selectors._common import group_mean, keep_always, recent_tokens
 from kvpolicy.statistics import AttentionRows, GeneratedAttention, ReducedRows, Results, Statistic
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min, check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, least, strategy
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -33,8 +30,7 @@ class Perturbed(NamedTuple):
     generated: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Keyformer(Selector):
     """Keep the newest tokens, and those that have received the most attention under random noise.
 
@@ -77,21 +73,17 @@ class Keyformer(Selector):
         - `recent` is a fraction of the budget, as in the paper's experiments, where it is 0.2 to 0.3.
     """
 
-    recent: float = 0.3
-    tau_init: float = 1.0
-    tau_end: float = 2.0
-    steps: int = 100
-    seed: int = 0
+    recent: float = between(0, 1, 0.3)
+    tau_init: float = between(0.01, 100, 1.0)
+    tau_end: float = between(0.01, 100, 2.0)
+    steps: int = least(1, 100)
+    seed: int = least(0, 0)
     decode: DecodeMode = "evict"
 
     compares_heads: ClassVar[bool] = True
     nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_range(self, recent=(0, 1), tau_init=(0.01, 100), tau_end=(0.01, 100))
-        check_min(self, steps=1, seed=0)
         if self.tau_init > self.tau_end:
             raise KVPolicyError(
                 f"Keyformer.tau_end must be at least tau_init, got {self.tau_end} and {self.tau_init}; "
@@ -144,7 +136,6 @@ class Keyformer(Selector):
         return keep_always(state.score, recent_tokens(view, self.recent))
 
     def attention(self, state: Perturbed) -> Tensor:
-        """The score of each token: [B, H, N]."""
         return state.score
 
     def statistic(self, seen: Results, view: View) -> Tensor | None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, ScoredByKeys
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KeyNorm(ScoredByKeys):
     """Keep the tokens whose keys are short.
 
@@ -42,10 +39,6 @@ class KeyNorm(ScoredByKeys):
     decode: DecodeMode = "evict"
 
     nested_from: ClassVar[int | None] = 1
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
 
     def score(self, keys: Tensor, values: Tensor) -> Tensor:
         """Minus the length of the key: [B, H, N]."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +21,10 @@ from kvpolicy.selectors._crush import (
     signatures,
     top_mask,
 )
-from kvpolicy.selectors._pages import best_pages, mark_tokens, min_page_tokens, paginate
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.statistics import RecentQueries, Results, Statistic, union
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min, check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, checked, least, strategy
 
 KEEP = 1
 FREE = 0
@@ -40,6 +36,22 @@ SIGNATURE_QUERIES = 32
 
 MILLION = 10**6
 """`split` is rounded to a millionth, so that the number of representatives is computed in integers."""
+
+
+class Pages(NamedTuple):
+    """The tokens of a head grouped into M pages of original positions; the tensors are [B, H, M] unless noted.
+
+    Attributes:
+        of: The page of each token, [B, H, N] int64; M - 1 for invalid tokens.
+        size: The number of tokens in the page.
+        value: The sum of the priorities of its tokens; inf if one of them must be kept.
+        distance: The sum of the distances of its tokens: the distance of the concatenated signatures.
+    """
+
+    of: Tensor
+    size: Tensor
+    value: Tensor
+    distance: Tensor
 
 
 class CrushState(NamedTuple):
@@ -54,8 +66,7 @@ class CrushState(NamedTuple):
     base: State
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KVCrush(Wrapper):
     """Use part of the budget for representatives of the tokens that the base selector would evict.
 
@@ -104,32 +115,25 @@ class KVCrush(Wrapper):
         - The `decode` mode is that of the base.
     """
 
-    base: Selector = field(default_factory=SnapKV)
+    base: Selector = checked(check_base, SnapKV)
     split: float = 0.25
     anchor: Anchor = "random"
     seed: int = 0
-    quantile: float = 0.5
+    quantile: float = between(0, 1, 0.5)
     pick: Pick = "first"
     buckets: Buckets = "rank"
-    page: int = 0
+    page: int = least(0, 0)
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_base(self, self.base)
         # A split just below 1 may round to a whole million, and `min_tokens` would then divide by 0.
         if not 0 <= self.split < 1 or self._millionths == MILLION:
             raise KVPolicyError(
                 f"KVCrush.split must be between 0 and 0.999999, which leaves the base a token, got {self.split}; try "
                 "0.25."
             )
-        check_range(self, quantile=(0, 1))
-        check_min(self, page=0)
-        check_choice(self, anchor=get_args(Anchor), pick=get_args(Pick), buckets=get_args(Buckets))
 
     @property
     def joint_decode(self) -> bool:
-        """As the base."""
         return joint_decode(self.base)
 
     @property
@@ -250,3 +254,46 @@ class KVCrush(Wrapper):
         if self.pick == "first":
             return None
         return -priority if self.pick == "best" else position_hash(number, self.seed)
+
+
+def paginate(positions: Tensor, page: int, priority: Tensor, distance: Tensor) -> Pages:
+    """Group tokens into pages of `page` positions."""
+    valid = positions >= 0
+    of = positions.long().div(page, rounding_mode="floor")
+    last = int(of.max()) + 1
+    of = of.where(valid, last)
+
+    def total(x: Tensor) -> Tensor:
+        zeros = torch.zeros(*of.shape[:2], last + 1, dtype=x.dtype, device=x.device)
+        sums = zeros.scatter_add_(-1, of, x.masked_fill(~valid, 0))
+        return sums.index_fill(-1, torch.tensor(last, device=x.device), 0)
+
+    # Priorities of inf are handled separately: added to one of -inf, the sum would be NaN.
+    must_keep = total((priority == torch.inf).float()) > 0
+    value = total(priority.masked_fill(priority == torch.inf, 0)).masked_fill(must_keep, torch.inf)
+    return Pages(of, total(valid.long()), value, total(distance))
+
+
+def best_pages(pages: Pages, capacity: Tensor) -> Tensor:
+    """The page of the newest token, then those of highest value that fit `capacity` [B] tokens, [B, H, M] bool."""
+    value = pages.value.masked_fill(pages.size == 0, -torch.inf)
+    order = value.argsort(dim=-1, descending=True, stable=True)
+    number = torch.arange(value.shape[-1], device=value.device)
+    newest = torch.where(pages.size > 0, number, -1).amax(-1, keepdim=True)
+    # A stable sort by whether it is the newest page moves that page to the front.
+    order = order.gather(-1, (order != newest).int().argsort(dim=-1, stable=True))
+    fits = pages.size.gather(-1, order).cumsum(-1) <= capacity[:, None, None]
+    return torch.zeros_like(fits).scatter_(-1, order, fits) & (pages.size > 0)
+
+
+def min_page_tokens(tokens: int, page: int) -> int:
+    """The smallest number of tokens in whole pages that is enough for `tokens` tokens.
+
+    These are the page of the newest token, and the pages of the others if they are consecutive.
+    """
+    return (1 - (1 - tokens) // page) * page if page else tokens
+
+
+def mark_tokens(pages: Pages, chosen: Tensor) -> Tensor:
+    """The tokens of chosen pages: [B, H, M] -> [B, H, N] bool."""
+    return chosen.gather(-1, pages.of)

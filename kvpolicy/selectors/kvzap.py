@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,17 +11,13 @@ from kvpolicy.protocols import ALL_HEADS, DecodeMode, ModelInfo, Scored, Scores,
 from kvpolicy.selectors._common import keep_always
 from kvpolicy.selectors.gate_files import LayerGate, check_gates, load_gates
 from kvpolicy.statistics import InputScores, Results, Statistic
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy, tiny_or
 
 LARGEST = 64.0
 """The largest score whose exponential is taken: fp32 ends at that of 88."""
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KVzap(Scored):
     """Keep the tokens that a trained gate expects a replay of the context to attend to.
 
@@ -57,18 +52,11 @@ class KVzap(Scored):
           layer of 512 units.
     """
 
-    file: str = "tiny"
-    window: int = 128
+    file: str = tiny_or("a file")
+    window: int = least(1, 128)
     decode: DecodeMode = "evict"
     compares_heads: ClassVar[bool] = True
     nested_from: ClassVar[int | None] = 1
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, window=1)
-        if not self.file:
-            raise KVPolicyError("KVzap.file must be a file or 'tiny', got an empty string; try 'tiny'.")
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -11,10 +10,8 @@ from torch import Tensor
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
 from kvpolicy.selectors._common import by_position, first_tokens, keep_always
 from kvpolicy.statistics import Replay, Results, Statistic
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy
 
 _TEXTS = ("instruction", "later", "reply")
 
@@ -25,8 +22,7 @@ class Replayed(NamedTuple):
     score: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class KVzip(Selector):
     """Keep the tokens that the model attends to when it repeats the context.
 
@@ -73,20 +69,17 @@ class KVzip(Selector):
         - Padded rows are divided into chunks as they would be alone.
     """
 
-    chunk: int = 2048
-    sinks: int = 4
+    chunk: int = least(1, 2048)
+    sinks: int = least(0, 4)
     instruction: str = ""
     later: str = ""
     reply: str = ""
-    overlap: int = 8
+    overlap: int = least(0, 8)
     plus: bool = False
     decode: DecodeMode = "evict"
     compares_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, chunk=1, sinks=0, overlap=0)
         for name in _TEXTS:
             _ids(name, getattr(self, name))
 
@@ -108,7 +101,6 @@ class KVzip(Selector):
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
     ) -> State:
-        """No token is scored."""
         return Replayed(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
 
     def observe(self, state: Replayed, seen: Results, view: View) -> State:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +10,10 @@ from torch import Tensor
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
 from kvpolicy.selectors._once import OnceScored, none_scored, priority_of, unscored, with_scores
 from kvpolicy.statistics import Results, Statistic, Vectors
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class LagKV(Selector):
     """Keep the tokens whose channels vary most within the range of the tokens that follow.
 
@@ -52,14 +48,9 @@ class LagKV(Selector):
         - With a codec, coded keys and values are scored as attention reads them.
     """
 
-    sinks: int = 4
-    lag: int = 128
+    sinks: int = least(0, 4)
+    lag: int = least(1, 128)
     decode: DecodeMode = "evict"
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, sinks=0, lag=1)
 
     @property
     def nested_from(self) -> int:
@@ -79,7 +70,6 @@ class LagKV(Selector):
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
     ) -> State:
-        """No token has a score."""
         return none_scored(batch, heads, slots, device)
 
     def observe(self, state: OnceScored, seen: Results, view: View) -> State:

@@ -14,10 +14,8 @@ from kvpolicy.selectors._common import group_mean, keep_always
 from kvpolicy.statistics import Coming, Context, GeneratedAttention, Results, Statistic, WindowStatistic
 from kvpolicy.statistics.statistic import by_head
 from kvpolicy.statistics.windows import QueryWindow
-from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, strategy
 
 
 class Probed(NamedTuple):
@@ -83,8 +81,7 @@ class Salience(NamedTuple):
     probes: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class ProbeSalience(Scored):
     """Rank tokens by the mean attention of the probe queries that can attend to them.
 
@@ -120,8 +117,8 @@ class ProbeSalience(Scored):
           probes as on its own.
     """
 
-    recent: float = 0.05
-    random: float = 0.05
+    recent: float = between(0, 1, 0.05)
+    random: float = between(0, 1, 0.05)
     seed: int = 0
     decode: DecodeMode = "evict"
 
@@ -129,9 +126,6 @@ class ProbeSalience(Scored):
     nested_from: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_range(self, recent=(0, 1), random=(0, 1))
         if self.recent + self.random == 0:
             raise KVPolicyError("ProbeSalience.recent or random must be positive, got 0.0 for both; try recent=0.05.")
 
@@ -143,7 +137,6 @@ class ProbeSalience(Scored):
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
     ) -> State:
-        """Sums of zero."""
         empty = torch.zeros(batch, heads, slots, dtype=torch.float32, device=device)
         return Salience(empty, empty.clone())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -11,9 +10,7 @@ from torch import Tensor
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, ModelInfo, Scored, State, View, scoped
 from kvpolicy.selectors.filter_files import check_filters, load_filters
 from kvpolicy.statistics import Results, Statistic, Vectors
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import strategy, tiny_or
 
 
 @scoped(filters="head")
@@ -29,8 +26,7 @@ class Filtered(NamedTuple):
     filters: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class QFilters(Scored):
     """Keep the tokens whose keys have the largest product with the main direction of a head's queries.
 
@@ -62,16 +58,10 @@ class QFilters(Scored):
           their keys.
     """
 
-    file: str = "tiny"
+    file: str = tiny_or("a file")
     decode: DecodeMode = "evict"
 
     nested_from: ClassVar[int | None] = 1
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        if not self.file:
-            raise KVPolicyError("QFilters.file must be a file or 'tiny', got an empty string; try 'tiny'.")
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:

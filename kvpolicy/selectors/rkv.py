@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
-from kvpolicy.selectors._common import check_kernel, keep_always, unranked_first
-from kvpolicy.selectors._redundancy import mean_cosines
+from kvpolicy.selectors._common import keep_always, unranked_first
 from kvpolicy.statistics import NewestQueries, Results, Statistic, Vectors
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min, check_range
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import between, least, odd, strategy
 
 _MOST = 2.0
 """No mixture of attention and redundancy is that large."""
+
+TILE_ELEMENTS = 1 << 20
+"""Cosines in one tile: 4 MiB of fp32."""
 
 
 @scoped(queries="head", ranked="row")
@@ -37,8 +36,7 @@ class Reasoned(NamedTuple):
     ranked: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class RKV(Selector):
     """Keep tokens that the newest queries attend to, and whose keys do not resemble those of other tokens.
 
@@ -77,20 +75,12 @@ class RKV(Selector):
         - With a codec, coded keys are compared as attention reads them.
     """
 
-    window: int = 8
-    kernel: int = 7
-    mix: float = 0.07
-    similar: float = 0.5
-    every: int = 128
+    window: int = between(1, 32767, 8)  # as many queries are held of each head
+    kernel: int = odd(7)
+    mix: float = between(0, 1, 0.07)
+    similar: float = between(0, 1, 0.5)
+    every: int = least(1, 128)
     decode: DecodeMode = "evict"
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_range(self, window=(1, 32767))  # as many queries are held of each head
-        check_min(self, every=1)
-        check_kernel(self, self.kernel)
-        check_range(self, mix=(0, 1), similar=(0, 1))
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
@@ -177,3 +167,32 @@ class RKV(Selector):
 def _softmax(x: Tensor, among: Tensor) -> Tensor:
     """The softmax over the last dimension `among` some entries, 0 elsewhere and where there is none."""
     return x.masked_fill(~among, -torch.inf).softmax(-1).masked_fill(~among, 0)
+
+
+def mean_cosines(keys: Tensor, valid: Tensor, similar: float) -> Tensor:
+    """The mean cosine of each key with the keys of its head, of which every key leaves out the latest similar one.
+
+    The latest of several similar tokens thus counts as less redundant than the others.
+
+    Args:
+        keys: By ascending position, [B, H, N, D].
+        valid: Which of them are tokens, [B, H, N] bool.
+        similar: The cosine above which two keys are similar.
+
+    Returns:
+        [B, H, N] fp32; 0 for what is no token.
+    """
+    # Not a product with the mask: what is no token may hold inf or NaN.
+    unit = F.normalize(keys.float().masked_fill(~valid[..., None], 0), dim=-1)
+    batch, heads, tokens, _ = unit.shape
+    rows = max(TILE_ELEMENTS // max(batch * heads * tokens, 1), 16)
+    column = torch.arange(tokens, device=keys.device)
+    number = torch.arange(1, tokens + 1, device=keys.device, dtype=torch.float32)
+    total = unit.new_zeros(batch, heads, tokens)
+    for start in range(0, tokens, rows):
+        tile = unit[:, :, start : start + rows] @ unit.mT
+        own = column[start : start + rows]
+        tile[:, :, own - start, own] = 0
+        latest = (number * (tile > similar)).amax(-1, keepdim=True)  # 0 where no key is similar
+        total += tile.masked_fill_(number == latest, 0).sum(2)
+    return total / valid.sum(-1, keepdim=True).clamp_min(1)

@@ -12,9 +12,7 @@ from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.selectors._common import group_mean, keep_always
 from kvpolicy.statistics import Context, GeneratedAttention, NewestWindow, Results, Statistic
 from kvpolicy.statistics.windows import Past, QueryWindow
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy
 
 BELOW_MEAN = 1 - 1e-4
 """The multiple of the mean attention below which a weight counts as less: equal weights differ by rounding only."""
@@ -48,8 +46,7 @@ class BelowMean(NewestWindow[Tensor]):
         return self.summed(context, ignored)
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Scissorhands(Scored):
     """Evict the tokens that most of the recent queries have ignored.
 
@@ -83,17 +80,12 @@ class Scissorhands(Scored):
         - `recent` shrinks to half the budget, and `sinks` is an addition.
     """
 
-    window: int = 400
-    recent: int = 10
-    sinks: int = 0
+    window: int = least(1, 400)
+    recent: int = least(1, 10)
+    sinks: int = least(0, 0)
     decode: DecodeMode = "evict"
 
     nested_from: ClassVar[int | None] = 1
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, window=1, recent=1, sinks=0)
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
@@ -102,7 +94,6 @@ class Scissorhands(Scored):
 
     @property
     def min_tokens(self) -> int:
-        """The sinks and the current token."""
         return self.sinks + 1
 
     def observe(self, state: Scores, seen: Results, view: View) -> State:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors._common import check_kernel, group_mean, keep_always
+from kvpolicy.selectors._common import group_mean, keep_always
 from kvpolicy.statistics import RecentQueries, Results, Statistic
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, odd, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class SnapKV(Scored):
     """Keep the tokens that the last queries of the prompt attend to, with their neighbors.
 
@@ -54,19 +50,12 @@ class SnapKV(Scored):
         - Each chunk selects again with its own window.
     """
 
-    window: int = 32
-    kernel: int = 7
+    window: int = least(1, 32)
+    kernel: int = odd(7)
     pool: Literal["avg", "max"] = "avg"
     decode: DecodeMode = "evict"
 
     compares_heads: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, window=1)
-        check_choice(self, pool=("avg", "max"))
-        check_kernel(self, self.kernel)
 
     @property
     def nested_from(self) -> int:
@@ -92,7 +81,6 @@ class SnapKV(Scored):
         return keep_always(state.score, view.newest(self._width(view)))
 
     def attention(self, state: Scores) -> Tensor:
-        """The score of each token: [B, H, N]."""
         return state.score
 
     def statistic(self, seen: Results, view: View) -> Tensor | None:

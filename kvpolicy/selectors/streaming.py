@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Selector, State, View
 from kvpolicy.selectors._common import by_position, keep_always
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.parameters import check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class StreamingLLM(Selector):
     """Keep the first tokens as attention sinks, and the newest tokens.
 
@@ -44,24 +40,17 @@ class StreamingLLM(Selector):
           its demo.
     """
 
-    sinks: int = 4
+    sinks: int = least(0, 4)
     decode: DecodeMode = "evict"
 
     nested_from: ClassVar[int | None] = 1
 
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, sinks=0)
-
     @property
     def positions_only(self) -> bool:
-        """True."""
         return True
 
     @property
     def min_tokens(self) -> int:
-        """The sinks and the current token."""
         return self.sinks + 1
 
     def priority(self, state: State, view: View) -> Tensor:

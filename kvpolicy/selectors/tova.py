@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -10,11 +9,10 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
 from kvpolicy.statistics import GeneratedAttention, RecentQueries, Results, Statistic
-from kvpolicy.text.arguments import named_options
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class TOVA(Scored):
     """Evict the tokens that the newest token attends to least, the same ones in all heads of a layer.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -12,10 +11,7 @@ from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, ModelInfo, 
 from kvpolicy.selectors._common import keep_always, unranked_first
 from kvpolicy.selectors.center_files import Centers, check_centers, load_centers
 from kvpolicy.statistics import Results, Rotation, Statistic, Vectors
-from kvpolicy.text.arguments import named_options
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_choice, check_min
-from kvpolicy.text.validation import check_fields
+from kvpolicy.text.strategy import least, strategy, tiny_or
 
 _MOST = 2.0**20
 """Scores end here; positions that are added to twice as much are exact in fp32."""
@@ -39,8 +35,7 @@ class Placed(NamedTuple):
     ranked: Tensor
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class TriAttention(Selector):
     """Keep the tokens whose keys have the largest products with the mean query of a head, at the distances to come.
 
@@ -81,22 +76,14 @@ class TriAttention(Selector):
           alone.
     """
 
-    file: str = "tiny"
-    reach: int = 65536
-    every: int = 128
+    file: str = tiny_or("a file")
+    reach: int = least(1, 65536)
+    every: int = least(1, 128)
     of_group: Literal["max", "mean"] = "max"
     normalize: bool = False
     decode: DecodeMode = "evict"
 
     nested_from: ClassVar[int | None] = 1
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_min(self, reach=1, every=1)
-        check_choice(self, of_group=("max", "mean"))
-        if not self.file:
-            raise KVPolicyError("TriAttention.file must be a file or 'tiny', got an empty string; try 'tiny'.")
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
@@ -115,7 +102,6 @@ class TriAttention(Selector):
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
     ) -> State:
-        """Scores of zero."""
         return Placed(
             score=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
             offset=torch.zeros(batch, dtype=torch.int64, device=device),

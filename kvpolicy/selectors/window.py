@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Selector, State, View
 from kvpolicy.selectors._common import by_position
-from kvpolicy.text.arguments import named_options
+from kvpolicy.text.strategy import strategy
 
 
-@named_options
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class SlidingWindow(Selector):
     """Keep the newest tokens.
 
@@ -39,7 +37,6 @@ class SlidingWindow(Selector):
 
     @property
     def positions_only(self) -> bool:
-        """True."""
         return True
 
     def priority(self, state: State, view: View) -> Tensor:

@@ -5,11 +5,13 @@ Values are checked where they enter, because a wrong one would otherwise fail de
 
 from __future__ import annotations
 
+import functools
 import operator
+import typing
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,10 +37,35 @@ class _Kind(NamedTuple):
 
 # The abstract types of `numbers` also cover the scalars of NumPy. Adding 0.0 turns -0.0 into 0.0.
 _KINDS = {
-    "int": _Kind(Integral, int, "an integer"),
-    "float": _Kind(Real, lambda value: float(value) + 0.0, "a number"),
-    "bool": _Kind(bool, bool, "True or False"),
+    int: _Kind(Integral, int, "an integer"),
+    float: _Kind(Real, lambda value: float(value) + 0.0, "a number"),
+    bool: _Kind(bool, bool, "True or False"),
 }
+
+CHECK = "check"
+"""The metadata of a field that is the function which checks its value, see `kvpolicy.text.strategy`."""
+
+
+class _Rule(NamedTuple):
+    """How the values of a field are checked.
+
+    Attributes:
+        field: Its name.
+        type: One of `_KINDS`, or None for any other.
+        automatic: Whether `auto` is a value too.
+        choices: The values of a `Literal`; empty for any other type.
+        whole: Whether 4.0 becomes 4: where the annotation lists the values itself, which may be integers.
+        example: The end of a message, which suggests the default if there is one.
+        check: Raises an error about a value of this type; None if it has no constraint.
+    """
+
+    field: str
+    type: type[Any] | None
+    automatic: bool
+    choices: tuple[object, ...]
+    whole: bool
+    example: str
+    check: Callable[[str, Any], None] | None
 
 
 def check_instance(what: str, part: object) -> None:
@@ -67,15 +94,15 @@ DECODE_MODES = ("evict", "grow")
 
 
 def check_fields(strategy: Any) -> None:
-    """Check the fields that are annotated `int`, `float`, `bool` or `DecodeMode`, and normalize equal values.
+    """Check the fields of a dataclass by their annotations and constraints, and normalize equal values.
 
-    Equal strategies then have equal spec strings: 1 becomes 1.0 and -0.0 becomes 0.0 in a float field, and 4.0 becomes
-    4 where a `Literal` lists integers. Annotations are read as strings, so the module of the strategy must begin with
-    `from __future__ import annotations`.
+    Checked are fields that are annotated `int`, `float`, `bool`, `AutoInt`, `AutoFloat` or with a `Literal`. Equal
+    strategies then have equal spec strings: 1 becomes 1.0 and -0.0 becomes 0.0 in a float field, and 4.0 becomes 4
+    where a `Literal` lists integers.
 
     Raises:
         KVPolicyTypeError: If a value is of another type.
-        KVPolicyError: If an integer is out of range, or a `DecodeMode` is none.
+        KVPolicyError: If an integer is out of range, or a value is not allowed.
 
     Examples:
         >>> from kvpolicy import H2O, StreamingLLM
@@ -85,31 +112,64 @@ def check_fields(strategy: Any) -> None:
         Traceback (most recent call last):
         kvpolicy.KVPolicyTypeError: StreamingLLM.sinks must be an integer, got 2.5.
     """
-    for field in fields(strategy):
-        annotation = str(field.type)
-        value = getattr(strategy, field.name)
-        if annotation in ("AutoInt", "AutoFloat"):
-            kind = annotation.removeprefix("Auto").lower()
-            value = value if value == "auto" else _normalized(kind, value, f"{type(strategy).__name__}.{field.name}")
-        elif annotation in _KINDS:
-            value = _normalized(annotation, value, f"{type(strategy).__name__}.{field.name}")
-        elif annotation == "DecodeMode" and value not in DECODE_MODES:
-            raise KVPolicyError(
-                f"decode must be one of {', '.join(map(repr, DECODE_MODES))}, got {value!r}; try 'evict'."
-            )
-        elif annotation.startswith("Literal[") and isinstance(value, float) and value.is_integer():
+    owner = type(strategy).__name__
+    rules = _rules(type(strategy))
+    for rule in rules:
+        value = getattr(strategy, rule.field)
+        if rule.type is not None and not (rule.automatic and value == "auto"):
+            value = _normalized(rule.type, value, f"{owner}.{rule.field}")
+        elif rule.whole and isinstance(value, float) and value.is_integer():
             value = int(value)
-        object.__setattr__(strategy, field.name, value)
+        object.__setattr__(strategy, rule.field, value)
+    # After all types, so that the first message about several wrong options is one about a type.
+    for rule in rules:
+        value = getattr(strategy, rule.field)
+        if rule.choices and value not in rule.choices:
+            _refuse_choice(rule, value, owner)
+        if rule.check is not None:
+            rule.check(f"{owner}.{rule.field}", value)
 
 
-def _normalized(annotation: str, value: Any, name: str) -> Any:
-    kind = _KINDS[annotation]
+@functools.cache
+def _rules(cls: type[Any]) -> tuple[_Rule, ...]:
+    try:
+        hints = typing.get_type_hints(cls, localns={"Literal": Literal})
+    except NameError:  # a name that only type checkers know, or the function that defines the class
+        types = {kind.__name__: kind for kind in _KINDS}
+        hints = {field.name: types.get(str(field.type), field.type) for field in fields(cls)}
+    return tuple(_rule(field, hints[field.name]) for field in fields(cls))
+
+
+def _rule(field: Field[Any], hint: Any) -> _Rule:
+    args = typing.get_args(hint)
+    automatic = len(args) == 2 and args[1] == Literal["auto"]
+    kind = args[0] if automatic else hint
+    return _Rule(
+        field=field.name,
+        type=kind if kind in tuple(_KINDS) else None,
+        automatic=automatic,
+        choices=args if typing.get_origin(hint) is Literal else (),
+        whole="Literal[" in str(field.type),
+        example="" if field.default is MISSING else f"; try {field.default!r}",
+        check=field.metadata.get(CHECK),
+    )
+
+
+def _refuse_choice(rule: _Rule, value: object, owner: str) -> NoReturn:
+    name, example = f"{owner}.{rule.field}", rule.example
+    if rule.choices == DECODE_MODES:
+        name, example = "decode", "; try 'evict'"  # the same of every selector
+    raise KVPolicyError(f"{name} must be one of {', '.join(map(repr, rule.choices))}, got {value!r}{example}.")
+
+
+def _normalized(kind: type[Any], value: Any, name: str) -> Any:
+    accepts, convert, described = _KINDS[kind]
     # bool is a subclass of int, but True is not a number of tokens.
-    if not isinstance(value, kind.accepts) or isinstance(value, bool) != (annotation == "bool"):
-        raise KVPolicyTypeError(f"{name} must be {kind.name}, got {value!r}.")
-    if annotation == "int" and not -MAX_FIELD <= value < MAX_FIELD:
+    if not isinstance(value, accepts) or isinstance(value, bool) != (kind is bool):
+        raise KVPolicyTypeError(f"{name} must be {described}, got {value!r}.")
+    if kind is int and not -MAX_FIELD <= value < MAX_FIELD:
         raise KVPolicyError(f"{name} must be below 2^31 in magnitude, got {value!r}.")
-    return kind.convert(value)
+    return convert(value)
 
 
 def check_size(name: str, size: object, least: int, most: int = MAX_SIZE) -> int:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpolicy.allocators.kmeans import top_group
+from kvpolicy.allocators.squeeze import top_group
 
 
 def enumerate_top(values: list[float], groups: int) -> tuple[int, float]:

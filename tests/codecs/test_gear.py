@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs import _lowrank
-from kvpolicy.codecs._lowrank import basis, orthonormal
+from kvpolicy.codecs import gear as gear_module
 from kvpolicy.codecs._outliers import extremes, fill
-from kvpolicy.codecs.gear import GEAR
+from kvpolicy.codecs.gear import GEAR, basis, orthonormal
 from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.protocols import ModelInfo, StageStore
 from tests.codecs import stages
@@ -65,10 +64,10 @@ def test_with_only_the_backbone_it_is_kivi() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("loops", "gap"), [(_lowrank.ITERATIONS, 0.2), (60, 0.01)])
+@pytest.mark.parametrize(("loops", "gap"), [(gear_module.ITERATIONS, 0.2), (60, 0.01)])
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_the_low_rank_is_nearly_the_best(rank: int, loops: int, gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_lowrank, "ITERATIONS", loops)
+    monkeypatch.setattr(gear_module, "ITERATIONS", loops)
     codec = made(2, rank=rank, sparse=0.02)
     store, keys, values = fill_(codec)
     for got, x, width in zip(read(codec, store, C), (keys, values), (None, 5), strict=True):

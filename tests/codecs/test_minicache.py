@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._directions import angle_between, interpolate, unit_vectors
-from kvpolicy.codecs.minicache import MiniCache, MiniCacheLayer
+from kvpolicy.codecs.minicache import MiniCache, MiniCacheLayer, angle_between, interpolate, unit_vectors
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.protocols import GroupsLayers, GroupStage, ModelInfo, StageStore

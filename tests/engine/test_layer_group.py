@@ -14,8 +14,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
-from kvpolicy.codecs._directions import angle_between, interpolate, unit_vectors
-from kvpolicy.codecs.minicache import MiniCache, MiniCacheLayer
+from kvpolicy.codecs.minicache import MiniCache, MiniCacheLayer, angle_between, interpolate, unit_vectors
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.distortion import group_distortion
 from kvpolicy.engine.layer_group import Block, LayerGroup

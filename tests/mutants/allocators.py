@@ -67,7 +67,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="rounding decides between divisions of large values",
-        file="kvpolicy/allocators/kmeans.py",
+        file="kvpolicy/allocators/squeeze.py",
         old="tolerance = _RELATIVE_TIE * cost[0, -1] + _ROUNDING * ranked.square().amax()",
         new="tolerance = _RELATIVE_TIE * cost[0, -1]",
         tests=("tests/allocators/test_kmeans.py", "tests/allocators/test_squeeze.py"),

@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="equal cosines may be in two groups",
-        file="kvpolicy/allocators/kmeans.py",
+        file="kvpolicy/allocators/squeeze.py",
         old="        start = int(same[0]) or int(same[-1]) + 1\n",
         new="        pass\n",
         tests=("tests/allocators/test_kmeans.py",),

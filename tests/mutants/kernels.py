@@ -154,7 +154,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the error of later channels is that of the first ones",
-        file="kvpolicy/codecs/_gear_read.py",
+        file="kvpolicy/codecs/gear.py",
         old="part = _add_error(part, left, right[..., at])",
         new="part = _add_error(part, left, right[..., : part.shape[-1]])",
         tests=("tests/codecs/test_fused.py",),

@@ -226,7 +226,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a key joins the last of equal directions",
-        file="kvpolicy/readers/_clusters.py",
+        file="kvpolicy/readers/retrieval.py",
         old="torch.where(within, number, count).amin(-1)",
         new="torch.where(within, number, -1).amax(-1)",
         tests=(
@@ -237,7 +237,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a cluster that lost its keys is nowhere",
-        file="kvpolicy/readers/_clusters.py",
+        file="kvpolicy/readers/retrieval.py",
         old="torch.where(held[..., None] > 0, unit(means).float(), directions)",
         new="unit(means).float()",
         tests=(
@@ -248,7 +248,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="empty slots count in the mean of a cluster",
-        file="kvpolicy/readers/_clusters.py",
+        file="kvpolicy/readers/retrieval.py",
         old="vectors.double().masked_fill(~counted[..., None], 0)",
         new="vectors.double().nan_to_num()",
         tests=(

@@ -42,14 +42,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="the first of several similar keys counts as less redundant",
-        file="kvpolicy/selectors/_redundancy.py",
+        file="kvpolicy/selectors/rkv.py",
         old="number = torch.arange(1, tokens + 1,",
         new="number = torch.arange(tokens, 0, -1,",
         tests=("tests/selectors/test_rkv.py",),
     ),
     Mutation(
         name="a key resembles itself",
-        file="kvpolicy/selectors/_redundancy.py",
+        file="kvpolicy/selectors/rkv.py",
         old="        tile[:, :, own - start, own] = 0\n",
         new="",
         tests=("tests/selectors/test_rkv.py",),

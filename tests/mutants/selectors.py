@@ -42,7 +42,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the mean of keys that are projected is that of all keys",
-        file="kvpolicy/selectors/_leverage.py",
+        file="kvpolicy/selectors/compactor.py",
         old="mean = total / counts.sum(-1).clamp_min(1)[..., None, None]",
         new="mean = total / counts.shape[-1]",
         tests=("tests/selectors/test_compactor.py",),
@@ -56,14 +56,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="the newest page is not counted by itself",
-        file="kvpolicy/selectors/_pages.py",
+        file="kvpolicy/selectors/kvcrush.py",
         old="return (1 - (1 - tokens) // page) * page if page else tokens",
         new="return -(-tokens // page) * page if page else tokens",
         tests=("tests/conformance/test_options.py", "tests/test_policy.py"),
     ),
     Mutation(
         name="a page that fits exactly is left out",
-        file="kvpolicy/selectors/_pages.py",
+        file="kvpolicy/selectors/kvcrush.py",
         old="cumsum(-1) <= capacity[:, None, None]",
         new="cumsum(-1) < capacity[:, None, None]",
         tests=("tests/conformance/test_options.py",),
@@ -207,7 +207,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="page sums count what must be kept as nothing",
-        file="kvpolicy/selectors/_pages.py",
+        file="kvpolicy/selectors/kvcrush.py",
         old="total((priority == torch.inf).float()) > 0",
         new="total((priority == torch.inf).float()) > 1",
         tests=("tests/conformance/test_options.py",),

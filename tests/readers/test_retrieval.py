@@ -9,8 +9,8 @@ import torch
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, Retrieval
-from kvpolicy.readers import _clusters, retrieval
-from kvpolicy.readers._clusters import k_means, mean_by_cluster, nearest
+from kvpolicy.readers import retrieval
+from kvpolicy.readers.retrieval import k_means, mean_by_cluster, nearest
 from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw
 from tests.reference.readers.retrieval import belongs
 from tests.reference.readers.retrieval import k_means as slow_k_means
@@ -84,7 +84,7 @@ def test_products_are_looked_at_in_tiles(monkeypatch: pytest.MonkeyPatch) -> Non
     keys, directions = (torch.randn(2, 2, n, DIM, generator=generator) for n in (33, 5))
     used = torch.rand(2, 2, 5, generator=generator) < 0.7
     whole = nearest(keys, directions, used)
-    monkeypatch.setattr(_clusters, "_TILE", 40)
+    monkeypatch.setattr(retrieval, "_TILE", 40)
     assert torch.equal(nearest(keys, directions, used), whole)
     for row, head, key in ((0, 0, 3), (1, 1, 32)):
         there = [d if u else [0.0] * DIM for d, u in zip(directions[row, head].tolist(), used[row, head], strict=True)]
@@ -107,7 +107,7 @@ def test_long_prompts_are_clustered_in_segments(
     cluster: Any, long: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each segment as if it were alone; and the index has room for all clusters that any shorter row may need."""
-    monkeypatch.setattr(_clusters, "SEGMENT", 8)
+    monkeypatch.setattr(retrieval, "SEGMENT", 8)
     monkeypatch.setattr(retrieval, "SEGMENT", 8)
     monkeypatch.setattr(retrieval, "LONG", long)
     monkeypatch.setattr("kvpolicy.readers._common.LONG", long)

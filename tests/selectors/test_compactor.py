@@ -12,8 +12,7 @@ import kvpolicy
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.protocols import View
 from kvpolicy.selectors._blocks import BlockAttention
-from kvpolicy.selectors._leverage import key_leverage, leverage, projection
-from kvpolicy.selectors.compactor import Compactor
+from kvpolicy.selectors.compactor import Compactor, key_leverage, leverage, projection
 from kvpolicy.statistics import Candidates, Results, UnrotatedKeys, Vectors
 from kvpolicy.testing import check_cache
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError

@@ -11,7 +11,7 @@ import torch
 from kvpolicy import H2O, KeyDiff, KVCrush
 from kvpolicy.protocols import View
 from kvpolicy.selectors._crush import anchor_bits, distances, representatives, signatures, top_mask
-from kvpolicy.selectors._pages import Pages, best_pages, min_page_tokens
+from kvpolicy.selectors.kvcrush import Pages, best_pages, min_page_tokens
 from kvpolicy.statistics import AttentionSum, Results
 from tests.conformance.bench import Bench, draw
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvpolicy import KVPolicyError, Policy
-from kvpolicy.selectors import _redundancy
-from kvpolicy.selectors._redundancy import mean_cosines
+from kvpolicy.selectors import rkv
+from kvpolicy.selectors.rkv import mean_cosines
 from tests.conformance.bench import Bench, draw, padding
 
 
@@ -26,7 +26,7 @@ def test_the_latest_of_repeated_tokens_is_kept() -> None:
 
 @pytest.mark.parametrize("tile", [1, 1 << 20])
 def test_mean_cosines_in_tiles(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_redundancy, "TILE_ELEMENTS", tile)
+    monkeypatch.setattr(rkv, "TILE_ELEMENTS", tile)
     keys = torch.randn(2, 3, 40, 4, generator=torch.Generator().manual_seed(0))
     valid = torch.ones(2, 3, 40, dtype=torch.bool)
     valid[1, :, :11] = False

@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 
 from kvpolicy import registry
-from kvpolicy.allocators.kmeans import top_group
+from kvpolicy.allocators.squeeze import top_group
 from kvpolicy_eval.pictures.scene import BUDGET, cosines, kept, scene
 from kvpolicy_eval.pictures.style import BLUE, GREY, ORANGE, Draw, blank
 
