@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from kvpolicy.statistics import (
     RecentQueries,
     ReplayedRows,
     Results,
+    Statistic,
     Vectors,
     union,
 )
@@ -67,7 +70,7 @@ def test_results_are_found_by_class() -> None:
 
 
 def test_what_is_found_later_does_not_change_results() -> None:
-    found = {AttentionSum: torch.ones(1)}
+    found: dict[type[Statistic[Any]], Any] = {AttentionSum: torch.ones(1)}
     seen = Results(found)
     found.clear()
     assert AttentionSum in seen
