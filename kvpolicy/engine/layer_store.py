@@ -18,6 +18,7 @@ from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.link import StepBytes
 from kvpolicy.engine.page_geometry import PageGeometry
+from kvpolicy.engine.pages import of_pages
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics, note_queries, see_prompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
@@ -339,7 +340,10 @@ class LayerStore:
         layer.link.stop()
         if layer.undo is not None:
             layer.undo.end()
-        token = new_token(self.spec, q, k, v, position[:, 0], layer.score_inputs(forward))
+        scores = layer.score_inputs(forward)
+        if scores is not None and tensors.pages is not None:  # states lie in pages, each of one head
+            scores = of_pages(scores.expand(-1, k.shape[1], -1), tensors.paged().owner)
+        token = new_token(self.spec, q, k, v, position[:, 0], scores)
         return out, Step(token, valid, view, weights if self.spec.step_attention else None)
 
     def read(self, q: Tensor, transform: ScoreTransform, step: Step) -> tuple[Tensor, Step]:

@@ -97,6 +97,12 @@ def owned_by(owner: Tensor, heads: int) -> Tensor:
     return owner[:, None] == torch.arange(heads, device=owner.device)[:, None]
 
 
+def of_pages(of_heads: Tensor, owner: Tensor) -> Tensor:
+    """Numbers of heads [B, H, n] for each page of their owners [B, NB], [B, NB, n]; of an unused page, any."""
+    index = owner.clamp_max(of_heads.shape[1] - 1)[..., None]
+    return of_heads.gather(1, index.expand(-1, -1, of_heads.shape[-1]))
+
+
 def head_slots(counts: Tensor, owner: Tensor, size: int) -> Tensor:
     """The rank of each slot among the slots of its head, [B, NB, P] int64, where pages stand head by head.
 

@@ -59,7 +59,8 @@ class NewToken(NamedTuple):
         value: [B, H, 1, D].
         query: Its queries as attention takes them, [B, H, G, D].
         plain_query: Its queries without their rotation, [B, H, G, D] fp32; None unless `Moments` are asked for.
-        scores: Its scores by the input of the layer, [B, H or 1, 1] fp32; None unless `InputScores` are asked for.
+        scores: Its scores by the input of the layer, [B, H or 1, 1] fp32, or [B, pages, 1] where states lie in pages of
+            single heads; None unless `InputScores` are asked for.
     """
 
     key: Tensor
