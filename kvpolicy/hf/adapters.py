@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.protocols import DecodeMode, Forward, Needs, Scored, Scores, Seen, State, View
-from kvpolicy.selectors._common import keep_always
+from kvpolicy.selectors.common import keep_always
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
 from kvpolicy.text.validation import check_fields, check_instance
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import gather_slots
-from kvpolicy.mergers._common import group_rows, target_of, tiles
+from kvpolicy.mergers.common import group_rows, target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, Needs, State, Tokens
 from kvpolicy.text.strategy import between, least, strategy
 

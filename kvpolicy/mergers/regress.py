@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpolicy.mergers._common import group_rows
+from kvpolicy.mergers.common import group_rows
 from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, Needs, Replay, State
 from kvpolicy.text.strategy import between, least, strategy
 

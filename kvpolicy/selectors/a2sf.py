@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import Decay, DecodeMode, Needs, Scored, Scores, Seen, State, View
-from kvpolicy.selectors._common import group_mean, keep_always
+from kvpolicy.selectors.common import group_mean, keep_always
 from kvpolicy.text.strategy import least, strategy, where
 
 NEGLIGIBLE = 1e-7

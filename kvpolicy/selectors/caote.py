@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import HeadShape, Needs, Reranks, Seen, Selector, State, View, alloc_state, scoped
-from kvpolicy.selectors._base import Wrapper, attention_of, check_attention_base
-from kvpolicy.selectors._common import keep_always, shares
+from kvpolicy.selectors.base import Wrapper, attention_of, check_attention_base
+from kvpolicy.selectors.common import keep_always, shares
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.text.strategy import checked, least, strategy
 

@@ -20,8 +20,8 @@ from kvpolicy.protocols import (
     alloc_state,
     scoped,
 )
-from kvpolicy.selectors._base import Wrapper, check_base
-from kvpolicy.selectors._common import keep_always, position_sums
+from kvpolicy.selectors.base import Wrapper, check_base
+from kvpolicy.selectors.common import keep_always, position_sums
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.text.strategy import checked, least, strategy
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.products import lengths
 from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
-from kvpolicy.selectors._common import first_tokens, group_mean, keep_always
+from kvpolicy.selectors.common import first_tokens, group_mean, keep_always
 from kvpolicy.text.strategy import AutoFloat, between, least, strategy
 
 _TILE = 512

@@ -20,7 +20,7 @@ from kvpolicy.protocols import (
     View,
     scoped,
 )
-from kvpolicy.selectors._common import keep_always, unranked_first
+from kvpolicy.selectors.common import keep_always, unranked_first
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import finite, least, strategy
 

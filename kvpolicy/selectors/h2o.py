@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
-from kvpolicy.selectors._common import group_mean, keep_always, recent_tokens
+from kvpolicy.selectors.common import group_mean, keep_always, recent_tokens
 from kvpolicy.text.strategy import between, strategy
 
 

@@ -20,8 +20,8 @@ from kvpolicy.protocols import (
     alloc_state,
     joint_decode,
 )
-from kvpolicy.selectors._base import Wrapper, check_base
-from kvpolicy.selectors._crush import (
+from kvpolicy.selectors.base import Wrapper, check_base
+from kvpolicy.selectors.crush import (
     Anchor,
     Buckets,
     Pick,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
-from kvpolicy.selectors._once import OnceScored, none_scored, priority_of, unscored, with_scores
+from kvpolicy.selectors.once import OnceScored, none_scored, priority_of, unscored, with_scores
 from kvpolicy.text.strategy import least, strategy
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import Seen, View
-from kvpolicy.selectors._once import OnceScored, none_scored
 from kvpolicy.selectors.cur import CUR
 from kvpolicy.selectors.lagkv import LagKV
+from kvpolicy.selectors.once import OnceScored, none_scored
 from tests.conformance.bench import Bench, draw, padding
 
 KEYS = [[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.0, 0.9]]
