@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from kvpolicy.allocators.zigzag import ZigZagKV as ZigZagKV
     from kvpolicy.calibration.layer_profile import profile as profile
     from kvpolicy.codecs.bfp import BFP as BFP
-    from kvpolicy.codecs.csr import CSR as CSR
+    from kvpolicy.codecs.csr.csr import CSR as CSR
     from kvpolicy.codecs.gear import GEAR as GEAR
     from kvpolicy.codecs.kivi import KIVI as KIVI
     from kvpolicy.codecs.kvquant import KVQuant as KVQuant
-    from kvpolicy.codecs.lowrank import LowRank as LowRank
+    from kvpolicy.codecs.lowrank.lowrank import LowRank as LowRank
     from kvpolicy.codecs.mikv import MiKV as MiKV
     from kvpolicy.codecs.minicache import MiniCache as MiniCache
     from kvpolicy.codecs.plain import Plain as Plain

@@ -4,12 +4,12 @@
 Those for codecs do not synchronize with the host, and they are traced without graph breaks.
 """
 
-from kvpolicy.codecs._common import SingleStage as SingleStage
-from kvpolicy.codecs._common import mix_by_chunks as mix_by_chunks
-from kvpolicy.codecs._common import ordinary_layout as ordinary_layout
-from kvpolicy.codecs._common import put as put
-from kvpolicy.codecs._common import score_by_chunks as score_by_chunks
-from kvpolicy.codecs._common import take as take
+from kvpolicy.codecs.common import SingleStage as SingleStage
+from kvpolicy.codecs.common import mix_by_chunks as mix_by_chunks
+from kvpolicy.codecs.common import ordinary_layout as ordinary_layout
+from kvpolicy.codecs.common import put as put
+from kvpolicy.codecs.common import score_by_chunks as score_by_chunks
+from kvpolicy.codecs.common import take as take
 from kvpolicy.text.arguments import named_options as named_options
 from kvpolicy.text.budget import waterfill as waterfill
 from kvpolicy.text.strategy import between as between

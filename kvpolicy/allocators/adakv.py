@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators._heads import divide_pages, sorted_by_head
+from kvpolicy.allocators.heads import divide_pages, sorted_by_head
 from kvpolicy.protocols import HeadAllocator, HeadRequest
 from kvpolicy.text.strategy import between, strategy
 

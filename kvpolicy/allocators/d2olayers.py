@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators._attention import (
+from kvpolicy.allocators.attention import (
     ByAttention,
     bounds_in_proportion,
     divide_in_proportion,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.allocators._attention import ByAttention, before_window, check_odd, divide_in_proportion
+from kvpolicy.allocators.attention import ByAttention, before_window, check_odd, divide_in_proportion
 from kvpolicy.protocols import AttentionNeeds, HeadAllocator, LayerAttention
 from kvpolicy.text.strategy import checked, least, strategy
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.allocators._attention import (
+from kvpolicy.allocators.attention import (
     ByAttention,
     bounds_in_proportion,
     check_odd,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpolicy.allocators._attention import (
+from kvpolicy.allocators.attention import (
     ByAttention,
     bounds_in_proportion,
     divide_in_proportion,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators._attention import ByAttention, divide_in_proportion
+from kvpolicy.allocators.attention import ByAttention, divide_in_proportion
 from kvpolicy.protocols import AttentionNeeds, Guarantee, HeadAllocator, LayerAttention, LayerBounds
 from kvpolicy.text.strategy import fraction, least, strategy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpolicy.allocators._curves import cut_curves
+from kvpolicy.allocators.curves import cut_curves
 from kvpolicy.protocols import Allocator, HeadAllocator, LayerMetric
 from kvpolicy.text.strategy import strategy
 

@@ -21,7 +21,7 @@ from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.identity import identity
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import ReaderTraits
-from kvpolicy.readers._common import TokenReader
+from kvpolicy.readers.common import TokenReader
 from kvpolicy.readers.labels import METHOD, DoubleSparsity
 from kvpolicy.text.errors import KVPolicyError
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.listener import check_finite
-from kvpolicy.codecs._dictionaries import key_dictionary
+from kvpolicy.codecs.csr.dictionaries import key_dictionary
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.config_swap import configs_of

@@ -22,7 +22,7 @@ from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.grouping import Directions, divergence, group_layers, parse_groups
 from kvpolicy.calibration.progress import Progress
 from kvpolicy.codecs import _files
-from kvpolicy.codecs._dictionaries import FILE_KEY_SPACES, value_dictionary
+from kvpolicy.codecs.csr.dictionaries import FILE_KEY_SPACES, value_dictionary
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvpolicy.calibration.dictionary import Training
-from kvpolicy.codecs._dictionaries import FILE_KEY_SPACES
+from kvpolicy.codecs.csr.dictionaries import FILE_KEY_SPACES
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.parameters import check_min
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._pursuit import pursue
-from kvpolicy.codecs._sparse import Dictionary
+from kvpolicy.codecs.csr.pursuit import pursue
+from kvpolicy.codecs.csr.sparse import Dictionary
 
 _MEMORY = 0.97
 """Weight of the earlier batches in the running mean: about the last 33 count."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.calibration.curvature import Codes, Curvature
-from kvpolicy.codecs._sparse import unit
+from kvpolicy.codecs.csr.sparse import unit
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.parameters import check_min
 

@@ -14,7 +14,7 @@ from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.csr_options import Dictionaries, atoms_of, check_chunks
 from kvpolicy.calibration.curvature import Curvature
 from kvpolicy.calibration.dictionary import INIT_VECTORS, check_enough, improved, start
-from kvpolicy.codecs._sparse import unit
+from kvpolicy.codecs.csr.sparse import unit
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 

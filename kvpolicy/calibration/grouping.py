@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._sparse import unit
+from kvpolicy.codecs.csr.sparse import unit
 from kvpolicy.text.errors import KVPolicyError
 
 

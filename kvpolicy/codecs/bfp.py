@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import (
+from kvpolicy.codecs.buffer import buffer_sizes
+from kvpolicy.codecs.common import (
     ENCODED_AT_ONCE,
     TwoSides,
     is_empty_head,
@@ -20,7 +20,7 @@ from kvpolicy.codecs._common import (
     take,
     token_ranges,
 )
-from kvpolicy.codecs._uniform import FP16, is_fused, mix_fused, score_fused
+from kvpolicy.codecs.uniform import FP16, is_fused, mix_fused, score_fused
 from kvpolicy.kernels.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.text.errors import KVPolicyError

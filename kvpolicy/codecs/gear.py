@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._blocks import Blocks, blocks_of
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import SingleStage, mix_by_chunks, score_by_chunks, take, to_groups
-from kvpolicy.codecs._outliers import bounds, extremes, fill, index_dtype, outliers_per_side
-from kvpolicy.codecs._uniform import FP16, dequantize, encode, is_fused, largest_divisor, quantize, scale_and_zero
+from kvpolicy.codecs.blocks import Blocks, blocks_of
+from kvpolicy.codecs.buffer import buffer_sizes
+from kvpolicy.codecs.common import SingleStage, mix_by_chunks, score_by_chunks, take, to_groups
+from kvpolicy.codecs.outliers import bounds, extremes, fill, index_dtype, outliers_per_side
+from kvpolicy.codecs.uniform import FP16, dequantize, encode, is_fused, largest_divisor, quantize, scale_and_zero
 from kvpolicy.kernels.compiled import apart, call, widen_on_cpu
 from kvpolicy.kernels.fused_elements import UNROLLED, mix_elements, replace_channels, score_elements
 from kvpolicy.kernels.fused_read import channel_group_parts

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._blocks import Blocks, blocks_of
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import TwoSides, mix_by_chunks, put, score_by_chunks, take, to_groups
-from kvpolicy.codecs._uniform import (
+from kvpolicy.codecs.blocks import Blocks, blocks_of
+from kvpolicy.codecs.buffer import buffer_sizes
+from kvpolicy.codecs.common import TwoSides, mix_by_chunks, put, score_by_chunks, take, to_groups
+from kvpolicy.codecs.uniform import (
     dequantize,
     encode,
     is_fused,

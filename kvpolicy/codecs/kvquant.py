@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs import _files
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import SingleStage, add_rest, mix_by_chunks, put, score_by_chunks, take
-from kvpolicy.codecs._outliers import index_dtype, largest
-from kvpolicy.codecs._uniform import is_fused
+from kvpolicy.codecs.buffer import buffer_sizes
+from kvpolicy.codecs.common import SingleStage, add_rest, mix_by_chunks, put, score_by_chunks, take
+from kvpolicy.codecs.outliers import index_dtype, largest
+from kvpolicy.codecs.uniform import is_fused
 from kvpolicy.kernels.compiled import call, widen_on_cpu
 from kvpolicy.kernels.fused_elements import UNROLLED, decode_levels, mix_levels
 from kvpolicy.kernels.fused_read import in_blocks

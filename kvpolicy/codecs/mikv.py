@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take
-from kvpolicy.codecs._uniform import (
+from kvpolicy.codecs.buffer import buffer_sizes
+from kvpolicy.codecs.common import mix_by_chunks, put, score_by_chunks, take
+from kvpolicy.codecs.uniform import (
     FP16,
     channel_absmax,
     dequantize,

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import ENCODED_AT_ONCE, SingleStage, chunks, put, take
-from kvpolicy.codecs._uniform import FP16
+from kvpolicy.codecs.buffer import buffer_sizes
+from kvpolicy.codecs.common import ENCODED_AT_ONCE, SingleStage, chunks, put, take
 from kvpolicy.codecs.plain import Plain
+from kvpolicy.codecs.uniform import FP16
 from kvpolicy.kernels.products import matmul, products
 from kvpolicy.protocols import At, Codec, Layout, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import (
+from kvpolicy.codecs.buffer import buffer_sizes
+from kvpolicy.codecs.common import (
     SingleStage,
     is_empty_head,
     mix_by_chunks,
@@ -16,8 +16,8 @@ from kvpolicy.codecs._common import (
     score_by_chunks,
     take,
 )
-from kvpolicy.codecs._rotation import mix, mixing, unmix
-from kvpolicy.codecs._uniform import FP16, is_fused, largest_divisor, mix_fused
+from kvpolicy.codecs.rotation import mix, mixing, unmix
+from kvpolicy.codecs.uniform import FP16, is_fused, largest_divisor, mix_fused
 from kvpolicy.kernels.compiled import call, widen
 from kvpolicy.kernels.fused_read import decode_channel_groups
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack_float

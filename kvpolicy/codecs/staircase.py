@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvpolicy.codecs._buffer import buffer_sizes
+from kvpolicy.codecs.buffer import buffer_sizes
 from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.protocols import Codec, Layout, ModelInfo, Stage, Traits
 from kvpolicy.text.errors import KVPolicyError

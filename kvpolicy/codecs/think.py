@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._base import check_base, inner_of, keys_of, keys_only, values_of, values_only, wrapper_traits
-from kvpolicy.codecs._common import SingleStage, is_empty_head, sum_tokens
-from kvpolicy.codecs._uniform import FP16
+from kvpolicy.codecs.base import check_base, inner_of, keys_of, keys_only, values_of, values_only, wrapper_traits
+from kvpolicy.codecs.common import SingleStage, is_empty_head, sum_tokens
 from kvpolicy.codecs.plain import Plain
+from kvpolicy.codecs.uniform import FP16
 from kvpolicy.protocols import At, Codec, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, between, checked, least, strategy

@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs import _e4m3
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import (
+from kvpolicy.codecs import e4m3
+from kvpolicy.codecs.buffer import buffer_sizes
+from kvpolicy.codecs.common import (
     ENCODED_AT_ONCE,
     TwoSides,
     is_empty_head,
@@ -20,7 +20,7 @@ from kvpolicy.codecs._common import (
     take,
     token_ranges,
 )
-from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize, score_fused
+from kvpolicy.codecs.uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize, score_fused
 from kvpolicy.kernels.compiled import widen
 from kvpolicy.kernels.packing import packed_width, round_to_half
 from kvpolicy.protocols import At, RotaryView, StageStore, Traits
@@ -170,7 +170,7 @@ class TokenWise(TwoSides):
         queries = queries.float()
         scaled = queries * widen(codes.channel_scale) if self.normalize else queries
         if self.bits == "fp8":
-            scores = _e4m3.score_fused(codes.keys, codes.key_scale, scaled)
+            scores = e4m3.score_fused(codes.keys, codes.key_scale, scaled)
         else:
             scores = score_fused(codes.keys, codes.key_scale, codes.key_zero, scaled, self.bits)
         return scores + (queries * widen(codes.channel_zero)).sum(-1, keepdim=True) if self.normalize else scores
@@ -180,7 +180,7 @@ class TokenWise(TwoSides):
         if not self._is_fused(codes.values, codes.channel_scale.shape[-1], store.page_slots):
             return mix_by_chunks(self.values, store, weights)
         if self.bits == "fp8":
-            return _e4m3.mix_fused(codes.values, codes.value_scale, weights)
+            return e4m3.mix_fused(codes.values, codes.value_scale, weights)
         return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)
 
     def _put(self, targets: tuple[Tensor, Tensor, Tensor], x: Tensor, slots: Tensor, write_mask: Tensor) -> None:
@@ -201,7 +201,7 @@ class TokenWise(TwoSides):
         size = x.shape[-1] // groups
         if self.bits != "fp8":
             return quantize(x, self.bits, size)
-        code, scale = _e4m3.quantize(x, size)
+        code, scale = e4m3.quantize(x, size)
         return code, scale, scale[..., :0]
 
     def _decode(self, codes: Tensor, scale: Tensor, zero: Tensor, at: At, head_dim: int) -> Tensor:
@@ -209,7 +209,7 @@ class TokenWise(TwoSides):
         scale = take(scale, at)
         if self.bits != "fp8":
             return dequantize(codes, scale, take(zero, at), self.bits, head_dim)
-        return _e4m3.dequantize(codes, scale)
+        return e4m3.dequantize(codes, scale)
 
 
 def _fit(codes: TokenWiseCodes, keys: Tensor, write_mask: Tensor, occupied: Tensor) -> None:

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import (
+from kvpolicy.codecs.buffer import buffer_sizes
+from kvpolicy.codecs.common import (
     ENCODED_AT_ONCE,
     TwoSides,
     mix_by_chunks,
@@ -21,8 +21,8 @@ from kvpolicy.codecs._common import (
     take,
     token_ranges,
 )
-from kvpolicy.codecs._rotation import constant, constant_result, mix, mixing, unmix
-from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize
+from kvpolicy.codecs.rotation import constant, constant_result, mix, mixing, unmix
+from kvpolicy.codecs.uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize
 from kvpolicy.kernels.compiled import call, widen
 from kvpolicy.kernels.fused_elements import score_levels
 from kvpolicy.kernels.packing import pack, packed_width, unpack

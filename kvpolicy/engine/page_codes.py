@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import CHUNK_SLOTS, MAX_CHUNKS
+from kvpolicy.codecs.common import CHUNK_SLOTS, MAX_CHUNKS
 from kvpolicy.engine.pages import PageTable, for_pages
 from kvpolicy.kernels.compiled import is_compiled
 from kvpolicy.protocols import Calibration, Codec, Codes, Stage, StageStore

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import token_ranges
+from kvpolicy.codecs.common import token_ranges
 from kvpolicy.engine.page_codes import by_field, encode
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.protocols import Calibration, Codec, Codes, StageStore

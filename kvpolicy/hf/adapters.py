@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors._common import keep_always
+from kvpolicy.selectors.common import keep_always
 from kvpolicy.statistics import Forward, ModuleCall, Results, Statistic, Vectors
 from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpolicy.codecs._apart import is_divisible
+from kvpolicy.codecs.apart import is_divisible
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Candidates, LayerShape, Merger
 from kvpolicy.statistics import RecentQueries, ReplayedRows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvpolicy.kernels.products import lengths
-from kvpolicy.mergers._common import tiles
+from kvpolicy.mergers.common import tiles
 from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, State
 from kvpolicy.text.strategy import between, strategy
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import gather_slots
-from kvpolicy.mergers._common import target_of, tiles
+from kvpolicy.mergers.common import target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, Tokens
 from kvpolicy.text.strategy import between, strategy
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import gather_slots
-from kvpolicy.mergers._common import target_of, tiles
+from kvpolicy.mergers.common import target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
 from kvpolicy.text.strategy import strategy
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import gather_slots
-from kvpolicy.mergers._common import group_rows, target_of, tiles
+from kvpolicy.mergers.common import group_rows, target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
 from kvpolicy.statistics import RecentQueries, Statistic
 from kvpolicy.text.strategy import between, least, strategy

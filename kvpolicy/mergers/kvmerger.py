@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import gather_slots
-from kvpolicy.mergers._common import Nearest, Tile, tiles, unit
+from kvpolicy.mergers.common import Nearest, Tile, tiles, unit
 from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, State
 from kvpolicy.text.strategy import between, strategy
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from kvpolicy.kernels.slot_writes import gather_slots
-from kvpolicy.mergers._common import target_of, tiles
+from kvpolicy.mergers.common import target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
 from kvpolicy.text.strategy import between, strategy
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvpolicy.mergers._common import group_rows
+from kvpolicy.mergers.common import group_rows
 from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, State
 from kvpolicy.statistics import RecentQueries, Replay, ReplayedRows, Statistic
 from kvpolicy.text.strategy import between, least, strategy

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import gather_slots
-from kvpolicy.mergers._common import Nearest, tiles
+from kvpolicy.mergers.common import Nearest, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
 from kvpolicy.text.strategy import between, strategy
 

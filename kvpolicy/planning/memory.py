@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from kvpolicy.codecs._apart import sized_for
+from kvpolicy.codecs.apart import sized_for
 from kvpolicy.engine.geometry import step_bytes
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_group import LayerGroup

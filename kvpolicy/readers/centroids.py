@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import Estimated, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, amount, page_means, slots_of_page
+from kvpolicy.readers.common import Amount, TokenReader, amount, page_means, slots_of_page
 from kvpolicy.text.strategy import AutoInt, least, strategy
 
 

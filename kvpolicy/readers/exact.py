@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kvpolicy.protocols import Index, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, amount
+from kvpolicy.readers.common import Amount, TokenReader, amount
 from kvpolicy.text.strategy import least, strategy
 
 

@@ -13,7 +13,7 @@ from kvpolicy.kernels.in_memory import in_memory
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ALL_HEADS, ModelInfo, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, amount
+from kvpolicy.readers.common import Amount, TokenReader, amount
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, least, strategy, where
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs import _files, _projection
-from kvpolicy.codecs._projection import Basis
+from kvpolicy.codecs import _files, projection
+from kvpolicy.codecs.projection import Basis
 from kvpolicy.kernels.in_memory import in_memory
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ALL_HEADS, ModelInfo, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, amount
+from kvpolicy.readers.common import Amount, TokenReader, amount
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, least, strategy, tiny_or
 
@@ -96,7 +96,7 @@ class Loki(TokenReader):
             )
         _files.check_model(_files.load(self.calibration, METHOD), self.calibration, model)
         for layer_idx in model.indices:
-            heads, width = _projection.shape_of(Basis(self.calibration), layer_idx)
+            heads, width = projection.shape_of(Basis(self.calibration), layer_idx)
             if heads not in (1, model.heads) or width != model.head_dim:
                 raise KVPolicyError(
                     f"The calibration {self.calibration!r} must be for {model.heads} KV heads of dimension "
@@ -106,9 +106,9 @@ class Loki(TokenReader):
 
     def load_basis(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Tensor:
         """The principal components of the keys of a layer; see `LoadsBasis`."""
-        _, head_dim = _projection.shape_of(Basis(self.calibration), layer_idx)
+        _, head_dim = projection.shape_of(Basis(self.calibration), layer_idx)
         rank = self._width(head_dim)
-        return _projection.of_keys(Basis(self.calibration), rank, layer_idx, device, heads).encode[0]
+        return projection.of_keys(Basis(self.calibration), rank, layer_idx, device, heads).encode[0]
 
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ReaderTraits
-from kvpolicy.readers._common import LONG, Amount, TokenReader, amount, slots_of_page
+from kvpolicy.readers.common import LONG, Amount, TokenReader, amount, slots_of_page
 from kvpolicy.text.strategy import AutoInt, least, strategy
 
 SEGMENT = 8192

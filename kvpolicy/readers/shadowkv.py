@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.kernels.products import coordinates, of_tokens, thin_products
 from kvpolicy.kernels.slot_writes import flat_slots, write_slots
 from kvpolicy.protocols import ModelInfo, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, amount, page_means
+from kvpolicy.readers.common import Amount, TokenReader, amount, page_means
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, least, strategy
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import Estimated, ModelInfo, Products, ReaderTraits
-from kvpolicy.readers._common import Amount, TokenReader, amount
+from kvpolicy.readers.common import Amount, TokenReader, amount
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, least, strategy
 

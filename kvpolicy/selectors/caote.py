@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Reranks, Selector, State, View, rerank_every, scoped
-from kvpolicy.selectors._base import Wrapper, attention_of, check_attention_base
-from kvpolicy.selectors._common import keep_always, shares
+from kvpolicy.selectors.base import Wrapper, attention_of, check_attention_base
+from kvpolicy.selectors.common import keep_always, shares
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.statistics import Results, Statistic, Vectors, union
 from kvpolicy.text.strategy import checked, least, strategy

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, HoldsAttention, Reranks, Selector, State, View, scoped
-from kvpolicy.selectors._base import Wrapper, check_base
-from kvpolicy.selectors._common import keep_always, position_sums
+from kvpolicy.selectors.base import Wrapper, check_base
+from kvpolicy.selectors.common import keep_always, position_sums
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.statistics import Results, Statistic
 from kvpolicy.text.strategy import checked, least, strategy

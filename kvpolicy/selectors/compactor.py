@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvpolicy.kernels.products import lengths
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
-from kvpolicy.selectors._blocks import BlockAttention
-from kvpolicy.selectors._common import first_tokens, group_mean, keep_always
+from kvpolicy.selectors.blocks import BlockAttention
+from kvpolicy.selectors.common import first_tokens, group_mean, keep_always
 from kvpolicy.statistics import Results, Statistic, UnrotatedKeys, Vectors
 from kvpolicy.text.strategy import AutoFloat, between, least, strategy
 

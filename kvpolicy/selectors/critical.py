@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Reranks, Selector, State, View, scoped
-from kvpolicy.selectors._base import Wrapper, attention_of, check_attention_base
-from kvpolicy.selectors._common import keep_always, mean_output_norm, shares
-from kvpolicy.selectors._crush import top_mask
+from kvpolicy.selectors.base import Wrapper, attention_of, check_attention_base
+from kvpolicy.selectors.common import keep_always, mean_output_norm, shares
+from kvpolicy.selectors.crush import top_mask
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.statistics import OutputNorms, Results, Statistic, union
 from kvpolicy.text.strategy import between, checked, finite, strategy

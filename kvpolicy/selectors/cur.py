@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
-from kvpolicy.selectors._once import OnceScored, none_scored, priority_of, unscored, with_scores
+from kvpolicy.selectors.once import OnceScored, none_scored, priority_of, unscored, with_scores
 from kvpolicy.statistics import Results, Statistic, Vectors
 from kvpolicy.text.strategy import least, strategy
 

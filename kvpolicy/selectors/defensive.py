@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors._common import head_sum, keep_always, mean_output_norm
+from kvpolicy.selectors.common import head_sum, keep_always, mean_output_norm
 from kvpolicy.statistics import OutputNorms, RecentQueries, Results, Statistic
 from kvpolicy.text.strategy import between, least, odd, strategy
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors._common import keep_always
+from kvpolicy.selectors.common import keep_always
 from kvpolicy.statistics import RecentQueries, Results, Statistic, Vectors
 from kvpolicy.text.strategy import least, odd, strategy
 

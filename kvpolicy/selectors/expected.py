@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpolicy.kernels.products import lengths
 from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
-from kvpolicy.selectors._common import keep_always, unranked_first
+from kvpolicy.selectors.common import keep_always, unranked_first
 from kvpolicy.statistics import Candidates, Moments, QueryMoments, Results, Rotation, Statistic, Vectors
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import finite, least, strategy

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors._common import group_mean, keep_always, recent_tokens
+from kvpolicy.selectors.common import group_mean, keep_always, recent_tokens
 from kvpolicy.statistics import AttentionSum, GeneratedAttention, Results, Statistic
 from kvpolicy.text.strategy import between, strategy
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
-from kvpolicy.selectors._common import keep_always
+from kvpolicy.selectors.common import keep_always
 from kvpolicy.statistics import Results, Statistic, Vectors
 from kvpolicy.text.strategy import least, strategy
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.draws import exponentials, mixed
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Ranks, Selector, State, View, scoped
-from kvpolicy.selectors._common import group_mean, keep_always, recent_tokens
+from kvpolicy.selectors.common import group_mean, keep_always, recent_tokens
 from kvpolicy.statistics import AttentionRows, GeneratedAttention, ReducedRows, Results, Statistic
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import between, least, strategy

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Reranks, Selector, State, View, joint_decode
-from kvpolicy.selectors._base import Wrapper, check_base
-from kvpolicy.selectors._crush import (
+from kvpolicy.selectors.base import Wrapper, check_base
+from kvpolicy.selectors.crush import (
     Anchor,
     Buckets,
     Pick,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import ALL_HEADS, DecodeMode, ModelInfo, Scored, Scores, State, View
-from kvpolicy.selectors._common import keep_always
+from kvpolicy.selectors.common import keep_always
 from kvpolicy.selectors.gate_files import LayerGate, check_gates, load_gates
 from kvpolicy.statistics import InputScores, Results, Statistic
 from kvpolicy.text.strategy import least, strategy, tiny_or

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
-from kvpolicy.selectors._common import by_position, first_tokens, keep_always
+from kvpolicy.selectors.common import by_position, first_tokens, keep_always
 from kvpolicy.statistics import Replay, Results, Statistic
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.strategy import least, strategy

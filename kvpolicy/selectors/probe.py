@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Scored, State, View
-from kvpolicy.selectors._common import group_mean, keep_always
+from kvpolicy.selectors.common import group_mean, keep_always
 from kvpolicy.statistics import Coming, Context, GeneratedAttention, Results, Statistic, WindowStatistic
 from kvpolicy.statistics.statistic import by_head
 from kvpolicy.statistics.windows import QueryWindow

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors._common import group_mean, keep_always
+from kvpolicy.selectors.common import group_mean, keep_always
 from kvpolicy.statistics import Context, GeneratedAttention, NewestWindow, Results, Statistic
 from kvpolicy.statistics.windows import Past, QueryWindow
 from kvpolicy.text.strategy import least, strategy

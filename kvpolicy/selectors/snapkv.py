@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors._common import group_mean, keep_always
+from kvpolicy.selectors.common import group_mean, keep_always
 from kvpolicy.statistics import RecentQueries, Results, Statistic
 from kvpolicy.text.strategy import least, odd, strategy
 

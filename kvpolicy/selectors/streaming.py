@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Selector, State, View
-from kvpolicy.selectors._common import by_position, keep_always
+from kvpolicy.selectors.common import by_position, keep_always
 from kvpolicy.text.strategy import least, strategy
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, ModelInfo, Selector, State, View, scoped
-from kvpolicy.selectors._common import keep_always, unranked_first
 from kvpolicy.selectors.center_files import Centers, check_centers, load_centers
+from kvpolicy.selectors.common import keep_always, unranked_first
 from kvpolicy.statistics import Results, Rotation, Statistic, Vectors
 from kvpolicy.text.strategy import least, strategy, tiny_or
 

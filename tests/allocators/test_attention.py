@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
-from kvpolicy.allocators._attention import number_reaching
+from kvpolicy.allocators.attention import number_reaching
 from kvpolicy.engine.attention import attend
 from kvpolicy.engine.layer_attention import layer_attention
 from kvpolicy.engine.layer_store import LayerStore

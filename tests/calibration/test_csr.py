@@ -17,7 +17,7 @@ import kvpolicy
 from kvpolicy.calibration import Dictionaries, Training, calibrate_csr, calibrate_kvquant, model_info
 from kvpolicy.calibration.progress import UNFINISHED, Progress
 from kvpolicy.codecs._files import TENSORS, load
-from kvpolicy.codecs.csr import CSR
+from kvpolicy.codecs.csr.csr import CSR
 from kvpolicy.codecs.kvquant import KVQuant
 
 OPTIONS = Dictionaries(

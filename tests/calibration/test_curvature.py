@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.calibration.curvature import Codes, Curvature
-from kvpolicy.codecs._sparse import unit
+from kvpolicy.codecs.csr.sparse import unit
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

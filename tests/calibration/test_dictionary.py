@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy.calibration.curvature import Codes
 from kvpolicy.calibration.dictionary import State, Training, balance, gradient, losses, relative_error, start, train
-from kvpolicy.codecs._sparse import unit
+from kvpolicy.codecs.csr.sparse import unit
 
 QUICK = Training(epochs=6, batch=64, rate=0.5, patience=6)
 
@@ -91,8 +91,8 @@ def test_the_diversity_term_stays_a_tenth_of_the_error(scale: float) -> None:
 
 def test_the_gradient_against_differences() -> None:
     """Codes are constant, so differences are of the error with the codes that were found."""
-    from kvpolicy.codecs._pursuit import pursue
-    from kvpolicy.codecs._sparse import Dictionary
+    from kvpolicy.codecs.csr.pursuit import pursue
+    from kvpolicy.codecs.csr.sparse import Dictionary
 
     x = vectors(40).double().float()
     unit_atoms = atoms()

@@ -15,9 +15,9 @@ from kvpolicy.allocators.head_files import load_heads
 from kvpolicy.calibration import model_info, read_texts, token_windows
 from kvpolicy.cli.app import main
 from kvpolicy.codecs._files import load
-from kvpolicy.codecs.csr import CSR
+from kvpolicy.codecs.csr.csr import CSR
 from kvpolicy.codecs.kvquant import KVQuant
-from kvpolicy.codecs.lowrank import LowRank
+from kvpolicy.codecs.lowrank.lowrank import LowRank
 from kvpolicy.selectors.center_files import load_centers
 from kvpolicy.selectors.filter_files import load_filters
 from kvpolicy.selectors.gate_files import load_gates

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpolicy.codecs import _uniform
+from kvpolicy.codecs import uniform
 from kvpolicy.kernels import compiled, fused_read, words
 
 
@@ -15,7 +15,7 @@ def compile_all(monkeypatch: pytest.MonkeyPatch, backend: str = "eager") -> None
     monkeypatch.setattr(compiled, "BACKEND", backend)
     monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
     monkeypatch.setattr(words, "VECTOR", 1)
-    monkeypatch.setattr(_uniform, "HAS_WIDE_VECTORS", True)
+    monkeypatch.setattr(uniform, "HAS_WIDE_VECTORS", True)
     monkeypatch.setattr(fused_read, "BLOCK", 32)
     monkeypatch.setattr(compiled, "_is_on", True)
     monkeypatch.setattr(compiled, "_failures", [])
@@ -35,9 +35,9 @@ def call_directly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     compile_all(monkeypatch)
     for module in (
         "codecs.kivi",
-        "codecs._base",
-        "codecs._e4m3",
-        "codecs._uniform",
+        "codecs.base",
+        "codecs.e4m3",
+        "codecs.uniform",
         "codecs.gear",
         "codecs.kvquant",
         "codecs.rotate",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._files import save
-from kvpolicy.codecs.csr import CSR, CSRCodes
+from kvpolicy.codecs.csr.csr import CSR, CSRCodes
 from kvpolicy.protocols import At, StageStore
 
 B = 2

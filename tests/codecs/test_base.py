@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import BFP, CSR, KIVI, Plain, TokenWise, TurboQuant
-from kvpolicy.codecs._base import Half, check_base, inner_of, keys_only, values_only
+from kvpolicy.codecs.base import Half, check_base, inner_of, keys_only, values_only
 from kvpolicy.engine.state import fields, tensors
 from kvpolicy.protocols import StageStore
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError

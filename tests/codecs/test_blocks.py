@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy import GEAR, KIVI
 from kvpolicy.codecs import gear, kivi
-from kvpolicy.codecs._blocks import Blocks, blocks_of
+from kvpolicy.codecs.blocks import Blocks, blocks_of
 from kvpolicy.protocols import StageStore
 
 SIZE = 4

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpolicy.codecs import _common
+from kvpolicy.codecs import common
 from kvpolicy.codecs.bfp import BFP
 from kvpolicy.codecs.gear import GEAR
 from kvpolicy.codecs.kivi import KIVI
@@ -23,17 +23,17 @@ from tests.sampling import each_once, product
 @pytest.mark.parametrize("groups", [0, 1, 2, 17, 100])
 def test_chunks_are_whole_groups_and_cover_every_slot_once(groups: int, group_size: int) -> None:
     slots = groups * group_size
-    found = _common.chunks(slots, group_size)
+    found = common.chunks(slots, group_size)
     assert [slot for at in found for slot in range(at.start, at.stop)] == [*range(slots)]
     assert all(at.start % group_size == 0 and at.stop % group_size == 0 for at in found)
-    assert len(found) <= _common.MAX_CHUNKS
+    assert len(found) <= common.MAX_CHUNKS
 
 
 @pytest.fixture
 def smallest_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of one group."""
-    monkeypatch.setattr(_common, "CHUNK_SLOTS", 1)
-    monkeypatch.setattr(_common, "MAX_CHUNKS", 10**6)
+    monkeypatch.setattr(common, "CHUNK_SLOTS", 1)
+    monkeypatch.setattr(common, "MAX_CHUNKS", 10**6)
 
 
 @pytest.mark.usefixtures("smallest_chunks")
@@ -83,7 +83,7 @@ def test_tokens_encoded_in_ranges_have_the_codes_of_all_at_once(
     generator = torch.Generator().manual_seed(0)
     found: list[tuple[torch.Tensor, ...]] = []
     for size in (4096, at_once):
-        monkeypatch.setattr(_common, "ENCODED_AT_ONCE", size)
+        monkeypatch.setattr(common, "ENCODED_AT_ONCE", size)
         generator.manual_seed(1)
         store = StageStore(codec.alloc(2, 2, 40, 32, "cpu"), ())
         for _ in range(2):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpolicy.codecs._rotation import constant_result
+from kvpolicy.codecs.rotation import constant_result
 
 
 def test_the_mark_is_that_of_pytorch() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._files import save
-from kvpolicy.codecs.csr import CSR, CSRCodes
+from kvpolicy.codecs.csr.csr import CSR, CSRCodes
 from kvpolicy.protocols import Codec, ModelInfo
 from tests.codecs.csr_cases import B, C, G, H, Quarter, at, made, normal, tokens, write_all, write_dictionaries
 
@@ -62,7 +62,7 @@ def test_packed_numbers_are_the_same_numbers(folder: Path) -> None:
 def test_attention_on_codes_is_that_on_what_is_read(
     folder: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpolicy.codecs._common.CHUNK_SLOTS", 5)
+    monkeypatch.setattr("kvpolicy.codecs.common.CHUNK_SLOTS", 5)
     csr, store = made(folder, **fields)
     write_all(csr, store, *tokens(C))
     keys = csr.keys(store, slice(0, C))
@@ -83,7 +83,7 @@ def test_attention_on_codes_is_that_on_what_is_read(
 
 
 def test_the_best_slots_alone_are_read_exactly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpolicy.codecs.csr.CHUNK_SLOTS", 2)
+    monkeypatch.setattr("kvpolicy.codecs.csr.csr.CHUNK_SLOTS", 2)
     csr, store = made(folder, read_top_k=3, approx_distance=1)
     keys, values = tokens(9)
     write_all(csr, store, keys, values)

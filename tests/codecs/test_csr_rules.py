@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kvpolicy.codecs.csr import CSRCodes
+from kvpolicy.codecs.csr.csr import CSRCodes
 from kvpolicy.protocols import ModelInfo, StageStore
 from tests import sampling
 from tests.codecs.csr_cases import (

@@ -15,9 +15,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kvpolicy import Policy
-from kvpolicy.codecs import _uniform
-from kvpolicy.codecs._common import SingleStage
-from kvpolicy.codecs._uniform import is_fused
+from kvpolicy.codecs import uniform
+from kvpolicy.codecs.common import SingleStage
+from kvpolicy.codecs.uniform import is_fused
 from kvpolicy.distortion import coded_store
 from kvpolicy.engine.codec_view import CodecView
 from kvpolicy.engine.state import tensors
@@ -156,7 +156,7 @@ def test_single_bytes_are_decoded_without_wide_vectors(
     bits: int, width: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_all(monkeypatch)
-    monkeypatch.setattr(_uniform, "HAS_WIDE_VECTORS", False)
+    monkeypatch.setattr(uniform, "HAS_WIDE_VECTORS", False)
     monkeypatch.setattr(words, "VECTOR", 8)
     assert is_fused(torch.zeros(1, 2, 8, width * bits // 8, dtype=torch.uint8), bits, width) == fused
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs import gear as gear_module
-from kvpolicy.codecs._outliers import extremes, fill
 from kvpolicy.codecs.gear import GEAR, basis, orthonormal
 from kvpolicy.codecs.kivi import KIVI
+from kvpolicy.codecs.outliers import extremes, fill
 from kvpolicy.protocols import ModelInfo, StageStore
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, copy, draw, empty, error, flags, read

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy import KIVI, KVPolicyError, LowRank, TokenWise, TurboQuant
-from kvpolicy.codecs import _projection
+from kvpolicy.codecs import projection
 from kvpolicy.codecs._files import save
-from kvpolicy.codecs._projection import Basis
+from kvpolicy.codecs.projection import Basis
 from kvpolicy.protocols import ModelInfo
 from tests.codecs import stages
 from tests.codecs.stages import H, draw, fill, read
@@ -64,15 +64,15 @@ def test_all_directions_lose_nothing_but_the_rounding(made: Any, basis: str) -> 
 
 def test_a_basis_for_scores_has_the_least_error_of_products(made: Any, tmp_path: Path) -> None:
     """Keys and queries with the calibrated moments: the error is that of the eigenvalues left out, and the least."""
-    tensors = _projection._files.load(calibration(tmp_path / "one", heads=1), "lowrank").tensors
+    tensors = projection._files.load(calibration(tmp_path / "one", heads=1), "lowrank").tensors
     keys, queries = (
-        (_projection.orthonormal(tensors[f"{part}.basis.0"]), tensors[f"{part}.energy.0"].double())
+        (projection.orthonormal(tensors[f"{part}.basis.0"]), tensors[f"{part}.energy.0"].double())
         for part in ("keys.post", "queries")
     )
     covariance, moment = ((basis * energy[:, None]) @ basis.mT for basis, energy in (keys, queries))
     errors: dict[str, float] = {}
     for name in ("keys", "scores"):
-        given = _projection.of_keys(Basis(str(tmp_path / "one"), kind=name), 4, 0, "cpu")
+        given = projection.of_keys(Basis(str(tmp_path / "one"), kind=name), 4, 0, "cpu")
         lost = torch.eye(D).double() - (given.encode[0] @ given.decode[0]).double()
         errors[name] = float(torch.einsum("hij,hjk->hik", moment, lost.mT @ covariance @ lost).diagonal(0, 1, 2).sum())
     values, vectors = torch.linalg.eigh(moment)

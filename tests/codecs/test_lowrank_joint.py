@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy import KIVI, KVPolicyError, LowRank, Policy, TokenWise
 from kvpolicy.calibration import calibrate_lowrank
-from kvpolicy.codecs import _projection
+from kvpolicy.codecs import projection
 from kvpolicy.codecs._files import load
 from kvpolicy.policy.combination import check_joint
 from kvpolicy.protocols import ModelInfo, StageStore
@@ -51,7 +51,7 @@ def test_latent_vectors_are_those_of_all_heads_as_one(folder: str, key_space: An
     for (part, rank, given), codes, read in zip(sides, store.codes, (codec.keys, codec.values), strict=True):
         held = codes.keys if part != "values" else codes.values
         assert held.shape == (B, 1, C, 2 * rank)
-        directions = _projection.orthonormal(tensors[f"{part}.joint2.basis.0"])[0].mT[: 2 * rank].tolist()
+        directions = projection.orthonormal(tensors[f"{part}.joint2.basis.0"])[0].mT[: 2 * rank].tolist()
         means = tensors[f"{part}.joint2.mean.0"].view(HEADS, DIM).double().tolist()
         decoded = read(store, slice(0, C))
         for row in range(B):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy import KVPolicyError, LowRank, Policy, TurboQuant
-from kvpolicy.codecs import _projection
+from kvpolicy.codecs import projection as _projection
 from kvpolicy.codecs._files import load, save
-from kvpolicy.codecs._projection import Basis
-from kvpolicy.codecs._ranks import by_weight, equal_energy, least_energy, load_ranks
+from kvpolicy.codecs.lowrank.ranks import by_weight, equal_energy, least_energy, load_ranks
+from kvpolicy.codecs.projection import Basis
 from kvpolicy.policy import ModelPolicy, for_model
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.tuning.candidates import check_candidates

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.codecs import _pursuit, _sparse
-from kvpolicy.codecs._pursuit import Solver, pursue
-from kvpolicy.codecs._sparse import Dictionary, reconstruct, unit
+from kvpolicy.codecs.csr import pursuit as _pursuit
+from kvpolicy.codecs.csr import sparse
+from kvpolicy.codecs.csr.pursuit import Solver, pursue
+from kvpolicy.codecs.csr.sparse import Dictionary, reconstruct, unit
 from tests import sampling
 
 B = 2
@@ -211,7 +212,7 @@ def test_unit_vectors_of_any_length() -> None:
 @pytest.mark.parametrize("own", [0, M])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_score_and_mix_read_nothing_back(own: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpolicy.codecs._common.CHUNK_SLOTS", 7)
+    monkeypatch.setattr("kvpolicy.codecs.common.CHUNK_SLOTS", 7)
     group = 2
     slots = 20
     pairs = 4
@@ -226,7 +227,7 @@ def test_score_and_mix_read_nothing_back(own: int, parts: int, monkeypatch: pyte
     ]
     dense = (torch.stack(every).unflatten(0, (B, H)) * coef[..., None]).sum(-2)  # [B, H, C, p, d]
     torch.testing.assert_close(reconstruct(dictionary, dictionary.table(), index, coef), dense)
-    got = _sparse.mix(dictionary, weights, lambda at: (index[:, :, at], coef[:, :, at]), parts)
+    got = sparse.mix(dictionary, weights, lambda at: (index[:, :, at], coef[:, :, at]), parts)
     torch.testing.assert_close(got, weights @ dense.flatten(-2), atol=1e-5, rtol=1e-4)
-    got = _sparse.score(dictionary, queries, lambda at: (index[:, :, at, :1], coef[:, :, at, :1]), slots)
+    got = sparse.score(dictionary, queries, lambda at: (index[:, :, at, :1], coef[:, :, at, :1]), slots)
     torch.testing.assert_close(got, queries @ dense[:, :, :, 0].mT, atol=1e-5, rtol=1e-4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import put
+from kvpolicy.codecs.common import put
 from kvpolicy.kernels.slot_writes import write_slots
 from tests.sampling import product
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs.rotate import RotateKV
+from kvpolicy.codecs.rotation import mix, mixing, unmix
 from tests.codecs.stages import B, H, at, empty, fill, flags, read
 
 C = 12

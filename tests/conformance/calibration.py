@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._files import save
-from kvpolicy.codecs._rotation import mix
+from kvpolicy.codecs.rotation import mix
 from kvpolicy.selectors.center_files import CenterFile, Centers, save_centers
 from kvpolicy.selectors.filter_files import FilterFile, save_filters
 from kvpolicy.selectors.gate_files import GateFile, Inner, LayerGate, save_gates

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take, to_groups
+from kvpolicy.codecs.common import mix_by_chunks, put, score_by_chunks, take, to_groups
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from tests.reference import coding
 

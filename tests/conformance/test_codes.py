@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpolicy.codecs._rotation import mix
+from kvpolicy.codecs.rotation import mix
 from kvpolicy.engine.state import tensors
 from tests.conformance.twins import CASES, DATA, SLOTS, B, H, Twin, signs, tokens
 from tests.reference.codecs import rotate

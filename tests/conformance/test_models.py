@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvpolicy import Policy, PolicyCache
-from kvpolicy.codecs._apart import is_divisible
+from kvpolicy.codecs.apart import is_divisible
 from kvpolicy.registry import lookup, name_of
 from kvpolicy.statistics import Moments, OutputNorms
 from kvpolicy.statistics.statistic import first_of

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._files import save
-from kvpolicy.codecs._rotation import mix
 from kvpolicy.codecs.bfp import BFP
-from kvpolicy.codecs.csr import CSR, CSRDictionaries
+from kvpolicy.codecs.csr.csr import CSR, CSRDictionaries
 from kvpolicy.codecs.kvquant import KVQuant, KVQuantCalibration
-from kvpolicy.codecs.lowrank import LowRank
+from kvpolicy.codecs.lowrank.lowrank import LowRank
 from kvpolicy.codecs.mikv import MiKVStage
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.codecs.rotate import RotateKV
+from kvpolicy.codecs.rotation import mix
 from kvpolicy.codecs.think import ThinK
 from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.codecs.turboquant import TurboQuant

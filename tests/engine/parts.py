@@ -14,7 +14,7 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.protocols import ALL_HEADS, SMALLEST_HEAD, DecodeMode, HeadShape, StageStore, State, View
-from kvpolicy.selectors._blocks import BlockAttention, OpenTokens
+from kvpolicy.selectors.blocks import BlockAttention, OpenTokens
 from kvpolicy.selectors.probe import ProbeQueries
 from kvpolicy.selectors.scissorhands import BelowMean
 from kvpolicy.statistics import Results

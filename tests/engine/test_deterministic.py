@@ -29,7 +29,7 @@ def test_seeds(option: str) -> None:
 
 
 def test_layers_have_anchors_of_their_own() -> None:
-    from kvpolicy.selectors._crush import anchor_bits
+    from kvpolicy.selectors.crush import anchor_bits
 
     bits = torch.zeros(1, 32, 4, dtype=torch.bool)
     drawn = [anchor_bits("random", bits, bits, seed) for seed in (0, 1, 1000003)]

@@ -130,7 +130,7 @@ SAMPLE = [("h2o+compensate", "plain", "append"), ("h2o", "bfp", "demote")]
 def test_no_copy_of_the_cache(
     selector: str, codec: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpolicy.codecs._common.CHUNK_SLOTS", CHUNK)
+    monkeypatch.setattr("kvpolicy.codecs.common.CHUNK_SLOTS", CHUNK)
     store = make_store(selector, codec, tmp_path)
     appended = 2 if selector in MERGING else 1  # the new token, and the slot that takes in the evicted one
     found = copies(step_code(store, step), store, appended if step == "append" else store.spec.codec.traits.block)

@@ -17,8 +17,8 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
-from kvpolicy.selectors._blocks import BlockAttention
 from kvpolicy.selectors.a2sf import DecayedSum
+from kvpolicy.selectors.blocks import BlockAttention
 from kvpolicy.selectors.probe import ProbeQueries
 from kvpolicy.selectors.scissorhands import BelowMean
 from kvpolicy.statistics import AttentionSum, Forward, ModuleCall, Moments, NewestQueries, RecentQueries, Statistic

@@ -13,7 +13,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import Selection, finite_priority, rank_candidates, select_tokens
 from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import SINGLE_RANK, View
-from kvpolicy.selectors._blocks import BlockAttention
+from kvpolicy.selectors.blocks import BlockAttention
 from kvpolicy.selectors.scissorhands import BelowMean
 from kvpolicy.statistics import (
     AttentionSum,

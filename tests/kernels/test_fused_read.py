@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._uniform import dequantize, largest_divisor, quantize
+from kvpolicy.codecs.uniform import dequantize, largest_divisor, quantize
 from kvpolicy.kernels import words
 from kvpolicy.kernels.fused_read import (
     BLOCK,

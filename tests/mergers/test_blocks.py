@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.mergers._common import BLOCK, Nearest, Tile, in_blocks, similar_targets, unit
+from kvpolicy.mergers.common import BLOCK, Nearest, Tile, in_blocks, similar_targets, unit
 from tests.engine.parts import generator
 
 ROWS = 2
@@ -48,7 +48,7 @@ def test_the_first_of_the_most_similar(count: int, hides: bool, equal: str) -> N
 def test_sums_of_targets(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Added one by one on a CPU, and by a product elsewhere."""
     if device == "product":
-        monkeypatch.setattr("kvpolicy.mergers._common.ADDS_IN_ORDER", ())
+        monkeypatch.setattr("kvpolicy.mergers.common.ADDS_IN_ORDER", ())
     vectors = torch.randn(ROWS, HEADS, TOKENS, DIM, generator=generator(1))
     target = torch.randint(0, 3, (ROWS, HEADS, TOKENS), generator=generator(2))
     none = torch.zeros(())

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvpolicy import CountedMerge
 from kvpolicy.kernels.products import products
-from kvpolicy.mergers import _common
-from kvpolicy.mergers._common import target_of
+from kvpolicy.mergers import common
+from kvpolicy.mergers.common import target_of
 from kvpolicy.protocols import Tokens
 from tests.mergers.test_merge import candidates, merged
 
@@ -39,7 +39,7 @@ def test_the_length_of_keys_means_nothing(dtype: torch.dtype, length: float, by:
 
 def test_the_length_of_keys_means_nothing_where_products_are_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the product of two of these keys is beyond the range."""
-    monkeypatch.setattr(_common, "thin_products", lambda queries, keys: products(queries.to(keys.dtype), keys))
+    monkeypatch.setattr(common, "thin_products", lambda queries, keys: products(queries.to(keys.dtype), keys))
     keys = torch.tensor([[3000.0, -2900.0], [3000.0, 3000.0], [3100.0, 3000.0]]).half()
     slot, cosine = target_of(held(keys[2:], [8]), held(keys[:2], [3, 9]), "keys")
     assert slot.item() == 1 and 0.99 < cosine.item() < 1.01

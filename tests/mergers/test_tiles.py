@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import D2O, Blend, CountedMerge, Elastic, KeepKV, KVMerger, ZSMerge
-from kvpolicy.mergers import _common
+from kvpolicy.mergers import common
 from kvpolicy.protocols import Candidates, Merged
 
 COUNT = 57
@@ -57,8 +57,8 @@ MERGERS = [
 def test_small_tiles_give_what_one_gives(merger: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given = prompt(counted=merger.traits.counted)
     want, state = merged(merger, given)
-    monkeypatch.setattr(_common, "TILE_ELEMENTS", 1)
-    assert len([*_common.tiles(given, "keys")]) == 4
+    monkeypatch.setattr(common, "TILE_ELEMENTS", 1)
+    assert len([*common.tiles(given, "keys")]) == 4
     got, state_of_tiles = merged(merger, given)
     for one, other in zip([*got, *state_of_tiles], [*want, *state], strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

@@ -7,7 +7,7 @@ from tests.mutants import Mutation
 MUTATIONS = (
     Mutation(
         name="the floor of pages by head is always -1",
-        file="kvpolicy/allocators/_heads.py",
+        file="kvpolicy/allocators/heads.py",
         old="(-(-least // request.size)).clamp_min(1)",
         new="-(-least // request.size).clamp_min(1)",
         tests=(
@@ -117,14 +117,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="a share of equal weights is reached a token late",
-        file="kvpolicy/allocators/_attention.py",
+        file="kvpolicy/allocators/attention.py",
         old="least = share * (1 - SLACK) * reached",
         new="least = share * (1 + SLACK) * reached",
         tests=("tests/allocators/test_attention.py",),
     ),
     Mutation(
         name="tokens of the window count as those before it",
-        file="kvpolicy/allocators/_attention.py",
+        file="kvpolicy/allocators/attention.py",
         old="(positions < (length - queries)[:, None])",
         new="(positions < length[:, None])",
         tests=("tests/allocators/test_attention.py",),

@@ -11,14 +11,14 @@ WAITING = ("tests/planning/test_waiting.py",)
 MUTATIONS = (
     Mutation(
         name="a bound is exact, though rounding depends on all layers",
-        file="kvpolicy/allocators/_attention.py",
+        file="kvpolicy/allocators/attention.py",
         old="divided(lightest) + 1)",
         new="divided(lightest))",
         tests=BOUNDS,
     ),
     Mutation(
         name="layers that are not measured weigh the same as the lightest for both bounds",
-        file="kvpolicy/allocators/_attention.py",
+        file="kvpolicy/allocators/attention.py",
         old="(divided(heaviest) - 1)",
         new="(divided(lightest) - 1)",
         tests=BOUNDS,

@@ -71,14 +71,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="blocks without all their tokens are summed before the others come",
-        file="kvpolicy/selectors/_blocks.py",
+        file="kvpolicy/selectors/blocks.py",
         old="done = counts > 0 if partial else counts == size",
         new="done = counts > 0",
         tests=("tests/selectors/test_block_attention.py",),
     ),
     Mutation(
         name="queries of padding attend inside a block",
-        file="kvpolicy/selectors/_blocks.py",
+        file="kvpolicy/selectors/blocks.py",
         old="weights.masked_fill_(~there[:, None, None, start : start + rows, None], 0).sum(3)",
         new="weights.sum(3)",
         tests=("tests/selectors/test_block_attention.py",),

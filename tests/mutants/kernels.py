@@ -133,7 +133,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="slots behind the last whole block are not summed",
-        file="kvpolicy/codecs/_common.py",
+        file="kvpolicy/codecs/common.py",
         old="if whole == slots:",
         new="if True:",
         tests=("tests/codecs/test_fused.py::test_fused_reads_are_those_of_decoding",),

@@ -80,14 +80,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="values of another size are encoded in that of keys",
-        file="kvpolicy/codecs/_apart.py",
+        file="kvpolicy/codecs/apart.py",
         old="values = self.inner.alloc(batch, heads, slots, self.value_dim, device)",
         new="values = self.inner.alloc(batch, heads, slots, head_dim, device)",
         tests=(SIZES,),
     ),
     Mutation(
         name="codes of values are allocated where there are none",
-        file="kvpolicy/codecs/_apart.py",
+        file="kvpolicy/codecs/apart.py",
         old="return keys_only(self.inner.alloc(batch, heads, slots, head_dim, device))",
         new="return self.inner.alloc(batch, heads, slots, head_dim, device)",
         tests=(f"{LATENT}::test_codes_hold_no_values",),

@@ -7,28 +7,28 @@ from tests.mutants import Mutation
 MUTATIONS = (
     Mutation(
         name="every tile has the counts of the first",
-        file="kvpolicy/mergers/_common.py",
+        file="kvpolicy/mergers/common.py",
         old="mass = mass * candidates.counts.gather(-1, at).exp()",
         new="mass = mass * candidates.counts[..., : mass.shape[-1]].exp()",
         tests=("tests/mergers/test_tiles.py",),
     ),
     Mutation(
         name="a target is looked for in the first block",
-        file="kvpolicy/mergers/_common.py",
+        file="kvpolicy/mergers/common.py",
         old="(block * BLOCK + first)",
         new="(block * 0 + first)",
         tests=("tests/mergers/test_blocks.py",),
     ),
     Mutation(
         name="all heads add to the targets of the first",
-        file="kvpolicy/mergers/_common.py",
+        file="kvpolicy/mergers/common.py",
         old="index_add_(0, flat_slots(index, targets),",
         new="index_add_(0, index.flatten(),",
         tests=("tests/mergers/test_blocks.py",),
     ),
     Mutation(
         name="the cosine of a victim is not divided by its length",
-        file="kvpolicy/mergers/_common.py",
+        file="kvpolicy/mergers/common.py",
         old=" / _lengths(slots.keys) / _lengths(own)",
         new=" / _lengths(slots.keys)",
         tests=("tests/mergers/test_merge.py", "tests/mergers/test_d2o.py"),
@@ -98,14 +98,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="the later of two nearest positions is taken",
-        file="kvpolicy/mergers/_common.py",
+        file="kvpolicy/mergers/common.py",
         old="index = (distance == best).to(torch.uint8).argmax(-1)",
         new="index = distance.shape[-1] - 1 - (distance == best).to(torch.uint8).flip(-1).argmax(-1)",
         tests=("tests/mergers/test_merge.py",),
     ),
     Mutation(
         name="of equal slots the first one takes a victim in, and not the earliest position",
-        file="kvpolicy/mergers/_common.py",
+        file="kvpolicy/mergers/common.py",
         old="index = torch.where(best & slots.there, slots.positions, _FAR).argmin(-1, keepdim=True)",
         new="index = (best & slots.there).to(torch.uint8).argmax(-1, keepdim=True)",
         tests=("tests/mergers/test_merge.py", "tests/mergers/test_targets.py", "tests/conformance/test_mergers.py"),
@@ -224,7 +224,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="products of fp16 keys overflow",
-        file="kvpolicy/mergers/_common.py",
+        file="kvpolicy/mergers/common.py",
         old="own = unit(victim.keys) if slots.keys.dtype == torch.float16 else victim.keys",
         new="own = victim.keys",
         tests=("tests/mergers/test_targets.py",),

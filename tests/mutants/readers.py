@@ -9,7 +9,7 @@ CLUSTERS = ("tests/readers/test_retrieval.py", "tests/engine/test_clusters.py", 
 MUTATIONS = (
     Mutation(
         name="slots that are read are rounded down to whole pages",
-        file="kvpolicy/readers/_common.py",
+        file="kvpolicy/readers/common.py",
         old="max(1, -(-wanted // page)) * page",
         new="max(1, wanted // page) * page",
         tests=("tests/readers/test_readers.py",),
@@ -23,7 +23,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a layer of exactly the long size has short pages",
-        file="kvpolicy/readers/_common.py",
+        file="kvpolicy/readers/common.py",
         old="return 4 if slots < LONG else 16",
         new="return 4 if slots <= LONG else 16",
         tests=("tests/readers/test_readers.py",),
@@ -107,7 +107,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="empty slots pull a mean towards zero",
-        file="kvpolicy/readers/_common.py",
+        file="kvpolicy/readers/common.py",
         old="occupied.sum(-1).clamp_min(1)[..., None]",
         new="occupied.shape[-1]",
         tests=("tests/readers/test_readers.py",),
@@ -212,7 +212,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a fraction of the slots is rounded up by its floating-point error",
-        file="kvpolicy/readers/_common.py",
+        file="kvpolicy/readers/common.py",
         old="math.ceil(read * slots - _EPSILON)",
         new="math.ceil(read * slots)",
         tests=("tests/readers/test_readers.py",),

@@ -37,7 +37,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a landmark is the mean over empty slots too",
-        file="kvpolicy/readers/_common.py",
+        file="kvpolicy/readers/common.py",
         old="return total / occupied.sum(-1).clamp_min(1)[..., None]",
         new="return total / vectors.shape[3]",
         tests=REBUILT,

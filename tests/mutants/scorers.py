@@ -161,7 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="positions of heads are taken to be alike",
-        file="kvpolicy/selectors/_common.py",
+        file="kvpolicy/selectors/common.py",
         old="if view.alike:",
         new="if view is not None:",
         tests=("tests/selectors/test_losses.py",),
@@ -203,7 +203,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a token that has a score gets another one",
-        file="kvpolicy/selectors/_once.py",
+        file="kvpolicy/selectors/once.py",
         old="return view.valid & ~state.scored & ~first_tokens(view, most_sinks)",
         new="return view.valid & ~first_tokens(view, most_sinks)",
         tests=(
@@ -219,7 +219,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="tokens that do not exist win",
-        file="kvpolicy/allocators/_curves.py",
+        file="kvpolicy/allocators/curves.py",
         old="exist = (curves > -torch.inf).to(total.device)",
         new="exist = (curves == curves).to(total.device)",
         tests=("tests/allocators/test_curves.py",),

@@ -7,21 +7,21 @@ from tests.mutants import Mutation
 MUTATIONS = (
     Mutation(
         name="half of the tokens are a majority",
-        file="kvpolicy/selectors/_crush.py",
+        file="kvpolicy/selectors/crush.py",
         old="return (bits & valid).sum(-1) * 2 > valid.sum(-1)",
         new="return (bits & valid).sum(-1) * 2 >= valid.sum(-1)",
         tests=("tests/selectors/test_crush_parts.py",),
     ),
     Mutation(
         name="a signature loses a bit to rounding",
-        file="kvpolicy/selectors/_crush.py",
+        file="kvpolicy/selectors/crush.py",
         old="(1 - quantile) + 1e-9).floor()",
         new="(1 - quantile)).floor()",
         tests=("tests/selectors/test_crush_parts.py",),
     ),
     Mutation(
         name="padding counts in the distance of the newest token",
-        file="kvpolicy/selectors/_crush.py",
+        file="kvpolicy/selectors/crush.py",
         old="size = int(view.length.max()) + 1  #",
         new="size = int(view.length.max())  #",
         tests=("tests/selectors/test_crush_parts.py",),
@@ -49,7 +49,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="buckets begin one rank early",
-        file="kvpolicy/selectors/_crush.py",
+        file="kvpolicy/selectors/crush.py",
         old="return ((rank + 1) * count[..., None] - 1).div(",
         new="return (rank * count[..., None]).div(",
         tests=("tests/conformance/test_options.py",),
@@ -91,7 +91,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a window is rounded up by its floating-point error",
-        file="kvpolicy/selectors/_common.py",
+        file="kvpolicy/selectors/common.py",
         old="fraction - 1e-9).ceil()",
         new="fraction).ceil()",
         tests=("tests/selectors/test_limits.py",),
@@ -151,7 +151,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="sinks may take the whole budget",
-        file="kvpolicy/selectors/_common.py",
+        file="kvpolicy/selectors/common.py",
         old="count = (view.budget // 2).clamp_max(most)",
         new="count = view.budget.clamp_max(most)",
         tests=("tests/engine/test_replay.py",),
@@ -221,7 +221,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="more representatives than candidates are divided into buckets",
-        file="kvpolicy/selectors/_crush.py",
+        file="kvpolicy/selectors/crush.py",
         old="    count = torch.minimum(count, total)\n    # Stable",
         new="    # Stable",
         tests=("tests/selectors/test_crush_parts.py",),

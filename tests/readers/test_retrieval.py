@@ -110,7 +110,7 @@ def test_long_prompts_are_clustered_in_segments(
     monkeypatch.setattr(retrieval, "SEGMENT", 8)
     monkeypatch.setattr(retrieval, "SEGMENT", 8)
     monkeypatch.setattr(retrieval, "LONG", long)
-    monkeypatch.setattr("kvpolicy.readers._common.LONG", long)
+    monkeypatch.setattr("kvpolicy.readers.common.LONG", long)
     reader = Retrieval(cluster=cluster, sinks=1)
     index = reader.alloc(1, 1, 44, DIM, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(tokens)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.selectors._blocks import BlockAttention, block_attention
+from kvpolicy.selectors.blocks import BlockAttention, block_attention
 from kvpolicy.statistics.statistic import Coming, Tile
 from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import candidates_of, generator
@@ -109,7 +109,7 @@ def test_large_products_in_half_precision_keep_their_differences(monkeypatch: py
     got = block_attention(q.float(), k.float(), there)
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT
     torch.testing.assert_close(got, scores.softmax(-1).sum(2).float(), atol=1e-4, rtol=1e-4)
-    monkeypatch.setattr("kvpolicy.selectors._blocks.TILE_ELEMENTS", 1)
+    monkeypatch.setattr("kvpolicy.selectors.blocks.TILE_ELEMENTS", 1)
     long = torch.cat([q, q, q], 2).float(), torch.cat([k, k, k], 2).float(), torch.ones(1, 39, dtype=torch.bool)
     tiled = block_attention(*long)
     torch.testing.assert_close(tiled[..., :13], got, atol=1e-4, rtol=1e-4)

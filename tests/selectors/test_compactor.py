@@ -11,7 +11,7 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.protocols import View
-from kvpolicy.selectors._blocks import BlockAttention
+from kvpolicy.selectors.blocks import BlockAttention
 from kvpolicy.selectors.compactor import Compactor, key_leverage, leverage, projection
 from kvpolicy.statistics import Candidates, Results, UnrotatedKeys, Vectors
 from kvpolicy.testing import check_cache

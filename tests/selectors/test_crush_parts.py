@@ -10,7 +10,7 @@ import torch
 
 from kvpolicy import H2O, KeyDiff, KVCrush
 from kvpolicy.protocols import View
-from kvpolicy.selectors._crush import anchor_bits, distances, representatives, signatures, top_mask
+from kvpolicy.selectors.crush import anchor_bits, distances, representatives, signatures, top_mask
 from kvpolicy.selectors.kvcrush import Pages, best_pages, min_page_tokens
 from kvpolicy.statistics import AttentionSum, Results
 from tests.conformance.bench import Bench, draw

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvpolicy import KVPolicyError, Policy
 from kvpolicy.protocols import HeadShape, View, rerank_every
-from kvpolicy.selectors._common import head_sum, shares
 from kvpolicy.selectors.caote import CAOTE
+from kvpolicy.selectors.common import head_sum, shares
 from kvpolicy.selectors.critical import CriticalKV, CriticalState
 from kvpolicy.selectors.dropkv import squared_losses
 from kvpolicy.selectors.h2o import H2O

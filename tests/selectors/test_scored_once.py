@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import View
-from kvpolicy.selectors._once import OnceScored, none_scored
 from kvpolicy.selectors.cur import CUR
 from kvpolicy.selectors.lagkv import LagKV
+from kvpolicy.selectors.once import OnceScored, none_scored
 from kvpolicy.statistics import Candidates, Results, Vectors
 from tests.conformance.bench import Bench, draw, padding
 

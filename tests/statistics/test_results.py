@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpolicy.selectors._blocks import BlockAttention
+from kvpolicy.selectors.blocks import BlockAttention
 from kvpolicy.selectors.probe import ProbeQueries
 from kvpolicy.statistics import (
     AttentionSum,

@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvpolicy.calibration.qfilters import sample_queries
-from kvpolicy.codecs import _projection
+from kvpolicy.codecs import projection
 from kvpolicy.codecs._files import load
-from kvpolicy.codecs._projection import Basis
 from kvpolicy.codecs.minicache import angle_between, interpolate, unit_vectors
+from kvpolicy.codecs.projection import Basis
 from kvpolicy_eval.pictures.panels import canvas
 from kvpolicy_eval.pictures.style import BLUE, GREY, VERMILION
 from kvpolicy_eval.pictures.tensors import HEAD, LAYER, PROMPT, after, embedded, originals
@@ -86,7 +86,7 @@ def score_errors() -> dict[str, Tensor]:
     for basis in ("keys", "scores"):
         found: list[Tensor] = []
         for rank in range(1, keys.shape[-1] + 1):
-            of_keys = _projection.of_keys(Basis("tiny", kind=basis), rank, LAYER, "cpu", slice(HEAD, HEAD + 1))
+            of_keys = projection.of_keys(Basis("tiny", kind=basis), rank, LAYER, "cpu", slice(HEAD, HEAD + 1))
             decoded = of_keys.decoded(of_keys.latents(keys[None, None]))[0, 0]
             found.append((queries @ decoded.mT - scores).square().mean() / size)
         errors[basis] = torch.stack(found)

@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvpolicy.codecs._rotation import mix
+from kvpolicy.codecs.rotation import mix
 from kvpolicy.codecs.turboquant import normal_levels
 from kvpolicy_eval.pictures.panels import canvas, heat
 from kvpolicy_eval.pictures.style import BLUE, GREEN, GREY, INK, ORANGE, VERMILION

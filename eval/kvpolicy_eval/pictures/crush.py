@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.selectors._crush import anchor_bits, signatures
+from kvpolicy.selectors.crush import anchor_bits, signatures
 from kvpolicy_eval.pictures.scene import RETRIEVES, Kept, embedded, scene
 from kvpolicy_eval.pictures.style import BLUE, INK, LIGHT, ORANGE
 

@@ -85,7 +85,7 @@ def csr(
     """
     chunks = parse_integers("--value-chunks", value_chunks)  # an invalid value raises an error before anything slow
     from kvpolicy.calibration import Dictionaries, Training, calibrate_csr
-    from kvpolicy.codecs.csr import CSR
+    from kvpolicy.codecs.csr.csr import CSR
 
     former = CSR.VALUE_ALIASES["key_space"]
 

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from kvpolicy.codecs._rotation import mix
+from kvpolicy.codecs.rotation import mix
 from kvpolicy.codecs.turboquant import TurboQuant, normal_levels
 from kvpolicy.distortion import coded_store, distortion
 from kvpolicy.registry import names

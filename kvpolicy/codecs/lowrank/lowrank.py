@@ -10,12 +10,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs import _files, _projection, _ranks
-from kvpolicy.codecs._base import check_base, inner_of, keys_of, keys_only, values_of, values_only, wrapper_traits
-from kvpolicy.codecs._common import SingleStage, score_by_chunks, token_ranges
-from kvpolicy.codecs._projection import Basis, Projection
-from kvpolicy.codecs._ranks import Ranks
+from kvpolicy.codecs import _files
+from kvpolicy.codecs import projection as _projection
+from kvpolicy.codecs.base import check_base, inner_of, keys_of, keys_only, values_of, values_only, wrapper_traits
+from kvpolicy.codecs.common import SingleStage, score_by_chunks, token_ranges
+from kvpolicy.codecs.lowrank import ranks as _ranks
+from kvpolicy.codecs.lowrank.ranks import Ranks
 from kvpolicy.codecs.plain import Plain
+from kvpolicy.codecs.projection import Basis, Projection
 from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.strategy import AutoInt, checked, least, strategy, tiny_or

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.codecs._files import CalibrationFile, load
-from kvpolicy.codecs._sparse import unit
+from kvpolicy.codecs.csr.sparse import unit
 from kvpolicy.text.errors import KVPolicyError
 
 FILE_KEY_SPACES = {"unrotated": "pre", "rotated": "post"}

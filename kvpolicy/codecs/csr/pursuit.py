@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.codecs._sparse import Dictionary
+from kvpolicy.codecs.csr.sparse import Dictionary
 
 Solver = Literal["mp", "refit", "omp"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import add_rest, is_empty_head
+from kvpolicy.codecs.common import add_rest, is_empty_head
 from kvpolicy.kernels.compiled import call, is_compiled, widen
 from kvpolicy.kernels.fused_read import in_blocks, mix_channel_groups, score_channel_groups
 from kvpolicy.kernels.packing import fills_bytes, pack, round_to_half, unpack_float

@@ -7,13 +7,13 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs import _sparse
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import CHUNK_SLOTS, SingleStage, is_empty_head, put, score_by_chunks, take
-from kvpolicy.codecs._dictionaries import dictionary, key_dictionary, size, value_dictionary, width
 from kvpolicy.codecs._files import check_model, load
-from kvpolicy.codecs._pursuit import Solver, pursue
-from kvpolicy.codecs._sparse import Dictionary, reconstruct, unit
+from kvpolicy.codecs.buffer import buffer_sizes
+from kvpolicy.codecs.common import CHUNK_SLOTS, SingleStage, is_empty_head, put, score_by_chunks, take
+from kvpolicy.codecs.csr import sparse
+from kvpolicy.codecs.csr.dictionaries import dictionary, key_dictionary, size, value_dictionary, width
+from kvpolicy.codecs.csr.pursuit import Solver, pursue
+from kvpolicy.codecs.csr.sparse import Dictionary, reconstruct, unit
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.kernels.products import products
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
@@ -72,16 +72,16 @@ class SparseCodes(NamedTuple):
         return index.long().unflatten(-1, (self.parts, -1)), coef.float().unflatten(-1, (self.parts, -1))
 
     def reconstruct(self, dictionary: Dictionary, table: Tensor, at: At) -> Tensor:
-        """Vectors of the slots `at`, [B, H, n, D] fp32; see `_sparse.reconstruct`."""
+        """Vectors of the slots `at`, [B, H, n, D] fp32; see `sparse.reconstruct`."""
         return reconstruct(dictionary, table, *self.read(at)).flatten(-2)
 
     def score(self, dictionary: Dictionary, queries: Tensor) -> Tensor:
-        """Products of queries with the vectors of all slots; see `_sparse.score`."""
-        return _sparse.score(dictionary, queries, self.read, self.slots)
+        """Products of queries with the vectors of all slots; see `sparse.score`."""
+        return sparse.score(dictionary, queries, self.read, self.slots)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Weighted sum of the vectors of all slots; see `_sparse.mix`."""
-        return _sparse.mix(self.dictionary(), weights, self.read, self.parts)
+        """Weighted sum of the vectors of all slots; see `sparse.mix`."""
+        return sparse.mix(self.dictionary(), weights, self.read, self.parts)
 
     def write(self, x: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor, solver: Solver) -> None:
         """Encode vectors `x` [B, H, n, D] into slots, in place; see `Stage.write`."""

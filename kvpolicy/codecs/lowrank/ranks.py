@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._files import CalibrationFile
-from kvpolicy.codecs._projection import Basis, energies, fisher_of
+from kvpolicy.codecs.projection import Basis, energies, fisher_of
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.text.budget import waterfill
 from kvpolicy.text.errors import KVPolicyError

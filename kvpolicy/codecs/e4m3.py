@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import add_rest
-from kvpolicy.codecs._uniform import FP16
+from kvpolicy.codecs.common import add_rest
+from kvpolicy.codecs.uniform import FP16
 from kvpolicy.kernels.compiled import call, is_compiled
 from kvpolicy.kernels.e4m3 import BITS, LARGEST, from_e4m3, mix_e4m3, score_e4m3, to_e4m3
 from kvpolicy.kernels.fused_read import in_blocks

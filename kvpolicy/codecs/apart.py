@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvpolicy.codecs._base import inner_of, keys_of, keys_only, values_of, values_only, wrapper_traits
-from kvpolicy.codecs._common import SingleStage, TwoSides, mix_by_chunks
+from kvpolicy.codecs.base import inner_of, keys_of, keys_only, values_of, values_only, wrapper_traits
+from kvpolicy.codecs.common import SingleStage, TwoSides, mix_by_chunks
 from kvpolicy.protocols import At, Codec, LayerShape, ModelInfo, RotaryView, StageStore, Traits
 
 

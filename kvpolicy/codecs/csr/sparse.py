@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.codecs._common import chunks
+from kvpolicy.codecs.common import chunks
 
 Read = Callable[[slice], tuple[Tensor, Tensor]]
 """Reads the atom indices, int64, and the coefficients, fp32, of a range of slots, each [B, H, c, p, k]: p chunks of

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import (
+from kvpolicy.codecs.buffer import buffer_sizes
+from kvpolicy.codecs.common import (
     ENCODED_AT_ONCE,
     TwoSides,
     add_rest,
@@ -19,8 +19,8 @@ from kvpolicy.codecs._common import (
     take,
     token_ranges,
 )
-from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.plain import Plain
+from kvpolicy.codecs.uniform import FP16
 from kvpolicy.kernels.compiled import call
 from kvpolicy.kernels.fused_half import is_read_whole, mix_half, score_half
 from kvpolicy.kernels.fused_read import in_blocks

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import State, View
-from kvpolicy.selectors._common import first_tokens, keep_always
+from kvpolicy.selectors.common import first_tokens, keep_always
 
 
 class OnceScored(NamedTuple):

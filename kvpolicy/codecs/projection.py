@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs import _files
-from kvpolicy.codecs._dictionaries import key_dictionary
+from kvpolicy.codecs.csr.dictionaries import key_dictionary
 from kvpolicy.protocols import ALL_HEADS
 from kvpolicy.text.errors import KVPolicyError
 

@@ -1,0 +1,1 @@
+"""CSR, and the dictionaries that calibrations make for it."""

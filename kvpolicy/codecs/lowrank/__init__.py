@@ -1,0 +1,1 @@
+"""Low-rank codes, and the ranks of layers."""
