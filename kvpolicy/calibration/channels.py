@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free
 from kvpolicy.codecs import _files
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
@@ -87,7 +86,7 @@ def calibrate_channels(
         "text_sha256": text_sha256(windows),
         "tokens": tokens,
     }
-    check_free(out, METHOD, meta, force=force)
+    _files.folder_of(METHOD).check_free(out, _files.CalibrationFile(meta, {}), force=force)
     _files.save(out, METHOD, meta, _measured(model, windows, tokens, progress))
     return meta
 

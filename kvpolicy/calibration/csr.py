@@ -18,7 +18,6 @@ from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.csr_options import Dictionaries, atoms_of, check_chunks
 from kvpolicy.calibration.dictionary import State, train
 from kvpolicy.calibration.estimate import estimate_csr
-from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.grouping import Directions, divergence, group_layers, parse_groups
 from kvpolicy.calibration.progress import Progress
 from kvpolicy.codecs import _files
@@ -91,7 +90,7 @@ def calibrate_csr(
     }
     # Both refusals, of checkpoints and of a finished calibration, come before the model runs, which takes long.
     states = Progress(Path(out), facts)
-    check_free(out, "csr", facts, force=force)
+    _files.folder_of("csr").check_free(out, _files.CalibrationFile(facts, {}), force=force)
     if announce is not None:
         announce(estimate_csr(model, windows, options))
     samples = collect(

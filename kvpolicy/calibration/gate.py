@@ -14,12 +14,11 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import tokens_per_window
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, without_name
 from kvpolicy.calibration.gate_fit import RIDGE, Moments, Sample, Training, explained, mlp_gate
 from kvpolicy.calibration.listener import Listener, check_finite, listening
 from kvpolicy.hf.identity import identity
 from kvpolicy.protocols import Needs, Replay, Seen, State, View
-from kvpolicy.selectors.gate_files import GateFile, LayerGate, load_gates, save_gates
+from kvpolicy.selectors.gate_files import GATE_FILES, GateFile, LayerGate
 from kvpolicy.selectors.kvzip import KVzip
 from kvpolicy.text.errors import KVPolicyError
 
@@ -111,7 +110,7 @@ def calibrate_gate(
     options = {"ridge": ridge} if kind == "linear" else {"units": units, "epochs": epochs}
     made = {"text_sha256": text_sha256(windows), "windows": len(windows), "tokens": sum(counts), "seed": seed}
     facts = GateFile({}, identity(model, name), made | {"kind": kind} | options)
-    check_free_file(out, load_gates, facts, _compared, force=force)
+    GATE_FILES.check_free(out, facts, force=force)
     sums: dict[int, Moments] = {}
     samples: dict[int, Sample] = {}
     held_out: dict[int, Sample] = {}
@@ -133,7 +132,7 @@ def calibrate_gate(
         gates[layer] = sums[layer].gate(ridge) if kind == "linear" else mlp_gate(samples[layer], training)
     made = {**(facts.made or {}), "r2": [round(explained(gates[layer], held_out[layer]), 4) for layer in gates]}
     content = GateFile(gates, facts.model, made)
-    save_gates(out, content)
+    GATE_FILES.save(out, content)
     return content
 
 
@@ -211,9 +210,3 @@ class _Tap(Listener):
         assert seen.forward is not None and seen.replay is not None
         self.take(view.layer_idx, seen.forward.hidden_states[0], seen.replay[0])
         return state
-
-
-def _compared(content: GateFile) -> object:
-    """The content that must be equal; neither the name of the model nor how well the gates fit is compared."""
-    made = {key: value for key, value in (content.made or {}).items() if key != "r2"}
-    return without_name(content.model), made

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.allocators.duo import RECENT, SINKS
-from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
+from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, model_and_made
 from kvpolicy.calibration.listener import Listener, listening
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.discovery import Sites, find_sites
@@ -110,12 +109,12 @@ def write_scores(
         model=identity(model, name),
         made=made,
     )
-    check_free_file(out, load_heads, facts, _compared, force=force)
+    HEAD_FILES.check_free(out, facts, force=force)
     found = scores()
     layers = range(len(find_sites(model).layers))
     rows = (found[layer].tolist() if layer in found else [] for layer in layers)
     content = facts._replace(heads=tuple(tuple(round(score, _DIGITS) for score in row) for row in rows))
-    save_heads(out, content)
+    HEAD_FILES.save(out, content)
     return content
 
 
@@ -248,8 +247,3 @@ def _no_rope(model: nn.Module, layer_idx: int, what: str) -> KVPolicyError:
         f"Every layer must have a rotary embedding for its heads to be scored, got {what} in layer {layer_idx} of "
         f"{type(model).__name__}; try a head file from another source, or the head allocator adakv."
     )
-
-
-def _compared(content: HeadFile) -> object:
-    """The content that must be equal; the name of the model is not compared."""
-    return *model_and_made(content), content.sinks, content.recent

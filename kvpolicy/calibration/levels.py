@@ -11,7 +11,6 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import Samples, collect, tokens_per_window
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs import _files
 from kvpolicy.hf.identity import identity
@@ -71,7 +70,7 @@ def calibrate_kvquant(
         "tokens": count,
         "seed": seed,
     }
-    check_free(out, "kvquant", meta, force=force)
+    _files.folder_of("kvquant").check_free(out, _files.CalibrationFile(meta, {}), force=force)
     samples = collect(
         model, windows, tokens=tokens, key_spaces=("unrotated",), fisher=fisher, seed=seed, progress=progress
     )

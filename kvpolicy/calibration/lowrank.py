@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import fisher_information
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.listener import Listener, Sums, check_finite, listening
 from kvpolicy.codecs import _files
 from kvpolicy.hf.identity import identity
@@ -105,7 +104,7 @@ def calibrate_lowrank(
         "head_groups": sorted({*head_groups}),
         "fisher": fisher,
     }
-    check_free(out, "lowrank", facts, force=force)
+    _files.folder_of("lowrank").check_free(out, _files.CalibrationFile(facts, {}), force=force)
     tensors: dict[str, Tensor] = {}
     for layer, both in (fisher_information(model, windows, progress=progress) if fisher else {}).items():
         tensors[f"fisher.{layer}"] = torch.tensor(both, dtype=torch.float32, device="cpu")

@@ -12,12 +12,11 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import tokens_per_window
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, model_and_made
 from kvpolicy.calibration.listener import Listener, check_finite, listening
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.protocols import Needs, Seen, State, View
-from kvpolicy.selectors.filter_files import FilterFile, load_filters, save_filters
+from kvpolicy.selectors.filter_files import FILTER_FILES, FilterFile
 from kvpolicy.text.errors import KVPolicyError
 
 TOKENS = 3000
@@ -76,12 +75,12 @@ def calibrate_qfilters(
         )
     made = {"text_sha256": text_sha256(windows), "windows": len(windows), "tokens": count, "seed": seed}
     facts = FilterFile({}, identity(model, name), made)
-    check_free_file(out, load_filters, facts, model_and_made, force=force)
+    FILTER_FILES.check_free(out, facts, force=force)
     queries = sample_queries(model, windows, tokens=tokens, seed=seed, progress=progress)
     heads = describe(model.config).whole.heads  # pyright: ignore[reportArgumentType]
     layers = tqdm(queries.items(), desc="filters", disable=not progress)
     content = FilterFile({layer: query_filters(found, heads) for layer, found in layers}, facts.model, made)
-    save_filters(out, content)
+    FILTER_FILES.save(out, content)
     return content
 
 

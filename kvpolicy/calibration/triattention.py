@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, model_and_made
 from kvpolicy.calibration.listener import Listener, Sums, check_finite, listening
 from kvpolicy.hf.identity import identity
 from kvpolicy.protocols import Needs, Seen, State, View
-from kvpolicy.selectors.center_files import CenterFile, Centers, load_centers, save_centers
+from kvpolicy.selectors.center_files import CENTER_FILES, CenterFile, Centers
 from kvpolicy.text.errors import KVPolicyError
 
 MIN_TOKENS = 128
@@ -66,9 +65,9 @@ def calibrate_triattention(
         )
     made = {"text_sha256": text_sha256(windows), "windows": len(windows), "tokens": count}
     facts = CenterFile({}, identity(model, name), made)
-    check_free_file(out, load_centers, facts, model_and_made, force=force)
+    CENTER_FILES.check_free(out, facts, force=force)
     content = CenterFile(query_centers(model, windows, progress=progress), facts.model, made)
-    save_centers(out, content)
+    CENTER_FILES.save(out, content)
     return content
 
 

@@ -20,7 +20,7 @@ from kvpolicy.protocols import (
     View,
     scoped,
 )
-from kvpolicy.selectors.filter_files import check_filters, load_filters
+from kvpolicy.selectors.filter_files import FILTER_FILES
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.validation import check_fields
@@ -90,7 +90,7 @@ class QFilters(Scored):
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the filter file cannot be read, or is of another model."""
-        check_filters(load_filters(self.file), self.file, model)
+        FILTER_FILES.check(FILTER_FILES.load(self.file), self.file, model)
 
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
@@ -113,7 +113,7 @@ class QFilters(Scored):
 
     def _filters(self, keys: Tensor, view: View) -> Tensor:
         """The filters of this rank's heads for every row of keys [B, H, N, D]: [B, H, D]."""
-        filters = load_filters(self.file).filters[view.layer_idx]
+        filters = FILTER_FILES.load(self.file).filters[view.layer_idx]
         if len(filters) > 1:  # otherwise all heads share it
             filters = filters[view.ranks.held]
         every = filters.to(keys.device).expand(keys.shape[0], keys.shape[1], -1)

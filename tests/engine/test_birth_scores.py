@@ -13,7 +13,7 @@ from kvpolicy.engine import birth_scores
 from kvpolicy.engine.birth_scores import BirthScores
 from kvpolicy.engine.statistic import Coming, Tile
 from kvpolicy.protocols import Forward
-from kvpolicy.selectors.gate_files import LayerGate, save_gates
+from kvpolicy.selectors.gate_files import GATE_FILES, LayerGate
 from tests.conformance.calibration import gates
 
 
@@ -43,7 +43,7 @@ def test_scores_of_tiles_and_chunks_are_joined() -> None:
 
 def test_long_inputs_are_scored_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gate.safetensors"
-    save_gates(path, gates(heads=2))
+    GATE_FILES.save(path, gates(heads=2))
     selector = KVzap(file=str(path))
     gate = selector.load_gate(1, "cpu")
     call = Forward(nn.Identity(), torch.randn(2, 50, 32), {})

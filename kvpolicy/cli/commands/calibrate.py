@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +12,6 @@ from kvpolicy.cli.help import Group
 from kvpolicy.cli.model_loading import load
 from kvpolicy.text.embedded_names import EMBEDDED
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.output import check_output
 from kvpolicy.text.tables import shorten
 
 app = typer.Typer(cls=Group, help="Calibrate a codec, a reader, a selector or a head allocator.", rich_markup_mode=None)
@@ -307,7 +305,7 @@ def heads(
 
     It takes one forward pass of each window of the text, or one of a random text, without gradients.
     """
-    from kvpolicy.allocators.head_files import load_heads
+    from kvpolicy.allocators.head_files import HEAD_FILES
     from kvpolicy.calibration import calibrate_echoes, calibrate_heads
 
     paths = [*(text or ()), *(more or ())]
@@ -317,7 +315,7 @@ def heads(
         raise KVPolicyError(f"--probe razor must have no text, got {shorten(paths[0])}; remove it, or try reach.")
     if probe == "reach" and not paths:
         raise KVPolicyError("--probe reach must have a text, got none; try --text FILE, or --probe razor.")
-    _check_file(out, model, paths, load_heads, force)
+    HEAD_FILES.check_output(out, [model, *paths], force=force)
     if probe == "reach":
         loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
         written = calibrate_heads(
@@ -374,10 +372,10 @@ def qfilters(
     It takes one forward pass of each window, without gradients.
     """
     from kvpolicy.calibration import calibrate_qfilters
-    from kvpolicy.selectors.filter_files import load_filters
+    from kvpolicy.selectors.filter_files import FILTER_FILES
 
     paths = [*text, *(more or ())]
-    _check_file(out, model, paths, load_filters, force)
+    FILTER_FILES.check_output(out, [model, *paths], force=force)
     loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
     calibrate_qfilters(
         loaded, sampled, out, tokens=tokens, seed=seed, name=_name(model), progress=not quiet, force=force
@@ -404,10 +402,10 @@ def triattention(
     It takes one forward pass of each window, without gradients.
     """
     from kvpolicy.calibration import calibrate_triattention
-    from kvpolicy.selectors.center_files import load_centers
+    from kvpolicy.selectors.center_files import CENTER_FILES
 
     paths = [*text, *(more or ())]
-    _check_file(out, model, paths, load_centers, force)
+    CENTER_FILES.check_output(out, [model, *paths], force=force)
     loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
     calibrate_triattention(loaded, sampled, out, name=_name(model), progress=not quiet, force=force)
     print(f"Wrote {out}. Use it with triattention:file={out}@0.2")
@@ -444,11 +442,11 @@ def gate(
     It takes two forward passes of each window, without gradients.
     """
     from kvpolicy.calibration.gate import calibrate_gate, check_options
-    from kvpolicy.selectors.gate_files import load_gates
+    from kvpolicy.selectors.gate_files import GATE_FILES
 
     chosen = check_options(kind, ridge, units, epochs)  # an invalid value raises an error before anything slow
     paths = [*text, *(more or ())]
-    _check_file(out, model, paths, load_gates, force)
+    GATE_FILES.check_output(out, [model, *paths], force=force)
     loaded, sampled = _prepare(model, paths, dtype, device, length, windows, seed)
     written = calibrate_gate(
         loaded,
@@ -471,16 +469,9 @@ def gate(
 
 def _check_folder(out: str, model: str, paths: list[str], force: bool) -> None:
     """Refuse a folder in which something else would be lost, before the model is loaded."""
-    from kvpolicy.calibration.finished import check_free_folder
+    from kvpolicy.codecs._files import folder_of
 
-    check_free_folder(out, inputs=[model, *paths], force=force)
-
-
-def _check_file(out: str, model: str, paths: list[str], load: Callable[[str], Any], force: bool) -> None:
-    """Refuse a file in whose place something else would be lost, before the model is loaded."""
-    from kvpolicy.calibration.finished import SAME
-
-    check_output(out, SAME.format("calibration"), inputs=[model, *paths], is_own=load, force=force)
+    folder_of("").check_output(out, [model, *paths], force=force)
 
 
 def _prepare(
