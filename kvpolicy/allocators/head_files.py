@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.text.formats import check_format, stamp
-from kvpolicy.text.model_file import ModelFile, parse_json
+from kvpolicy.text.model_file import CalibrationKind, parse_json
 from kvpolicy.text.model_identity import check_same_model
 from kvpolicy.text.tables import shorten
 
@@ -67,7 +67,7 @@ def _starts(row: Sequence[float], heads: int) -> range:
     return range(0, len(row), max(len(row) // heads, 1))
 
 
-class _Heads(ModelFile[HeadFile]):
+class _Heads(CalibrationKind[HeadFile]):
     noun = "head file"
     command = "kvpolicy calibrate heads"
     asset = "heads.json"
@@ -121,6 +121,11 @@ class _Heads(ModelFile[HeadFile]):
             model=self._model(content.get("model"), path),
             made=cast("dict[str, Any]", made) if isinstance(made, dict) else None,
         )
+
+    def content(self, found: Table | None, model: dict[str, Any], made: dict[str, Any]) -> HeadFile:
+        """The sizes of a streaming head have fields of their own."""
+        told = {name: value for name, value in made.items() if name not in ("sinks", "recent")}
+        return HeadFile(found or (), sinks=made["sinks"], recent=made["recent"], model=model, made=told)
 
     def compared(self, content: HeadFile) -> object:
         """The sizes of a streaming head too."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +14,31 @@ from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Selector, State, View
+from kvpolicy.protocols import Needs, Seen, Selector, State, View
 from kvpolicy.text.errors import KVPolicyError
 
 
-class Listener(Selector, Protocol):
-    """A selector that looks at prompts in `observe`, and keeps the newest token."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Listener(Selector):
+    """A selector that shows prompts to a function, and keeps the newest token.
 
-    __slots__ = ()
+    Attributes:
+        asks: What it needs of a prompt.
+        look: Called in each layer with what was seen, before the eviction.
+    """
+
+    asks: Needs
+    look: Callable[[Seen, View], object]
+
+    @property
+    def needs(self) -> Needs:
+        """See `asks`."""
+        return self.asks
+
+    def observe(self, state: State, seen: Seen, view: View) -> State:
+        """Show it."""
+        self.look(seen, view)
+        return state
 
     def priority(self, state: State, view: View) -> Tensor:
         """Its position."""
@@ -52,12 +68,15 @@ class Sums:
 
 
 @contextmanager
-def listening(model: nn.Module, listener: Selector, tile: TileSize = None) -> Generator[Callable[[Tensor], object]]:
-    """Let a selector look at prompts inside, in eval mode and without gradients; yields what runs token ids [n].
+def listening(
+    model: nn.Module, needs: Needs, look: Callable[[Seen, View], object], tile: TileSize = None
+) -> Generator[Callable[[Tensor], object]]:
+    """Look at prompts inside, in eval mode and without gradients; yields what runs token ids [n].
 
     Args:
         model: A causal language model without a policy attached.
-        listener: The selector, which sees a whole prompt in `observe`, before the eviction.
+        needs: What is looked at.
+        look: Called in each layer with what was seen of a whole prompt, before the eviction.
         tile: The most tokens that a layer takes at a time, as for `attach`.
 
     Raises:
@@ -66,18 +85,17 @@ def listening(model: nn.Module, listener: Selector, tile: TileSize = None) -> Ge
     decoder = find_sites(model).decoder
     device = next(decoder.parameters()).device
     # The cache itself need not hold the prompt: a budget of one token saves memory.
-    with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=listener, budget=1), tile=tile):
+    with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=Listener(needs, look), budget=1), tile=tile):
         yield lambda ids: decoder(input_ids=ids[None].to(device), use_cache=True)
 
 
-def check_finite(what: str, layer: int, *found: Tensor) -> None:
-    """Refuse numbers that were collected of a layer and are not finite.
+def check_finite(what: str, where: str, *found: Tensor) -> None:
+    """Refuse numbers that are not finite.
 
     Raises:
-        KVPolicyError: Naming `what` they are of.
+        KVPolicyError: Naming `what` they are, and `where` they were found.
     """
     if not all(bool(t.isfinite().all()) for t in found):
         raise KVPolicyError(
-            f"All collected numbers must be finite, got inf or NaN in {what} of layer {layer}; try loading the model "
-            "in bf16 or fp32."
+            f"All {what} must be finite, got inf or NaN in {where}; try loading the model in bf16 or fp32."
         )

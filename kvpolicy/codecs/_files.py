@@ -19,7 +19,7 @@ from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.formats import stamp
 from kvpolicy.text.model_file import (
     REMEDY,
-    ModelFile,
+    CalibrationKind,
     check_digest,
     digest,
     pack_tensors,
@@ -49,7 +49,7 @@ class CalibrationFile:
     tensors: dict[str, Tensor]
 
 
-class CalibrationFolder(ModelFile[CalibrationFile]):
+class CalibrationFolder(CalibrationKind[CalibrationFile]):
     """The calibrations of one method, each a folder.
 
     Args:
@@ -100,6 +100,10 @@ class CalibrationFolder(ModelFile[CalibrationFile]):
         # The two files are not replaced together. Between the two, the hash in the old metadata does not match the new
         # tensors, so that a reader refuses them instead of mixing two calibrations.
         return {TENSORS: blob, FACTS: text.encode()}
+
+    def content(self, found: dict[str, Tensor] | None, model: dict[str, Any], made: dict[str, Any]) -> CalibrationFile:
+        """See `CalibrationKind`."""
+        return CalibrationFile({"model": model} | made, found or {})
 
     def unreadable(self, error: OSError | ValueError, path: str) -> KVPolicyError:
         """The refusal of a folder in which a file is missing."""

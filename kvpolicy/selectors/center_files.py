@@ -49,7 +49,7 @@ class _Centers(TensorFile[CenterFile, Centers]):
     noun = "center file"
     command = "kvpolicy calibrate triattention"
     asset = "triattention.safetensors"
-    content = CenterFile
+    holds = CenterFile
     prefix = "centers"
     dims: ClassVar = {"mean": 2, "lengths": 2}
     of_layer = "means [Hq, D] and lengths [Hq, F]"

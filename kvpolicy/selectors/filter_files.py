@@ -38,7 +38,7 @@ class _Filters(TensorFile[FilterFile, Tensor]):
     prefix = "filters"
     dims: ClassVar = {"": 2}
     of_layer = "filters [H, D]"
-    content = FilterFile
+    holds = FilterFile
 
     def tensors(self, layer: Tensor) -> dict[str, Tensor]:
         return {"": layer}

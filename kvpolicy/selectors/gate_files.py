@@ -96,7 +96,7 @@ class _Gates(TensorFile[GateFile, LayerGate]):
     noun = "gate file"
     command = "kvpolicy calibrate gate"
     asset = "kvzap.safetensors"
-    content = GateFile
+    holds = GateFile
     prefix = "gates"
     dims: ClassVar = {"weight": 2, "bias": 1, "inner_weight": 2, "inner_bias": 1}
     of_layer = "weights and biases"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.text.formats import check_format, stamp
-from kvpolicy.text.model_file import ModelFile, check_digest, digest, pack_tensors, unpack_tensors
+from kvpolicy.text.model_file import CalibrationKind, check_digest, digest, pack_tensors, unpack_tensors
 from kvpolicy.text.model_identity import check_same_model
 from kvpolicy.text.tables import shorten
 
@@ -42,11 +42,11 @@ Content = TypeVar("Content", bound=Made)
 Layer = TypeVar("Layer")
 
 
-class TensorFile(ModelFile[Content], Generic[Content, Layer]):
+class TensorFile(CalibrationKind[Content], Generic[Content, Layer]):
     """One kind of file of tensors.
 
     Attributes:
-        content: The class of its content, which takes what it has of each layer, the model, and how it was made.
+        holds: The class of its content, which takes what it has of each layer, the model, and how it was made.
         prefix: The first word of the names of its tensors, and the field of its content that has the layers.
         dims: Its tensors of a layer by name, and how many dimensions each has; the empty name for a tensor that the
             layer alone names.
@@ -54,7 +54,7 @@ class TensorFile(ModelFile[Content], Generic[Content, Layer]):
         whole: What it must have of each layer besides, for messages.
     """
 
-    content: Callable[[dict[int, Layer], dict[str, Any] | None, dict[str, Any] | None], Content]
+    holds: Callable[[dict[int, Layer], dict[str, Any] | None, dict[str, Any] | None], Content]
     prefix: str
     dims: ClassVar[Mapping[str, int]]
     of_layer: str
@@ -76,6 +76,10 @@ class TensorFile(ModelFile[Content], Generic[Content, Layer]):
     @abstractmethod
     def misfit(self, found: Layer | None, model: ModelInfo) -> tuple[str, object] | None:
         """What a model needs of a layer and what it has instead; None if it fits."""
+
+    def content(self, found: dict[int, Layer] | None, model: dict[str, Any], made: dict[str, Any]) -> Content:
+        """See `CalibrationKind`."""
+        return self.holds(found or {}, model, made)
 
     def encode(self, content: Content) -> dict[str, bytes]:
         """See `ModelFile`."""
@@ -100,7 +104,7 @@ class TensorFile(ModelFile[Content], Generic[Content, Layer]):
         # Before the hash, which a newer format may compute in another way: the message must name the version.
         check_format(facts, self.format, what)
         check_digest(facts, tensors, what, self.remedy)
-        return self.content(self._layers(tensors, path), facts.get("model"), facts.get("made"))
+        return self.holds(self._layers(tensors, path), facts.get("model"), facts.get("made"))
 
     def _layers(self, tensors: dict[str, Tensor], path: str) -> dict[int, Layer]:
         """What the file has of each layer, in order."""

@@ -136,6 +136,20 @@ class ModelFile(ABC, Generic[Content]):
             f"{self.remedy}."
         )
 
+
+class CalibrationKind(ModelFile[Content]):
+    """A kind of file that is calibrated: from a model and a text, with options."""
+
+    @abstractmethod
+    def content(self, found: Any, model: dict[str, Any], made: dict[str, Any]) -> Content:
+        """The content of a file.
+
+        Args:
+            found: What was found; None before.
+            model: The model.
+            made: How it was made: the text, the options.
+        """
+
     def compared(self, content: Content) -> object:
         """What must be equal for a file to be replaced unasked: by default the model, and how the file was made."""
         made: Any = content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.calibration.listener import listening
+from kvpolicy.calibration.listener import Listener, listening
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens
 from kvpolicy.engine.rotary import Rope
@@ -23,7 +22,7 @@ from kvpolicy.hf.residual_hooks import active_stream
 from kvpolicy.hf.rotary_lookup import ropes_of
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import DecodeMode, Forward, Needs, Replay, Seen, State, View
+from kvpolicy.protocols import Forward, Needs, Replay, Seen, View
 from kvpolicy.text.errors import KVPolicyError
 
 
@@ -72,12 +71,12 @@ class Tap:
         store: Device that keeps the prompts of all layers after the run that reads them; None for that of each layer.
     """
 
-    def __init__(self, model: nn.Module, looker: _Looker) -> None:
-        """Describe a model that `looker` is attached to."""
+    def __init__(self, model: nn.Module) -> None:
+        """Describe a model that is listened to; see `show`."""
         self.model = model
         self.attachment: Attachment = attachment_of(model)
         self.layers = self.attachment.model_shape.evictable
-        self._looker = looker
+        self._look: Look | None = None
         self._sites = find_sites(model)
         self.device: torch.device = next(self._sites.decoder.parameters()).device
         self.store: torch.device | None = _HOST if isinstance(self.attachment.tile, int) else None
@@ -107,10 +106,16 @@ class Tap:
             for site in self._sites.layers if pins else ():
                 hooks.callback(site.block.register_forward_pre_hook(partial(note, site), with_kwargs=True).remove)
             # A block's hook runs before its attention, so `massive` is that of the layer. The next block overwrites it.
-            self._looker.look = lambda call: look(call._replace(massive=dict(massive)))
-            hooks.callback(setattr, self._looker, "look", None)
+            self._look = lambda call: look(call._replace(massive=dict(massive)))
+            hooks.callback(setattr, self, "_look", None)
             self._read(ids, cache)
         return cache
+
+    def show(self, seen: Seen, view: View) -> None:
+        """Show the call of a layer's attention to the function of the run, if there is one."""
+        assert seen.forward is not None and seen.keys is not None and seen.values is not None
+        if self._look is not None:
+            self._look(LayerCall(view.layer_idx, seen.keys, seen.values, seen.forward, {}))
 
     def replay(self, prompt: Tensor, plan: Replay) -> dict[int, Tensor]:
         """Run a prompt [N] through the model twice, the second time as a replay.
@@ -118,9 +123,15 @@ class Tap:
         Returns:
             The scores of its tokens in each layer, [1, H, N] fp32.
         """
-        listener = _Listener(plan)
+        found: dict[int, Tensor] = {}
+
+        def look(seen: Seen, view: View) -> None:
+            assert seen.replay is not None
+            found[view.layer_idx] = seen.replay
+
+        listener = Listener(Needs(replay=plan), look)
         self._read(prompt, PolicyCache(self.model, Policy(selector=listener, budget=1)))
-        return listener.found
+        return found
 
     def ropes(self, policies: Collection[Policy]) -> dict[int, Rope]:
         """The rotary embedding of each layer if a policy undoes it; none if no policy does.
@@ -156,9 +167,8 @@ def tapped(model: nn.Module, tile: TileSize = None) -> Generator[Tap]:
         >>> len(shapes), shapes[0]
         (8, torch.Size([1, 8, 10, 32]))
     """
-    looker = _Looker()
-    with listening(model, looker, tile):
-        tap = Tap(model, looker)
+    with listening(model, Needs(forward=True), lambda seen, view: tap.show(seen, view), tile):
+        tap = Tap(model)
         if tap.attachment.place[1] > 1:
             raise KVPolicyError(
                 f"The model must be on one rank to be measured, got {tap.attachment.place[1]}; try loading it without "
@@ -170,54 +180,3 @@ def tapped(model: nn.Module, tile: TileSize = None) -> Generator[Tap]:
                 "values of another size; try kvpolicy compare."
             )
         yield tap
-
-
-class _Newest:
-    """A selector that keeps the newest token."""
-
-    decode: DecodeMode = "evict"
-    needs: Needs = Needs()
-    min_tokens: int = 1
-
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        return ()
-
-    @abstractmethod
-    def observe(self, state: State, seen: Seen, view: View) -> State: ...
-
-    def step(self, state: State, row: Tensor, view: View) -> None:
-        """No state."""
-
-    def priority(self, state: State, view: View) -> Tensor:
-        return view.positions.float()
-
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        return None
-
-
-class _Looker(_Newest):
-    """Shows the call of each layer's attention to a function."""
-
-    needs = Needs(forward=True)
-
-    def __init__(self) -> None:
-        self.look: Look | None = None
-
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        assert seen.forward is not None and seen.keys is not None and seen.values is not None
-        if self.look is not None:
-            self.look(LayerCall(view.layer_idx, seen.keys, seen.values, seen.forward, {}))
-        return state
-
-
-class _Listener(_Newest):
-    """Keeps the scores of a replay."""
-
-    def __init__(self, plan: Replay) -> None:
-        self.needs = Needs(replay=plan)
-        self.found: dict[int, Tensor] = {}
-
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        assert seen.replay is not None
-        self.found[view.layer_idx] = seen.replay
-        return state
