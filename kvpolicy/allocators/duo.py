@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators.head_files import HeadFile, Table, check_heads, load_heads
+from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile, Table
 from kvpolicy.protocols import HeadAllocator, HeadRequest, ModelInfo
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, between, least, strategy, tiny_or
@@ -69,7 +69,7 @@ class DuoAttention(HeadAllocator):
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the head file cannot be read, or is of another model."""
-        check_heads(self._scores(), self.file, model)
+        HEAD_FILES.check(self._scores(), self.file, model)
 
     def streaming_heads(self, heads: int) -> tuple[tuple[bool, ...], ...]:
         """Which of the `heads` KV heads of each layer of the model are streaming heads."""
@@ -95,7 +95,7 @@ class DuoAttention(HeadAllocator):
 
     def _scores(self) -> HeadFile:
         """The head file, which must have scores."""
-        content = load_heads(self.file)
+        content = HEAD_FILES.load(self.file)
         if content.kind != "score":
             raise KVPolicyError(
                 f"The head file {self.file!r} must have scores of heads, got shares of the tokens; try kvpolicy "

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvpolicy.calibration.collect import collect
-from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.csr_options import Dictionaries, atoms_of, check_chunks
 from kvpolicy.calibration.dictionary import State, train
 from kvpolicy.calibration.estimate import estimate_csr
-from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.grouping import Directions, divergence, group_layers, parse_groups
 from kvpolicy.calibration.progress import Progress
-from kvpolicy.codecs import _files
+from kvpolicy.calibration.run import Run
+from kvpolicy.calibration.samples import collect
 from kvpolicy.codecs.csr.dictionaries import FILE_KEY_SPACES, value_dictionary
-from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 
 
@@ -43,77 +38,45 @@ class _Job(NamedTuple):
     chunks: int
 
 
-def calibrate_csr(
-    model: nn.Module,
-    windows: Sequence[Tensor],
-    out: str | Path,
-    options: Dictionaries,
-    *,
-    name: str | None = None,
-    progress: bool = False,
-    announce: Callable[[float], object] | None = None,
-    force: bool = False,
-) -> dict[str, Any]:
-    """Train the dictionaries of CSR on the keys and values of a model, and write them to a folder.
-
-    An interrupted run is resumed by a call with the same model, windows and options.
-
-    Args:
-        model: A causal language model without a policy attached.
-        windows: Token ids, each [n] or [1, n]; see `token_windows`.
-        out: The folder.
-        options: Which dictionaries to train, and how.
-        name: Name of the model in the calibration.
-        progress: Whether to show progress bars.
-        announce: Called with the seconds of `estimate_csr` when nothing refuses the run any more.
-        force: Whether to replace a finished calibration of another model or text, or with other options.
-
-    Returns:
-        The metadata that were written with the tensors.
-
-    Raises:
-        KVPolicyTypeError: If the windows are not token ids.
-        KVPolicyError: If the model is not supported, the text is too short, or `out` holds another calibration,
-            finished or not.
-    """
-    windows = as_windows(windows)
-    model_facts = identity(model, name)
-    layers = describe(model.config).evictable
-    dim = model_facts["head_dim"]
-    atoms = atoms_of(options, model_facts["heads"])
+def facts_of(run: Run, options: Dictionaries) -> dict[str, Any]:
+    """What must be equal for a calibration to be continued or replaced; see `calibrate_csr`."""
+    dim: int = run.identity["head_dim"]
     check_chunks(options, dim)
-    given_groups = {side: parse_groups(text, layers) for side, text in _given_groups(options).items()}
-    facts = {
-        "model": model_facts,
-        "head_dim": dim,
-        "text_sha256": text_sha256(windows),
-        "options": _stored_options(options),
-    }
-    # Both refusals, of checkpoints and of a finished calibration, come before the model runs, which takes long.
-    states = Progress(Path(out), facts)
-    check_free(out, "csr", facts, force=force)
-    if announce is not None:
-        announce(estimate_csr(model, windows, options))
+    _given_groups(options, describe(run.model.config).evictable)  # pyright: ignore[reportArgumentType]
+    facts = {"head_dim": dim, **run.text(windows=False), "options": _stored_options(options)}
+    Progress(run.out, {"model": run.identity} | facts)  # refuses checkpoints of another model, text or other options
+    return facts
+
+
+def trained(run: Run, options: Dictionaries, facts: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a file by name, and what it says of them besides; see `calibrate_csr`."""
+    states = Progress(run.out, {"model": run.identity} | facts)
+    if run.announce is not None:
+        run.announce(estimate_csr(run.model, run.windows, options))
+    layers = describe(run.model.config).evictable  # pyright: ignore[reportArgumentType]
+    atoms = atoms_of(options, run.identity["heads"])
     samples = collect(
-        model, windows, tokens=options.tokens, key_spaces=options.key_spaces, seed=options.seed, progress=progress
+        run.model,
+        run.windows,
+        tokens=options.tokens,
+        key_spaces=options.key_spaces,
+        seed=options.seed,
+        progress=run.progress,
     ).parts()
-    groups, divergences = _groups(samples, layers, given_groups, options)
+    groups, divergences = _groups(samples, layers, _given_groups(options, layers), options)
     jobs = _jobs(groups, options)
-    device = next(model.parameters()).device
-    done = {job.name: _run(job, samples, atoms, options, states, device, progress) for job in jobs}
+    device = next(run.model.parameters()).device
+    done = {job.name: _run(job, samples, atoms, options, states, device, run.progress) for job in jobs}
     groups_by_name: dict[str, list[list[int]]] = {}
     for job in jobs:
         groups_by_name.setdefault(job.name.rpartition(".")[0], []).append(job.layers)
-    meta = facts | {
+    return {key: state.best.mT.half().contiguous() for key, state in done.items()}, {
         "groups": groups_by_name,
         "divergence": divergences,
         "atoms": atoms,
         "tokens": next(iter(samples["values"].values())).shape[1],
         "losses": {job_name: state.losses for job_name, state in done.items()},
     }
-    _files.save(out, "csr", meta, {key: state.best.mT.half().contiguous() for key, state in done.items()})
-    states.clear()
-    return meta
 
 
 def _stored_options(options: Dictionaries) -> dict[str, Any]:
@@ -124,10 +87,10 @@ def _stored_options(options: Dictionaries) -> dict[str, Any]:
     return stored
 
 
-def _given_groups(options: Dictionaries) -> dict[str, str]:
+def _given_groups(options: Dictionaries, layers: list[int]) -> dict[str, list[list[int]]]:
     """The groups that the user specified, for keys and for values."""
     groups = {"keys": options.key_groups, "values": options.value_groups}
-    return {side: text for side, text in groups.items() if text != "auto"}
+    return {side: parse_groups(text, layers) for side, text in groups.items() if text != "auto"}
 
 
 def _groups(

@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from kvpolicy.allocators.duo import RECENT, SINKS
-from kvpolicy.allocators.head_files import HeadFile
-from kvpolicy.calibration.heads import write_scores
-from kvpolicy.calibration.listener import Listener, listening
-from kvpolicy.protocols import State, View
-from kvpolicy.statistics import AttentionRows, ReducedRows, Results, Statistic
+from kvpolicy.calibration.listener import check_finite, listening
+from kvpolicy.protocols import View
+from kvpolicy.statistics import AttentionRows, ReducedRows, Results
 from kvpolicy.text.errors import KVPolicyError, KVPolicyWarning
 from kvpolicy.text.validation import check_size
 
@@ -45,61 +41,6 @@ class EchoScores(NamedTuple):
 
     echo: Tensor
     induction: Tensor
-
-
-def calibrate_echoes(
-    model: nn.Module,
-    out: str | Path,
-    *,
-    random: int | None = None,
-    repeats: int = REPEATS,
-    echo: float = ECHO,
-    induction: float = INDUCTION,
-    seed: int = 0,
-    sinks: int = SINKS,
-    recent: int = RECENT,
-    name: str | None = None,
-    progress: bool = False,
-    force: bool = False,
-) -> HeadFile:
-    """Score the KV heads of a model by a repeated random text, and write a file that `duo:file=FILE` reads.
-
-    The file is for `duo:sparsity=S` with any S: if a fraction S of all heads streams, the others are the best by the
-    echo score and the best by the induction score, in the ratio of `echo` to `induction`. The paper's heads are those
-    of `S = 1 - echo - induction`; see `ranked_scores`.
-
-    Args:
-        model: A causal language model without a policy attached.
-        out: The file.
-        random: See `echo_scores`.
-        repeats: See `echo_scores`.
-        echo: Share of the heads that retrieve by the echo score.
-        induction: Share of the heads that retrieve by the induction score.
-        seed: See `echo_scores`.
-        sinks: First tokens that a streaming head keeps; written to the file as they are.
-        recent: Newest tokens that a streaming head keeps; written to the file as they are.
-        name: Name of the model in the file.
-        progress: Whether to show a progress bar.
-        force: Whether to replace a file that holds something else: another model or other options.
-
-    Returns:
-        The content of the file.
-
-    Raises:
-        KVPolicyError: If the model is not supported, a share or a size is out of range, the text is longer than the
-            model, or `out` holds something else.
-    """
-    _check_shares(echo, induction)
-    random = _random_tokens(model, random, repeats)
-    shares = {"echo": echo, "induction": induction}
-    made = {"probe": "razor", "random": random, "repeats": repeats, "seed": seed, **shares}
-
-    def scores() -> Mapping[int, Tensor]:
-        found = echo_scores(model, random=random, repeats=repeats, seed=seed, progress=progress)
-        _warn_if_even(found, random, repeats)
-        return ranked_scores(found, echo=echo, induction=induction)
-
-    return write_scores(model, out, made, scores, sinks=sinks, recent=recent, name=name, force=force)
 
 
 def echo_scores(
@@ -140,19 +81,22 @@ def echo_scores(
         special tokens of the config are not drawn; the text is shortened to the positions of the model. Attention is
         computed a few queries at a time, and never held whole.
     """
-    random = _random_tokens(model, random, repeats)
+    random = random_tokens(model, random, repeats)
     ids, first = repeated_text(model, random, repeats, seed)
-    tap = _Tap(reducer=_Echoes(first=first, random=random))
-    with tqdm(total=1, desc="heads", disable=not progress) as bar, listening(model, tap) as run:
+    taken: dict[int, Tensor] = {}
+
+    def look(seen: Results, view: View) -> None:
+        sums = seen[ReducedRows][0, :, :2].double().cpu()
+        taken[view.layer_idx] = sums.unflatten(0, (view.positions.shape[1], -1))
+
+    asks = (ReducedRows(_Echoes(first=first, random=random)),)
+    with tqdm(total=1, desc="heads", disable=not progress) as bar, listening(model, asks, look) as run:
         run(ids)
         bar.update()
     queries = random * (repeats - 1)
     found: dict[int, EchoScores] = {}
-    for layer, sums in tap.found.items():
-        if not sums.isfinite().all():
-            raise KVPolicyError(
-                f"All scores must be finite, got inf or NaN in layer {layer}; try loading the model in bf16 or fp32."
-            )
+    for layer, sums in taken.items():
+        check_finite("scores", f"layer {layer}", sums)
         echo, induction = (sums / queries).amax(1).unbind(-1)
         found[layer] = EchoScores(echo, induction)
     return found
@@ -186,7 +130,7 @@ def ranked_scores(
         among the best by both scores, `duo` fills its place with the next head. Of equal scores the earlier layer and
         the lower head rank first, as in `duo`.
     """
-    _check_shares(echo, induction)
+    check_shares(echo, induction)
     total = echo + induction
     layers = sorted(scores)
     heads = [len(scores[layer].echo) for layer in layers]
@@ -241,30 +185,7 @@ class _Echoes:
         return sums
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tap(Listener):
-    """A selector that takes the sums of each layer while the text runs, and keeps the newest token.
-
-    Attributes:
-        reducer: Sums attention.
-        found: The two sums of each query head of the layers, by KV head, [H, G, 2] fp64.
-    """
-
-    reducer: _Echoes
-    found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-
-    @property
-    def statistics(self) -> tuple[Statistic[Any], ...]:
-        """The attention of all queries, a few at a time."""
-        return (ReducedRows(self.reducer),)
-
-    def observe(self, state: State, seen: Results, view: View) -> State:
-        sums = seen[ReducedRows][0, :, :2].double().cpu()
-        self.found[view.layer_idx] = sums.unflatten(0, (view.positions.shape[1], -1))
-        return state
-
-
-def _random_tokens(model: nn.Module, random: int | None, repeats: int) -> int:
+def random_tokens(model: nn.Module, random: int | None, repeats: int) -> int:
     """How many random tokens the text has, checked against the positions of the model."""
     repeats = check_size("repeats", repeats, 2)
     config: Any = model.config.get_text_config()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
@@ -280,7 +201,7 @@ def _random_tokens(model: nn.Module, random: int | None, repeats: int) -> int:
     return random
 
 
-def _warn_if_even(found: Mapping[int, EchoScores], random: int, repeats: int) -> None:
+def warn_if_even(found: Mapping[int, EchoScores], random: int, repeats: int) -> None:
     """Warn of scores that are near those of a head that attends to every token alike: their order says little."""
     best = max((float(part.max()) for scores in found.values() for part in scores), default=0.0)
     even = sum((query // random) / (query + 1) for query in range(random, random * repeats)) / (random * (repeats - 1))
@@ -290,11 +211,11 @@ def _warn_if_even(found: Mapping[int, EchoScores], random: int, repeats: int) ->
             f"where even attention gives {even:.3f}, so expect scores that say little; try fewer random tokens, or the "
             "probe reach.",
             KVPolicyWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
-def _check_shares(echo: float, induction: float) -> None:
+def check_shares(echo: float, induction: float) -> None:
     """Refuse shares that are none."""
     if not (0 <= echo <= 1 and 0 <= induction <= 1 and 0 < echo + induction <= 1):
         raise KVPolicyError(

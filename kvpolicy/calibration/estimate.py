@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.calibration.collect import collect, tokens_per_window
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.csr_options import Dictionaries, atoms_of, check_chunks
 from kvpolicy.calibration.curvature import Curvature
 from kvpolicy.calibration.dictionary import INIT_VECTORS, check_enough, improved, start
+from kvpolicy.calibration.samples import collect, tokens_per_window
 from kvpolicy.codecs.csr.sparse import unit
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvpolicy.selectors.gate_files import Inner, LayerGate
+
+Kind = Literal["linear", "mlp"]
+"""Whether a score is linear in the input of the layer, or goes through one hidden layer."""
 
 RIDGE = 1e-3
 """Weight of the penalty, over the mean variance of the inputs."""

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from kvpolicy.allocators.duo import RECENT, SINKS
-from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
-from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, model_and_made
-from kvpolicy.calibration.listener import Listener, listening
+from kvpolicy.calibration.corpus import as_windows
+from kvpolicy.calibration.listener import check_finite, listening
 from kvpolicy.hf.discovery import Sites, find_sites
-from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy.kernels.rotary import Rope
-from kvpolicy.protocols import State, View
-from kvpolicy.statistics import ModuleCall, Results, Statistic, Vectors
+from kvpolicy.protocols import View
+from kvpolicy.statistics import ModuleCall, Results, Vectors
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.validation import check_size
 
@@ -33,91 +26,11 @@ _DIGITS = 6
 """Digits of a score in a file: further ones are noise, and differ between machines."""
 
 
-def calibrate_heads(
-    model: nn.Module,
-    windows: Sequence[Tensor],
-    out: str | Path,
-    *,
-    positions: int = POSITIONS,
-    sinks: int = SINKS,
-    recent: int = RECENT,
-    name: str | None = None,
-    progress: bool = False,
-    force: bool = False,
-) -> HeadFile:
-    """Score the KV heads of a model, and write the scores to a file that `duo:file=FILE` reads.
-
-    Args:
-        model: A causal language model without a policy attached.
-        windows: Token ids, each [n] or [1, n]; see `token_windows`.
-        out: The file.
-        positions: See `head_scores`.
-        sinks: First tokens that a streaming head keeps; written to the file as they are.
-        recent: Newest tokens that a streaming head keeps; written to the file as they are.
-        name: Name of the model in the file.
-        progress: Whether to show a progress bar.
-        force: Whether to replace a file that holds something else: another model, text or other options.
-
-    Returns:
-        The content of the file.
-
-    Raises:
-        KVPolicyTypeError: If the windows are not token ids.
-        KVPolicyError: If the model or its rotary embedding is not supported, there is no text, or `out` holds something
-            else.
-    """
-    windows = as_windows(windows)
-    made = {"text_sha256": text_sha256(windows), "windows": len(windows), "positions": positions}
-
-    def scores() -> Mapping[int, Tensor]:
-        return head_scores(model, windows, positions=positions, progress=progress)
-
-    return write_scores(model, out, made, scores, sinks=sinks, recent=recent, name=name, force=force)
-
-
-def write_scores(
-    model: nn.Module,
-    out: str | Path,
-    made: dict[str, Any],
-    scores: Callable[[], Mapping[int, Tensor]],
-    *,
-    sinks: int,
-    recent: int,
-    name: str | None,
-    force: bool,
-) -> HeadFile:
-    """Write scores of KV heads to a file, unless it holds something else.
-
-    Args:
-        model: The model.
-        out: The file.
-        made: How the scores are made, which is written to the file.
-        scores: Returns the scores of each layer that a policy manages, [H], by the index of the layer.
-        sinks: See `calibrate_heads`, as all that follow.
-        recent: Likewise.
-        name: Likewise.
-        force: Likewise.
-
-    Returns:
-        The content of the file.
-
-    Raises:
-        KVPolicyError: If `out` holds something else.
-    """
-    facts = HeadFile(
-        (),
-        sinks=check_size("sinks", sinks, 0),
-        recent=check_size("recent", recent, 1),
-        model=identity(model, name),
-        made=made,
-    )
-    check_free_file(out, load_heads, facts, _compared, force=force)
-    found = scores()
+def rows_of(model: nn.Module, scores: Mapping[int, Tensor]) -> tuple[tuple[float, ...], ...]:
+    """Scores of KV heads as a file has them: a row for each layer of the model, empty where there is none."""
     layers = range(len(find_sites(model).layers))
-    rows = (found[layer].tolist() if layer in found else [] for layer in layers)
-    content = facts._replace(heads=tuple(tuple(round(score, _DIGITS) for score in row) for row in rows))
-    save_heads(out, content)
-    return content
+    rows = (scores[layer].tolist() if layer in scores else [] for layer in layers)
+    return tuple(tuple(round(score, _DIGITS) for score in row) for row in rows)
 
 
 def head_scores(
@@ -161,19 +74,24 @@ def head_scores(
         raise KVPolicyError("The windows must contain tokens to calibrate on, got none; try a longer text.")
     positions = check_size("positions", positions, 2)
     ropes = _ropes(model, find_sites(model))
-    tap = _Tap(ropes=ropes, positions=positions)
     total: dict[int, Tensor] = {}
-    with listening(model, tap) as run:
+
+    def look(seen: Results, view: View) -> None:
+        given = seen[ModuleCall]
+        assert given.queries is not None
+        rope = ropes[view.layer_idx]
+        at = view.positions[:1, 0]
+        query = rope.unrotate_rows(given.queries, at)[0].mean(1)  # [Hq, D]
+        key = rope.unrotate_rows(seen[Vectors].keys, at)[0].mean(1)  # [H, D]
+        query = query.unflatten(0, (len(key), -1))
+        scores = reach(query, key, rope, positions, given.scale, given.softcap).mean(-1).cpu()
+        total[view.layer_idx] = total.get(view.layer_idx, 0) + scores / len(windows)
+
+    with listening(model, (ModuleCall(), Vectors()), look) as run:
         for ids in tqdm(windows, desc="heads", disable=not progress):
             run(ids)
-            for layer, scores in tap.found.items():
-                total[layer] = total.get(layer, 0) + scores / len(windows)
-            tap.found.clear()
     for layer, scores in total.items():
-        if not scores.isfinite().all():
-            raise KVPolicyError(
-                f"All scores must be finite, got inf or NaN in layer {layer}; try loading the model in bf16 or fp32."
-            )
+        check_finite("scores", f"layer {layer}", scores)
     return total
 
 
@@ -198,37 +116,6 @@ def reach(query: Tensor, key: Tensor, rope: Rope, positions: int, scale: float, 
     return scores.softmax(-1).cumsum(-1).mean(-1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tap(Listener):
-    """A selector that scores the heads of each layer while a prompt runs, and keeps the newest token.
-
-    Attributes:
-        ropes: The rotary embeddings of the layers.
-        positions: See `head_scores`.
-        found: The scores of each layer, [H] fp64.
-    """
-
-    ropes: dict[int, Rope]
-    positions: int
-    found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-
-    @property
-    def statistics(self) -> tuple[Statistic[Any], ...]:
-        """Queries and keys as attention takes them."""
-        return (ModuleCall(), Vectors())
-
-    def observe(self, state: State, seen: Results, view: View) -> State:
-        given = seen[ModuleCall]
-        assert given.queries is not None
-        rope = self.ropes[view.layer_idx]
-        at = view.positions[:1, 0]
-        query = rope.unrotate_rows(given.queries, at)[0].mean(1)  # [Hq, D]
-        key = rope.unrotate_rows(seen[Vectors].keys, at)[0].mean(1)  # [H, D]
-        query = query.unflatten(0, (len(key), -1))
-        self.found[view.layer_idx] = reach(query, key, rope, self.positions, given.scale, given.softcap).mean(-1).cpu()
-        return state
-
-
 def _ropes(model: nn.Module, sites: Sites) -> dict[int, Rope]:
     """The rotary embedding of each layer that a policy manages."""
     found: dict[int, Rope] = {}
@@ -249,8 +136,3 @@ def _no_rope(model: nn.Module, layer_idx: int, what: str) -> KVPolicyError:
         f"Every layer must have a rotary embedding for its heads to be scored, got {what} in layer {layer_idx} of "
         f"{type(model).__name__}; try a head file from another source, or the head allocator adakv."
     )
-
-
-def _compared(content: HeadFile) -> object:
-    """The content that must be equal; the name of the model is not compared."""
-    return *model_and_made(content), content.sinks, content.recent

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from kvpolicy.calibration.run import Run
+from kvpolicy.calibration.samples import collect
 from kvpolicy.codecs.kvquant import nearest, normalize_values, outlier_count
 
 SAMPLE = 50_000
@@ -70,6 +72,27 @@ def fit_kvquant(
             fitted[f"{side}.levels.b{width}"] = levels
             fitted[f"{side}.norm.b{width}"] = _norm(sample, sample_weight, levels)
     return fitted
+
+
+def fit_layers(
+    run: Run, bits: tuple[int, ...], outliers: float, tokens: int, *, fisher: bool, seed: int
+) -> dict[str, Tensor]:
+    """The tensors of all layers, by their names in the file; see `calibrate_kvquant`."""
+    found = collect(
+        run.model,
+        run.windows,
+        tokens=tokens,
+        key_spaces=("unrotated",),
+        fisher=fisher,
+        seed=seed,
+        progress=run.progress,
+    )
+    tensors: dict[str, Tensor] = {}
+    for layer, keys in run.bar(found.unrotated.items(), "fit"):
+        weights = found.fisher.get(layer)
+        fitted = fit_kvquant(keys, found.values[layer], bits=bits, weights=weights, outliers=outliers)
+        tensors |= {f"{key}.{layer}": tensor for key, tensor in fitted.items()}
+    return tensors
 
 
 def _percentile(x: Tensor, fraction: float) -> Tensor:

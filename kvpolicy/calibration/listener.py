@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,31 @@ from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Selector, State, View
+from kvpolicy.statistics import Results, Statistic
 from kvpolicy.text.errors import KVPolicyError
 
 
-class Listener(Selector, Protocol):
-    """A selector that looks at prompts in `observe`, and keeps the newest token."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Listener(Selector):
+    """A selector that shows prompts to a function, and keeps the newest token.
 
-    __slots__ = ()
+    Attributes:
+        asks: What it needs of a prompt.
+        look: Called in each layer with what was seen, before the eviction.
+    """
+
+    asks: tuple[Statistic[Any], ...]
+    look: Callable[[Results, View], object]
+
+    @property
+    def statistics(self) -> tuple[Statistic[Any], ...]:
+        """See `asks`."""
+        return self.asks
+
+    def observe(self, state: State, seen: Results, view: View) -> State:
+        """Show it."""
+        self.look(seen, view)
+        return state
 
     def priority(self, state: State, view: View) -> Tensor:
         """Its position."""
@@ -52,12 +70,15 @@ class Sums:
 
 
 @contextmanager
-def listening(model: nn.Module, listener: Selector, tile: TileSize = None) -> Generator[Callable[[Tensor], object]]:
-    """Let a selector look at prompts inside, in eval mode and without gradients; yields what runs token ids [n].
+def listening(
+    model: nn.Module, asks: tuple[Statistic[Any], ...], look: Callable[[Results, View], object], tile: TileSize = None
+) -> Generator[Callable[[Tensor], object]]:
+    """Look at prompts inside, in eval mode and without gradients; yields what runs token ids [n].
 
     Args:
         model: A causal language model without a policy attached.
-        listener: The selector, which sees a whole prompt in `observe`, before the eviction.
+        asks: What is looked at.
+        look: Called in each layer with what was seen of a whole prompt, before the eviction.
         tile: The most tokens that a layer takes at a time, as for `attach`.
 
     Raises:
@@ -66,18 +87,17 @@ def listening(model: nn.Module, listener: Selector, tile: TileSize = None) -> Ge
     decoder = find_sites(model).decoder
     device = next(decoder.parameters()).device
     # The cache itself need not hold the prompt: a budget of one token saves memory.
-    with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=listener, budget=1), tile=tile):
+    with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=Listener(asks, look), budget=1), tile=tile):
         yield lambda ids: decoder(input_ids=ids[None].to(device), use_cache=True)
 
 
-def check_finite(what: str, layer: int, *found: Tensor) -> None:
-    """Refuse numbers that were collected of a layer and are not finite.
+def check_finite(what: str, where: str, *found: Tensor) -> None:
+    """Refuse numbers that are not finite.
 
     Raises:
-        KVPolicyError: Naming `what` they are of.
+        KVPolicyError: Naming `what` they are, and `where` they were found.
     """
     if not all(bool(t.isfinite().all()) for t in found):
         raise KVPolicyError(
-            f"All collected numbers must be finite, got inf or NaN in {what} of layer {layer}; try loading the model "
-            "in bf16 or fp32."
+            f"All {what} must be finite, got inf or NaN in {where}; try loading the model in bf16 or fp32."
         )

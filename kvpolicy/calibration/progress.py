@@ -51,10 +51,6 @@ class Progress:
         facts = {"mark": self._digest, "losses": json.dumps(state.losses)}
         replace_file(self._file(name), save(tensors, metadata=facts))
 
-    def clear(self) -> None:
-        """Remove all checkpoints."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
     def _file(self, name: str) -> Path:
         return self._folder / f"{name}.safetensors"
 
@@ -78,3 +74,8 @@ class Progress:
                 "different one; try finishing or deleting it, or another folder."
             )
         return state
+
+
+def clear(out: Path) -> None:
+    """Remove all checkpoints in the folder of a calibration."""
+    shutil.rmtree(out / UNFINISHED, ignore_errors=True)

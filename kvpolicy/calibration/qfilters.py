@@ -3,88 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from kvpolicy.calibration.collect import tokens_per_window
-from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, model_and_made
-from kvpolicy.calibration.listener import Listener, check_finite, listening
-from kvpolicy.hf.identity import identity
-from kvpolicy.hf.model_spec import describe
-from kvpolicy.protocols import State, View
-from kvpolicy.selectors.filter_files import FilterFile, load_filters, save_filters
-from kvpolicy.statistics import ModuleCall, Results, Statistic
-from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.calibration.corpus import as_windows
+from kvpolicy.calibration.listener import check_finite, listening
+from kvpolicy.calibration.samples import tokens_per_window
+from kvpolicy.protocols import View
+from kvpolicy.statistics import ModuleCall, Results
 
 TOKENS = 3000
 """Tokens whose queries are used, as the authors have it."""
 
 MIN_TOKENS = 128
 """The minimum number of tokens: a direction of fewer queries says little about other text."""
-
-
-def calibrate_qfilters(
-    model: nn.Module,
-    windows: Sequence[Tensor],
-    out: str | Path,
-    *,
-    tokens: int = TOKENS,
-    seed: int = 0,
-    name: str | None = None,
-    progress: bool = False,
-    force: bool = False,
-) -> FilterFile:
-    """Find the filters of a model, and write them to a file that `qfilters:file=FILE` reads.
-
-    Args:
-        model: A causal language model without a policy attached.
-        windows: Token ids, each [n] or [1, n]; see `token_windows`.
-        out: The file.
-        tokens: About how many tokens are sampled, equally from all windows. Their queries in all layers are held at
-            once, as fp32.
-        seed: Seed of the sample.
-        name: Name of the model in the file.
-        progress: Whether to show a progress bar.
-        force: Whether to replace a file that holds something else: another model, text or other options.
-
-    Returns:
-        The content of the file.
-
-    Raises:
-        KVPolicyTypeError: If the windows are not token ids.
-        KVPolicyError: If the model is not supported, has a policy attached, or produces numbers that are not finite;
-            the text is too short; or `out` holds something else.
-
-    Examples:
-        >>> import tempfile, kvpolicy
-        >>> model, _ = kvpolicy.tiny()
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     content = calibrate_qfilters(model, [torch.arange(3, 140)], f"{folder}/filters.safetensors")
-        >>> len(content.filters), content.filters[0].shape
-        (8, torch.Size([4, 32]))
-    """
-    windows = as_windows(windows)
-    count = sum(tokens_per_window(windows, tokens)) if windows else 0
-    if count < MIN_TOKENS:
-        raise KVPolicyError(
-            f"The tokens to find filters with must be at least {MIN_TOKENS}, got {count}; try a longer text, or more "
-            "tokens of it."
-        )
-    made = {"text_sha256": text_sha256(windows), "windows": len(windows), "tokens": count, "seed": seed}
-    facts = FilterFile({}, identity(model, name), made)
-    check_free_file(out, load_filters, facts, model_and_made, force=force)
-    queries = sample_queries(model, windows, tokens=tokens, seed=seed, progress=progress)
-    heads = describe(model.config).whole.heads  # pyright: ignore[reportArgumentType]
-    layers = tqdm(queries.items(), desc="filters", disable=not progress)
-    content = FilterFile({layer: query_filters(found, heads) for layer, found in layers}, facts.model, made)
-    save_filters(out, content)
-    return content
 
 
 def query_filters(queries: Tensor, heads: int) -> Tensor:
@@ -154,35 +88,17 @@ def sample_queries(
     counts = tokens_per_window(windows, tokens)
     for ids, count in zip(tqdm(windows, desc="queries", disable=not progress), counts, strict=True):
         sample = torch.randperm(len(ids), generator=generator, device="cpu")[:count].sort().values
-        with listening(model, _Tap(sample=sample, found=found)) as run:
+
+        def look(seen: Results, view: View, sample: Tensor = sample) -> None:
+            queries = seen[ModuleCall].queries
+            assert queries is not None
+            queries = queries[0]  # [Hq, P, D]
+            sampled = queries.index_select(1, sample.to(queries.device))
+            found.setdefault(view.layer_idx, []).append(sampled.float().cpu())
+
+        with listening(model, (ModuleCall(),), look) as run:
             run(ids)
     joined = {layer: torch.cat(parts, 1) for layer, parts in sorted(found.items())}
     for layer, queries in joined.items():
-        check_finite("the queries", layer, queries)
+        check_finite("collected numbers", f"the queries of layer {layer}", queries)
     return joined
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tap(Listener):
-    """A selector that keeps the queries of some tokens of a prompt, and the newest token.
-
-    Attributes:
-        sample: Which tokens of the prompt, [n] int64.
-        found: The queries of each layer so far, each [Hq, n, D] fp32.
-    """
-
-    sample: Tensor
-    found: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
-
-    @property
-    def statistics(self) -> tuple[Statistic[Any], ...]:
-        """Queries as attention takes them."""
-        return (ModuleCall(),)
-
-    def observe(self, state: State, seen: Results, view: View) -> State:
-        queries = seen[ModuleCall].queries
-        assert queries is not None
-        queries = queries[0]  # [Hq, P, D]
-        sampled = queries.index_select(1, self.sample.to(queries.device))
-        self.found.setdefault(view.layer_idx, []).append(sampled.float().cpu())
-        return state

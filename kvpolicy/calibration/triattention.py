@@ -3,75 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from kvpolicy.calibration.corpus import as_windows, text_sha256
-from kvpolicy.calibration.finished import check_free_file, model_and_made
-from kvpolicy.calibration.listener import Listener, Sums, check_finite, listening
-from kvpolicy.hf.identity import identity
-from kvpolicy.protocols import State, View
-from kvpolicy.selectors.center_files import CenterFile, Centers, load_centers, save_centers
-from kvpolicy.statistics import ModuleCall, Moments, Results, Rotation, Statistic
-from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.calibration.corpus import as_windows
+from kvpolicy.calibration.listener import Sums, check_finite, listening
+from kvpolicy.protocols import View
+from kvpolicy.selectors.center_files import Centers
+from kvpolicy.statistics import ModuleCall, Moments, Results, Rotation
 
 MIN_TOKENS = 128
 """The minimum number of tokens: a mean of fewer queries says little about other text."""
-
-
-def calibrate_triattention(
-    model: nn.Module,
-    windows: Sequence[Tensor],
-    out: str | Path,
-    *,
-    name: str | None = None,
-    progress: bool = False,
-    force: bool = False,
-) -> CenterFile:
-    """Find the mean queries of a model, and write them to a file that `triattention:file=FILE` reads.
-
-    Args:
-        model: A causal language model without a policy attached.
-        windows: Token ids, each [n] or [1, n]; see `token_windows`. Text with the chat template that the model is
-            served with fits best.
-        out: The file.
-        name: Name of the model in the file.
-        progress: Whether to show a progress bar.
-        force: Whether to replace a file that holds something else: another model, or text.
-
-    Returns:
-        The content of the file.
-
-    Raises:
-        KVPolicyTypeError: If the windows are not token ids.
-        KVPolicyError: If the model is not supported, has a policy attached, or produces numbers that are not finite;
-            the text is too short; or `out` holds something else.
-
-    Examples:
-        >>> import tempfile, kvpolicy
-        >>> model, _ = kvpolicy.tiny()
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     content = calibrate_triattention(model, [torch.arange(3, 140)], f"{folder}/centers.safetensors")
-        >>> len(content.centers), content.centers[0].mean.shape, content.centers[0].lengths.shape
-        (8, torch.Size([8, 32]), torch.Size([8, 16]))
-    """
-    windows = as_windows(windows)
-    count = sum(len(ids) for ids in windows)
-    if count < MIN_TOKENS:
-        raise KVPolicyError(
-            f"The tokens to find centers with must be at least {MIN_TOKENS}, got {count}; try a longer text."
-        )
-    made = {"text_sha256": text_sha256(windows), "windows": len(windows), "tokens": count}
-    facts = CenterFile({}, identity(model, name), made)
-    check_free_file(out, load_centers, facts, model_and_made, force=force)
-    content = CenterFile(query_centers(model, windows, progress=progress), facts.model, made)
-    save_centers(out, content)
-    return content
 
 
 def query_centers(model: nn.Module, windows: Sequence[Tensor], *, progress: bool = False) -> dict[int, Centers]:
@@ -98,37 +42,22 @@ def query_centers(model: nn.Module, windows: Sequence[Tensor], *, progress: bool
         TriAttention (arXiv:2604.04921), and the calibration of its authors' code: the mean of the queries as complex
         numbers, and of their absolute values, for each frequency. Differences: all tokens of all windows count.
     """
-    tap = _Tap()
-    with listening(model, tap) as run:
-        for ids in tqdm(as_windows(windows), desc="centers", disable=not progress):
-            run(ids)
-    found = {layer: Centers(*sums.means()) for layer, sums in sorted(tap.found.items())}
-    for layer, centers in found.items():
-        check_finite("the queries", layer, *centers)
-    return {layer: Centers(*(t.float() for t in centers)) for layer, centers in found.items()}
+    sums: dict[int, Sums] = {}
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tap(Listener):
-    """A selector that adds up the queries of prompts, and keeps the newest token.
-
-    Attributes:
-        found: The sums of each layer so far.
-    """
-
-    found: dict[int, Sums] = field(default_factory=dict[int, Sums])
-
-    @property
-    def statistics(self) -> tuple[Statistic[Any], ...]:
-        """The first moment of the queries without their rotation, and queries as attention takes them."""
-        return (ModuleCall(), Moments(0), Rotation())
-
-    def observe(self, state: State, seen: Results, view: View) -> State:
+    def look(seen: Results, view: View) -> None:
         queries = seen[ModuleCall].queries
         moments = seen[Moments].moments
         assert queries is not None and moments is not None
         queries = queries[0]  # [Hq, P, D]
         lengths = torch.stack([seen[Rotation].pair_lengths(head).double().sum(0).cpu() for head in queries])
         total = moments.total[0].flatten(0, 1).double().cpu()
-        self.found.setdefault(view.layer_idx, Sums()).add(queries.shape[1], total, lengths)
-        return state
+        sums.setdefault(view.layer_idx, Sums()).add(queries.shape[1], total, lengths)
+
+    # The first moment of the queries without their rotation, and queries as attention takes them.
+    with listening(model, (ModuleCall(), Moments(0), Rotation()), look) as run:
+        for ids in tqdm(as_windows(windows), desc="centers", disable=not progress):
+            run(ids)
+    found = {layer: Centers(*own.means()) for layer, own in sorted(sums.items())}
+    for layer, centers in found.items():
+        check_finite("collected numbers", f"the queries of layer {layer}", *centers)
+    return {layer: Centers(*(t.float() for t in centers)) for layer, centers in found.items()}

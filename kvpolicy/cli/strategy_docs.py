@@ -83,6 +83,11 @@ def read(strategy: type[Any]) -> Description:
     )
 
 
+def attributes(kind: type[Any]) -> dict[str, str]:
+    """The descriptions of the attributes of a class, in its docstring."""
+    return _meanings(_sections(kind.__doc__ or "").get("Attributes", ""))
+
+
 def _sections(docstring: str) -> dict[str, str]:
     """Split a docstring in Google style by its section headings; the text before them has an empty heading."""
     found: dict[str, list[str]] = {"": []}

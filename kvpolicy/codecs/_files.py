@@ -5,26 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.text.embedded_names import EMBEDDED, embedded_file
+from kvpolicy.text.embedded_names import EMBEDDED
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.formats import replace_file
+from kvpolicy.text.formats import stamp
+from kvpolicy.text.model_file import (
+    REMEDY,
+    CalibrationKind,
+    check_digest,
+    digest,
+    pack_tensors,
+    parse_json,
+    unpack_tensors,
+    without_name,
+)
 from kvpolicy.text.model_identity import check_same_model
-from kvpolicy.text.version import __version__
-
-FORMAT = 1
-"""Version of the file format; newer ones are refused."""
+from kvpolicy.text.output import check_output
 
 TENSORS = "tensors.safetensors"
 FACTS = "calibration.json"
-NAMES = (TENSORS, FACTS)
-"""The files of a folder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,28 +49,139 @@ class CalibrationFile:
     tensors: dict[str, Tensor]
 
 
-class _Folder(Protocol):
-    """A folder on disk or inside a package."""
+class CalibrationFolder(CalibrationKind[CalibrationFile]):
+    """The calibrations of one method, each a folder.
 
-    def __truediv__(self, name: str, /) -> Any: ...
+    Args:
+        method: The method, such as `csr`.
+    """
 
-    def is_dir(self) -> bool: ...
+    noun = "calibration"
+
+    def __init__(self, method: str) -> None:
+        """Describe the folders of a method."""
+        self.asset = method
+        self.command = f"kvpolicy calibrate {method}"
+
+    def parts(self, where: Any, path: str) -> Sequence[Any]:
+        """The metadata first, since they say what to expect."""
+        if not where.is_dir():
+            raise KVPolicyError(
+                f"The calibration must be a folder or {' or '.join(EMBEDDED)}, got {path!r}; try creating one with "
+                f"{self.command}."
+            )
+        return [where / FACTS, where / TENSORS]
+
+    @property
+    def remedy(self) -> str:
+        """Advice for the user about a folder that is there."""
+        return f"try creating it again with {self.command}"
+
+    def parse(self, parts: Sequence[Any], path: str) -> CalibrationFile:
+        """See `ModelFile`."""
+        method, content = self._verified(parts, path)
+        if method != self.asset:
+            raise KVPolicyError(
+                f"The calibration {path!r} must be for {self.asset}, got one for {method}; try creating one with "
+                f"{self.command}."
+            )
+        return content
+
+    def encode(self, content: CalibrationFile) -> dict[str, bytes]:
+        """See `ModelFile`."""
+        blob = pack_tensors(content.tensors)
+        facts = stamp(self.format) | {
+            "method": self.asset,
+            "tensors_sha256": hashlib.sha256(blob).hexdigest(),
+            "meta": content.meta,
+        }
+        facts["sha256"] = digest(facts)
+        text = json.dumps(facts, indent=1, allow_nan=False) + "\n"
+        # The two files are not replaced together. Between the two, the hash in the old metadata does not match the new
+        # tensors, so that a reader refuses them instead of mixing two calibrations.
+        return {TENSORS: blob, FACTS: text.encode()}
+
+    def content(self, found: dict[str, Tensor] | None, model: dict[str, Any], made: dict[str, Any]) -> CalibrationFile:
+        """See `CalibrationKind`."""
+        return CalibrationFile({"model": model} | made, found or {})
+
+    def unreadable(self, error: OSError | ValueError, path: str) -> KVPolicyError:
+        """The refusal of a folder in which a file is missing."""
+        name = Path(getattr(error, "filename", None) or FACTS).name
+        reason = "none" if isinstance(error, FileNotFoundError) else "one that cannot be opened"
+        return KVPolicyError(f"The calibration {path!r} must contain the file {name}, got {reason}; {self.remedy}.")
+
+    def compared(self, content: CalibrationFile) -> dict[str, Any]:
+        """Metadata by the names of the command's options; the name of the model is not compared."""
+        meta = content.meta
+        flat = {key: value for key, value in meta.items() if key not in ("options", "head_dim")}
+        flat |= meta.get("options", {})
+        flat["model"] = None if meta.get("model") is None else without_name(meta["model"])
+        flat["text"] = flat.pop("text_sha256", None)
+        return flat
+
+    def check_output(self, out: str | Path, inputs: Iterable[str | Path | None], *, force: bool) -> None:
+        """Refuse a file, and a folder in which something of no calibration has a name of ours."""
+        if Path(out).exists() and not Path(out).is_dir():
+            raise KVPolicyError(f"The folder to write must be a folder, got the file {str(out)!r}; try another name.")
+        given = list(inputs)
+        for name in (TENSORS, FACTS):
+            check_output(Path(out) / name, "a calibration's", inputs=given, is_own=_is_part, force=force)
+
+    def check_free(self, out: str | Path, content: CalibrationFile, *, force: bool) -> None:
+        """Refuse a folder with a finished calibration of another method, model or text, or with other options.
+
+        A folder without a calibration, with damaged tensors or with the same one is accepted.
+        """
+        self.check_output(out, (), force=force)
+        if force:
+            return
+        try:
+            method, existing = self._verified([Path(out) / FACTS, Path(out) / TENSORS], str(out))
+        except ValueError:
+            return
+        # Through JSON, so that tuples compare equal to the lists that were read from the file.
+        wanted = json.loads(json.dumps(self.compared(content)))
+        found = self.compared(existing)
+        different = [name for name, value in wanted.items() if found.get(name) != value]
+        different = different if method == self.asset else ["method"]
+        if different:
+            raise KVPolicyError(
+                f"The folder {str(out)!r} must not hold another finished calibration, got one that differs in "
+                f"{', '.join(different)}; try another folder, or {REMEDY} to replace it."
+            )
+
+    def _verified(self, parts: Sequence[Any], path: str) -> tuple[str, CalibrationFile]:
+        """The method and the content of a folder."""
+        facts = self._facts(self.read(parts[0], path), path)
+        blob = self.read(parts[1], path)
+        what = f"The file {TENSORS} of the calibration {path!r}"
+        if hashlib.sha256(blob).hexdigest() != facts["tensors_sha256"]:
+            raise KVPolicyError(f"{what} must be as it was written, got a truncated or edited one; {self.remedy}.")
+        return facts["method"], CalibrationFile(facts["meta"], unpack_tensors(blob, what, self.remedy))
+
+    def _facts(self, blob: bytes, path: str) -> dict[str, Any]:
+        """The content of the JSON file, verified against its hash."""
+        what = f"The file {FACTS} of the calibration {path!r}"
+        facts = parse_json(blob, what, self.remedy)
+        if not isinstance(facts, dict) or not isinstance(facts.get("format"), int):
+            raise KVPolicyError(f"{what} must be written by kvpolicy, got one without its fields; {self.remedy}.")
+        # Before the hash, which a newer format may compute in another way: the message must name the version.
+        if facts["format"] > self.format:
+            raise KVPolicyError(
+                f"The calibration {path!r} must have format {self.format} or older, got format {facts['format']} of "
+                f"kvpolicy {facts.get('kvpolicy')}; try updating kvpolicy, or {self.remedy.removeprefix('try ')}."
+            )
+        check_digest(facts, None, what, self.remedy)
+        return facts
 
 
-_Stamp = tuple[int, ...]
-_loaded: dict[str, tuple[_Stamp, str, CalibrationFile]] = {}
+folder_of = cache(CalibrationFolder)
+"""The calibrations of a method; always the same object."""
 
 
 def load(folder: str, method: str) -> CalibrationFile:
-    """Read a calibration; it is read again only after its files have changed.
-
-    Args:
-        folder: The folder, or the name of an embedded model, `tiny` or `tiny-4k`, whose calibration is part of the
-            package; a folder of this name can be given as `./tiny`.
-        method: The method that the calibration must be for, such as `csr`.
-
-    Raises:
-        KVPolicyError: If the folder is missing or damaged, was edited, or is of another method or a newer version.
+    """Read a calibration of a method, such as `csr`; see `ModelFile.load`.
 
     Examples:
         >>> import tempfile, torch
@@ -72,25 +190,7 @@ def load(folder: str, method: str) -> CalibrationFile:
         ...     load(folder, "csr").tensors["values.sn1.0"].shape
         torch.Size([2, 2])
     """
-    embedded = folder in EMBEDDED
-    where: _Folder = embedded_file(folder, method) if embedded else Path(folder).expanduser()
-    if not where.is_dir():
-        raise KVPolicyError(
-            f"The calibration must be a folder or {' or '.join(EMBEDDED)}, got {folder!r}; try creating one with "
-            f"kvpolicy calibrate {method}."
-        )
-    key = f"{folder}:{method}" if embedded else str(Path(folder).expanduser().resolve())
-    # Taken before the files are read: if they change meanwhile, the stamp is out of date and the next call reads again.
-    stamp = _stamp(where)
-    known = _loaded.get(key)
-    if known is None or known[0] != stamp:
-        _loaded[key] = known = (stamp, *_read(where, folder, method))
-    if known[1] != method:
-        raise KVPolicyError(
-            f"The calibration {folder!r} must be for {method}, got one for {known[1]}; try creating one with kvpolicy "
-            f"calibrate {method}."
-        )
-    return known[2]
+    return folder_of(method).load(folder)
 
 
 def save(folder: str | os.PathLike[str], method: str, meta: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -102,37 +202,7 @@ def save(folder: str | os.PathLike[str], method: str, meta: dict[str, Any], tens
         meta: Metadata that JSON can represent, with `model` (see `check_model`).
         tensors: The tensors by name.
     """
-    from safetensors.torch import save as to_bytes
-
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    blob = to_bytes({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
-    facts: dict[str, Any] = {
-        "format": FORMAT,
-        "kvpolicy": __version__,
-        "method": method,
-        "tensors_sha256": hashlib.sha256(blob).hexdigest(),
-        "meta": meta,
-    }
-    facts["sha256"] = _digest(facts)
-    # The two files are not replaced together. Between the two, the hash in the old metadata does not match the new
-    # tensors, so that a reader refuses them instead of mixing two calibrations.
-    replace_file(path / TENSORS, blob)
-    replace_file(path / FACTS, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
-
-
-def written(folder: Path) -> tuple[str, CalibrationFile] | None:
-    """The method and content of the calibration in a folder; None if there is none, or a damaged one."""
-    try:
-        return _read(folder, str(folder), "")
-    except ValueError:
-        return None
-
-
-def is_part(path: str) -> bool:
-    """Whether a file is one of a calibration, intact or damaged: its folder has the metadata of one."""
-    facts: Any = json.loads((Path(path).parent / FACTS).read_text(encoding="utf-8"))
-    return isinstance(facts, dict) and {"method", "tensors_sha256", "meta"} <= facts.keys()
+    folder_of(method).save(folder, CalibrationFile(meta, tensors))
 
 
 def check_model(calibration: CalibrationFile, folder: str, model: ModelInfo) -> None:
@@ -149,79 +219,18 @@ def check_model(calibration: CalibrationFile, folder: str, model: ModelInfo) -> 
         KVPolicyError: If the sizes or the weights differ.
     """
     wanted: dict[str, Any] | None = calibration.meta.get("model")
-    if wanted is None:
-        dim = calibration.meta.get("head_dim", model.head_dim)
-        if dim != model.head_dim:
-            raise KVPolicyError(
-                f"The calibration {folder!r} must be for a head dimension of {model.head_dim}, got {dim}; try kvpolicy "
-                "calibrate on this model."
-            )
+    if wanted is not None:
+        check_same_model(wanted, f"The calibration {folder!r}", model)
         return
-    check_same_model(wanted, f"The calibration {folder!r}", model)
-
-
-def _stamp(where: _Folder) -> _Stamp:
-    """Times, sizes and inodes of the files; empty for a folder that is not on disk, such as in a zipped package."""
-    found: list[int] = []
-    for name in (TENSORS, FACTS):
-        path = where / name
-        if isinstance(path, Path) and path.is_file():
-            stat = path.stat()
-            found += [stat.st_mtime_ns, stat.st_size, stat.st_ino]
-    return tuple(found)
-
-
-def _read(where: _Folder, folder: str, method: str) -> tuple[str, CalibrationFile]:
-    remedy = f"try creating it again with kvpolicy calibrate {method}"
-    facts = _facts(_bytes(where, FACTS, folder, remedy), folder, remedy)
-    blob = _bytes(where, TENSORS, folder, remedy)
-    if hashlib.sha256(blob).hexdigest() != facts["tensors_sha256"]:
+    dim = calibration.meta.get("head_dim", model.head_dim)
+    if dim != model.head_dim:
         raise KVPolicyError(
-            f"The file {TENSORS} of the calibration {folder!r} must be as it was written, got a truncated or edited "
-            f"one; {remedy}."
+            f"The calibration {folder!r} must be for a head dimension of {model.head_dim}, got {dim}; try kvpolicy "
+            "calibrate on this model."
         )
-    from safetensors import SafetensorError
-    from safetensors.torch import load as from_bytes
-
-    try:
-        tensors = from_bytes(blob)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise KVPolicyError(
-            f"The file {TENSORS} of the calibration {folder!r} must be a safetensors file, got one that cannot be "
-            f"parsed; {remedy}."
-        ) from error
-    return facts["method"], CalibrationFile(facts["meta"], tensors)
 
 
-def _bytes(where: _Folder, name: str, folder: str, remedy: str) -> bytes:
-    try:
-        return cast(bytes, (where / name).read_bytes())
-    except OSError as error:
-        reason = "none" if isinstance(error, FileNotFoundError) else "one that cannot be opened"
-        raise KVPolicyError(
-            f"The calibration {folder!r} must contain the file {name}, got {reason}; {remedy}."
-        ) from error
-
-
-def _facts(blob: bytes, folder: str, remedy: str) -> dict[str, Any]:
-    """The content of the JSON file, verified against its hash."""
-    name = f"The file {FACTS} of the calibration {folder!r}"
-    try:
-        facts: Any = json.loads(blob)
-    except (ValueError, RecursionError) as error:
-        raise KVPolicyError(f"{name} must be JSON, got one that cannot be parsed; {remedy}.") from error
-    if not isinstance(facts, dict) or not isinstance(facts.get("format"), int):
-        raise KVPolicyError(f"{name} must be written by kvpolicy, got one without its fields; {remedy}.")
-    # Before the hash, which a newer format may compute in another way: the message must name the version.
-    if facts["format"] > FORMAT:
-        raise KVPolicyError(
-            f"The calibration {folder!r} must have format {FORMAT} or older, got format {facts['format']} of kvpolicy "
-            f"{facts.get('kvpolicy')}; try updating kvpolicy, or {remedy.removeprefix('try ')}."
-        )
-    if facts.get("sha256") != _digest({name: value for name, value in facts.items() if name != "sha256"}):
-        raise KVPolicyError(f"{name} must be as it was written, got an edited or damaged one; {remedy}.")
-    return facts
-
-
-def _digest(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _is_part(path: str) -> bool:
+    """Whether a file is one of a calibration, intact or damaged: its folder has the metadata of one."""
+    facts: Any = json.loads((Path(path).parent / FACTS).read_text(encoding="utf-8"))
+    return isinstance(facts, dict) and {"method", "tensors_sha256", "meta"} <= facts.keys()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from kvpolicy.policy import Policy
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.formats import check_format, replace_file, stamp
+from kvpolicy.text.formats import check_format, stamp
 from kvpolicy.text.limits import MAX_SIZE
-
-FORMAT = 1
-"""Version of the file format; newer ones are refused."""
+from kvpolicy.text.model_file import ModelFile, parse_json
 
 Measure = Literal["joint", "kl", "output"]
 """The definition of a distortion; see `kvpolicy.tuning.tune`."""
@@ -61,11 +57,51 @@ class Layers(NamedTuple):
     policies: tuple[Policy, ...]
 
 
+class _TunedFiles(ModelFile[Curves | Layers]):
+    noun = "file of a tuned policy"
+    command = "kvpolicy tune"
+
+    def named(self, path: str) -> str:
+        return f"The file {path!r} of a tuned policy"
+
+    def encode(self, content: Curves | Layers) -> dict[str, bytes]:
+        if isinstance(content, Layers):
+            told = Policy.by_layer(content.policies, budget=1.0).to_dict()
+        else:
+            told = {name: value for name, value in content._asdict().items() if name != "candidates"}
+            told["candidates"] = [policy.to_dict() for policy in content.candidates]
+        return {"": (json.dumps(stamp(self.format) | told, indent=1, allow_nan=False) + "\n").encode()}
+
+    def parse(self, parts: Sequence[Any], path: str) -> Curves | Layers:
+        content = parse_json(self.read(parts[0], path), self.named(path), self.remedy)
+        content = content if isinstance(content, dict) else {}
+        check_format(content, self.format, self.named(path))
+        if not isinstance(content.get("layers"), list):
+            raise self.wrong(path, "hold curves or layers", "neither")
+        if "candidates" not in content:
+            return Layers(tuple(Policy.from_dict(layer) for layer in content["layers"]))
+        try:
+            curves = Curves(**{name: content[name] for name in Curves._fields if name in content})
+            candidates = tuple(Policy.from_dict(candidate) for candidate in content["candidates"])
+            curves = curves._replace(candidates=candidates, layers=tuple(int(index) for index in curves.layers))
+            _check(curves)
+        except KVPolicyError:  # of a candidate
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise self.wrong(path, "hold whole curves", "incomplete ones") from error
+        return curves
+
+    def unreadable(self, error: OSError | ValueError, path: str) -> KVPolicyError:
+        reason = error.strerror if isinstance(error, OSError) else error
+        return KVPolicyError(f"The {self.noun} must be readable, got {path!r}: {reason}; {self.remedy}.")
+
+
+_TUNED = _TunedFiles()
+
+
 def save_curves(path: str | os.PathLike[str], curves: Curves) -> None:
     """Write curves to a JSON file that `tuned:file=FILE` reads."""
-    content = {name: value for name, value in curves._asdict().items() if name != "candidates"}
-    candidates = [policy.to_dict() for policy in curves.candidates]
-    _write(path, stamp(FORMAT) | content | {"candidates": candidates})
+    _TUNED.save(path, curves)
 
 
 def save_layers(path: str | os.PathLike[str], policies: Sequence[Policy | str]) -> None:
@@ -86,7 +122,7 @@ def save_layers(path: str | os.PathLike[str], policies: Sequence[Policy | str]) 
         ...     load_tuned(file).policies[1].budget
         0.25
     """
-    _write(path, stamp(FORMAT) | Policy.by_layer(policies, budget=1.0).to_dict())
+    _TUNED.save(path, Layers(Policy.by_layer(policies, budget=1.0).layers))
 
 
 def load_tuned(path: str) -> Curves | Layers:
@@ -95,43 +131,7 @@ def load_tuned(path: str) -> Curves | Layers:
     Raises:
         KVPolicyError: If the file cannot be read, is of a newer format, or is no such file.
     """
-    try:
-        return _read(os.path.expanduser(path), path, version_of(path))
-    except OSError as error:
-        raise KVPolicyError(
-            f"The file of a tuned policy must be readable, got {path!r}: {error.strerror}; try kvpolicy tune."
-        ) from error
-
-
-def version_of(path: str) -> tuple[int, int]:
-    """Modification time and size of a file, which change with its content."""
-    status = os.stat(os.path.expanduser(path))
-    return status.st_mtime_ns, status.st_size
-
-
-@functools.lru_cache(maxsize=16)
-def _read(file: str, path: str, _version: object) -> Curves | Layers:
-    what = f"The file {path!r} of a tuned policy"
-    try:
-        content: Any = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise KVPolicyError(f"{what} must be JSON, got one that cannot be parsed; try kvpolicy tune.") from error
-    content = content if isinstance(content, dict) else {}
-    check_format(content, FORMAT, what)
-    if not isinstance(content.get("layers"), list):
-        raise KVPolicyError(f"{what} must hold curves or layers, got neither; try kvpolicy tune.")
-    if "candidates" not in content:
-        return Layers(tuple(Policy.from_dict(layer) for layer in content["layers"]))
-    try:
-        curves = Curves(**{name: content[name] for name in Curves._fields if name in content})
-        candidates = tuple(Policy.from_dict(candidate) for candidate in content["candidates"])
-        curves = curves._replace(candidates=candidates, layers=tuple(int(index) for index in curves.layers))
-        _check(curves)
-    except KVPolicyError:  # of a candidate
-        raise
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise KVPolicyError(f"{what} must hold whole curves, got incomplete ones; try kvpolicy tune.") from error
-    return curves
+    return _TUNED.load(path)
 
 
 def _check(curves: Curves) -> None:
@@ -150,7 +150,3 @@ def _check(curves: Curves) -> None:
     told = told and all(isinstance(found["verdict"], str) for found in (curves.evidence or {}).values())
     if not (whole and shares and lengths and told and 0 not in shape and curves.depth > max(curves.layers)):
         raise TypeError
-
-
-def _write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    replace_file(Path(path), (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvpolicy.planning.curves import Curves, Layers, load_tuned, version_of
+from kvpolicy.planning.curves import Curves, Layers, load_tuned
 from kvpolicy.planning.knapsack import Option, choose
 from kvpolicy.planning.layer_plans import plan_layers
 from kvpolicy.planning.planner import tokens_of_share
@@ -15,6 +15,7 @@ from kvpolicy.policy import LayeredPolicy, Policy, TunedPolicy
 from kvpolicy.protocols import LayerShape, ModelInfo
 from kvpolicy.text.budget import EPSILON, Share, bytes_of
 from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.model_file import version_of
 from kvpolicy.text.model_identity import check_same_model
 
 STEPS = 8

@@ -8,22 +8,14 @@ mean length of its queries in each of the F planes that the embedding rotates, a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.selectors.tensor_files import FileKind, Parsed
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.tables import shorten
-
-KEY = "kvpolicy_centers"
-"""The entry of the metadata that describes the file."""
-
-_PREFIX = "centers."
+from kvpolicy.selectors.tensor_files import TensorFile
 
 
 class Centers(NamedTuple):
@@ -53,84 +45,29 @@ class CenterFile:
     made: dict[str, Any] | None = None
 
 
-def save_centers(path: str | os.PathLike[str], content: CenterFile) -> None:
-    """Write a center file in the format of this module; an existing file is replaced.
+class _Centers(TensorFile[CenterFile, Centers]):
+    noun = "center file"
+    command = "kvpolicy calibrate triattention"
+    asset = "triattention.safetensors"
+    holds = CenterFile
+    prefix = "centers"
+    dims: ClassVar = {"mean": 2, "lengths": 2}
+    of_layer = "means [Hq, D] and lengths [Hq, F]"
+    whole = "a mean and lengths of every query head of a layer"
 
-    Args:
-        path: The file.
-        content: Its content.
+    def tensors(self, layer: Centers) -> dict[str, Tensor]:
+        return layer._asdict()
 
-    Raises:
-        KVPolicyError: If the file cannot be written.
-    """
-    tensors = {
-        f"{_PREFIX}{layer}.{name}": tensor
-        for layer, found in content.centers.items()
-        for name, tensor in found._asdict().items()
-    }
-    CENTERS.save(path, Parsed(tensors, content.model, content.made))
+    def layer(self, parts: dict[str, Tensor]) -> Centers | None:
+        fits = len(parts) == len(self.dims) and len(parts["mean"]) == len(parts["lengths"])
+        return Centers(**parts) if fits else None
 
-
-def load_centers(path: str) -> CenterFile:
-    """Read a center file; it is read again only after it has changed.
-
-    Args:
-        path: The file, or the name of an embedded model, `tiny` or `tiny-4k`, whose file is part of the package.
-
-    Raises:
-        KVPolicyError: If it cannot be read, is no center file, or was edited or damaged.
-
-    Examples:
-        >>> load_centers("tiny").centers[0].mean.shape
-        torch.Size([8, 32])
-    """
-    return CENTERS.load(path)
+    def misfit(self, found: Centers | None, model: ModelInfo) -> tuple[str, object] | None:
+        heads, dim = (0, 0) if found is None else found.mean.shape
+        if heads and (heads == 1 or heads % model.heads == 0) and dim == model.head_dim:
+            return None
+        needed = f"centers for the query heads of {model.heads} KV heads of dimension {model.head_dim}"
+        return needed, [heads, dim]
 
 
-def check_centers(content: CenterFile, path: str, model: ModelInfo) -> None:
-    """Refuse a model that a center file is not for.
-
-    Args:
-        content: The content of the file.
-        path: The file as the user wrote it.
-        model: The model to check.
-
-    Raises:
-        KVPolicyError: If layers, heads or weights differ.
-    """
-    CENTERS.check_model(path, content.model, model)
-    for layer_idx in model.indices:
-        found = content.centers.get(layer_idx)
-        heads = 0 if found is None else found.mean.shape[0]
-        if found is None or (heads != 1 and heads % model.heads) or found.mean.shape[1] != model.head_dim:
-            got = "none" if found is None else list(found.mean.shape)
-            raise KVPolicyError(
-                f"{CENTERS.named(path)} must have centers for the query heads of {model.heads} KV heads of dimension "
-                f"{model.head_dim}, as the model has, got {got} in layer {layer_idx}; {CENTERS.remedy} on this model."
-            )
-
-
-def _content(parsed: Parsed, path: str) -> CenterFile:
-    found: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in parsed.tensors.items():
-        layer, _, part = name.removeprefix(_PREFIX).partition(".")
-        fits = layer.isdecimal() and part in Centers._fields and tensor.dim() == 2
-        if not fits or not bool(tensor.isfinite().all()):
-            raise KVPolicyError(
-                f"{CENTERS.named(path)} must have finite means [Hq, D] and lengths [Hq, F] of layers, got "
-                f"{shorten(name)!r} of the shape {list(tensor.shape)}; {CENTERS.remedy}."
-            )
-        found.setdefault(int(layer), {})[part] = tensor.float()
-    for layer, parts in found.items():
-        if len(parts) < len(Centers._fields) or len({len(tensor) for tensor in parts.values()}) > 1:
-            shapes = {part: list(tensor.shape) for part, tensor in parts.items()}
-            raise KVPolicyError(
-                f"{CENTERS.named(path)} must have a mean and lengths of every query head of a layer, got {shapes} in "
-                f"layer {layer}; {CENTERS.remedy}."
-            )
-    return CenterFile({layer: Centers(**found[layer]) for layer in sorted(found)}, parsed.model, parsed.made)
-
-
-CENTERS: FileKind[CenterFile] = FileKind(
-    "center file", KEY, "triattention.safetensors", "kvpolicy calibrate triattention", _content
-)
+CENTER_FILES = _Centers()

@@ -6,22 +6,14 @@ filters of layer 0, [H, D] fp32, or [1, D] for all heads of the layer; a layer t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.selectors.tensor_files import FileKind, Parsed
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.tables import shorten
-
-KEY = "kvpolicy_filters"
-"""The entry of the metadata that describes the file."""
-
-_PREFIX = "filters."
+from kvpolicy.selectors.tensor_files import TensorFile
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,69 +31,26 @@ class FilterFile:
     made: dict[str, Any] | None = None
 
 
-def save_filters(path: str | os.PathLike[str], content: FilterFile) -> None:
-    """Write a filter file in the format of this module; an existing file is replaced.
+class _Filters(TensorFile[FilterFile, Tensor]):
+    noun = "filter file"
+    command = "kvpolicy calibrate qfilters"
+    asset = "qfilters.safetensors"
+    prefix = "filters"
+    dims: ClassVar = {"": 2}
+    of_layer = "filters [H, D]"
+    holds = FilterFile
 
-    Args:
-        path: The file.
-        content: Its content.
+    def tensors(self, layer: Tensor) -> dict[str, Tensor]:
+        return {"": layer}
 
-    Raises:
-        KVPolicyError: If the file cannot be written.
-    """
-    tensors = {f"{_PREFIX}{layer}": filters for layer, filters in content.filters.items()}
-    FILTERS.save(path, Parsed(tensors, content.model, content.made))
+    def layer(self, parts: dict[str, Tensor]) -> Tensor:
+        return parts[""]
 
-
-def load_filters(path: str) -> FilterFile:
-    """Read a filter file; it is read again only after it has changed.
-
-    Args:
-        path: The file, or the name of an embedded model, `tiny` or `tiny-4k`, whose file is part of the package.
-
-    Raises:
-        KVPolicyError: If it cannot be read, is no filter file, or was edited or damaged.
-
-    Examples:
-        >>> load_filters("tiny").filters[0].shape
-        torch.Size([4, 32])
-    """
-    return FILTERS.load(path)
+    def misfit(self, found: Tensor | None, model: ModelInfo) -> tuple[str, object] | None:
+        shape = [0, 0] if found is None else list(found.shape)
+        if shape[0] in (1, model.heads) and shape[1] == model.head_dim:
+            return None
+        return f"filters for {model.heads} KV heads of dimension {model.head_dim}", shape
 
 
-def check_filters(content: FilterFile, path: str, model: ModelInfo) -> None:
-    """Refuse a model that a filter file is not for.
-
-    Args:
-        content: The content of the file.
-        path: The file as the user wrote it.
-        model: The model to check.
-
-    Raises:
-        KVPolicyError: If layers, heads or weights differ.
-    """
-    FILTERS.check_model(path, content.model, model)
-    for layer_idx in model.indices:
-        found = content.filters.get(layer_idx)
-        if found is None or found.shape[0] not in (1, model.heads) or found.shape[1] != model.head_dim:
-            got = "none" if found is None else list(found.shape)
-            raise KVPolicyError(
-                f"{FILTERS.named(path)} must have filters for {model.heads} KV heads of dimension {model.head_dim}, as "
-                f"the model has, got {got} in layer {layer_idx}; {FILTERS.remedy} on this model."
-            )
-
-
-def _content(parsed: Parsed, path: str) -> FilterFile:
-    for name, tensor in parsed.tensors.items():
-        if not name.removeprefix(_PREFIX).isdecimal() or tensor.dim() != 2 or not bool(tensor.isfinite().all()):
-            raise KVPolicyError(
-                f"{FILTERS.named(path)} must have finite filters [H, D] of layers, got {shorten(name)!r} of the shape "
-                f"{list(tensor.shape)}; {FILTERS.remedy}."
-            )
-    filters = {int(name.removeprefix(_PREFIX)): tensor.float() for name, tensor in parsed.tensors.items()}
-    return FilterFile(dict(sorted(filters.items())), parsed.model, parsed.made)
-
-
-FILTERS: FileKind[FilterFile] = FileKind(
-    "filter file", KEY, "qfilters.safetensors", "kvpolicy calibrate qfilters", _content
-)
+FILTER_FILES = _Filters()

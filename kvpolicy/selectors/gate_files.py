@@ -8,26 +8,17 @@ A layer that no policy manages has none of them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import ALL_HEADS, ModelInfo
-from kvpolicy.selectors.tensor_files import FileKind, Parsed
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.tables import shorten
-
-KEY = "kvpolicy_gates"
-"""The entry of the metadata that describes the file."""
-
-_PREFIX = "gates."
-_PARTS = {"weight": 2, "bias": 1, "inner_weight": 2, "inner_bias": 1}
-"""The tensors of a gate, and how many dimensions each has."""
+from kvpolicy.selectors.tensor_files import TensorFile
+from kvpolicy.text.model_file import without_name
 
 
 class Inner(NamedTuple):
@@ -101,92 +92,45 @@ class GateFile:
     made: dict[str, Any] | None = None
 
 
-def save_gates(path: str | os.PathLike[str], content: GateFile) -> None:
-    """Write a gate file in the format of this module; an existing file is replaced.
+class _Gates(TensorFile[GateFile, LayerGate]):
+    noun = "gate file"
+    command = "kvpolicy calibrate gate"
+    asset = "kvzap.safetensors"
+    holds = GateFile
+    prefix = "gates"
+    dims: ClassVar = {"weight": 2, "bias": 1, "inner_weight": 2, "inner_bias": 1}
+    of_layer = "weights and biases"
+    whole = (
+        "a weight [H, n] and a bias [H] in each layer, and for n hidden units an inner weight [n, hidden] and an inner "
+        "bias [n]"
+    )
 
-    Args:
-        path: The file.
-        content: Its content.
+    def tensors(self, layer: LayerGate) -> dict[str, Tensor]:
+        inner = layer.inner._asdict() if isinstance(layer.inner, Inner) else {}
+        found = {"weight": layer.weight, "bias": layer.bias} | {f"inner_{name}": t for name, t in inner.items()}
+        return {name: tensor.float() for name, tensor in found.items()}
 
-    Raises:
-        KVPolicyError: If the file cannot be written.
-    """
-    tensors: dict[str, Tensor] = {}
-    for layer, gate in content.gates.items():
-        tensors |= {f"{_PREFIX}{layer}.weight": gate.weight, f"{_PREFIX}{layer}.bias": gate.bias}
-        if isinstance(gate.inner, Inner):
-            tensors |= {f"{_PREFIX}{layer}.inner_{name}": t for name, t in gate.inner._asdict().items()}
-    GATES.save(path, Parsed({name: tensor.float() for name, tensor in tensors.items()}, content.model, content.made))
+    def layer(self, parts: dict[str, Tensor]) -> LayerGate | None:
+        shapes = {name: list(tensor.shape) for name, tensor in parts.items()}
+        heads, units = shapes.get("weight", (0, 0))
+        fits = shapes.get("bias") == [heads] and heads > 0
+        if "inner_weight" in parts or "inner_bias" in parts:
+            fits = fits and shapes.get("inner_bias") == [units] and shapes.get("inner_weight", [0])[0] == units
+        if not fits:
+            return None
+        inner = Inner(parts["inner_weight"], parts["inner_bias"]) if "inner_bias" in parts else ()
+        return LayerGate(parts["weight"], parts["bias"], inner)
 
+    def misfit(self, found: LayerGate | None, model: ModelInfo) -> tuple[str, object] | None:
+        heads, hidden = (0, 0) if found is None else (found.bias.shape[0], found.hidden)
+        if heads in (1, model.heads) and model.hidden in (0, hidden):
+            return None
+        needed = f"gates of {model.heads} KV heads and the hidden size {model.hidden or hidden or 'of the model'}"
+        return needed, f"{heads} KV heads and {hidden}"
 
-def load_gates(path: str) -> GateFile:
-    """Read a gate file; it is read again only after it has changed.
-
-    Args:
-        path: The file, or the name of an embedded model, `tiny` or `tiny-4k`, whose file is part of the package.
-
-    Raises:
-        KVPolicyError: If it cannot be read, is no gate file, or was edited or damaged.
-
-    Examples:
-        >>> load_gates("tiny").gates[0].weight.shape
-        torch.Size([4, 128])
-    """
-    return GATES.load(path)
-
-
-def check_gates(content: GateFile, path: str, model: ModelInfo) -> None:
-    """Refuse a model that a gate file is not for.
-
-    Args:
-        content: The content of the file.
-        path: The file as the user wrote it.
-        model: The model to check.
-
-    Raises:
-        KVPolicyError: If layers, heads, the hidden size or weights differ.
-    """
-    GATES.check_model(path, content.model, model)
-    for layer_idx in model.indices:
-        gate = content.gates.get(layer_idx)
-        hidden = 0 if gate is None else gate.hidden
-        if gate is None or gate.bias.shape[0] not in (1, model.heads) or model.hidden not in (0, hidden):
-            got = "none" if gate is None else f"{gate.bias.shape[0]} KV heads and {hidden}"
-            raise KVPolicyError(
-                f"{GATES.named(path)} must have gates of {model.heads} KV heads and the hidden size "
-                f"{model.hidden or hidden or 'of the model'}, as the model has, got {got} in layer {layer_idx}; "
-                f"{GATES.remedy} on this model."
-            )
+    def compared(self, content: GateFile) -> object:
+        """Nor is how well the gates fit, which is known afterwards."""
+        return without_name(content.model), {key: value for key, value in (content.made or {}).items() if key != "r2"}
 
 
-def _content(parsed: Parsed, path: str) -> GateFile:
-    layers: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in parsed.tensors.items():
-        layer, _, part = name.removeprefix(_PREFIX).partition(".")
-        known = name.startswith(_PREFIX) and layer.isdecimal() and _PARTS.get(part) == tensor.dim()
-        if not known or not bool(tensor.isfinite().all()):
-            raise KVPolicyError(
-                f"{GATES.named(path)} must have finite weights and biases of layers, got {shorten(name)!r} of the "
-                f"shape {list(tensor.shape)}; {GATES.remedy}."
-            )
-        layers.setdefault(int(layer), {})[part] = tensor.float()
-    return GateFile({layer: _gate(layers[layer], layer, path) for layer in sorted(layers)}, parsed.model, parsed.made)
-
-
-def _gate(parts: dict[str, Tensor], layer: int, path: str) -> LayerGate:
-    """The gate of a layer, of tensors that fit together."""
-    shapes = {name: list(parts[name].shape) for name in _PARTS if name in parts}
-    heads, units = (*parts["weight"].shape,) if "weight" in parts else (0, 0)
-    fits = shapes.get("bias") == [heads] and heads > 0
-    if "inner_weight" in parts or "inner_bias" in parts:
-        fits = fits and shapes.get("inner_bias") == [units] and shapes.get("inner_weight", [0])[0] == units
-    if not fits:
-        raise KVPolicyError(
-            f"{GATES.named(path)} must have a weight [H, n] and a bias [H] in each layer, and for n hidden units an "
-            f"inner weight [n, hidden] and an inner bias [n], got {shapes} in layer {layer}; {GATES.remedy}."
-        )
-    inner = Inner(parts["inner_weight"], parts["inner_bias"]) if "inner_bias" in parts else ()
-    return LayerGate(parts["weight"], parts["bias"], inner)
-
-
-GATES: FileKind[GateFile] = FileKind("gate file", KEY, "kvzap.safetensors", "kvpolicy calibrate gate", _content)
+GATE_FILES = _Gates()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import ALL_HEADS, DecodeMode, ModelInfo, Scored, Scores, State, View
 from kvpolicy.selectors.common import keep_always
-from kvpolicy.selectors.gate_files import LayerGate, check_gates, load_gates
+from kvpolicy.selectors.gate_files import GATE_FILES, LayerGate
 from kvpolicy.statistics import InputScores, Results, Statistic
 from kvpolicy.text.strategy import least, strategy, tiny_or
 
@@ -65,11 +65,11 @@ class KVzap(Scored):
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the gate file cannot be read, or is of another model."""
-        check_gates(load_gates(self.file), self.file, model)
+        GATE_FILES.check(GATE_FILES.load(self.file), self.file, model)
 
     def load_gate(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> LayerGate:
         """The gate of a layer, of some KV heads."""
-        return load_gates(self.file).gates[layer_idx].of_heads(heads).to(device)
+        return GATE_FILES.load(self.file).gates[layer_idx].of_heads(heads).to(device)
 
     def score_inputs(self, gate: LayerGate, inputs: Tensor) -> Tensor:
         """The score that the gate gives each token: [B, H, T], or [B, 1, T] if all heads share it."""

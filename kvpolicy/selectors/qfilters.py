@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, ModelInfo, Scored, State, View, scoped
-from kvpolicy.selectors.filter_files import check_filters, load_filters
+from kvpolicy.selectors.filter_files import FILTER_FILES
 from kvpolicy.statistics import Results, Statistic, Vectors
 from kvpolicy.text.strategy import strategy, tiny_or
 
@@ -70,7 +70,7 @@ class QFilters(Scored):
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the filter file cannot be read, or is of another model."""
-        check_filters(load_filters(self.file), self.file, model)
+        FILTER_FILES.check(FILTER_FILES.load(self.file), self.file, model)
 
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
@@ -93,7 +93,7 @@ class QFilters(Scored):
 
     def _filters(self, keys: Tensor, view: View) -> Tensor:
         """The filters of this rank's heads for every row of keys [B, H, N, D]: [B, H, D]."""
-        filters = load_filters(self.file).filters[view.layer_idx]
+        filters = FILTER_FILES.load(self.file).filters[view.layer_idx]
         if len(filters) > 1:  # otherwise all heads share it
             filters = filters[view.ranks.held]
         every = filters.to(keys.device).expand(keys.shape[0], keys.shape[1], -1)

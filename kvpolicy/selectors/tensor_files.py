@@ -1,4 +1,4 @@
-"""Files of tensors of each layer of a model, which a selector needs: written, read and checked in one way.
+"""Files of tensors of each layer of a model, which a selector needs.
 
 A file is in the format of safetensors. One entry of the metadata, which names the kind of the file, is JSON:
 
@@ -10,179 +10,143 @@ says from which text and with which options the file was made. The hash covers a
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.text.embedded_names import EMBEDDED, embedded_file
-from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.formats import check_format, replace_file, stamp
+from kvpolicy.text.formats import check_format, stamp
+from kvpolicy.text.model_file import CalibrationKind, check_digest, digest, pack_tensors, unpack_tensors
 from kvpolicy.text.model_identity import check_same_model
-
-Content = TypeVar("Content")
-
-
-class Parsed(NamedTuple):
-    """The content of a file, before the names and shapes of its tensors are looked at.
-
-    Attributes:
-        tensors: Its tensors by name, on the CPU.
-        model: The model that the file is for; None if the file does not say.
-        made: How the file was made.
-    """
-
-    tensors: dict[str, Tensor]
-    model: dict[str, Any] | None
-    made: dict[str, Any] | None
+from kvpolicy.text.tables import shorten
 
 
-@dataclass(frozen=True)
-class FileKind(Generic[Content]):
-    """One kind of file.
-
-    Attributes:
-        noun: What it is called in messages, such as `filter file`.
-        key: The entry of the metadata that describes the file.
-        asset: Name of the file of an embedded model, which is part of the package.
-        command: The command that makes one.
-        parse: From what the file holds, and its name for messages, to its content.
-        format: Version of the file format; newer ones are refused.
-    """
-
-    noun: str
-    key: str
-    asset: str
-    command: str
-    parse: Callable[[Parsed, str], Content]
-    format: int = 1
+class Made(Protocol):
+    """What the content of every such file has, besides what it has of each layer."""
 
     @property
-    def remedy(self) -> str:
-        """Advice for the user, for messages."""
-        return f"try {self.command}"
+    def model(self) -> dict[str, Any] | None:
+        """The model that the file is for; None if the file does not say."""
+        ...
 
-    def named(self, path: str) -> str:
-        """The name of a file for messages."""
-        return f"The {self.noun} {path!r}"
+    @property
+    def made(self) -> dict[str, Any] | None:
+        """How the file was made."""
+        ...
 
-    def save(self, path: str | os.PathLike[str], content: Parsed) -> None:
-        """Write a file; an existing one is replaced.
 
-        Args:
-            path: The file.
-            content: Its content.
+Content = TypeVar("Content", bound=Made)
+Layer = TypeVar("Layer")
 
-        Raises:
-            KVPolicyError: If the file cannot be written.
-        """
-        from safetensors.torch import save
 
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in content.tensors.items()}
+class TensorFile(CalibrationKind[Content], Generic[Content, Layer]):
+    """One kind of file of tensors.
+
+    Attributes:
+        holds: The class of its content, which takes what it has of each layer, the model, and how it was made.
+        prefix: The first word of the names of its tensors, and the field of its content that has the layers.
+        dims: Its tensors of a layer by name, and how many dimensions each has; the empty name for a tensor that the
+            layer alone names.
+        of_layer: What it has of a layer, for messages.
+        whole: What it must have of each layer besides, for messages.
+    """
+
+    holds: Callable[[dict[int, Layer], dict[str, Any] | None, dict[str, Any] | None], Content]
+    prefix: str
+    dims: ClassVar[Mapping[str, int]]
+    of_layer: str
+    whole: str = ""
+
+    @property
+    def key(self) -> str:
+        """The entry of the metadata that describes the file."""
+        return f"kvpolicy_{self.prefix}"
+
+    @abstractmethod
+    def tensors(self, layer: Layer) -> dict[str, Tensor]:
+        """The tensors of a layer by the names of `dims`."""
+
+    @abstractmethod
+    def layer(self, parts: dict[str, Tensor]) -> Layer | None:
+        """What the tensors of a layer are, fp32; None if they do not fit together."""
+
+    @abstractmethod
+    def misfit(self, found: Layer | None, model: ModelInfo) -> tuple[str, object] | None:
+        """What a model needs of a layer and what it has instead; None if it fits."""
+
+    def content(self, found: dict[int, Layer] | None, model: dict[str, Any], made: dict[str, Any]) -> Content:
+        """See `CalibrationKind`."""
+        return self.holds(found or {}, model, made)
+
+    def encode(self, content: Content) -> dict[str, bytes]:
+        """See `ModelFile`."""
+        layers: Mapping[int, Layer] = getattr(content, self.prefix)
+        tensors = {
+            f"{self.prefix}.{layer}.{name}".removesuffix("."): tensor.detach().cpu().contiguous()
+            for layer, found in layers.items()
+            for name, tensor in self.tensors(found).items()
+        }
         facts = stamp(self.format) | {"model": content.model, "made": content.made}
         facts["sha256"] = digest(facts, tensors)
-        blob = save(tensors, metadata={"format": "pt", self.key: json.dumps(facts, allow_nan=False)})
-        target = Path(path)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(target, blob)
-        except OSError as error:
-            raise KVPolicyError(
-                f"{self.named(str(path))} must be writable, got {error.strerror}; try another file."
-            ) from error
+        return {"": pack_tensors(tensors, {"format": "pt", self.key: json.dumps(facts, allow_nan=False)})}
 
-    def load(self, path: str) -> Content:
-        """Read a file; it is read again only after it has changed.
-
-        Args:
-            path: The file, or the name of an embedded model, `tiny` or `tiny-4k`.
-
-        Raises:
-            KVPolicyError: If it cannot be read, is of another kind, or was edited or damaged.
-        """
-        if path in EMBEDDED:
-            return _embedded(self, path)
-        where = Path(path).expanduser().absolute()  # a relative path in a cache key would not name one file
-        try:
-            found = where.stat()
-        except (OSError, ValueError) as error:
-            raise self._unreadable(path, error) from error
-        # The times and sizes are part of the cache key alone, so that a file is read again after it was replaced.
-        return _load(self, path, str(where), (found.st_mtime_ns, found.st_size, found.st_ino))
-
-    def parsed(self, blob: bytes, path: str) -> Content:
-        """The content of the bytes of a file; see `load`."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
+    def parse(self, parts: Sequence[Any], path: str) -> Content:
+        """See `ModelFile`."""
+        blob = self.read(parts[0], path)
         what = self.named(path)
-        try:
-            with torch.inference_mode(False):  # whatever mode reads the file first, others use its tensors
-                tensors = load(blob)
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise KVPolicyError(
-                f"{what} must be a safetensors file, got one that cannot be parsed; {self.remedy}."
-            ) from error
+        tensors = unpack_tensors(blob, what, self.remedy)
         facts = _facts(blob, self.key)
         if facts is None:
-            raise KVPolicyError(f"{what} must be written by kvpolicy, got one that does not say so; {self.remedy}.")
+            raise self.wrong(path, "be written by kvpolicy", "one that does not say so")
         # Before the hash, which a newer format may compute in another way: the message must name the version.
         check_format(facts, self.format, what)
-        if facts.get("sha256") != digest({key: value for key, value in facts.items() if key != "sha256"}, tensors):
-            raise KVPolicyError(f"{what} must be as it was written, got an edited or damaged one; {self.remedy}.")
-        return self.parse(Parsed(tensors, facts.get("model"), facts.get("made")), path)
+        check_digest(facts, tensors, what, self.remedy)
+        return self.holds(self._layers(tensors, path), facts.get("model"), facts.get("made"))
 
-    def check_model(self, path: str, wanted: Mapping[str, Any] | None, model: ModelInfo) -> None:
-        """Refuse a model that a file was not made for.
+    def _layers(self, tensors: dict[str, Tensor], path: str) -> dict[int, Layer]:
+        """What the file has of each layer, in order."""
+        parts: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            prefix, _, rest = name.partition(".")
+            layer, _, part = rest.partition(".")
+            is_known = prefix == self.prefix and layer.isdecimal() and self.dims.get(part) == tensor.dim()
+            if not is_known or not bool(tensor.isfinite().all()):
+                got = f"{shorten(name)!r} of the shape {list(tensor.shape)}"
+                raise self.wrong(path, f"have finite {self.of_layer} of layers", got)
+            parts.setdefault(int(layer), {})[part] = tensor.float()
+        found: dict[int, Layer] = {}
+        for layer in sorted(parts):
+            own = self.layer(parts[layer])
+            if own is None:
+                shapes = {name: list(parts[layer][name].shape) for name in self.dims if name in parts[layer]}
+                raise self.wrong(path, f"have {self.whole}", f"{shapes} in layer {layer}")
+            found[layer] = own
+        return found
+
+    def check(self, content: Content, path: str, model: ModelInfo) -> None:
+        """Refuse a model that a file is not for.
 
         Args:
+            content: The content of the file.
             path: The file as the user wrote it.
-            wanted: The model of the file; None for one that fits any model of its shapes.
             model: The model to check.
 
         Raises:
-            KVPolicyError: If sizes or weights differ.
+            KVPolicyError: If layers, heads or weights differ.
         """
-        if wanted is not None:
-            check_same_model(wanted, self.named(path), model, remedy=f"{self.remedy} on this model")
-
-    def _unreadable(self, path: str, error: Exception) -> KVPolicyError:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        return KVPolicyError(
-            f"The {self.noun} must be a readable file or {' or '.join(EMBEDDED)}, got {path!r} ({reason}); "
-            f"{self.remedy}."
-        )
-
-
-@functools.cache
-def _embedded(kind: FileKind[Any], name: str) -> Any:
-    return kind.parsed(embedded_file(name, kind.asset).read_bytes(), name)
-
-
-@functools.lru_cache(maxsize=32)
-def _load(kind: FileKind[Any], path: str, where: str, _changed: tuple[int, ...]) -> Any:
-    try:
-        blob = Path(where).read_bytes()
-    except OSError as error:
-        raise kind._unreadable(path, error) from error  # pyright: ignore[reportPrivateUsage]
-    return kind.parsed(blob, path)
-
-
-def digest(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """The hash of a file's description, without the hash, and of its tensors."""
-    found = hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode())
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        remedy = f"{self.remedy} on this model"
+        if content.model is not None:
+            check_same_model(content.model, self.named(path), model, remedy=remedy)
+        for layer_idx in model.indices:
+            found = getattr(content, self.prefix).get(layer_idx)
+            misfit = self.misfit(found, model)
+            if misfit is not None:
+                needed, got = misfit
+                got = f"{'none' if found is None else got} in layer {layer_idx}"
+                raise self.wrong(path, f"have {needed}, as the model has", got, remedy)
 
 
 def _facts(blob: bytes, key: str) -> dict[str, Any] | None:

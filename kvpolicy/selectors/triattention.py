@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, ModelInfo, Selector, State, View, scoped
-from kvpolicy.selectors.center_files import Centers, check_centers, load_centers
+from kvpolicy.selectors.center_files import CENTER_FILES, Centers
 from kvpolicy.selectors.common import keep_always, unranked_first
 from kvpolicy.statistics import Results, Rotation, Statistic, Vectors
 from kvpolicy.text.strategy import least, strategy, tiny_or
@@ -97,7 +97,7 @@ class TriAttention(Selector):
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the center file cannot be read, or is of another model."""
-        check_centers(load_centers(self.file), self.file, model)
+        CENTER_FILES.check(CENTER_FILES.load(self.file), self.file, model)
 
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
@@ -146,7 +146,7 @@ class TriAttention(Selector):
 
     def _centers(self, heads: int, view: View, device: torch.device) -> Centers:
         """The mean queries of this rank's query heads and their lengths, on a device."""
-        found = load_centers(self.file).centers[view.layer_idx]
+        found = CENTER_FILES.load(self.file).centers[view.layer_idx]
         if len(found.mean) == 1:  # all heads share it
             return Centers(*(t.to(device).expand(heads, -1) for t in found))
         return Centers(*(view.ranks.mine(t).to(device) for t in found))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -11,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.calibration.listener import listening
+from kvpolicy.calibration.listener import Listener, listening
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens
 from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache import PolicyCache
@@ -22,9 +22,8 @@ from kvpolicy.hf.rotary_lookup import ropes_of
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.kernels.rotary import Rope
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, State, View
-from kvpolicy.statistics import Forward, ModuleCall, Replay, Results, Statistic, Vectors
-from kvpolicy.statistics.windows import ScoreTransform
+from kvpolicy.protocols import View
+from kvpolicy.statistics import Forward, ModuleCall, Replay, Results, Vectors
 from kvpolicy.text.errors import KVPolicyError
 
 
@@ -73,12 +72,12 @@ class Tap:
         store: Device that keeps the prompts of all layers after the run that reads them; None for that of each layer.
     """
 
-    def __init__(self, model: nn.Module, looker: _Looker) -> None:
-        """Describe a model that `looker` is attached to."""
+    def __init__(self, model: nn.Module) -> None:
+        """Describe a model that is listened to; see `show`."""
         self.model = model
         self.attachment: Attachment = attachment_of(model)
         self.layers = self.attachment.model_shape.evictable
-        self._looker = looker
+        self._look: Look | None = None
         self._sites = find_sites(model)
         self.device: torch.device = next(self._sites.decoder.parameters()).device
         self.store: torch.device | None = _HOST if isinstance(self.attachment.tile, int) else None
@@ -108,10 +107,15 @@ class Tap:
             for site in self._sites.layers if pins else ():
                 hooks.callback(site.block.register_forward_pre_hook(partial(note, site), with_kwargs=True).remove)
             # A block's hook runs before its attention, so `massive` is that of the layer. The next block overwrites it.
-            self._looker.look = lambda call: look(call._replace(massive=dict(massive)))
-            hooks.callback(setattr, self._looker, "look", None)
+            self._look = lambda call: look(call._replace(massive=dict(massive)))
+            hooks.callback(setattr, self, "_look", None)
             self._read(ids, cache)
         return cache
+
+    def show(self, seen: Results, view: View) -> None:
+        """Show the call of a layer's attention to the function of the run, if there is one."""
+        if self._look is not None:
+            self._look(LayerCall(view.layer_idx, *seen[Vectors][:2], seen[ModuleCall], {}))
 
     def replay(self, prompt: Tensor, plan: Replay) -> dict[int, Tensor]:
         """Run a prompt [N] through the model twice, the second time as a replay.
@@ -119,9 +123,16 @@ class Tap:
         Returns:
             The scores of its tokens in each layer, [1, H, N] fp32.
         """
-        listener = _Listener(plan)
+        found: dict[int, Tensor] = {}
+
+        def look(seen: Results, view: View) -> None:
+            scores = seen[Replay]
+            assert scores is not None
+            found[view.layer_idx] = scores
+
+        listener = Listener((plan,), look)
         self._read(prompt, PolicyCache(self.model, Policy(selector=listener, budget=1)))
-        return listener.found
+        return found
 
     def ropes(self, policies: Collection[Policy]) -> dict[int, Rope]:
         """The rotary embedding of each layer if a policy undoes it; none if no policy does.
@@ -157,9 +168,8 @@ def tapped(model: nn.Module, tile: TileSize = None) -> Generator[Tap]:
         >>> len(shapes), shapes[0]
         (8, torch.Size([1, 8, 10, 32]))
     """
-    looker = _Looker()
-    with listening(model, looker, tile):
-        tap = Tap(model, looker)
+    with listening(model, (ModuleCall(), Vectors()), lambda seen, view: tap.show(seen, view), tile):
+        tap = Tap(model)
         if tap.attachment.place[1] > 1:
             raise KVPolicyError(
                 f"The model must be on one rank to be measured, got {tap.attachment.place[1]}; try loading it without "
@@ -171,57 +181,3 @@ def tapped(model: nn.Module, tile: TileSize = None) -> Generator[Tap]:
                 "values of another size; try kvpolicy compare."
             )
         yield tap
-
-
-class _Newest:
-    """A selector that keeps the newest token."""
-
-    decode: DecodeMode = "evict"
-    statistics: tuple[Statistic[Any], ...] = ()
-    min_tokens: int = 1
-
-    def alloc(
-        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
-    ) -> State:
-        return ()
-
-    @abstractmethod
-    def observe(self, state: State, seen: Results, view: View) -> State: ...
-
-    def step(self, state: State, row: Tensor, view: View) -> None:
-        """No state."""
-
-    def priority(self, state: State, view: View) -> Tensor:
-        return view.positions.float()
-
-    def statistic(self, seen: Results, view: View) -> Tensor | None:
-        return None
-
-
-class _Looker(_Newest):
-    """Shows the call of each layer's attention to a function."""
-
-    statistics = (ModuleCall(), Vectors())
-
-    def __init__(self) -> None:
-        self.look: Look | None = None
-
-    def observe(self, state: State, seen: Results, view: View) -> State:
-        tokens = seen[Vectors]
-        if self.look is not None:
-            self.look(LayerCall(view.layer_idx, tokens.keys, tokens.values, seen[ModuleCall], {}))
-        return state
-
-
-class _Listener(_Newest):
-    """Keeps the scores of a replay."""
-
-    def __init__(self, plan: Replay) -> None:
-        self.statistics = (plan,)
-        self.found: dict[int, Tensor] = {}
-
-    def observe(self, state: State, seen: Results, view: View) -> State:
-        scores = seen[Replay]
-        assert scores is not None
-        self.found[view.layer_idx] = scores
-        return state

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.calibration.finished import REMEDY, SAME, without_name
 from kvpolicy.hf.identity import identity, model_info
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.planning.curves import MEASURES, Curves, Measure, load_tuned, save_curves
 from kvpolicy.policy import Policy
 from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.model_file import REMEDY, SAME, without_name
 from kvpolicy.text.output import check_is_file, refuse_other
 from kvpolicy.text.version import __version__
 from kvpolicy.tuning.grid import default_grid

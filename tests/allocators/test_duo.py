@@ -12,13 +12,13 @@ import torch
 
 import kvpolicy
 from kvpolicy.allocators.duo import DuoAttention, _lowest
-from kvpolicy.allocators.head_files import HeadFile, save_heads
+from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile
 from kvpolicy.protocols import HeadRequest, View
 from tests.reference.head_allocators import duo
 
 
 def written(path: Path, scores: list[list[float]]) -> str:
-    save_heads(path, HeadFile(tuple(map(tuple, scores)), sinks=2, recent=6))
+    HEAD_FILES.save(path, HeadFile(tuple(map(tuple, scores)), sinks=2, recent=6))
     return str(path)
 
 
@@ -77,7 +77,7 @@ def test_sizes_are_those_of_the_file_unless_given(tmp_path: Path) -> None:
     assert DuoAttention(file=path).divide(request).tolist() == [[2, 10]]  # 2 + 6 tokens
     assert DuoAttention(file=path, recent=9).divide(request).tolist() == [[3, 9]]
     assert DuoAttention(file=path, sinks=0, recent=1).divide(request).tolist() == [[1, 11]]
-    save_heads(path, HeadFile(((0.2, 0.8),)))
+    HEAD_FILES.save(path, HeadFile(((0.2, 0.8),)))
     assert DuoAttention(file=path).divide(request).tolist() == [[6, 6]]  # 64 + 256 tokens are more than there are
 
 

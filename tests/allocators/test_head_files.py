@@ -12,7 +12,7 @@ import torch
 
 import kvpolicy
 from kvpolicy.allocators.duo import DuoAttention
-from kvpolicy.allocators.head_files import HeadFile, check_heads, load_heads, save_heads
+from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile
 from kvpolicy.protocols import ModelInfo
 
 ROWS = ((0.25, 0.5), (1.0, 0.0), (0.125, 0.75))
@@ -24,11 +24,11 @@ INFO = ModelInfo(layers=3, heads=2, head_dim=4, weights=WEIGHTS)
 def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "heads.json"
     content = HeadFile(ROWS, "share", 4, 16, MODEL, made={"positions": 500})
-    save_heads(path, content)
-    assert load_heads(str(path)) == content
+    HEAD_FILES.save(path, content)
+    assert HEAD_FILES.load(str(path)) == content
     assert set(json.loads(path.read_text())) >= {"format", "model", "kind", "heads", "sink", "recent"}
-    save_heads(path, content._replace(sinks=None))
-    assert load_heads(str(path)).sinks is None, "it is read again after it has changed"
+    HEAD_FILES.save(path, content._replace(sinks=None))
+    assert HEAD_FILES.load(str(path)).sinks is None, "it is read again after it has changed"
     assert [each.name for each in tmp_path.iterdir()] == ["heads.json"]
 
 
@@ -39,24 +39,24 @@ def test_a_relative_path_is_of_the_current_folder(tmp_path: Path, monkeypatch: p
         path.write_text(json.dumps({"format": 1, "heads": [[score]]}))
         os.utime(path, ns=(0, 0))
         monkeypatch.chdir(path.parent)
-        assert load_heads("heads.json").heads == ((score,),)
+        assert HEAD_FILES.load("heads.json").heads == ((score,),)
 
 
 def test_the_least_that_a_file_may_say(tmp_path: Path) -> None:
     path = tmp_path / "heads.json"
     path.write_text(json.dumps({"format": 1, "model": "a name", "kind": "score", "heads": [[1, 0]]}))
-    assert load_heads(str(path)) == HeadFile(((1.0, 0.0),))
+    assert HEAD_FILES.load(str(path)) == HeadFile(((1.0, 0.0),))
 
 
 def test_files_of_duoattention(tmp_path: Path) -> None:
     (tmp_path / "full_attention_heads.tsv").write_text("2.5e-01\t1.2\n-0.1\t5e-1\n")
-    assert load_heads(str(tmp_path)) == HeadFile(((0.25, 1.0), (0.0, 0.5)))
+    assert HEAD_FILES.load(str(tmp_path)) == HeadFile(((0.25, 1.0), (0.0, 0.5)))
     facts: dict[str, Any] = {"sink_size": 128, "recent_size": 256, "deploy_sink_size": None, "lr": 0.02}
     (tmp_path / "config.json").write_text(json.dumps(facts))
-    found = load_heads(str(tmp_path / "full_attention_heads.tsv"))
+    found = HEAD_FILES.load(str(tmp_path / "full_attention_heads.tsv"))
     assert (found.sinks, found.recent) == (128, 256)
     (tmp_path / "config.json").write_text(json.dumps(facts | {"deploy_sink_size": 64}))
-    assert load_heads(str(tmp_path)).sinks == 64
+    assert HEAD_FILES.load(str(tmp_path)).sinks == 64
 
 
 def test_the_file_of_headkv(tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ def test_the_file_of_headkv(tmp_path: Path) -> None:
     scores = {f"{layer}-{head}": found for (layer, head), found in places.items()}
     path.write_text(json.dumps(scores))
     with pytest.raises(kvpolicy.KVPolicyError, match=r"must have every head of every layer, got 5 of 2 layers of 4; "):
-        load_heads(str(path))
+        HEAD_FILES.load(str(path))
     path.write_text(json.dumps(scores | {f"1-{head}": [0.0] for head in (1, 2, 3)}))
-    found = load_heads(str(path))
+    found = HEAD_FILES.load(str(path))
     assert found.by_head(2) == ((3.0, 0.25), (3.0, 0.0)) and found.by_head(4) == found.heads
-    check_heads(found, "scores.json", ModelInfo(layers=2, heads=2, head_dim=4))
+    HEAD_FILES.check(found, "scores.json", ModelInfo(layers=2, heads=2, head_dim=4))
     with pytest.raises(kvpolicy.KVPolicyError, match="for each of 3 KV heads, got 4 in layer 0"):
-        check_heads(found, "scores.json", ModelInfo(layers=2, heads=3, head_dim=4))
+        HEAD_FILES.check(found, "scores.json", ModelInfo(layers=2, heads=3, head_dim=4))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_malformed_files(content: Any, message: str, tmp_path: Path) -> None:
     else:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(kvpolicy.KVPolicyError) as raised:
-        load_heads(str(path))
+        HEAD_FILES.load(str(path))
     assert message in str(raised.value) and "\n" not in str(raised.value) and len(str(raised.value)) < 500
     assert str(raised.value).startswith("The head file ") and str(path)[-10:] in str(raised.value)
 
@@ -129,7 +129,7 @@ def test_malformed_tables(table: str, config: str | None, message: str, tmp_path
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(kvpolicy.KVPolicyError, match="The head file ") as raised:
-        load_heads(str(tmp_path))
+        HEAD_FILES.load(str(tmp_path))
     assert message in str(raised.value)
 
 
@@ -147,10 +147,10 @@ def test_malformed_tables(table: str, config: str | None, message: str, tmp_path
     ],
 )
 def test_other_models(content: HeadFile, info: ModelInfo, message: str) -> None:
-    check_heads(HeadFile(ROWS, model=MODEL), "a.json", INFO)
-    check_heads(HeadFile((ROWS[0], (), ROWS[1])), "a.json", INFO._replace(layers=2, evictable=(0, 2)))
+    HEAD_FILES.check(HeadFile(ROWS, model=MODEL), "a.json", INFO)
+    HEAD_FILES.check(HeadFile((ROWS[0], (), ROWS[1])), "a.json", INFO._replace(layers=2, evictable=(0, 2)))
     with pytest.raises(kvpolicy.KVPolicyError, match=r"^The head file 'a.json' must ") as raised:
-        check_heads(content, "a.json", info)
+        HEAD_FILES.check(content, "a.json", info)
     assert message in str(raised.value)
 
 
@@ -162,10 +162,10 @@ def test_files_are_refused_when_a_policy_is_planned_or_attached(tmp_path: Path) 
         kvpolicy.KVPolicyError, match=r"must be a readable file or tiny or tiny-4k, got '.*' \(No such file"
     ):
         kvpolicy.attach(model, policy)
-    save_heads(tmp_path / "heads.json", HeadFile(((0.5,) * 4,) * 8, "share"))
+    HEAD_FILES.save(tmp_path / "heads.json", HeadFile(((0.5,) * 4,) * 8, "share"))
     with pytest.raises(kvpolicy.KVPolicyError, match="must have scores of heads, got shares of the tokens"):
         kvpolicy.plan("tiny", policy)
-    save_heads(tmp_path / "heads.json", HeadFile(((0.5,) * 4,) * 8))
+    HEAD_FILES.save(tmp_path / "heads.json", HeadFile(((0.5,) * 4,) * 8))
     kvpolicy.attach(model, policy).detach()
 
 

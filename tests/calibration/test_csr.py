@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
-from kvpolicy.calibration import Dictionaries, Training, calibrate_csr, calibrate_kvquant, model_info
+from kvpolicy.calibration import Dictionaries, Training, calibrate_csr, calibrate_kvquant, model_info, progress
 from kvpolicy.calibration.progress import UNFINISHED, Progress
 from kvpolicy.codecs._files import TENSORS, load
 from kvpolicy.codecs.csr.csr import CSR
@@ -93,11 +93,11 @@ def test_an_interrupted_run_gives_the_same_files(tmp_path: Path, monkeypatch: py
 
 
 def test_another_unfinished_run_is_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(self: Progress) -> None:
+    def stop(out: Path) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Progress, "clear", stop)
+        patch.setattr(progress, "clear", stop)
         calibrate_csr(llama(), windows(), tmp_path, OPTIONS)
     with pytest.raises(ValueError, match="must be of the same model, text and options"):
         calibrate_csr(llama(1), windows(), tmp_path, OPTIONS)

@@ -13,7 +13,7 @@ import torch
 
 import kvpolicy
 from kvpolicy.allocators.duo import DuoAttention
-from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
+from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile
 from kvpolicy.calibration import EchoScores, calibrate_echoes, echo_scores, ranked_scores
 from kvpolicy.calibration.echoes import repeated_text
 from kvpolicy.statistics import windows
@@ -81,7 +81,7 @@ def test_the_best_heads_by_both_scores_retrieve(tmp_path: Path) -> None:
         }
         ranked = ranked_scores(scores, echo=0.05, induction=0.2)
         path = str(tmp_path / f"{case}.json")
-        save_heads(path, HeadFile(tuple(tuple(ranked[layer].tolist()) for layer in range(layers))))
+        HEAD_FILES.save(path, HeadFile(tuple(tuple(ranked[layer].tolist()) for layer in range(layers))))
         for echo, induction in ((1, 4), (2, 8)):
             sparsity = 1 - (echo + induction) / 20
             streams = DuoAttention(file=path, sparsity=sparsity).streaming_heads(heads)
@@ -104,7 +104,7 @@ def test_a_file_is_written_for_the_model(tmp_path: Path) -> None:
     model = build("gemma2")
     path = tmp_path / "heads.json"
     written = calibrate_echoes(model.train(), path, random=9, repeats=3, sinks=2, recent=5, seed=4)
-    assert model.training and load_heads(str(path)) == written
+    assert model.training and HEAD_FILES.load(str(path)) == written
     model.eval()
     assert written.made == {
         "probe": "razor",

@@ -15,7 +15,7 @@ from kvpolicy import PolicyCache
 from kvpolicy.calibration import calibrate_gate
 from kvpolicy.calibration.gate import FLOOR, scored_windows
 from kvpolicy.calibration.gate_fit import Moments, Sample, Training, explained, mlp_gate
-from kvpolicy.selectors.gate_files import LayerGate, load_gates
+from kvpolicy.selectors.gate_files import GATE_FILES, LayerGate
 from tests.calibration.test_heads import gemma, llama, windows
 
 
@@ -140,7 +140,7 @@ def test_a_file_is_written_for_the_model(tmp_path: Path) -> None:
     texts = windows(2, 70)
     path = tmp_path / "gate.safetensors"
     written = calibrate_gate(model.train(), texts, path, tokens=130)
-    found = load_gates(str(path))
+    found = GATE_FILES.load(str(path))
     assert model.training and (found.model, found.made) == (written.model, written.made)
     assert [*found.gates] == [1], "no gate of the sliding layer"
     layers = [*scored_windows(model.eval(), texts, [65, 65], seed=0)]

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import kvpolicy
-from kvpolicy.allocators.head_files import load_heads
+from kvpolicy.allocators.head_files import HEAD_FILES
 from kvpolicy.calibration import calibrate_heads, head_scores
 from kvpolicy.hf.discovery import find_sites
 from tests.reference.head_allocators.duo import reach
@@ -144,7 +144,7 @@ def test_a_file_is_written_for_the_model(tmp_path: Path) -> None:
     model = gemma()
     path = tmp_path / "heads.json"
     written = calibrate_heads(model.train(), windows(), path, sinks=2, recent=5, positions=30)
-    assert model.training and load_heads(str(path)) == written
+    assert model.training and HEAD_FILES.load(str(path)) == written
     assert (written.sinks, written.recent, written.kind) == (2, 5, "score")
     assert [len(row) for row in written.heads] == [0, 2], "a row for each layer, empty for the sliding one"
     assert json.loads(path.read_text())["model"]["type"] == "gemma2"

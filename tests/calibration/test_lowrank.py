@@ -10,8 +10,8 @@ import torch
 
 from kvpolicy import KVPolicyError, LowRank
 from kvpolicy.calibration import calibrate_lowrank, collect
-from kvpolicy.calibration.collect import fisher_information
 from kvpolicy.calibration.lowrank import Moments, basis_of, collect_moments
+from kvpolicy.calibration.samples import fisher_information
 from kvpolicy.codecs._files import load
 from kvpolicy.hf.identity import model_info
 from tests.calibration.test_heads import llama, windows

@@ -15,7 +15,7 @@ from transformers import FalconConfig, FalconForCausalLM
 import kvpolicy
 from kvpolicy.calibration import calibrate_qfilters, query_filters
 from kvpolicy.calibration.qfilters import sample_queries
-from kvpolicy.selectors.filter_files import load_filters
+from kvpolicy.selectors.filter_files import FILTER_FILES
 from tests.calibration.test_heads import THETA, gemma, llama, projected, qwen, windows
 
 Vectors = list[list[float]]
@@ -133,7 +133,7 @@ def test_a_file_is_written_for_the_model(tmp_path: Path) -> None:
     texts = windows(2, 70)
     path = tmp_path / "filters.safetensors"
     written = calibrate_qfilters(model.train(), texts, path, tokens=130)
-    found = load_filters(str(path))
+    found = FILTER_FILES.load(str(path))
     assert model.training and (found.model, found.made) == (written.model, written.made)
     assert [*found.filters] == [1], "no filters of the sliding layer"
     queries = sample_queries(model.eval(), texts, tokens=130)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy.calibration import calibrate_triattention, query_centers
-from kvpolicy.selectors.center_files import load_centers
+from kvpolicy.selectors.center_files import CENTER_FILES
 from tests.calibration.test_heads import THETA, gemma, llama, projected, qwen, windows
 
 
@@ -73,7 +73,7 @@ def test_kept_tokens_of_a_padded_batch(make: Callable[[], Any], generated: bool,
         own = ids[row, first:]
         for index, layer in enumerate(cache.policy_layers):
             keys = projected(model, own)[index][1]
-            scores = expected_scores(load_centers(file).centers[index], keys, len(own), 2)
+            scores = expected_scores(CENTER_FILES.load(file).centers[index], keys, len(own), 2)
             scores[:, -1] = torch.inf
             kept = layer.store.tensors.positions[row].sort(-1).values
             want = scores.topk(12, dim=-1).indices.sort(-1).values

@@ -11,16 +11,16 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvpolicy
-from kvpolicy.allocators.head_files import load_heads
+from kvpolicy.allocators.head_files import HEAD_FILES
 from kvpolicy.calibration import model_info, read_texts, token_windows
 from kvpolicy.cli.app import main
 from kvpolicy.codecs._files import load
 from kvpolicy.codecs.csr.csr import CSR
 from kvpolicy.codecs.kvquant import KVQuant
 from kvpolicy.codecs.lowrank.lowrank import LowRank
-from kvpolicy.selectors.center_files import load_centers
-from kvpolicy.selectors.filter_files import load_filters
-from kvpolicy.selectors.gate_files import load_gates
+from kvpolicy.selectors.center_files import CENTER_FILES
+from kvpolicy.selectors.filter_files import FILTER_FILES
+from kvpolicy.selectors.gate_files import GATE_FILES
 from tests.reference.readers.labels import salience
 
 
@@ -218,7 +218,7 @@ def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 9 and printed[0].startswith("layer 0: 0.")
     assert printed[-1] == f"Wrote {out}. Use it with uniform/duo:file={out}+streaming:sinks=2@0.5"
-    found = load_heads(out)
+    found = HEAD_FILES.load(out)
     assert (found.sinks, found.recent, len(found.heads)) == (2, 14, 8)
     assert main(line) == 2
     error = capsys.readouterr().err
@@ -234,7 +234,7 @@ def test_heads_by_the_razor_probe(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main([*line, "--sinks", "4", "--recent", "28", "--induction", "0.24"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == f"Wrote {out}. Use it with uniform/duo:file={out}:sparsity=0.75+streaming:sinks=4@0.5"
-    found = load_heads(out)
+    found = HEAD_FILES.load(out)
     assert found.made is not None and (found.made["probe"], found.made["random"]) == ("razor", 99)
     assert (found.sinks, found.recent, len(found.heads)) == (4, 28, 8)
     assert main([*line, "--text", out]) == 2
@@ -253,10 +253,10 @@ MLP = ["--kind", "mlp", "--units", "4", "--epochs", "1"]
 @pytest.mark.parametrize(
     ("kind", "method", "read", "more"),
     [
-        ("qfilters", "qfilters", load_filters, TOKENS),
-        ("triattention", "triattention", load_centers, []),
-        ("gate", "kvzap", load_gates, TOKENS),
-        ("gate", "kvzap", load_gates, TOKENS + MLP),
+        ("qfilters", "qfilters", FILTER_FILES.load, TOKENS),
+        ("triattention", "triattention", CENTER_FILES.load, []),
+        ("gate", "kvzap", GATE_FILES.load, TOKENS),
+        ("gate", "kvzap", GATE_FILES.load, TOKENS + MLP),
     ],
     ids=["qfilters", "triattention", "gate", "gate mlp"],
 )

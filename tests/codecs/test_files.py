@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs import _files
 from kvpolicy.codecs._files import FACTS, TENSORS, CalibrationFile, check_model, load, save
 from kvpolicy.protocols import ModelInfo
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.model_file import digest
 
 META: dict[str, Any] = {"model": None, "head_dim": 4, "loss": 0.1, "groups": {"keys.pre": [[0], [1, 2]]}}
 INFO = ModelInfo(layers=3, heads=2, head_dim=4, weights=torch.linspace(-1, 1, 64))
@@ -38,7 +39,7 @@ def sealed(folder: Path, **fields: Any) -> None:
     """Change fields so that the hash fits."""
     facts = json.loads((folder / FACTS).read_text()) | fields
     facts.pop("sha256")
-    (folder / FACTS).write_text(json.dumps(facts | {"sha256": _files._digest(facts)}))
+    (folder / FACTS).write_text(json.dumps(facts | {"sha256": digest(facts)}))
 
 
 def model(**fields: Any) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError("disk")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk"):
+    with pytest.raises(KVPolicyError, match="must be writable, got disk; try another file"):
         written(tmp_path)
     assert load(str(tmp_path), "csr") is found
     assert sorted(path.name for path in tmp_path.iterdir()) == [FACTS, TENSORS]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvpolicy.codecs._files import save
 from kvpolicy.codecs.rotation import mix
-from kvpolicy.selectors.center_files import CenterFile, Centers, save_centers
-from kvpolicy.selectors.filter_files import FilterFile, save_filters
-from kvpolicy.selectors.gate_files import GateFile, Inner, LayerGate, save_gates
+from kvpolicy.selectors.center_files import CENTER_FILES, CenterFile, Centers
+from kvpolicy.selectors.filter_files import FILTER_FILES, FilterFile
+from kvpolicy.selectors.gate_files import GATE_FILES, GateFile, Inner, LayerGate
 from tests.reference.codecs import Calibration
 
 DIM = 8
@@ -104,13 +104,13 @@ def write(method: str) -> Path:
     """Write the calibration of a method into its folder, once."""
     path = FOLDER / method
     if method == "qfilters":
-        save_filters(path / "filters.safetensors", filters())
+        FILTER_FILES.save(path / "filters.safetensors", filters())
         return path
     if method == "triattention":
-        save_centers(path / "centers.safetensors", centers())
+        CENTER_FILES.save(path / "centers.safetensors", centers())
         return path
     if method == "kvzap":
-        save_gates(path / "gate.safetensors", gates())
+        GATE_FILES.save(path / "gate.safetensors", gates())
         return path
     meta, tensors = _MADE[method]()
     save(path, method, {"model": None, "head_dim": DIM, **meta}, tensors)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.allocators.duo import DuoAttention
-from kvpolicy.allocators.head_files import load_heads
+from kvpolicy.allocators.head_files import HEAD_FILES
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
@@ -78,7 +78,7 @@ class Run:
         slow = (type(heads).__name__.lower(), {"safeguard": getattr(heads, "safeguard", 0)})
         if isinstance(heads, DuoAttention):
             sizes = {"sparsity": heads.sparsity, "sinks": heads.sinks, "recent": heads.recent}
-            slow = ("duo", {"scores": load_heads(heads.file).heads, "layer": 0, **sizes})
+            slow = ("duo", {"scores": HEAD_FILES.load(heads.file).heads, "layer": 0, **sizes})
         self.rows = [
             ReferenceLayer(
                 (SELECTORS | LOOKING)[selector],

@@ -26,8 +26,8 @@ from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.kernels import slot_writes
 from kvpolicy.kernels.rotary import Rope
 from kvpolicy.registry import lookup, names
-from kvpolicy.selectors.filter_files import FilterFile, save_filters
-from kvpolicy.selectors.gate_files import GateFile, LayerGate, save_gates
+from kvpolicy.selectors.filter_files import FILTER_FILES, FilterFile
+from kvpolicy.selectors.gate_files import GATE_FILES, GateFile, LayerGate
 from kvpolicy.statistics import Forward
 from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy_eval.common.codecs import short_windows
@@ -57,10 +57,10 @@ EXCEPTIONS: dict[tuple[str, str, str], str] = {}
 def make_store(selector: str, codec: str, folder: Path) -> LayerStore:
     """A layer whose budget is full, after a prompt."""
     if selector == "qfilters":
-        save_filters(folder / "filters", FilterFile({0: torch.randn(HEADS, DIM)}))
+        FILTER_FILES.save(folder / "filters", FilterFile({0: torch.randn(HEADS, DIM)}))
         selector = f"qfilters:file={folder / 'filters'}"
     if selector == "kvzap":
-        save_gates(folder / "gate", GateFile({0: LayerGate(torch.randn(HEADS, DIM), torch.randn(HEADS))}))
+        GATE_FILES.save(folder / "gate", GateFile({0: LayerGate(torch.randn(HEADS, DIM), torch.randn(HEADS))}))
         selector = f"kvzap:file={folder / 'gate'}"
     policy = Policy.parse(f"{selector}+{short_windows(codec)}" + ("" if selector == "full" else f"@{SLOTS}"))
     stored = with_random_calibration(policy.codec, folder, HEADS, DIM, atoms=40)

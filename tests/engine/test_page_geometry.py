@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.even import Even
-from kvpolicy.allocators.head_files import HeadFile, save_heads
+from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
@@ -48,7 +48,7 @@ def test_prompts_and_steps_are_those_of_a_list(selector: str, heads: Any) -> Non
 )
 def test_streaming_heads_keep_little(selector: str, sinks: int, recent: int, tmp_path: Path) -> None:
     """Also where streaming heads would take more than there is, and where retrieval heads cannot use what is left."""
-    save_heads(tmp_path / "heads.json", HeadFile(((0.5, 0.1, 0.9), (0.2, 0.3, 0.5))))
+    HEAD_FILES.save(tmp_path / "heads.json", HeadFile(((0.5, 0.1, 0.9), (0.2, 0.3, 0.5))))
     heads = DuoAttention(file=str(tmp_path / "heads.json"), sinks=sinks, recent=recent)
     run = Run(selector, heads, [40, 17], last=50)
     run.prompt([70, 33])

@@ -9,7 +9,7 @@ import torch
 
 from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.duo import DuoAttention
-from kvpolicy.allocators.head_files import HeadFile, save_heads
+from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile
 from tests.engine.paged import HEADS, Run
 from tests.sampling import each_once, product
 
@@ -61,7 +61,7 @@ def test_rows_that_are_selected_and_repeated(codec: str) -> None:
 def test_retrieval_heads_keep_all_and_streaming_heads_one_slot_for_the_rest(codec: str, tmp_path: Path) -> None:
     """RazorAttention: one head of three retrieves."""
     path = str(tmp_path / "heads.json")
-    save_heads(path, HeadFile(((0.1, 0.9, 0.2),), sinks=2, recent=10))
+    HEAD_FILES.save(path, HeadFile(((0.1, 0.9, 0.2),), sinks=2, recent=10))
     run = Run(
         "window", DuoAttention(file=path, sparsity=0.67, sinks=2, recent=10), [36], codec=codec, merger="compensate"
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.even import Even
-from kvpolicy.allocators.head_files import HeadFile, save_heads
+from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile
 from kvpolicy.engine.pages import owned_by
 from kvpolicy.protocols import HeadRequest, ModelInfo
 from kvpolicy.statistics.windows import ScoreTransform
@@ -170,7 +170,7 @@ def test_a_head_may_always_have_an_equal_share() -> None:
 
 def test_the_parameters_of_a_head_are_fitted_to_its_own_first_codes(tmp_path: Path) -> None:
     """Heads that keep little are encoded for the first time in a step, when others hold codes already."""
-    save_heads(tmp_path / "heads.json", HeadFile(((0.5, 0.1, 0.9), (0.2, 0.3, 0.5))))
+    HEAD_FILES.save(tmp_path / "heads.json", HeadFile(((0.5, 0.1, 0.9), (0.2, 0.3, 0.5))))
     heads = DuoAttention(file=str(tmp_path / "heads.json"), sinks=2, recent=4)
     codec = "tokenwise:group_size=2:residual_length=8:block_size=9"
     run = Run("snapkv:window=6:kernel=3", heads, [40], last=50, grows=True, codec=codec)

@@ -80,13 +80,6 @@ MUTATIONS = (
         tests=("tests/allocators/test_squeeze.py",),
     ),
     Mutation(
-        name="a changed profile is not read again",
-        file="kvpolicy/allocators/profile.py",
-        old="status.st_mtime_ns, status.st_size)",
-        new="0, 0)",
-        tests=("tests/allocators/test_squeeze.py",),
-    ),
-    Mutation(
         name="of a score file with groups the first query head counts",
         file="kvpolicy/allocators/head_files.py",
         old="math.fsum(part) / len(part)",

@@ -66,14 +66,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="gradients of unrotated keys stay rotated",
-        file="kvpolicy/calibration/collect.py",
+        file="kvpolicy/calibration/samples.py",
         old="of_keys = {layer: self._unrotate(layer, g) for layer, g in of_keys.items()}",
         new="of_keys = dict(of_keys)",
         tests=("tests/calibration/test_collect.py::test_squared_gradients_are_those_of_the_loss",),
     ),
     Mutation(
         name="long windows have less Fisher information",
-        file="kvpolicy/calibration/collect.py",
+        file="kvpolicy/calibration/samples.py",
         old="* len(ids) ** 2 /",
         new="/",
         tests=("tests/calibration/test_lowrank.py",),

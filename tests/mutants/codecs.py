@@ -224,10 +224,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="a calibration of the same size is not read again",
-        file="kvpolicy/codecs/_files.py",
-        old="found += [stat.st_mtime_ns, stat.st_size, stat.st_ino]",
-        new="found += [stat.st_size]",
-        tests=("tests/codecs/test_files.py",),
+        file="kvpolicy/text/model_file.py",
+        old="return stat.st_mtime_ns, stat.st_size, stat.st_ino",
+        new="return (stat.st_size,)",
+        tests=("tests/codecs/test_files.py", "tests/allocators/test_squeeze.py"),
     ),
     Mutation(
         name="a smaller dictionary is not padded to the largest",

@@ -297,8 +297,8 @@ MUTATIONS = (
     Mutation(
         name="a gate of another width is accepted",
         file="kvpolicy/selectors/gate_files.py",
-        old="model.hidden not in (0, hidden)",
-        new="False",
+        old="model.hidden in (0, hidden)",
+        new="True",
         tests=("tests/selectors/test_gate_files.py",),
     ),
     Mutation(

@@ -18,16 +18,16 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
-from kvpolicy.allocators.head_files import HeadFile, save_heads
+from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.codecs._files import save
 from kvpolicy.engine import selection
 from kvpolicy.engine.state import tensors
 from kvpolicy.parallel.runtime import share
 from kvpolicy.planning.curves import save_layers
-from kvpolicy.selectors.center_files import save_centers
-from kvpolicy.selectors.filter_files import save_filters
-from kvpolicy.selectors.gate_files import save_gates
+from kvpolicy.selectors.center_files import CENTER_FILES
+from kvpolicy.selectors.filter_files import FILTER_FILES
+from kvpolicy.selectors.gate_files import GATE_FILES
 from kvpolicy.statistics.output_norms import absolute_norms
 from tests.conformance.access import Attend, attending, kept_positions, stage_codes
 from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random, centers, filters, gates
@@ -194,12 +194,12 @@ def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: st
         kvquant_by_head(Path(folder) / "kvquant", heads.heads)
         save_profile(Path(folder) / "profile.json", "a test", [0.2, 0.9])
         scores = _random(2, heads.heads, seed=4).tolist()
-        save_filters(Path(folder) / "filters.safetensors", filters(heads.heads))
-        save_centers(Path(folder) / "centers.safetensors", centers(heads.queries))
-        save_gates(Path(folder) / "gate.safetensors", gates(heads.heads, DIM * heads.queries))
+        FILTER_FILES.save(Path(folder) / "filters.safetensors", filters(heads.heads))
+        CENTER_FILES.save(Path(folder) / "centers.safetensors", centers(heads.queries))
+        GATE_FILES.save(Path(folder) / "gate.safetensors", gates(heads.heads, DIM * heads.queries))
         save_layers(Path(folder) / "layers.json", ["snapkv:window=6:kernel=3@0.5", "uniform/adakv+h2o@0.9"])
         save_layers(Path(folder) / "coded.json", [words("h2o", "kivi"), words("tova", "zipcache", budget="0.8")])
-        save_heads(Path(folder) / "heads.json", HeadFile(tuple(map(tuple, scores)), sinks=2, recent=4))
+        HEAD_FILES.save(Path(folder) / "heads.json", HeadFile(tuple(map(tuple, scores)), sinks=2, recent=4))
     dist.barrier()
     for spec in policies:
         spec = spec.replace("FOLDER", folder)

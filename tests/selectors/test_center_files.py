@@ -13,9 +13,10 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.selectors import tensor_files
-from kvpolicy.selectors.center_files import KEY, CenterFile, Centers, check_centers, load_centers, save_centers
+from kvpolicy.selectors.center_files import CENTER_FILES, CenterFile, Centers
+from kvpolicy.text.model_file import digest
 
+KEY = CENTER_FILES.key
 INFO = ModelInfo(layers=2, heads=2, head_dim=4)
 
 
@@ -26,12 +27,12 @@ def some(heads: int = 4, layers: int = 2, dim: int = 4) -> dict[int, Centers]:
 def test_round_trip(tmp_path: Path) -> None:
     path = str(tmp_path / "new" / "centers.safetensors")
     content = some()
-    save_centers(path, CenterFile(content, None, {"tokens": 300}))
-    found = load_centers(path)
+    CENTER_FILES.save(path, CenterFile(content, None, {"tokens": 300}))
+    found = CENTER_FILES.load(path)
     assert (found.model, found.made, [*found.centers]) == (None, {"tokens": 300}, [0, 1])
     for layer, own in found.centers.items():
         assert all(torch.equal(*pair) for pair in zip(own, content[layer], strict=True))
-    check_centers(found, path, INFO)
+    CENTER_FILES.check(found, path, INFO)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,8 @@ def test_another_model(content: dict[int, Centers], got: str) -> None:
     with pytest.raises(
         kvpolicy.KVPolicyError, match=rf"must have centers for the query heads of 2 KV heads.*{got}; try"
     ):
-        check_centers(CenterFile(content), "f", INFO)
-    check_centers(CenterFile(some(heads=1)), "f", INFO)
+        CENTER_FILES.check(CenterFile(content), "f", INFO)
+    CENTER_FILES.check(CenterFile(some(heads=1)), "f", INFO)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +65,14 @@ def test_another_model(content: dict[int, Centers], got: str) -> None:
 def test_files_that_are_none(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     facts: dict[str, Any] = {"format": 1, "kvpolicy": "0", "model": None, "made": None}
-    save_file(tensors, path, metadata={KEY: json.dumps(facts | {"sha256": tensor_files.digest(facts, tensors)})})
+    save_file(tensors, path, metadata={KEY: json.dumps(facts | {"sha256": digest(facts, tensors)})})
     with pytest.raises(kvpolicy.KVPolicyError, match=message):
-        load_centers(str(path))
+        CENTER_FILES.load(str(path))
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-4k"])
 def test_embedded_files_are_of_their_models(name: Any) -> None:
-    found = load_centers(name)
+    found = CENTER_FILES.load(name)
     assert found.model is not None and found.model["name"] == name
     model, _ = kvpolicy.tiny(name=name)
     with kvpolicy.attach(model, f"triattention:file={name}@0.5"):

@@ -33,9 +33,9 @@ from kvpolicy import (
     TriAttention,
 )
 from kvpolicy.protocols import Selector
-from kvpolicy.selectors.center_files import CenterFile, Centers, save_centers
-from kvpolicy.selectors.filter_files import FilterFile, save_filters
-from kvpolicy.selectors.gate_files import save_gates
+from kvpolicy.selectors.center_files import CENTER_FILES, CenterFile, Centers
+from kvpolicy.selectors.filter_files import FILTER_FILES, FilterFile
+from kvpolicy.selectors.gate_files import GATE_FILES
 from kvpolicy.statistics import windows
 from kvpolicy.testing import check
 from tests.conformance.bench import Bench, draw, padding
@@ -96,12 +96,12 @@ def with_file(kind: Any, folder: Path) -> Selector:
     path = str(folder / "file.safetensors")
     draws = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(0))
     if kind is QFilters:
-        save_filters(path, FilterFile(dict(enumerate(draws))))
+        FILTER_FILES.save(path, FilterFile(dict(enumerate(draws))))
         return QFilters(file=path, decode="grow")
     if kind is TriAttention:
-        save_centers(path, CenterFile({n: Centers(mean[:1], torch.ones(1, 1)) for n, mean in enumerate(draws)}))
+        CENTER_FILES.save(path, CenterFile({n: Centers(mean[:1], torch.ones(1, 1)) for n, mean in enumerate(draws)}))
         return TriAttention(file=path, every=1)
-    save_gates(path, gates(heads=2, hidden=64))
+    GATE_FILES.save(path, gates(heads=2, hidden=64))
     return KVzap(file=path, window=5)
 
 
@@ -159,7 +159,7 @@ def test_steps_of_some_rows(selector: str, heads: int, codec: str, tmp_path: Pat
     path = tmp_path / "file.safetensors"
     options = {"keydiff": "every=5", "qfilters": f"file={path}", "kvzap": f"file={path}:window=4"}[selector]
     if heads:
-        save_filters(path, filters(heads)) if selector == "qfilters" else save_gates(path, gates(heads))
+        FILTER_FILES.save(path, filters(heads)) if selector == "qfilters" else GATE_FILES.save(path, gates(heads))
     bench = Bench(f"{selector}:{options}{codec}", [12, 10], layer_idx=4)
     bench.forward(*draw(20, 0, batch=2), padding(20, 20, 13))
     for number in range(24):

@@ -15,11 +15,12 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.selectors import tensor_files
-from kvpolicy.selectors.filter_files import KEY, FilterFile, check_filters, load_filters, save_filters
+from kvpolicy.selectors.filter_files import FILTER_FILES, FilterFile
+from kvpolicy.text.model_file import digest
 
 WEIGHTS = torch.linspace(-1, 1, 64)
 MODEL = {"name": "m", "type": "llama", "layers": 3, "heads": 2, "head_dim": 4, "weights": WEIGHTS.tolist()}
+KEY = FILTER_FILES.key
 INFO = ModelInfo(layers=3, heads=2, head_dim=4, weights=WEIGHTS)
 
 
@@ -29,33 +30,33 @@ def some(heads: int = 2, layers: int = 3) -> dict[int, Tensor]:
 
 def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "new" / "filters.safetensors"
-    save_filters(path, FilterFile(some(), MODEL, {"tokens": 300}))
-    found = load_filters(str(path))
+    FILTER_FILES.save(path, FilterFile(some(), MODEL, {"tokens": 300}))
+    found = FILTER_FILES.load(str(path))
     assert (found.model, found.made, [*found.filters]) == (MODEL, {"tokens": 300}, [0, 1, 2])
     assert all(torch.equal(tensor, some()[layer]) for layer, tensor in found.filters.items())
-    assert load_filters(str(path)) is found, "it is read once"
+    assert FILTER_FILES.load(str(path)) is found, "it is read once"
     with safe_open(path, framework="pt") as file:
         assert sorted(file.keys()) == ["filters.0", "filters.1", "filters.2"]
         assert json.loads(file.metadata()[KEY])["format"] == 1
-    save_filters(path, FilterFile(some(layers=1)))
-    assert load_filters(str(path)).model is None, "it is read again after it has changed"
+    FILTER_FILES.save(path, FilterFile(some(layers=1)))
+    assert FILTER_FILES.load(str(path)).model is None, "it is read again after it has changed"
     assert [each.name for each in path.parent.iterdir()] == ["filters.safetensors"]
 
 
 def test_a_relative_path_is_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("a", 0.25), ("b", 0.75)):  # files of one size and one time
         path = tmp_path / name / "filters.safetensors"
-        save_filters(path, FilterFile({0: torch.full((1, 2), number)}))
+        FILTER_FILES.save(path, FilterFile({0: torch.full((1, 2), number)}))
         os.utime(path, ns=(0, 0))
         monkeypatch.chdir(path.parent)
-        assert load_filters("filters.safetensors").filters[0].tolist() == [[number] * 2]
+        assert FILTER_FILES.load("filters.safetensors").filters[0].tolist() == [[number] * 2]
 
 
 def sealed(path: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
     """Write a file whose hash fits, whatever is in it."""
     facts = {"format": 1, "kvpolicy": "0", "model": None, "made": None, **fields}
-    digest = tensor_files.digest(facts, tensors)
-    save_file(tensors, path, metadata={KEY: json.dumps(facts | {"sha256": digest})})
+    found = digest(facts, tensors)
+    save_file(tensors, path, metadata={KEY: json.dumps(facts | {"sha256": found})})
 
 
 @pytest.mark.parametrize(
@@ -77,24 +78,24 @@ def test_malformed_files(write: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "filters.safetensors"
     write(path)
     with pytest.raises(kvpolicy.KVPolicyError) as raised:
-        load_filters(str(path))
+        FILTER_FILES.load(str(path))
     assert message in str(raised.value) and "\n" not in str(raised.value) and len(str(raised.value)) < 500
     assert str(raised.value).startswith("The filter file ") and str(path)[-10:] in str(raised.value)
 
 
 def test_a_changed_number_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "filters.safetensors"
-    save_filters(path, FilterFile(some()))
+    FILTER_FILES.save(path, FilterFile(some()))
     blob = bytearray(path.read_bytes())
     blob[-1] ^= 1
     path.write_bytes(blob)
     with pytest.raises(kvpolicy.KVPolicyError, match="got an edited or damaged one; try kvpolicy calibrate qfilters"):
-        load_filters(str(path))
+        FILTER_FILES.load(str(path))
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(kvpolicy.KVPolicyError, match=r"The filter file .* must be writable, got"):
-        save_filters(tmp_path, FilterFile(some()))
+        FILTER_FILES.save(tmp_path, FilterFile(some()))
 
 
 @pytest.mark.parametrize(
@@ -113,10 +114,10 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     ],
 )
 def test_other_models(content: FilterFile, info: ModelInfo, message: str) -> None:
-    check_filters(FilterFile(some(), MODEL), "a.safetensors", INFO)
-    check_filters(FilterFile(some(heads=1)), "a.safetensors", INFO._replace(heads=8))
+    FILTER_FILES.check(FilterFile(some(), MODEL), "a.safetensors", INFO)
+    FILTER_FILES.check(FilterFile(some(heads=1)), "a.safetensors", INFO._replace(heads=8))
     with pytest.raises(kvpolicy.KVPolicyError, match=r"^The filter file 'a.safetensors' must ") as raised:
-        check_filters(content, "a.safetensors", info)
+        FILTER_FILES.check(content, "a.safetensors", info)
     assert message in str(raised.value)
 
 
@@ -130,19 +131,19 @@ def test_files_are_refused_when_a_policy_is_planned_or_attached(spec: str, tmp_p
         kvpolicy.KVPolicyError, match=r"must be a readable file or tiny or tiny-4k, got '.*' \(No such file"
     ):
         kvpolicy.attach(model, policy)
-    save_filters(path, FilterFile(some()))
+    FILTER_FILES.save(path, FilterFile(some()))
     with pytest.raises(kvpolicy.KVPolicyError, match="must have filters for 4 KV heads of dimension 32"):
         kvpolicy.plan("tiny", policy)
-    save_filters(path, FilterFile({layer: torch.ones(4, 32) for layer in range(8)}))
+    FILTER_FILES.save(path, FilterFile({layer: torch.ones(4, 32) for layer in range(8)}))
     kvpolicy.attach(model, policy).detach()
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-4k"])
 def test_the_embedded_models_have_files(name: Any) -> None:
     calibration = pytest.importorskip("kvpolicy.calibration")
-    content = load_filters(name)
-    check_filters(content, name, calibration.model_info(kvpolicy.tiny(name=name)[0]))
+    content = FILTER_FILES.load(name)
+    FILTER_FILES.check(content, name, calibration.model_info(kvpolicy.tiny(name=name)[0]))
     assert content.model is not None and content.model["name"] == name
     assert all(bool((tensor.norm(dim=-1) <= 1 + 1e-6).all()) for tensor in content.filters.values())
     with pytest.raises(kvpolicy.KVPolicyError, match="made for another model"):
-        check_filters(content, name, INFO)
+        FILTER_FILES.check(content, name, INFO)

@@ -13,11 +13,12 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.selectors.gate_files import KEY, GateFile, Inner, LayerGate, check_gates, load_gates, save_gates
-from kvpolicy.selectors.tensor_files import digest
+from kvpolicy.selectors.gate_files import GATE_FILES, GateFile, Inner, LayerGate
+from kvpolicy.text.model_file import digest
 
 WEIGHTS = torch.linspace(-1, 1, 64)
 MODEL = {"name": "m", "type": "llama", "layers": 3, "heads": 2, "head_dim": 4, "weights": WEIGHTS.tolist()}
+KEY = GATE_FILES.key
 INFO = ModelInfo(layers=3, heads=2, head_dim=4, weights=WEIGHTS, hidden=8)
 
 
@@ -39,24 +40,24 @@ def tensors_of(gate: LayerGate) -> list[Tensor]:
 @pytest.mark.parametrize("units", [0, 5])
 def test_round_trip(units: int, tmp_path: Path) -> None:
     path = tmp_path / "new" / "gate.safetensors"
-    save_gates(path, GateFile(some(units=units), MODEL, {"tokens": 300}))
-    found = load_gates(str(path))
+    GATE_FILES.save(path, GateFile(some(units=units), MODEL, {"tokens": 300}))
+    found = GATE_FILES.load(str(path))
     assert (found.model, found.made, [*found.gates]) == (MODEL, {"tokens": 300}, [0, 1, 2])
     for layer, gate in some(units=units).items():
         assert all(torch.equal(*pair) for pair in zip(tensors_of(found.gates[layer]), tensors_of(gate), strict=True))
         assert found.gates[layer].hidden == 8
-    assert load_gates(str(path)) is found, "it is read once"
+    assert GATE_FILES.load(str(path)) is found, "it is read once"
     parts = ["bias", "weight"] if not units else ["bias", "inner_bias", "inner_weight", "weight"]
     assert sorted(load_file(path)) == [f"gates.{layer}.{part}" for layer in range(3) for part in parts]
-    save_gates(path, GateFile(some(layers=1)))
-    assert load_gates(str(path)).model is None, "it is read again after it has changed"
+    GATE_FILES.save(path, GateFile(some(layers=1)))
+    assert GATE_FILES.load(str(path)).model is None, "it is read again after it has changed"
 
 
 def test_tensors_that_were_read_in_inference_mode_serve_outside(tmp_path: Path) -> None:
     path = tmp_path / "gate.safetensors"
-    save_gates(path, GateFile(some()))
+    GATE_FILES.save(path, GateFile(some()))
     with torch.inference_mode():
-        gate = load_gates(str(path)).gates[0]
+        gate = GATE_FILES.load(str(path)).gates[0]
     assert not gate.weight.is_inference()
 
 
@@ -117,7 +118,7 @@ def test_malformed_files(write: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "gate.safetensors"
     write(path)
     with pytest.raises(kvpolicy.KVPolicyError) as raised:
-        load_gates(str(path))
+        GATE_FILES.load(str(path))
     assert message in str(raised.value) and "\n" not in str(raised.value) and len(str(raised.value)) < 500
     assert str(raised.value).startswith("The gate file ") and str(path)[-10:] in str(raised.value)
     assert "try kvpolicy calibrate gate" in str(raised.value) or "format 1" in message
@@ -137,11 +138,11 @@ def test_malformed_files(write: Any, message: str, tmp_path: Path) -> None:
     ],
 )
 def test_other_models(content: GateFile, info: ModelInfo, message: str) -> None:
-    check_gates(GateFile(some(), MODEL), "a.safetensors", INFO)
-    check_gates(GateFile(some(heads=1, units=3)), "a.safetensors", INFO._replace(heads=8))
-    check_gates(GateFile(some(hidden=9)), "a.safetensors", INFO._replace(hidden=0))
+    GATE_FILES.check(GateFile(some(), MODEL), "a.safetensors", INFO)
+    GATE_FILES.check(GateFile(some(heads=1, units=3)), "a.safetensors", INFO._replace(heads=8))
+    GATE_FILES.check(GateFile(some(hidden=9)), "a.safetensors", INFO._replace(hidden=0))
     with pytest.raises(kvpolicy.KVPolicyError, match=r"^The gate file 'a.safetensors' must ") as raised:
-        check_gates(content, "a.safetensors", info)
+        GATE_FILES.check(content, "a.safetensors", info)
     assert message in str(raised.value)
 
 
@@ -153,19 +154,19 @@ def test_files_are_refused_when_a_policy_is_planned_or_attached(spec: str, tmp_p
     policy = spec.format(path)
     with pytest.raises(kvpolicy.KVPolicyError, match=r"The gate file must be a readable file or tiny or tiny-4k, got"):
         kvpolicy.attach(model, policy)
-    save_gates(path, GateFile(some(4, 8, 64)))
+    GATE_FILES.save(path, GateFile(some(4, 8, 64)))
     with pytest.raises(kvpolicy.KVPolicyError, match="must have gates of 4 KV heads and the hidden size 128"):
         kvpolicy.plan("tiny", policy)
-    save_gates(path, GateFile(some(4, 8, 128)))
+    GATE_FILES.save(path, GateFile(some(4, 8, 128)))
     kvpolicy.attach(model, policy).detach()
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-4k"])
 def test_the_embedded_models_have_files(name: Any) -> None:
     calibration = pytest.importorskip("kvpolicy.calibration")
-    content = load_gates(name)
-    check_gates(content, name, calibration.model_info(kvpolicy.tiny(name=name)[0]))
+    content = GATE_FILES.load(name)
+    GATE_FILES.check(content, name, calibration.model_info(kvpolicy.tiny(name=name)[0]))
     assert content.model is not None and content.model["name"] == name
     assert content.made is not None and content.made["kind"] == "linear" and min(content.made["r2"]) > 0.4
     with pytest.raises(kvpolicy.KVPolicyError, match="made for another model"):
-        check_gates(content, name, INFO)
+        GATE_FILES.check(content, name, INFO)

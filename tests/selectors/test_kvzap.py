@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpolicy.selectors.gate_files import GATE_FILES
+
 pytest.importorskip("transformers")
 
 import kvpolicy
@@ -18,7 +20,7 @@ from kvpolicy import KVCrush, KVzap, Policy, PolicyCache
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.planning.memory import layer_spec
 from kvpolicy.protocols import ChecksModel, ModelInfo, View
-from kvpolicy.selectors.gate_files import GateFile, Inner, LayerGate, load_gates, save_gates
+from kvpolicy.selectors.gate_files import GateFile, Inner, LayerGate
 from kvpolicy.statistics import InputScores, NewScores, Results
 from tests.conformance.bench import Bench, draw
 from tests.conformance.calibration import gates
@@ -35,7 +37,7 @@ def write(tmp_path: Path) -> Write:
 
     def write(content: GateFile) -> str:
         path = tmp_path / "gate.safetensors"
-        save_gates(path, content)
+        GATE_FILES.save(path, content)
         return str(path)
 
     return write
@@ -112,7 +114,7 @@ class Play:
         self.prompt = max(lengths)
         self.steps = steps
         self.ids, self.mask = make_batch(lengths, [self.prompt, *[1] * steps])
-        self.gates = load_gates(path).gates
+        self.gates = GATE_FILES.load(path).gates
         rows = [self.ids[b][self.mask[b].bool()] for b in range(len(lengths))]
         self.scores = [
             {
@@ -319,7 +321,7 @@ def test_a_saved_cache_needs_the_same_gates(write: Write, tmp_path: Path) -> Non
         first, second = (each.policy_layers[0].store.tensors.state.score for each in (cache, loaded))
         assert torch.equal(first, second)
     others = {layer: gate._replace(bias=gate.bias + 1) for layer, gate in gates(heads=2).gates.items()}
-    save_gates(path, GateFile(others))
+    GATE_FILES.save(path, GateFile(others))
     with (
         kvpolicy.attach(model, f"kvzap:file={path}@0.5"),
         pytest.raises(kvpolicy.KVPolicyError, match="calibrat"),

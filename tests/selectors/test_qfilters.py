@@ -16,7 +16,7 @@ from kvpolicy.calibration import query_filters
 from kvpolicy.calibration.qfilters import sample_queries
 from kvpolicy.engine.state import map_state
 from kvpolicy.protocols import ChecksModel, HeadShape, ModelInfo, Ranks, View
-from kvpolicy.selectors.filter_files import FilterFile, load_filters, save_filters
+from kvpolicy.selectors.filter_files import FILTER_FILES, FilterFile
 from kvpolicy.statistics import Candidates, Results, Vectors
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.calibration import filters
@@ -30,7 +30,7 @@ def write(tmp_path: Path) -> Write:
 
     def write(content: FilterFile) -> str:
         path = tmp_path / "filters.safetensors"
-        save_filters(path, content)
+        FILTER_FILES.save(path, content)
         return str(path)
 
     return write
@@ -109,7 +109,7 @@ def test_a_state_shares_no_memory_with_the_file(write: Write) -> None:
     selector = QFilters(file=write(filters(heads=2)))
     state = scored(selector, draw(9, 0)[1])
     map_state(lambda tensor: tensor.zero_(), state)
-    assert bool(load_filters(selector.file).filters[0].any())
+    assert bool(FILTER_FILES.load(selector.file).filters[0].any())
 
 
 def test_equal_keys_keep_the_earliest_and_the_newest(write: Write) -> None:

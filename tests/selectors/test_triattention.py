@@ -11,7 +11,7 @@ import torch
 from kvpolicy import KVPolicyError
 from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import View
-from kvpolicy.selectors.center_files import CenterFile, Centers, save_centers
+from kvpolicy.selectors.center_files import CENTER_FILES, CenterFile, Centers
 from kvpolicy.selectors.triattention import TriAttention
 from kvpolicy.statistics import Candidates, Results, Rotation, Vectors
 from tests.conformance.calibration import write
@@ -30,7 +30,7 @@ def test_scores_are_products_at_each_distance(offset: int | None, tmp_path: Path
     generator = torch.Generator().manual_seed(0)
     mean = torch.randn(4, 8, generator=generator)
     lengths = torch.rand(4, 1, generator=generator) * 4
-    save_centers(tmp_path / "c.safetensors", CenterFile({0: Centers(mean, lengths)}))
+    CENTER_FILES.save(tmp_path / "c.safetensors", CenterFile({0: Centers(mean, lengths)}))
     selector = TriAttention(file=str(tmp_path / "c.safetensors"), reach=9)
     keys = torch.randn(1, 2, 6, 8, generator=generator)
     rotation = KeyRotation(Roll(), None if offset is None else torch.tensor([offset]))  # pyright: ignore[reportArgumentType]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvpolicy import KVzap
-from kvpolicy.selectors.gate_files import LayerGate, save_gates
+from kvpolicy.selectors.gate_files import GATE_FILES, LayerGate
 from kvpolicy.statistics import Forward, input_scores
 from kvpolicy.statistics.input_scores import InputScores
 from kvpolicy.statistics.statistic import Coming, Tile
@@ -42,7 +42,7 @@ def test_scores_of_tiles_and_chunks_are_joined() -> None:
 
 def test_long_inputs_are_scored_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gate.safetensors"
-    save_gates(path, gates(heads=2))
+    GATE_FILES.save(path, gates(heads=2))
     selector = KVzap(file=str(path))
     gate = selector.load_gate(1, "cpu")
     call = Forward(nn.Identity(), torch.randn(2, 50, 32), {})

@@ -15,7 +15,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 import kvpolicy
 from kvpolicy import KVPolicyError
 from kvpolicy.adapters import KVPressScorer
-from kvpolicy.selectors.gate_files import GateFile, LayerGate, save_gates
+from kvpolicy.selectors.gate_files import GATE_FILES, GateFile, LayerGate
 from kvpolicy.tuning.answers import scored_tokens
 from kvpolicy.tuning.measure import joint_kls, layer_kls, output_errors, sensitivities
 from kvpolicy.tuning.windows import Window
@@ -97,7 +97,7 @@ def test_each_gate_scores_the_prompt_itself(tmp_path: Path) -> None:
     for number in range(2):
         file = tmp_path / f"{number}.safetensors"
         weights = torch.randn(2, 2, 32, generator=torch.Generator().manual_seed(number))
-        save_gates(file, GateFile({layer: LayerGate(weights[layer], torch.zeros(2)) for layer in range(2)}))
+        GATE_FILES.save(file, GateFile({layer: LayerGate(weights[layer], torch.zeros(2)) for layer in range(2)}))
         specs.append(f"kvzap:file={file}:window=3@0.3")
     errors, _ = agree(llama(), [window(45, 4)], specs)
     assert bool((errors[..., 0] != errors[..., 1]).all())

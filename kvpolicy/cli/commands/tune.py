@@ -84,11 +84,11 @@ def tune(
     To resume an interrupted run, or to compare at another budget, run the same command again. The file serves any
     budget: tuned:file=FILE@BUDGET.
     """
-    from kvpolicy.calibration.finished import SAME
     from kvpolicy.planning.curves import MEASURES, load_tuned
     from kvpolicy.policy import Policy, TunedPolicy
     from kvpolicy.policy.tuned import TunedFile
     from kvpolicy.text.budget import parse_budget
+    from kvpolicy.text.model_file import SAME
     from kvpolicy.tuning.grid import PARTS, SHARES, make_grid
     from kvpolicy.tuning.ordinary import rivals as ordinary_policies
     from kvpolicy.tuning.proof import prove

@@ -135,7 +135,7 @@ def fisher_information(
             for layer, squares in reader.run(ids)["fisher"].items():
                 # The loss is a mean over tokens.
                 own = squares.sum((1, 2, 3), dtype=torch.float64).cpu() * len(ids) ** 2 / squares[0, :, 0].numel()
-                check_finite("gradients", layer, own)
+                check_finite("collected numbers", f"gradients of layer {layer}", own)
                 sums[layer] = sums[layer] + own if layer in sums else own
     tokens = sum(map(len, windows))
     return {layer: (float(own[0]) / tokens, float(own[1]) / tokens) for layer, own in sums.items()}
@@ -161,7 +161,7 @@ def _joined(kept: dict[str, dict[int, list[Tensor]]]) -> dict[str, dict[int, Ten
     joined = {part: {layer: torch.cat(xs, -2) for layer, xs in vectors.items()} for part, vectors in kept.items()}
     for part, vectors in joined.items():
         for layer, x in vectors.items():
-            check_finite(part, layer, x)
+            check_finite("collected numbers", f"{part} of layer {layer}", x)
     return joined
 
 
