@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvpolicy.calibration.corpus import read_texts as read_texts
     from kvpolicy.calibration.corpus import token_windows as token_windows
+    from kvpolicy.calibration.csr import estimate_csr as estimate_csr
     from kvpolicy.calibration.csr_options import Dictionaries as Dictionaries
     from kvpolicy.calibration.dictionary import Training as Training
     from kvpolicy.calibration.driver import calibrate_channels as calibrate_channels
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from kvpolicy.calibration.echoes import EchoScores as EchoScores
     from kvpolicy.calibration.echoes import echo_scores as echo_scores
     from kvpolicy.calibration.echoes import ranked_scores as ranked_scores
-    from kvpolicy.calibration.estimate import estimate_csr as estimate_csr
     from kvpolicy.calibration.heads import head_scores as head_scores
     from kvpolicy.calibration.kvquant import fit_kvquant as fit_kvquant
     from kvpolicy.calibration.qfilters import query_filters as query_filters
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "corpus": ("read_texts", "token_windows"),
+    "csr": ("estimate_csr",),
     "csr_options": ("Dictionaries",),
     "dictionary": ("Training",),
     "driver": tuple(
@@ -38,7 +39,6 @@ _LAZY = {
         for part in ("channels", "csr", "echoes", "gate", "heads", "kvquant", "lowrank", "qfilters", "triattention")
     ),
     "echoes": ("EchoScores", "echo_scores", "ranked_scores"),
-    "estimate": ("estimate_csr",),
     "heads": ("head_scores",),
     "kvquant": ("fit_kvquant",),
     "qfilters": ("query_filters",),

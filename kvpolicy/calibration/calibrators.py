@@ -149,7 +149,7 @@ class CSRCalibrator(Calibrator):
 
     def finish(self, run: Run) -> None:
         """Remove the checkpoints."""
-        from kvpolicy.calibration.progress import clear
+        from kvpolicy.calibration.csr import clear
 
         clear(run.out)
 
@@ -453,8 +453,7 @@ class GateCalibrator(Calibrator):
 
     def fit(self, run: Run, made: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """See `Calibrator`."""
-        from kvpolicy.calibration.gate import fit_gates
-        from kvpolicy.calibration.gate_fit import Training
+        from kvpolicy.calibration.gate import Training, fit_gates
 
         training = Training(units=self.units, epochs=self.epochs, seed=self.seed)
         return fit_gates(run, self.tokens, training, self.ridge if self.kind == "linear" else None)

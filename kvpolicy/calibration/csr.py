@@ -1,25 +1,35 @@
-"""Calibrate CSR for a model: train its dictionaries."""
+"""Calibrate CSR for a model: train its dictionaries, with checkpoints; how long that will take."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.csr_options import Dictionaries, atoms_of, check_chunks
-from kvpolicy.calibration.dictionary import State, train
-from kvpolicy.calibration.estimate import estimate_csr
+from kvpolicy.calibration.dictionary import INIT_VECTORS, Curvature, State, check_enough, improved, start, train
 from kvpolicy.calibration.grouping import Directions, divergence, group_layers, parse_groups
-from kvpolicy.calibration.progress import Progress
 from kvpolicy.calibration.run import Run
-from kvpolicy.calibration.samples import collect
+from kvpolicy.calibration.samples import collect, tokens_per_window
 from kvpolicy.codecs.csr.dictionaries import FILE_KEY_SPACES, value_dictionary
+from kvpolicy.codecs.csr.sparse import unit
+from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import replace_file
 
 
 class _Job(NamedTuple):
@@ -154,3 +164,163 @@ def _run(
         # A batch has as many keys or values, whatever the number of chunks.
         training = replace(options.training, batch=options.training.batch * job.chunks)
         return train(x, atoms, options.pairs // job.chunks, training, state=state, after=after)
+
+
+_SMALL = 256
+"""The most atoms that are initialized for the estimate."""
+
+
+def estimate_csr(model: nn.Module, windows: Sequence[Tensor], options: Dictionaries) -> float:
+    """Estimate how long `calibrate_csr` takes, at most: early stopping shortens it.
+
+    One window is run, and one step is timed for each size of vectors, with random numbers.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: Token ids, each [n] or [1, n]; see `token_windows`.
+        options: Which dictionaries will be trained, and how.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        KVPolicyTypeError: If the windows are not token ids.
+        KVPolicyError: If the model is not supported, the text is too short, or a number of chunks does
+            not divide the head dimension.
+
+    Examples:
+        >>> import kvpolicy
+        >>> windows = [torch.arange(3, 40)] * 4
+        >>> estimate_csr(kvpolicy.tiny()[0], windows, Dictionaries(tokens=100, atoms=16)) > 0
+        True
+    """
+    windows = as_windows(windows)
+    facts = identity(model, None)
+    check_chunks(options, facts["head_dim"])
+    counts = tokens_per_window(windows, options.tokens)
+    window = _timed(
+        lambda: collect(model, windows[:1], tokens=counts[0], key_spaces=options.key_spaces, seed=options.seed)
+    )
+    layers = len(describe(model.config).evictable)
+    vectors = sum(counts) * facts["heads"] * layers
+    atoms = atoms_of(options, facts["heads"])
+    device = next(model.parameters()).device
+    kinds = [1] * len(options.key_spaces) + list(options.value_chunks)
+    seconds = window * len(windows)
+    for chunks in kinds:
+        check_enough(vectors * chunks, atoms)  # if all layers share a dictionary; the training refuses the rest
+        seconds += _training(options, atoms, chunks, facts["head_dim"] // chunks, vectors, layers, device)
+    return seconds
+
+
+def _training(
+    options: Dictionaries, atoms: int, chunks: int, dim: int, vectors: int, layers: int, device: torch.device
+) -> float:
+    """Seconds for the dictionaries of all layers, of one kind.
+
+    Args:
+        options: How they are trained.
+        atoms: Atoms of a dictionary.
+        chunks: Chunks of a vector.
+        dim: Channels of a chunk.
+        vectors: Whole vectors of all layers.
+        layers: The most dictionaries: layers that share one have one with as many vectors.
+        device: Device on which they are trained.
+    """
+    training = options.training
+    generator = torch.Generator().manual_seed(0)
+    batch = min(training.batch, vectors) * chunks
+    x = torch.randn(batch, dim, generator=generator, dtype=torch.float32, device="cpu").to(device)
+    table = unit(torch.randn(atoms, dim, generator=generator, dtype=torch.float32, device="cpu")).to(device)
+    curvature = Curvature(table)
+    step = _timed(lambda: improved(x, table, options.pairs // chunks, training.rate, training.diverse, curvature))
+    # Held-out vectors are encoded before the training and after each epoch.
+    batches = math.ceil(vectors / training.batch)
+    steps = batches * (training.epochs + training.held_out * (1 + training.epochs))
+    few = min(atoms, _SMALL)
+    sample = torch.randn(INIT_VECTORS * few, dim, generator=generator, dtype=torch.float32, device="cpu")
+    # The time of k-means grows with the vectors and with the centers.
+    beginning = _timed(lambda: start(sample, few, 0)) * (atoms / few) ** 2
+    return step * steps + beginning * layers
+
+
+def _timed(run: Callable[[], object]) -> float:
+    """Seconds of the second run: the first one loads and allocates."""
+    run()
+    begin = _now()
+    run()
+    return _now() - begin
+
+
+def _now() -> float:
+    """The time when the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+UNFINISHED = "unfinished"
+"""The subfolder of checkpoints in the folder of a calibration."""
+
+
+class Progress:
+    """Training states on disk.
+
+    Args:
+        out: The folder of the calibration.
+        facts: Facts that must be equal for a training to be resumed: the model, the text and all options.
+
+    Raises:
+        KVPolicyError: If the folder contains checkpoints of another calibration.
+    """
+
+    def __init__(self, out: Path, facts: dict[str, Any]) -> None:
+        """Read the checkpoints in the folder."""
+        self._folder = out / UNFINISHED
+        self._digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        # All are read now, so that those of another calibration are refused before the model runs.
+        for file in sorted(self._folder.glob("*.safetensors")):
+            self._read(file)
+
+    def load(self, name: str) -> State | None:
+        """The state of a dictionary; None if its training has not started."""
+        file = self._file(name)
+        return self._read(file) if file.exists() else None
+
+    def save(self, name: str, state: State) -> None:
+        """Write the state of a dictionary."""
+        from safetensors.torch import save
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        tensors = {key: t.detach().cpu().clone() for key, t in state.tensors().items()}
+        facts = {"mark": self._digest, "losses": json.dumps(state.losses)}
+        replace_file(self._file(name), save(tensors, metadata=facts))
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}.safetensors"
+
+    def _read(self, file: Path) -> State:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, framework="pt") as opened:  # pyright: ignore[reportUnknownVariableType]
+                facts: dict[str, str] = opened.metadata() or {}
+                tensors: dict[str, Tensor] = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            losses = [float(loss) for loss in json.loads(facts["losses"])]
+            state = State(*(tensors[key] for key in ("atoms", "best")), losses)  # pyright: ignore[reportCallIssue]
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise KVPolicyError(
+                f"The checkpoint {file} must be a safetensors file of a training, got one that cannot be parsed; try "
+                "deleting it."
+            ) from error
+        if facts.get("mark") != self._digest:
+            raise KVPolicyError(
+                f"The unfinished calibration in {self._folder} must be of the same model, text and options, got a "
+                "different one; try finishing or deleting it, or another folder."
+            )
+        return state
+
+
+def clear(out: Path) -> None:
+    """Remove all checkpoints in the folder of a calibration."""
+    shutil.rmtree(out / UNFINISHED, ignore_errors=True)

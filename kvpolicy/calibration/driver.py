@@ -26,7 +26,7 @@ from kvpolicy.calibration.calibrators import (
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.csr_options import Dictionaries
 from kvpolicy.calibration.echoes import ECHO, INDUCTION, REPEATS
-from kvpolicy.calibration.gate_fit import RIDGE, Kind, Training
+from kvpolicy.calibration.gate import RIDGE, Kind, Training
 from kvpolicy.calibration.heads import POSITIONS
 from kvpolicy.calibration.run import Run
 from kvpolicy.codecs._files import folder_of
@@ -205,7 +205,7 @@ def calibrate_lowrank(
             divide them; the text is too short; or `out` holds another calibration.
 
     Examples:
-        >>> import tempfile, kvpolicy
+        >>> import tempfile, torch, kvpolicy
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     meta = calibrate_lowrank(kvpolicy.tiny()[0], [torch.arange(3, 140)], folder)
         >>> sorted(meta["energy"])
@@ -247,7 +247,7 @@ def calibrate_channels(
             another calibration.
 
     Examples:
-        >>> import tempfile, kvpolicy
+        >>> import tempfile, torch, kvpolicy
         >>> model, _ = kvpolicy.tiny()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     facts = calibrate_channels(model, [torch.arange(3, 140)], folder)
@@ -387,7 +387,7 @@ def calibrate_qfilters(
             the text is too short; or `out` holds something else.
 
     Examples:
-        >>> import tempfile, kvpolicy
+        >>> import tempfile, torch, kvpolicy
         >>> model, _ = kvpolicy.tiny()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     content = calibrate_qfilters(model, [torch.arange(3, 140)], f"{folder}/filters.safetensors")
@@ -427,7 +427,7 @@ def calibrate_triattention(
             the text is too short; or `out` holds something else.
 
     Examples:
-        >>> import tempfile, kvpolicy
+        >>> import tempfile, torch, kvpolicy
         >>> model, _ = kvpolicy.tiny()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     content = calibrate_triattention(model, [torch.arange(3, 140)], f"{folder}/centers.safetensors")
@@ -483,7 +483,7 @@ def calibrate_gate(
             the text is too short; an option is out of range; or `out` holds something else.
 
     Examples:
-        >>> import tempfile, kvpolicy
+        >>> import tempfile, torch, kvpolicy
         >>> model, _ = kvpolicy.tiny()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     content = calibrate_gate(model, [torch.arange(3, 140)], f"{folder}/gate.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
-from kvpolicy.calibration import Dictionaries, Training, calibrate_csr, calibrate_kvquant, model_info, progress
-from kvpolicy.calibration.progress import UNFINISHED, Progress
+from kvpolicy.calibration import Dictionaries, Training, calibrate_csr, calibrate_kvquant, csr, estimate_csr, model_info
+from kvpolicy.calibration.csr import UNFINISHED, Progress
 from kvpolicy.codecs._files import TENSORS, load
 from kvpolicy.codecs.csr.csr import CSR
 from kvpolicy.codecs.kvquant import KVQuant
@@ -97,7 +98,7 @@ def test_another_unfinished_run_is_not_mixed_in(tmp_path: Path, monkeypatch: pyt
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(progress, "clear", stop)
+        patch.setattr(csr, "clear", stop)
         calibrate_csr(llama(), windows(), tmp_path, OPTIONS)
     with pytest.raises(ValueError, match="must be of the same model, text and options"):
         calibrate_csr(llama(1), windows(), tmp_path, OPTIONS)
@@ -212,3 +213,35 @@ def test_a_refused_run_announces_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--force"):
         calibrate_csr(llama(1), windows(), tmp_path, OPTIONS, announce=seconds.append)
     assert len(seconds) == 1
+
+
+TIMED = Dictionaries(
+    key_spaces=("unrotated", "rotated"),
+    value_chunks=(2,),
+    atoms=16,
+    pairs=4,
+    tokens=200,
+    training=Training(epochs=3, batch=64, held_out=0.05),
+)
+TEXTS = [torch.arange(3, 53)] * 5
+"""40 tokens of each are used: 160 vectors of the 4 heads, in each of 8 layers."""
+
+
+def test_the_estimate_counts_windows_steps_and_initial_atoms(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_second(run: Callable[[], object]) -> float:
+        run()
+        return 1.0
+
+    monkeypatch.setattr(csr, "_timed", one_second)
+    vectors = 5 * 40 * 4 * 8
+    steps = vectors / 64 * (3 + 0.05 * 4)
+    dictionaries = 3 * 8
+    model = kvpolicy.tiny()[0]
+    assert estimate_csr(model, TEXTS, TIMED) == pytest.approx(5 + 3 * steps + dictionaries)
+    # Above 256 atoms, the initial ones are scaled up by the square of their number.
+    assert estimate_csr(model, TEXTS, replace(TIMED, atoms=512)) == pytest.approx(5 + 3 * steps + 4 * dictionaries)
+
+
+def test_the_estimate_is_of_this_machine() -> None:
+    seconds = estimate_csr(kvpolicy.tiny()[0], TEXTS, TIMED)
+    assert 0 < seconds < 3600

@@ -13,8 +13,7 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.calibration import calibrate_gate
-from kvpolicy.calibration.gate import FLOOR, scored_windows
-from kvpolicy.calibration.gate_fit import Moments, Sample, Training, explained, mlp_gate
+from kvpolicy.calibration.gate import FLOOR, Moments, Sample, Training, explained, mlp_gate, scored_windows
 from kvpolicy.selectors.gate_files import GATE_FILES, LayerGate
 from tests.calibration.test_heads import gemma, llama, windows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import Mutation
 
-DICTIONARY = ("tests/calibration/test_dictionary.py", "tests/calibration/test_curvature.py")
+DICTIONARY = ("tests/calibration/test_dictionary.py",)
 ECHOES = ("tests/calibration/test_echoes.py",)
 CHANNELS = ("tests/readers/test_readers.py", "tests/cli/test_calibrate.py")
 
@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the mean of curvatures starts too small",
-        file="kvpolicy/calibration/curvature.py",
+        file="kvpolicy/calibration/dictionary.py",
         old="self._sum.view(self._count, self._count) / (1 - _MEMORY**self._batches)",
         new="self._sum.view(self._count, self._count) / (1 - _MEMORY)",
         tests=DICTIONARY,
@@ -143,14 +143,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="the penalty of a gate does not depend on its inputs",
-        file="kvpolicy/calibration/gate_fit.py",
+        file="kvpolicy/calibration/gate.py",
         old="1.0 if is_constant else size * max(ridge, 1e-12)",
         new="1.0 if is_constant else max(ridge, 1e-12)",
         tests=("tests/calibration/test_gate.py",),
     ),
     Mutation(
         name="labels of a gate are not centered",
-        file="kvpolicy/calibration/gate_fit.py",
+        file="kvpolicy/calibration/gate.py",
         old="cross = self.cross / self.tokens - mean[:, None] * label",
         new="cross = self.cross / self.tokens",
         tests=("tests/calibration/test_gate.py",),

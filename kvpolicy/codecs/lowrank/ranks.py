@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -17,6 +16,7 @@ from kvpolicy.protocols import ModelInfo
 from kvpolicy.text.budget import waterfill
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.formats import check_format
+from kvpolicy.text.model_file import parse_json
 from kvpolicy.text.tables import shorten
 
 FORMAT = 1
@@ -156,28 +156,25 @@ def load_ranks(path: str, model: ModelInfo) -> dict[int, Ranks]:
     Raises:
         KVPolicyError: If it cannot be read, is no such file, or a rank is out of range.
     """
+    what = f"The file of ranks {shorten(repr(path))}"
     try:
-        content: Any = json.loads(Path(path).expanduser().read_bytes())
+        blob = Path(path).expanduser().read_bytes()
     except OSError as error:
         raise KVPolicyError(
             f"LowRank.ranks must be same, {', '.join(DIVIDED)} or a file, got {shorten(repr(path))}, which cannot be "
             f"read ({error.strerror}); try energy."
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise KVPolicyError(
-            f"The file of ranks {shorten(repr(path))} must be JSON, got one that cannot be parsed; try "
-            '{"keys": [16], "values": [16]}.'
-        ) from error
+    content = parse_json(blob, what, 'try {"keys": [16], "values": [16]}')
     if not isinstance(content, dict):
         content = {}
-    check_format(cast("dict[str, Any]", content), FORMAT, f"The file of ranks {shorten(repr(path))}")
+    check_format(cast("dict[str, Any]", content), FORMAT, what)
     for side in ("keys", "values"):
         ranks = content.get(side)
         if not isinstance(ranks, list) or len(cast("list[Any]", ranks)) != model.depth:
             got = f"{len(cast('list[Any]', ranks))} ranks" if isinstance(ranks, list) else "none"
             raise KVPolicyError(
-                f"The file of ranks {shorten(repr(path))} must have a list of {side} with a rank for each of the "
-                f"model's {model.depth} layers, got {got}."
+                f"{what} must have a list of {side} with a rank for each of the model's {model.depth} layers, got "
+                f"{got}."
             )
         for index in model.indices:
             rank: Any = ranks[index]
