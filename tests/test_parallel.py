@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from kvpolicy.parallel.runtime import share, sharing_of
-from kvpolicy.parallel.sharding.heads import Heads, aligned, even
+from kvpolicy.parallel.sharding import Heads, aligned, even
 from kvpolicy.protocols import ranks as ranks_module
 from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
 

@@ -1,6 +1,8 @@
-"""One decode step: which slot the new token takes, and the update of the selector's state."""
+"""One decode step: which slot the new token takes, what the selector is to see of it, and the update of its state."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,3 +56,29 @@ def assign_state(state: State, new: State) -> None:
     """Write every tensor of a state, in place: compiled steps refer to these tensors."""
     for now, then in zip(tensors(state), tensors(new), strict=True):
         now.copy_(then)
+
+
+class Step(NamedTuple):
+    """A token of each row that has its slot.
+
+    Attributes:
+        vectors: Its queries [B, Hq, 1, D], keys and values [B, H, 1, D].
+        position: Its position, [B, 1] int32.
+        valid: Which rows have a token, [B, 1] bool; None if all have.
+        view: The slots.
+        weights: Attention of the token, [B, H, G, S] fp32; None if the selector does not look at it.
+    """
+
+    vectors: tuple[Tensor, Tensor, Tensor]
+    position: Tensor
+    valid: Tensor | None
+    view: View
+    weights: Tensor | None
+
+    def beside(self, weights: Tensor | None) -> Step:
+        """The same with the weights [B, H, G', S] of a layer that reads the same keys; its queries are not taken.
+
+        A selector may hold queries of each query head of the layer.
+        """
+        both = None if self.weights is None or weights is None else torch.cat([self.weights, weights], 2)
+        return self._replace(weights=both)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpolicy.engine import decode, merging
 from kvpolicy.engine.attention import Past, ScoreTransform, attend
 from kvpolicy.engine.birth_scores import score_inputs
-from kvpolicy.engine.decode import update_state
+from kvpolicy.engine.decode import Step, update_state
 from kvpolicy.engine.due_rows import due_rows, only_rows
 from kvpolicy.engine.geometry import Geometry, step_bytes
 from kvpolicy.engine.host import on_host
@@ -32,7 +32,6 @@ from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_slots, map_state
-from kvpolicy.engine.step import Step
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.trimming import can_trim, trim
 from kvpolicy.protocols import SINGLE_RANK, Forward, LayerBounds, LayerShape, Layout, Ranks, ScoresInputs, Seen

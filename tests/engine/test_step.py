@@ -8,10 +8,10 @@ from torch import Tensor
 
 from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.decode import Step
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
-from kvpolicy.engine.step import Step
 from kvpolicy.planning.memory import layer_spec
 from tests.engine.parts import generator
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli.arguments import Device, Dtype, Model, parse_integers, parse_names
-from kvpolicy.cli.formatting import duration
-from kvpolicy.cli.help import Group
+from kvpolicy.cli.formatting import Group, duration
 from kvpolicy.cli.model_loading import load
 from kvpolicy.text.embedded_names import EMBEDDED
 from kvpolicy.text.errors import KVPolicyError
