@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from kvpolicy.mergers.merge import CountedMerge as CountedMerge
     from kvpolicy.mergers.regress import Regress as Regress
     from kvpolicy.mergers.zsmerge import ZSMerge as ZSMerge
-    from kvpolicy.parallel.weights import Weights as Weights
+    from kvpolicy.parallel.runtime import Weights as Weights
     from kvpolicy.planning.result import CachePlan as CachePlan
     from kvpolicy.policy import Policy as Policy
     from kvpolicy.readers.all import ReadAll as ReadAll
@@ -130,7 +130,7 @@ _LAZY = {
     "Policy": "kvpolicy.policy",
     "Share": "kvpolicy.text.budget",
     "profile": "kvpolicy.calibration.layer_profile",
-    "Weights": "kvpolicy.parallel.weights",
+    "Weights": "kvpolicy.parallel.runtime",
     "weights_per_rank": "kvpolicy.hf.weights",
 } | _built_in_classes()
 """The module of each name, which is imported on first use, so that `import kvpolicy` does not wait for PyTorch.

@@ -14,7 +14,7 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.kernels.rotary import Rope
 from kvpolicy.policy import Policy
-from kvpolicy.policy.parts import check_part
+from kvpolicy.policy.combination import check_part
 from kvpolicy.protocols import Codec, GroupsLayers, Selector
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.window import SlidingWindow

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
 from kvpolicy.parallel.runtime import share, sharing_of
-from kvpolicy.parallel.sharding.heads import Heads, aligned, even
+from kvpolicy.parallel.sharding import Heads, aligned, even
 from kvpolicy.protocols import ranks as ranks_module
 
 

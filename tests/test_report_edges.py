@@ -6,8 +6,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.reporting.text_rendering import level, wrapped
-from kvpolicy.reporting.token_spans import Span, pieces
+from kvpolicy.reporting.token_spans import Span, level, pieces, wrapped
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 

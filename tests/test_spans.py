@@ -10,8 +10,20 @@ import torch
 pytest.importorskip("transformers")
 
 import kvpolicy
-from kvpolicy.reporting.text_rendering import DARK, LIGHT, SHADES, cells, ink, level, runs_on, visible, wrapped
-from kvpolicy.reporting.token_spans import Span, pieces, spans
+from kvpolicy.reporting.token_spans import (
+    DARK,
+    LIGHT,
+    SHADES,
+    Span,
+    cells,
+    ink,
+    level,
+    pieces,
+    runs_on,
+    spans,
+    visible,
+    wrapped,
+)
 
 TEXTS = ("tiger=4821\nlion=1234\n?lion=", "def f(x):\n    return x + 1\n\n\nprint(f(2), f(3))\n?tiger=")
 

@@ -28,7 +28,7 @@ from kvpolicy.protocols import (
 from kvpolicy.registry import lookup, names
 from kvpolicy.statistics import Results, Statistic
 from kvpolicy.testing.conformance import check
-from kvpolicy.testing.nesting_checks import FallingBounds
+from kvpolicy.testing.part_checks import FallingBounds
 from kvpolicy.text.budget import waterfill
 from tests.conformance.policies import words
 

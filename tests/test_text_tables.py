@@ -5,7 +5,7 @@ from __future__ import annotations
 import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.cli.layer_table import layer_facts, layer_table
-from kvpolicy.text.text_tables import MAX_LINES, text_layer_table
+from kvpolicy.text.tables import MAX_LINES, text_layer_table
 
 
 def lines(text: str) -> list[str]:

@@ -45,7 +45,7 @@ def load(path_or_model: Any, *, backend: Backend = "deepspeed", dtype: Any = Non
     dtype = checks.check_dtype(dtype, backend)
     checks.check_policy(config, policy, dtype, place.size)
     if place.size > 1:
-        from kvpolicy.hf.heads import check_shardable
+        from kvpolicy.hf.weights import check_shardable
 
         check_shardable(config, backend, place.size)
     place = meet()
@@ -75,7 +75,7 @@ def _whole(path: Any, config: Any, dtype: Any, place: World) -> Any:
 def _by_deepspeed(path: Any, config: Any, dtype: Any, place: World) -> Any:
     from transformers import GenerationConfig
 
-    from kvpolicy.hf.heads import heads_of
+    from kvpolicy.hf.weights import heads_of
     from kvpolicy_deepspeed.autotp import shard
     from kvpolicy_deepspeed.weight_copy import fill
 
@@ -121,7 +121,7 @@ def _replace(model: nn.Module, change: Callable[[nn.Parameter], Tensor]) -> None
 
 def _divide_model(model: Any, dtype: Any, place: World) -> Any:
     from kvpolicy.hf.discovery import find_sites, sample_weights
-    from kvpolicy.hf.heads import heads_of
+    from kvpolicy.hf.weights import heads_of
     from kvpolicy_deepspeed.autotp import shard
     from kvpolicy_deepspeed.weight_copy import fill
 

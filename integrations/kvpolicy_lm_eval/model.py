@@ -20,7 +20,7 @@ import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.hf.attachment import Hold, check_hold
 from kvpolicy.hf.cache_names import CACHE
-from kvpolicy.hf.shared_plan import check_readable
+from kvpolicy.hf.plan import check_readable
 from kvpolicy.hf.text_angles import angles_of, check_pieces
 from kvpolicy.hf.tile_size import TileSize, check_tile
 from kvpolicy.reporting.logging import without_warning_of_few_tokens

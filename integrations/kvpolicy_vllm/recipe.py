@@ -16,7 +16,7 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.mergers.drop import Drop
 from kvpolicy.planning.planner import divide
 from kvpolicy.policy import Policy
-from kvpolicy.policy.least import keep_at_least
+from kvpolicy.policy.model_policy import keep_at_least
 from kvpolicy.protocols import LayerShape, Selector
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.registry import name_of

@@ -14,9 +14,8 @@ from transformers.cache_utils import DynamicCache
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.listener import check_finite
 from kvpolicy.codecs.csr.dictionaries import key_dictionary
-from kvpolicy.hf.attention_interface import PREFIX
+from kvpolicy.hf.attention_interface import PREFIX, configs_of
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.hf.config_swap import configs_of
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.model_spec import describe

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpolicy.cli.formatting import counted, input_size, paragraph, size, table, terms
-from kvpolicy.cli.layer_table import layer_facts
-from kvpolicy.cli.transfers import transfer_text
+from kvpolicy.cli.layer_table import layer_facts, transfer_text
 from kvpolicy.planning.curves import Curves, load_tuned
 from kvpolicy.planning.tuned import Reason, lengths, reasons
 from kvpolicy.policy import TunedPolicy

@@ -1,21 +1,25 @@
-"""Formatting of output: text and tables that fit the terminal, and JSON."""
+"""Formatting of output: text and tables that fit the terminal, help, progress of long commands, and JSON."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
-from kvpolicy.text import tables, text_tables
+from typer.core import TyperGroup
+
+from kvpolicy.text import tables
 
 FORMAT = 1
 """The version of the JSON output. It is incremented when a field changes its meaning or is removed."""
 
 size = tables.format_bytes
-table = text_tables.text_table
-ranges = text_tables.ranges
+table = tables.text_table
+ranges = tables.ranges
 
 
 def width() -> int:
@@ -95,3 +99,84 @@ def duration(seconds: float) -> str:
     ('1 s', '89 s', '3 min')
     """
     return f"{max(round(seconds), 1)} s" if seconds < 90 else f"{round(seconds / 60)} min"
+
+
+WIDEST = 120
+"""The most columns of a help, as of other output."""
+
+CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": WIDEST}
+"""The settings of every group of commands."""
+
+
+class Group(TyperGroup):
+    """A group of commands whose summaries are wrapped in the list of commands, and not cut."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, _summary(command)) for name, command in commands if command is not None and not command.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def _summary(command: Any) -> str:
+    """The first paragraph of the help of a command."""
+    return " ".join(inspect.cleandoc(command.help or "").split("\n\n")[0].split())
+
+
+EVERY = 30.0
+"""Seconds between two lines where the output is no terminal."""
+
+REFRESH = 0.2
+"""Seconds between two updates of a line on a terminal."""
+
+
+class Progress:
+    """Reports several parts over the same texts: a line that is replaced on a terminal, else lines now and then.
+
+    Args:
+        parts: How many parts there are.
+        stream: Where to write.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, parts: int, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        """Note when it began."""
+        self._parts = parts
+        self._stream = stream
+        self._clock = clock
+        self._begun = 0
+        self._started = self._written = clock()
+        self._is_terminal = stream.isatty()
+
+    def part(self, name: str) -> Callable[[int, int], None]:
+        """Begin the next part; returns what is called after each text with how many are done and how many there are."""
+        before = self._begun
+        self._begun += 1
+        if self._is_terminal:
+            self._replace(f"{name} ...")
+        else:
+            print(f"{name} ...", file=self._stream, flush=True)
+
+        def done(texts: int, total: int) -> None:
+            now = self._clock()
+            is_last = texts == total
+            if is_last and self._is_terminal:
+                self._replace(f"{name}: {total:,} texts\n")
+            if is_last or now - self._written < (REFRESH if self._is_terminal else EVERY):
+                return
+            self._written = now
+            share = (before + texts / total) / self._parts
+            left = (now - self._started) * (1 / share - 1)
+            line = f"{name}: {texts:,} of {total:,} texts, about {duration(left)} left in all"
+            if self._is_terminal:
+                self._replace(line)
+            else:
+                print(line, file=self._stream, flush=True)
+
+        return done
+
+    def _replace(self, line: str) -> None:
+        end = "\n" if line.endswith("\n") else ""
+        self._stream.write("\r" + line.rstrip("\n")[: width() - 1].ljust(width() - 1) + end)
+        self._stream.flush()

@@ -11,11 +11,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.cli.comparison import held
 from kvpolicy.cli.formatting import size
+from kvpolicy.cli.generation import held
 from kvpolicy.cli.inspection import Inspection, Layer
-from kvpolicy.reporting.text_rendering import DARK, LIGHT, NAMES, ink, level, runs_on, visible
-from kvpolicy.reporting.token_spans import Span
+from kvpolicy.reporting.token_spans import DARK, LIGHT, NAMES, Span, ink, level, runs_on, visible
 from kvpolicy.text.formats import replace_file
 
 MARKER = '<meta name="generator" content="kvpolicy inspect">'

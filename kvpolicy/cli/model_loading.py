@@ -117,7 +117,7 @@ def _check_name(name: str) -> None:
 def _load_pretrained(name: str, dtype: Any, text: bool) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from kvpolicy.hf.gguf import checkpoint_of
+    from kvpolicy.hf.embedded import checkpoint_of
 
     where, options = checkpoint_of(name)
     how: dict[str, Any] = {"trust_remote_code": False, **options}

@@ -1,16 +1,22 @@
-"""The prompt of a command: where it is read from, how it is tokenized, and whether it fits the model."""
+"""The prompt of a command: where it is read from, how it is tokenized, whether it fits; files that a policy reads."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvpolicy.cli.model_names import TINY
+from kvpolicy.cli.completion import TINY
 from kvpolicy.text.embedded_names import EMBEDDED
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.formats import reason_of
+
+if TYPE_CHECKING:
+    from kvpolicy.policy import Policy
+
 
 TRAINED_LENGTH = 1024
 """The longest prompt that the embedded model was trained on, in tokens."""
@@ -158,3 +164,32 @@ def prompt_notes(model: str, tokens: int, is_sample: bool) -> list[str]:
             f"{tokens:,}."
         )
     return notes
+
+
+def files_of(policy: Policy) -> list[str]:
+    """The files and folders that the parts of a policy name, of those that exist.
+
+    >>> from kvpolicy import Policy
+    >>> files_of(Policy.parse("squeeze+kvcrush/h2o+kivi@0.2"))
+    []
+    """
+    return [name for name in _strings(policy.to_dict()) if name and _exists(name)]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in nested values."""
+    if isinstance(value, str):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _strings(getattr(value, field.name))
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # no path
+        return False

@@ -22,7 +22,7 @@ from kvpolicy.codecs.common import (
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.codecs.uniform import FP16
 from kvpolicy.kernels.compiled import call
-from kvpolicy.kernels.fused_half import is_read_whole, mix_half, score_half
+from kvpolicy.kernels.fused_elements import is_read_whole, mix_half, score_half
 from kvpolicy.kernels.fused_read import in_blocks
 from kvpolicy.protocols import At, Codec, RotaryView, StageStore, Traits, traits_for
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvpolicy.codecs.common import add_rest
 from kvpolicy.codecs.uniform import FP16
 from kvpolicy.kernels.compiled import call, is_compiled
-from kvpolicy.kernels.e4m3 import BITS, LARGEST, from_e4m3, mix_e4m3, score_e4m3, to_e4m3
+from kvpolicy.kernels.fused_elements import BITS, LARGEST, from_e4m3, mix_e4m3, score_e4m3, to_e4m3
 from kvpolicy.kernels.fused_read import in_blocks
 from kvpolicy.kernels.packing import round_to_half
 from kvpolicy.kernels.words import as_words, in_order_of_channels, in_order_of_places

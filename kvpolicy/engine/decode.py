@@ -1,4 +1,4 @@
-"""One decode step: which slot the new token takes, and the update of the selector's state."""
+"""One decode step: which slot the new token takes, what the selector is to see of it, and the update of its state."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine import capacity
+from kvpolicy.engine import layout
 from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
@@ -222,11 +222,11 @@ class LayerContents:
             allocated = [min(pair) for pair in zip(tokens, self.expected_len, strict=True)]
             tensors.limits = with_tokens(tensors.limits, codec, allocated, self.reserved)
             self.largest_block = max(traits_for(codec, count).block for count in allocated)
-        self.may_exceed_plan = not self.spec.grows and capacity.may_exceed_plan(self.expected_len, tokens)
+        self.may_exceed_plan = not self.spec.grows and layout.may_exceed_plan(self.expected_len, tokens)
 
     def expect(self, expected_len: list[int], idle: Tensor | None) -> None:
         """Expect so many tokens of each row, but of those that are `idle` [B] bool; they never become fewer."""
-        self.expected_len = capacity.merge_expected(
+        self.expected_len = layout.merge_expected(
             self.expected_len, expected_len, None if idle is None else idle.tolist()
         )
         self.capacity = max(*self.expected_len, self.capacity)
@@ -297,7 +297,7 @@ class LayerContents:
         return {
             "layout": [self.layout.exact, list(self.layout.coded)],
             "schedule": self.schedule.numbers(),
-            "free_steps": None if self.free_steps == capacity.UNLIMITED else self.free_steps,
+            "free_steps": None if self.free_steps == layout.UNLIMITED else self.free_steps,
             **{name: getattr(self, name) for name in NUMBERS},
         }
 
@@ -307,6 +307,6 @@ class LayerContents:
         self.layout = Layout(exact, tuple(coded))
         self.schedule.set_numbers(numbers["schedule"])
         free = numbers["free_steps"]
-        self.free_steps = capacity.UNLIMITED if free is None else free
+        self.free_steps = layout.UNLIMITED if free is None else free
         for name in NUMBERS:
             setattr(self, name, numbers[name])

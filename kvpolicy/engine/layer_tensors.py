@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.accounting import HOST, bytes_by_kind
-from kvpolicy.engine.host_memory import to_host
 from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.link import to_host
 from kvpolicy.engine.page_codes import alloc_codes
 from kvpolicy.engine.pages import Pages, buffer_pages
 from kvpolicy.engine.reading import ReadState, alloc_reads, choice_size, read_shape, reads_part

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine import capacity
+from kvpolicy.engine import layout
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.coded_pages import CodedPageBody
 from kvpolicy.engine.exact_pages import ExactPageBody
@@ -213,7 +213,7 @@ class PageGeometry:
     def count_free_steps(self) -> float:
         """Decode steps until tokens must be demoted, or pages added."""
         complete = self._layer.tensors.paged().complete
-        steps = capacity.UNLIMITED
+        steps = layout.UNLIMITED
         if not bool(complete.all()):
             steps = int(self._free_slots().masked_fill(complete, BEYOND).min())
         room = self._body.buffer_room()
@@ -233,7 +233,7 @@ class PageGeometry:
     def tokens_needed(self) -> list[int]:
         """Tokens that each head of a row must be given slots for before the next step."""
         tensors = self._layer.tensors
-        steps = capacity.growth(self.tokens_by_head().amax(-1))
+        steps = layout.growth(self.tokens_by_head().amax(-1))
         if not self._spec.grows:
             steps = torch.minimum(steps, tensors.budget - tensors.budget.new_tensor(self._layer.expected_len))
         return steps.masked_fill(tensors.paged().complete | (self._free_slots() > 0), 0).tolist()

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.slot_writes import put
 from kvpolicy.protocols import Layout
-from kvpolicy.text.page_sizes import page_size
+from kvpolicy.text.budget import page_size
 
 
 class Pages(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import decode, demotion, token_batch
-from kvpolicy.engine.demotion_order import DemotionOrder
+from kvpolicy.engine.demotion import DemotionOrder
 from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_tensors import LayerTensors

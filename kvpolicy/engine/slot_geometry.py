@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine import capacity, merging
+from kvpolicy.engine import layout, merging
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores
 from kvpolicy.engine.index_reader import IndexReader
@@ -283,21 +283,19 @@ class SlotGeometry:
         layer = self.layer
         tensors = layer.tensors
         if not layer.can_run_out:
-            return capacity.UNLIMITED
+            return layout.UNLIMITED
         occupied = (tensors.positions >= 0).sum(-1)
         room = None
         if tensors.limits is not None:
             # A row that never demotes has a threshold beyond any count, and ends where its slots end.
             size = self.codes.open_slots().sum(-1).expand_as(occupied)
             room = torch.minimum(size, tensors.limits.flush_threshold) - self.codes.buffered()
-        return capacity.free_steps(
-            occupied, tensors.budget, layer.expected_len, grows=self._spec.grows, buffer_room=room
-        )
+        return layout.free_steps(occupied, tensors.budget, layer.expected_len, grows=self._spec.grows, buffer_room=room)
 
     def tokens_needed(self) -> list[int]:
         """Tokens that each row must be given slots for before the next step."""
         budget = self.layer.tensors.budget.tolist()
-        return capacity.slots_needed(self.layer.expected_len, budget, self._row_counts(), grows=self._spec.grows)
+        return layout.slots_needed(self.layer.expected_len, budget, self._row_counts(), grows=self._spec.grows)
 
     def tokens_lacking(self, new: int) -> list[int]:
         """Tokens that each row must be given slots for so that `new` more fit at once."""

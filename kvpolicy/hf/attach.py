@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
-from kvpolicy.hf import falcon
 from kvpolicy.hf.attachment import (
     HOLD,
     PLAIN,
@@ -29,12 +28,10 @@ from kvpolicy.hf.attachment import (
     check_projections,
     check_replayed_ids,
 )
-from kvpolicy.hf.attention_interface import PREFIX, attached
+from kvpolicy.hf.attention_interface import PREFIX, attached, configs_of, replace_falcon_forward, swap_implementation
 from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.hf.cache_names import OLD, cache_name, rename_cache
-from kvpolicy.hf.config_swap import configs_of, swap_implementation
-from kvpolicy.hf.deferred_masks import defer_masks
-from kvpolicy.hf.discovery import Site, Sites, find_sites, is_falcon, sample_weights
+from kvpolicy.hf.cache_names import OLD, cache_name, check_cache_name, check_version, rename_cache
+from kvpolicy.hf.discovery import Site, Sites, around, find_sites, is_falcon, sample_weights
 from kvpolicy.hf.edit_checks import move_obstacle
 from kvpolicy.hf.forward_calls import (
     bind_cache,
@@ -53,26 +50,25 @@ from kvpolicy.hf.forward_checks import (
     own_mask,
     vocabulary_of,
 )
-from kvpolicy.hf.generation_hooks import offer_cache
+from kvpolicy.hf.generation_hooks import RecentCache, offer_cache
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.latent import latent_projection
+from kvpolicy.hf.masks import defer_masks
 from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import output_projection
-from kvpolicy.hf.recent_cache import RecentCache
 from kvpolicy.hf.residual_hooks import active_stream, measure
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
 from kvpolicy.hf.shared_keys import joint_projections
 from kvpolicy.hf.shared_reads import cuts, ranks_by_queries, read_whole
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
-from kvpolicy.hf.tiles import around, check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
-from kvpolicy.hf.versions import check_cache_name, check_version
+from kvpolicy.hf.tiles import check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
 from kvpolicy.kernels.rotary import Rope
 from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.reporting import rich_repr as notebook
+from kvpolicy.reporting import report as notebook
 from kvpolicy.reporting.logging import (
     check_caching,
     log_attached,
@@ -237,7 +233,7 @@ class Handle:
             attached.add(site.attention)
             self._undo.append(partial(attached.discard, site.attention))
             if is_falcon(site.attention):
-                self._undo.append(falcon.replace_forward(site.attention))
+                self._undo.append(replace_falcon_forward(site.attention))
             if site.layer_idx not in self._attachment.model_shape.evictable:  # has no budget and no codec
                 continue
             if self.policy.layer_metric == "cosine":

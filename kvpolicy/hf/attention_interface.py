@@ -1,20 +1,23 @@
 """The functions that transformers calls for a model under a policy: one for attention, one for masks.
 
-Each has a name such as `kvpolicy_sdpa`: the part after `kvpolicy_` is what layers without slots go on using.
+Each has a name such as `kvpolicy_sdpa`: the part after `kvpolicy_` is what layers without slots go on using. The name
+is put into the configs of one model alone. Falcon's attention calls no such function, so that it is replaced.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     blockwise_overlay,
@@ -22,12 +25,12 @@ from transformers.masking_utils import (
     or_masks,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
 from kvpolicy.engine.attention import attend
 from kvpolicy.engine.host import outside_autocast
-from kvpolicy.hf.block_masks import check_blocks, is_token, under_mask
-from kvpolicy.hf.deferred_masks import DeferredMask, are_deferred
 from kvpolicy.hf.discovery import home
+from kvpolicy.hf.masks import DeferredMask, are_deferred, check_blocks, is_token, under_mask
 from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError
 
@@ -304,3 +307,104 @@ def policy_mask(
     if not torch.compiler.is_compiling() and bool(valid.all()):
         return None
     return valid
+
+
+IMPLEMENTATION = "_attn_implementation_internal"
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configs that a model's modules hold, each once."""
+    found = {id(config): config for module in model.modules() if (config := _config(module)) is not None}
+    return list(found.values())
+
+
+def swap_implementation(model: nn.Module) -> Callable[[], None]:
+    """Let a model's attention go through the policy's functions; returns how to undo it.
+
+    Two models may share a config, so the modules get copies. What is changed in a copy meanwhile, such as a padding
+    token, is taken over when the original comes back.
+    """
+    originals = configs_of(model)
+    other = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
+    copies = {id(config): copy.copy(config) for config in originals}
+    before = {key: dict(vars(config)) for key, config in copies.items()}
+    for config in copies.values():
+        # Not by the public property: its setter writes to the sub-configs, which are still those of the originals here.
+        setattr(config, IMPLEMENTATION, register(config._attn_implementation, other))
+        for name in config.sub_configs:
+            sub = getattr(config, name, None)
+            if id(sub) in copies:
+                vars(config)[name] = copies[id(sub)]
+    held = [(module, config) for module in model.modules() if (config := _config(module)) is not None]
+    for module, config in held:
+        vars(module)["config"] = copies[id(config)]
+
+    def undo() -> None:
+        for module, config in held:
+            vars(module)["config"] = config
+        for config in originals:
+            _take_over(config, copies[id(config)], before[id(config)])
+
+    return undo
+
+
+def _config(module: nn.Module) -> PreTrainedConfig | None:
+    config = vars(module).get("config")
+    return config if isinstance(config, PreTrainedConfig) else None
+
+
+def _take_over(original: PreTrainedConfig, changed: PreTrainedConfig, before: dict[str, Any]) -> None:
+    """Give the original what was set on its copy, but for what the swap itself set."""
+    own = {IMPLEMENTATION, *original.sub_configs}
+    for name, value in vars(changed).items():
+        # By identity: not every value can be compared, and what is changed in place is shared with the shallow copy.
+        if name not in own and (name not in before or before[name] is not value):
+            vars(original)[name] = value
+
+
+def replace_falcon_forward(module: Any) -> Callable[[], None]:
+    """Let a Falcon attention call the attention function of its config; returns how to undo it."""
+    name = "_old_forward" if hasattr(module, "_old_forward") else "forward"  # accelerate keeps the original there
+    before = module.__dict__.get(name)
+    setattr(module, name, MethodType(_falcon_forward, module))
+    module.num_key_value_groups = module.num_heads // max(module.num_kv_heads, 1)  # stock functions repeat by it
+
+    def undo() -> None:
+        del module.num_key_value_groups
+        if before is None:
+            module.__dict__.pop(name, None)
+        else:
+            setattr(module, name, before)
+
+    return undo
+
+
+def _falcon_forward(
+    self: Any,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None = None,
+    layer_past: Any = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Project, rotate, attend, project: [B, P, hidden]."""
+    assert position_embeddings is not None and alibi is None
+    query, key, value = (part.transpose(1, 2) for part in _split(self, self.query_key_value(hidden_states)))
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    if layer_past is not None:
+        key, value = layer_past.update(key, value, self.layer_idx)
+    run = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    out, _ = run(self, query, key, value, attention_mask, scaling=self.inv_norm_factor, **kwargs)
+    return self.dense(out.flatten(2)), None
+
+
+def _split(self: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, P, Hq, D], keys and values [B, P, H, D]; grouped heads stay grouped, where Falcon repeats them."""
+    if not self.new_decoder_architecture:
+        return self._split_heads(fused)
+    grouped = fused.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))
+    return grouped[:, :, :, :-2].flatten(2, 3), grouped[:, :, :, -2], grouped[:, :, :, -1]

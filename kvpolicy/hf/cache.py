@@ -16,20 +16,20 @@ from kvpolicy.engine.host import on_host
 from kvpolicy.engine.sizes import map_numbers
 from kvpolicy.hf import history
 from kvpolicy.hf.attachment import attachment_of
+from kvpolicy.hf.budgets import Measured
 from kvpolicy.hf.cache_file import rank_path, write
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.edit_checks import check_rows, check_shift
-from kvpolicy.hf.forward_guard import ForwardGuard
 from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.hf.mask_digest import extend_digest, remove_from_digest
-from kvpolicy.hf.measured import Measured
 from kvpolicy.hf.model_spec import resolve_for
+from kvpolicy.hf.running_forward import ForwardGuard
 from kvpolicy.hf.saved_cache import describe_cache, load_cache
+from kvpolicy.hf.seen_text import extend_digest, remove_from_digest
 from kvpolicy.hf.shared_fork import behind, full_prefix_nbytes, own_policy, refuse_prefix, refuse_windows, share
 from kvpolicy.hf.states import stock_nbytes
 from kvpolicy.planning.memory import resident_bytes
 from kvpolicy.policy import Policy
-from kvpolicy.reporting import rich_repr
+from kvpolicy.reporting import report
 from kvpolicy.reporting.report import Report, make_report
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
@@ -82,8 +82,8 @@ class PolicyCache(CacheForward):
         super().__init__(attachment, wanted)
         self.prompt, self.new = expected(prompt, new)
 
-    __repr__ = rich_repr.cache_words  # pyright: ignore[reportAssignmentType]
-    _repr_html_ = rich_repr.cache_html
+    __repr__ = report.cache_words  # pyright: ignore[reportAssignmentType]
+    _repr_html_ = report.cache_html
 
     @property
     def is_initialized(self) -> bool:

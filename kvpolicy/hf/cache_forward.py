@@ -17,20 +17,25 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.shown_prompt import ShownPrompt
-from kvpolicy.hf.added_whole import counted, exceed, whole_budgets
 from kvpolicy.hf.attachment import HOLD, Attachment
-from kvpolicy.hf.cascade import trim_waiting
-from kvpolicy.hf.curves import curves_of, shares_of
-from kvpolicy.hf.division import Expected, divide_budget
-from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
+from kvpolicy.hf.budgets import (
+    Expected,
+    Measured,
+    counted,
+    curves_of,
+    divide_budget,
+    exceed,
+    measure_attention,
+    measured_metrics,
+    shares_of,
+    trim_waiting,
+    whole_budgets,
+)
 from kvpolicy.hf.history import History, note_forward
-from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.hf.layer_metrics import measure_attention, measured_metrics
-from kvpolicy.hf.layer_tiles import attend_tile
+from kvpolicy.hf.layer import PolicyLayer, attend_tile
 from kvpolicy.hf.make_layers import make_layers
-from kvpolicy.hf.measured import Measured
 from kvpolicy.hf.replay import replay
-from kvpolicy.hf.running_forward import RunningForward
+from kvpolicy.hf.running_forward import ForwardGuard, RunningForward, refuse_gradients
 from kvpolicy.hf.shared_fork import with_prefix
 from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.hf.shared_reads import attend_shared

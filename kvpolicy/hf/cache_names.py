@@ -1,17 +1,32 @@
-"""The argument through which transformers passes a cache: `past_key_values`, renamed to `cache` in 5.24.
+"""What depends on the version of transformers: names of its arguments and classes, and versions that are too old.
 
-Later versions take the old name with a warning, so that hooks see either. Which one a module takes is read from its
-forward, since a model with code of its own may keep the old name.
+The argument through which it passes a cache is `past_key_values`, renamed to `cache` in 5.24. Later versions take the
+old name with a warning, so that hooks see either. Which one a module takes is read from its forward, since a model with
+code of its own may keep the old name.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 from typing import Any
 
+import transformers
 from torch import nn
+from transformers import cache_utils
 from transformers.generation.utils import ALL_CACHE_NAMES
+
+from kvpolicy.text.errors import KVPolicyError
+
+
+class _NoSuchLayer:
+    """Before transformers 5.23, such a layer has an empty state in a stock cache, so that no layer is of this class."""
+
+
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", _NoSuchLayer)
+"""The class of transformers."""
+
 
 NEW = "cache"
 OLD = "past_key_values"
@@ -70,3 +85,35 @@ def output_cache(output: Any) -> Any:
     """The cache in the output of a model or of `generate`; None if it has none."""
     # Not both in turn: with a version that has the new name, reading the old one logs a warning.
     return getattr(output, CACHE, None) if hasattr(output, CACHE) else getattr(output, OLD, None)
+
+
+OLDEST = (5, 18)
+"""The oldest version that is tested; `pyproject.toml` has it too."""
+
+
+def check_version() -> None:
+    """Refuse a version of transformers that is too old.
+
+    Raises:
+        KVPolicyError: Naming the version.
+    """
+    found = tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2]))
+    if found < OLDEST:
+        raise KVPolicyError(
+            f"transformers must be {'.'.join(map(str, OLDEST))} or newer, got {transformers.__version__}; try pip "
+            "install --upgrade transformers."
+        )
+
+
+def check_cache_name(decoder: nn.Module) -> None:
+    """Refuse a decoder that takes its cache under an unknown name: its layers would never see the policy's cache.
+
+    Raises:
+        KVPolicyError: Naming the version, which may have renamed the argument.
+    """
+    names = inspect.signature(type(decoder).forward).parameters
+    if not any(name in names for name in NAMES):
+        raise KVPolicyError(
+            f"The decoder must take its cache as {' or '.join(NAMES)}, got {type(decoder).__name__} of transformers "
+            f"{transformers.__version__}, which does not; try an older transformers."
+        )

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvpolicy.hf.discovery import ATTENTION, check_attention_class, find_sites, is_falcon_class
-from kvpolicy.hf.other_layers import no_single_stack
+from kvpolicy.hf.discovery import ATTENTION, check_attention_class, find_sites, is_falcon_class, no_single_stack
 from kvpolicy.hf.shipped import ShippedConfig
 from kvpolicy.text.errors import KVPolicyError
 

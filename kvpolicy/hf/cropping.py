@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine import cropping as layers
 from kvpolicy.engine.sizes import crop_obstacle, map_numbers
-from kvpolicy.hf.mask_digest import extend_digest
+from kvpolicy.hf.seen_text import extend_digest
 from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy

@@ -18,9 +18,8 @@ from kvpolicy.engine import snapshot
 from kvpolicy.engine.layer_group import places
 from kvpolicy.engine.snapshot import Snapshot, below
 from kvpolicy.hf.attachment import Attachment
-from kvpolicy.hf.cache_file import CacheFile
+from kvpolicy.hf.cache_file import CacheFile, check_content
 from kvpolicy.hf.discovery import Site, Sites, find_sites
-from kvpolicy.hf.file_content import check_content
 from kvpolicy.hf.layer import make_store
 from kvpolicy.hf.model_spec import describe, resolve_for
 from kvpolicy.hf.rotary_lookup import first_not_undone, is_rotary, ropes_of

@@ -1,4 +1,4 @@
-"""Finding the attention layers of a model, and refusing attention that a policy cannot replace."""
+"""Finding the attention layers of a model, and refusing a model without them, or whose attention cannot be replaced."""
 
 from __future__ import annotations
 
@@ -9,8 +9,44 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from kvpolicy.hf.other_layers import no_single_stack, why_no_stack
 from kvpolicy.text.errors import KVPolicyError
+
+_STATES = ("state", "cache_params")
+"""Arguments of models whose memory is a state of a fixed size."""
+
+
+def no_single_stack(name: str, why: str = "") -> KVPolicyError:
+    """The error for a model without recognized attention layers, or with several stacks of them.
+
+    Args:
+        name: Of its class.
+        why: What it is instead, as a relative clause.
+    """
+    said = f", {why}" if why else ""
+    return KVPolicyError(
+        f"The model must have a single stack of attention layers that cache keys and values, got {name}{said}; try a "
+        "decoder-only model with multi-head or grouped-query attention."
+    )
+
+
+def why_no_stack(model: nn.Module, stacks: int) -> str:
+    """What a model has in place of one stack of attention layers that know their index, as a relative clause.
+
+    Args:
+        model: The model.
+        stacks: How many stacks were found.
+    """
+    from kvpolicy.hf.cache_names import LAYER_NAMES  # here: plans need no transformers
+
+    if stacks > 1:
+        return f"which has {stacks} stacks"
+    names = {type(module).__name__ for module in model.modules()}
+    parameters = inspect.signature(model.forward).parameters
+    if not any(name.endswith("Attention") for name in names) or any(name in parameters for name in _STATES):
+        return "whose layers hold states of a fixed size and no tokens"
+    if not any(name in parameters for name in LAYER_NAMES):
+        return "which takes no cache of transformers"
+    return "whose layers share attention modules, or do not say their index to them"
 
 
 class Site(NamedTuple):
@@ -107,7 +143,7 @@ def _without_attention(model: nn.Module) -> set[int]:
     """Layers of a model that have a state and no attention."""
     from transformers.cache_utils import CacheLayerMixin, DynamicCache  # here: plans need no transformers
 
-    from kvpolicy.hf.empty_layer import DummyLayer
+    from kvpolicy.hf.cache_names import DummyLayer
 
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -173,6 +209,22 @@ def check_attention_class(name: str, kind: type) -> None:
             f"Attention must use queries and keys alone to score tokens, got a bias by content and distance in {name} "
             f"({kind.__name__}), which is not supported."
         )
+
+
+def around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+    """The modules that contain a decoder, from the outermost."""
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    parts = name.split(".") if name else []
+    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+
+
+ROPE_DELTAS = "rope_deltas"
+"""Where transformers keeps the offset of each row behind pictures (M-RoPE), [B, 1] int64; None before a prompt."""
+
+
+def rope_owner(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
+    """The innermost module around a decoder that keeps offsets of its positions; None if none does."""
+    return next((module for module in reversed(around(model, decoder)) if ROPE_DELTAS in vars(module)), None)
 
 
 def home(module: nn.Module) -> type[nn.Module]:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from kvpolicy.engine.decode import assert_async
 from kvpolicy.hf.attention_interface import PREFIX, no_padding
-from kvpolicy.hf.deferred_masks import DeferredMask
-from kvpolicy.hf.mask_digest import mask_digest
+from kvpolicy.hf.masks import DeferredMask
 from kvpolicy.hf.replay import TABLES
 from kvpolicy.hf.rotary_lookup import depends_on_length
+from kvpolicy.hf.seen_text import mask_digest
 from kvpolicy.hf.text_angles import check_angles
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.limits import MAX_SIZE

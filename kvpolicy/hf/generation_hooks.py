@@ -1,12 +1,19 @@
-"""Changes to `generate` on a model with a policy."""
+"""Changes to `generate` on a model with a policy: which cache it begins with, goes on with and ends with.
+
+The angles of a rotary embedding may change at some length (`longrope`), so that keys of before are of no use behind it.
+transformers then drops the cache in the middle of a generation, and runs the whole text without one; here, the cache
+begins again with that text.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
@@ -22,10 +29,129 @@ from kvpolicy.hf.forward_calls import (
     prompt_columns,
     row_lengths,
 )
-from kvpolicy.hf.recent_cache import RecentCache
-from kvpolicy.hf.restarting import restart
 from kvpolicy.hf.rope_deltas import RopeDeltas
-from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
+from kvpolicy.text.validation import expected
+
+
+class Answer:
+    """What is known of a running call of `generate`.
+
+    Attributes:
+        cache: The cache of its answer; None until it begins.
+        end: Columns of the answer at most, the prompt included; None if unknown.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has begun."""
+        self.cache: PolicyCache | None = None
+        self.end: int | None = None
+
+
+class RecentCache:
+    """The most recent cache that a model ran with: that of an answer of `generate`, or else that of a forward.
+
+    A generation may run the model on other caches: for a negative prompt, for drafts, in a generation inside it. Those
+    are not its answer's.
+
+    Attributes:
+        cache: The cache; None before the first one.
+    """
+
+    def __init__(self) -> None:
+        """Nothing ran yet."""
+        self.cache: PolicyCache | None = None
+        self._thread = threading.local()  # several threads may run a model, each with a generation of its own
+
+    @property
+    def answer(self) -> Answer | None:
+        """The outermost generation of this thread, if one runs."""
+        return getattr(self._thread, "answer", None)
+
+    @contextmanager
+    def generating(self) -> Generator[Answer | None]:
+        """The time of one generation; yields what is known of it, or None if it runs within another one."""
+        if self.answer is not None:
+            yield None
+            return
+        answer = self._thread.answer = Answer()
+        try:
+            yield answer
+        finally:
+            self._thread.answer = None
+
+    def expect(self, cache: PolicyCache, end: int | None) -> None:
+        """Note the cache that a generation is about to begin with, and at how many columns it ends."""
+        answer = self.answer
+        if answer is not None and answer.cache is None:
+            answer.cache = cache
+            answer.end = end
+
+    def answers(self, cache: PolicyCache) -> bool:
+        """Whether a cache is that of the answer of this thread's generation."""
+        return self.answer is not None and self.answer.cache is cache
+
+    def end_of(self, cache: PolicyCache) -> int | None:
+        """Columns at which the generation on a cache ends; None if unknown."""
+        answer = self.answer
+        return answer.end if answer is not None and answer.cache is cache else None
+
+    def note(self, cache: Any) -> None:
+        """Note the cache of a forward that has begun."""
+        answer = self.answer
+        if answer is not None and answer.cache is None:
+            answer.cache = cache
+        if answer is None or answer.cache is cache:
+            self.cache = cache
+
+
+def restart(cache: PolicyCache, inputs: dict[str, Any], end: int | None) -> None:
+    """Empty a cache for a forward of the whole text; its policy, and what is announced, stay.
+
+    Args:
+        cache: The cache that the model has dropped.
+        inputs: The arguments of the forward.
+        end: Columns at which the generation ends; None if unknown.
+
+    Raises:
+        KVPolicyError: If the forward has only a part of the text.
+        KVPolicyStateError: If the cache holds what no forward of the text brings back.
+    """
+    if not cache.is_initialized:
+        return
+    tokens: Tensor = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+    columns = tokens.shape[1]
+    _check_whole(cache, inputs, columns)
+    _check_state(cache)
+    known = cache.history.known
+    cache.reset()
+    cache.history.known = known
+    new = None if end is None else max(end - columns, 0)
+    cache.prompt, cache.new = expected(row_lengths(inputs, columns), new)
+
+
+def _check_whole(cache: PolicyCache, inputs: dict[str, Any], columns: int) -> None:
+    mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
+    is_part = columns <= cache.get_seq_length() or (mask is not None and mask.shape[-1] != columns)
+    if is_part or (places is not None and bool((places[..., 0] != 0).any())):
+        raise KVPolicyError(
+            "The whole text must be run again where the angles of the rotary embedding change, since the model drops "
+            f"the cache there, got {columns} of its tokens; try generate without prefill_chunk_size, or a new cache."
+        )
+
+
+def _check_state(cache: PolicyCache) -> None:
+    what = "A forward that runs the whole text again, since the angles of the rotary embedding have changed,"
+    cache.history.refuse_changes(what)
+    held = "a shared prefix" if cache.policy_layers[0].prefix_columns else ""
+    if cache.holds_next or cache.history.is_whole:
+        held = "a prompt after hold_next()"
+    if held:
+        raise KVPolicyStateError(
+            f"{what} must be on a cache that holds its text under one policy, got one with {held}; try a new cache, or "
+            "a text that stays below that length."
+        )
+
 
 _CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 """Methods of transformers that generate with a paged cache of their own."""

@@ -13,8 +13,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine.rollback import mark as mark_layer
 from kvpolicy.hf import cropping
-from kvpolicy.hf.known_tokens import KnownTokens
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.seen_text import KnownTokens
 from kvpolicy.hf.states import States
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.text.validation import check_size

@@ -1,14 +1,16 @@
-"""A layer of a policy's cache as transformers sees it: an adapter of the engine's store."""
+"""A layer of a policy's cache as transformers sees it: an adapter of the engine's store, and of a shared prefix."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_store import LayerStore
@@ -18,17 +20,54 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rollback import roll_back
+from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.engine.sizes import crop_obstacle, map_numbers
-from kvpolicy.hf.layer_prefix import LayerPrefix
-from kvpolicy.hf.mask_digest import extend_digest
+from kvpolicy.hf.seen_text import extend_digest
+from kvpolicy.hf.tiles import Tile
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.kernels.rotary import Rope
 from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.result import SHARED
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import LayerShape, Layout
+from kvpolicy.protocols import LayerShape, Layout, Ranks
 from kvpolicy.selectors.full import KeepAll
+from kvpolicy.statistics import Forward
 from kvpolicy.statistics.statistic import Projection
+
+
+class LayerPrefix(NamedTuple):
+    """The prefix of a layer.
+
+    Attributes:
+        source: The layer that holds its slots.
+        slots: Attends to them.
+        rows: Rows that the layer begins with.
+        columns: Columns of the prefix, padding included.
+        digest: Digest of its mask, in the first layer of a cache; else None.
+        rope_deltas: Offset of the positions behind its pictures for each row, in the first layer of a cache, or None.
+    """
+
+    source: LayerStore
+    slots: SharedPrefix
+    rows: int
+    columns: int
+    digest: int | None
+    rope_deltas: list[int] | None
+
+    def begin(self, store: LayerStore) -> Tensor | None:
+        """Let an empty layer begin behind the prefix; returns the digest of each row, [B] int64, if there is one."""
+        keys = self.source.tensors.keys
+        empty = keys.new_empty(self.rows, self.source.shape.heads, 0, keys.shape[-1])
+        shape = self.source.shape
+        store.initialize(empty, self.source.ranks, shape.group, shape.value_dim)
+        store.prefix = self.slots
+        if self.digest is None:
+            return None
+        return torch.full((self.rows,), self.digest, dtype=torch.int64, device=keys.device)
+
+    def __deepcopy__(self, memo: object) -> LayerPrefix:
+        """Copies of a cache share its prefix."""
+        return self
 
 
 def make_store(
@@ -308,7 +347,7 @@ class PolicyLayer(CacheLayerMixin):
             self.hold_digest(self.mask_digest.clone())
 
     def extend_digest(self, valid: Tensor | None, columns: int) -> None:
-        """Add columns to the digest of the mask; see `kvpolicy.hf.mask_digest`."""
+        """Add columns to the digest of the mask; see `kvpolicy.hf.seen_text`."""
         if self.mask_digest is None:
             self.hold_digest(torch.zeros_like(self.store.tensors.length))
         assert self.mask_digest is not None
@@ -332,3 +371,44 @@ class PolicyLayer(CacheLayerMixin):
     def __repr__(self) -> str:
         """The slots, and how they are stored."""
         return repr(self.store).replace(type(self.store).__name__, type(self).__name__, 1)
+
+
+@on_host
+def attend_tile(
+    cache: Any,
+    layer: PolicyLayer,
+    tile: Tile,
+    vectors: tuple[Tensor, Tensor, Tensor],
+    transform: ScoreTransform,
+    forward: Forward | None,
+    ranks: Ranks,
+) -> Tensor:
+    """Attend from one tile, and store it; see `CacheForward.attend`.
+
+    Args:
+        cache: The layer's cache.
+        layer: The layer.
+        tile: The tile.
+        vectors: Its queries, keys and values.
+        transform: From products to attention weights.
+        forward: The arguments of the attention module, if the selector needs them.
+        ranks: The ranks that hold the layer's other heads.
+    """
+    q, k, v = vectors
+    store = layer.store
+    if tile.start == 0:
+        if not store.is_initialized:
+            store.initialize(k, ranks, q.shape[1] // k.shape[1], v.shape[3])
+        valid = None if tile.valid is None else tile.valid.to(k.device)
+        layer.tiles = store.begin_tiles(q, k, tile.columns, valid, layer.pending)
+    tiles = layer.tiles
+    assert tiles is not None
+    out = tiles.attend(q, k, v, transform, store.contents.score_inputs(forward))
+    if forward is not None and store.spec.needs_call:
+        tiles.note_forward(forward, q, tile.whole)
+    if tile.is_last:
+        layer.tiles = None
+        cache.end_prompt(layer, tiles.prompt(transform), partial(tiles.shown, store.contents))
+        if layer is cache.policy_layers[0]:
+            layer.extend_digest(tiles.valid, tile.columns)
+    return out

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvpolicy.engine.layer_group import places
 from kvpolicy.engine.reading import Board
 from kvpolicy.hf.attachment import CODES, Attachment
-from kvpolicy.hf.empty_layer import DummyLayer
+from kvpolicy.hf.cache_names import DummyLayer
 from kvpolicy.hf.latent import LatentSlots
 from kvpolicy.hf.layer import PolicyLayer, make_store
 from kvpolicy.hf.model_spec import LayerStates

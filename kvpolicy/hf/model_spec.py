@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpolicy.hf.discovery import CROSSES, not_causal
-from kvpolicy.hf.layer_sizes import layer_size
+from kvpolicy.hf.layer_sizes import layer_size, widths_of
 from kvpolicy.hf.shipped import ShippedConfig
 from kvpolicy.hf.value_checks import check_values
-from kvpolicy.hf.widths import widths_of
 from kvpolicy.planning.activations import Prefill, Widths
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.planning.tuned import resolve
@@ -235,7 +234,7 @@ def _states(text: Any, counts: dict[int, int], dtype: torch.dtype, tp: int) -> d
             f"Every layer must have attention alone on several ranks, got {text.model_type} with states in "
             f"{len(counts)} layers and tp={tp}; try one rank."
         )
-    from kvpolicy.hf.state_sizes import state_nbytes
+    from kvpolicy.hf.states import state_nbytes
 
     nbytes = state_nbytes(text, dtype)
     return {index: LayerStates(count, nbytes[index]) for index, count in counts.items() if index in nbytes}
@@ -321,7 +320,7 @@ def _sort_layers(text: Any) -> _Kinds:
         return _Kinds(attending, windows, {}, text.num_hidden_layers, {})
     from transformers import cache_utils
 
-    from kvpolicy.hf.empty_layer import DummyLayer
+    from kvpolicy.hf.cache_names import DummyLayer
     from kvpolicy.hf.shared_keys import key_owners
 
     found = _Kinds([], {}, {}, text.num_hidden_layers, key_owners(text))

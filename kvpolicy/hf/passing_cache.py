@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from kvpolicy.hf.empty_layer import DummyLayer
+from kvpolicy.hf.cache_names import DummyLayer
 from kvpolicy.hf.latent import TakesLatents
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.shared_keys import ReadingLayer

@@ -1,30 +1,231 @@
-"""The plan of a cache from a config alone, before anything runs."""
+"""The plan of a cache: from a config alone, before anything runs, or from a budget that was divided for a known prompt.
+
+Nothing here needs transformers, but for configs that are given by name.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvpolicy.hf.attachment import CODES, HOLD, PLAIN, SELECT, Chunks, Hold, check_chunks, check_held_codes, check_hold
-from kvpolicy.hf.build_plan import Prefilling, build_plan
 from kvpolicy.hf.config_checks import check_modules
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.embedded import as_config
-from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
+from kvpolicy.hf.model_spec import ModelShape, check_supported, describe, resolve_for
 from kvpolicy.hf.rotary_lookup import trained_positions
-from kvpolicy.hf.shared_plan import check_text, planned_behind, text_length
 from kvpolicy.hf.weights import weights_per_rank
-from kvpolicy.planning.notes import beyond_trained_length
-from kvpolicy.planning.planner import divide
-from kvpolicy.planning.result import CachePlan
-from kvpolicy.planning.tokens import expect_tokens
+from kvpolicy.planning.memory import (
+    DIGEST_NBYTES,
+    held_codes_bytes,
+    layer_spec,
+    plan_layers,
+    planned_resident,
+    prefill_peak,
+    waiting_bytes,
+)
+from kvpolicy.planning.notes import beyond_trained_length, plan_notes
+from kvpolicy.planning.planner import divide, trimmed_bytes
+from kvpolicy.planning.result import SHARED, CachePlan
+from kvpolicy.planning.tokens import Tokens, expect_tokens
 from kvpolicy.policy import Policy
+from kvpolicy.protocols import LayerShape
 from kvpolicy.text.arguments import named_arguments
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.validation import check_size, each_row
+
+
+class Prefilling(NamedTuple):
+    """How a prompt is prefilled.
+
+    Attributes:
+        columns: Tokens of the longest prompt, padding of other rows included.
+        chunk: Tokens that are prefilled at a time; None for all.
+        tile: Tokens that a layer takes at a time; None for all.
+        holds: Whether chunks are held until the last one.
+        coded: Whether a prompt that waits is held in codes.
+    """
+
+    columns: int
+    chunk: int | None = None
+    tile: int | None = None
+    holds: bool = False
+    coded: bool = False
+
+
+def build_plan(
+    policy: Policy,
+    model: ModelShape,
+    shape: LayerShape,
+    tokens: Tokens,
+    prompt: Tensor,
+    prefilling: Prefilling,
+    *,
+    full_tokens: int,
+    unmanaged: dict[int, int],
+    measured: bool,
+    held: slice,
+) -> CachePlan:
+    """The plan of a cache.
+
+    Args:
+        policy: The policy.
+        model: The model's cache.
+        shape: The shape of a layer on this rank.
+        tokens: The divided budget.
+        prompt: Tokens of each row's prompt, [B].
+        prefilling: How the prompt is prefilled.
+        full_tokens: Tokens that all rows together would hold without a policy.
+        unmanaged: Bytes of each layer that is not under the policy.
+        measured: Whether the allocator has measured its layer metric, or has none.
+        held: KV heads of this rank.
+    """
+    batch = len(prompt)
+    indices = model.evictable
+    layers = plan_layers(policy, tokens, [shape] * len(indices), indices, batch)
+    sizes = [layer.device_nbytes for layer in layers]
+    columns, chunk, tile, holds, coded = prefilling
+    alone = sum(unmanaged.values())
+    prefilled = model.unmanaged_prefill_bytes(batch, columns, min(chunk or columns, tile or columns))
+
+    def held_codes(count: int) -> int:
+        return sum(held_codes_bytes(policy.at(index), batch, shape, count) for index in indices)
+
+    def waiting(count: int) -> list[int]:
+        return waiting_bytes(policy, layers, batch * shape.token_nbytes, count)
+
+    in_codes = held_codes if coded else None
+    first = min(chunk or columns, columns)
+    measures = bool(policy.layer_metric) and not coded
+    trimmed = trimmed_bytes(policy, shape, tokens, prompt, first, len(indices)) if measures else None
+    return CachePlan(
+        policy=policy,
+        batch=batch,
+        layers=layers,
+        unmanaged=unmanaged,
+        full_nbytes=full_tokens * shape.token_nbytes * len(indices) + alone,
+        measured=measured,
+        note=plan_notes(policy, layers, tokens.keep, prompt, measured=measured, coded=coded),
+        resident_nbytes=planned_resident(policy, tuple(indices), held),
+        peak_nbytes=prefill_peak(
+            policy,
+            batch,
+            shape,
+            sizes,
+            columns,
+            prefilled,
+            chunk,
+            holds,
+            held=in_codes,
+            trimmed=trimmed,
+            waiting=waiting,
+        ),
+        prefill=model.prefill(policy, layers, columns, chunk, tile, holds=holds),
+        full_peak_nbytes=batch * columns * shape.token_nbytes * len(indices) + prefilled,
+    )
+
+
+def check_own(own: Policy) -> None:
+    """Refuse a policy that cannot be that of tokens behind a shared prefix.
+
+    Raises:
+        KVPolicyError: Naming the part.
+    """
+    part = next(filter(None, map(_obstacle, own.distinct)), "") if not own.differs_by_layer else "a policy by layer"
+    if part:
+        raise KVPolicyError(
+            f"own must be a policy that selects tokens by position only, in the same way in every layer, got {part}; "
+            "try 'full', 'full+kivi' or 'window@256'."
+        )
+
+
+def _obstacle(own: Policy) -> str:
+    spec = layer_spec(own, 0)
+    if own.layer_metric or own.heads is not None or spec.allocator_statistics:
+        return f"the allocator {own.allocator}"
+    if spec.statistics:
+        return f"the selector {own.selector}"
+    if spec.merger_traits.when != "never":
+        return f"the merger {own.merger}"
+    return f"the reader {own.reader}" if own.reads_part else ""
+
+
+def check_readable(policy: Policy) -> None:
+    """Refuse a policy whose slots several rows cannot read together.
+
+    Raises:
+        KVPolicyError: If a part chooses which slots a step reads, or layers store tokens together.
+    """
+    if policy.layer_groups:
+        raise KVPolicyError(
+            "Every layer must store its tokens by itself for its slots to be shared, got a codec that stores those of "
+            f"several layers together, {policy.codec!r}; try another codec, or shared=False."
+        )
+    readers = [own.reader for own in policy.distinct if own.reads_part]
+    choosers = [*readers, *(own.codec for own in policy.distinct if own.codec.traits.searches)]
+    if choosers:
+        raise KVPolicyError(
+            "Every slot must be read in a step for slots to be shared, since a choice depends on the queries of one "
+            f"row, got {choosers[0]!r}; try a policy that reads everything, or shared=False."
+        )
+
+
+def beside(plan: CachePlan, shared: list[int], moved: list[int], full: int, length: int) -> CachePlan:
+    """A plan of what rows add, beside a prefix that they share.
+
+    Args:
+        plan: The plan of what they add.
+        shared: Bytes of the prefix in each layer under the policy.
+        moved: Bytes of it that a decode step reads.
+        full: Bytes of its tokens in the stock cache, of all rows.
+        length: Its tokens.
+    """
+    note = f"{length:,} tokens of a shared prefix are held once for all rows"
+    return replace(
+        plan,
+        layers=tuple(
+            replace(own, nbytes=own.nbytes | {SHARED: held}, moved=own.moved + read)
+            for own, held, read in zip(plan.layers, shared, moved, strict=True)
+        ),
+        full_nbytes=plan.full_nbytes + full,
+        peak_nbytes=plan.peak_nbytes + sum(shared),
+        full_peak_nbytes=plan.full_peak_nbytes + full,
+        note="; ".join(filter(None, (plan.note, note))),
+    )
+
+
+def planned_behind(plan: CachePlan, text: CachePlan) -> CachePlan:
+    """A plan of what rows add behind a text, whose plan is that of one row."""
+    shared = [sum(layer.nbytes.values()) for layer in text.layers]
+    shared[0] -= DIGEST_NBYTES  # of the mask, of which each row has its own
+    length = text_length(text)
+    assert text.prefill is not None
+    full = plan.batch * length * text.prefill.shape.token_nbytes * len(shared)
+    return beside(plan, shared, [layer.moved for layer in text.layers], full, length)
+
+
+def text_length(text: CachePlan | None) -> int:
+    """The tokens that the plan of a text is of; 0 without one."""
+    return 0 if text is None or text.prefill is None else text.prefill.columns
+
+
+def check_text(text: CachePlan, own: Policy, layers: int) -> None:
+    """Refuse the plan of a text whose slots rows cannot share.
+
+    Raises:
+        KVPolicyError: If it is not of one row of the same model, or a part of either policy does not allow it.
+    """
+    if not isinstance(text, CachePlan) or text.batch != 1 or len(text.layers) != layers:  # pyright: ignore[reportUnnecessaryIsInstance]
+        got = f"{text.batch} row(s) and {len(text.layers)} layers" if isinstance(text, CachePlan) else repr(text)  # pyright: ignore
+        raise KVPolicyError(
+            f"prefix must be the plan of one row of the same model, with {layers} layers under the policy, got {got}; "
+            "try kvpolicy.plan(config, policy, prompt=4096)."
+        )
+    check_readable(text.policy)
+    check_own(own)
 
 
 @named_arguments

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import passed_cache
+from kvpolicy.hf.discovery import ROPE_DELTAS, rope_owner
 from kvpolicy.hf.forward_checks import by_name
-from kvpolicy.hf.rope_owner import ATTRIBUTE, owner_of
 
 
 class RopeDeltas:
@@ -25,7 +25,7 @@ class RopeDeltas:
 
     def __init__(self, model: nn.Module, decoder: nn.Module) -> None:
         """Find the module around a decoder that keeps the offsets."""
-        self._owner = owner_of(model, decoder)
+        self._owner = rope_owner(model, decoder)
         self._thread = threading.local()
         # What the model counts from, and the same on the host: neither is copied while nothing changes, as in steps.
         self._shown: tuple[Tensor | None, list[int] | None] = (None, None)
@@ -43,11 +43,11 @@ class RopeDeltas:
             return
         first = cache.policy_layers[0]
         shown, deltas = self._shown
-        if deltas is not first.rope_deltas or shown is not getattr(self._owner, ATTRIBUTE):
+        if deltas is not first.rope_deltas or shown is not getattr(self._owner, ROPE_DELTAS):
             deltas = first.rope_deltas
             shown = None if deltas is None else torch.tensor(deltas, device=first.length.device)[:, None]
             self._shown = (shown, deltas)
-            setattr(self._owner, ATTRIBUTE, shown)
+            setattr(self._owner, ROPE_DELTAS, shown)
 
     def note(self, cache: PolicyCache, rows: int, *, answers: bool) -> None:
         """Keep the offsets that the forward of `rows` rows that has begun counts from with its cache.
@@ -78,11 +78,11 @@ class RopeDeltas:
         is_new = not cache.is_initialized if isinstance(cache, PolicyCache) else not (cache and cache.get_seq_length())
         if is_new and counts and named.get("inputs_embeds") is None:
             # The model would keep the offsets of the last picture for a prompt of text.
-            setattr(module, ATTRIBUTE, None)
+            setattr(module, ROPE_DELTAS, None)
 
     def _of_rows(self, rows: int) -> list[int] | None:
         """The offset of each of some rows; the model may have those of a batch before its rows were repeated."""
-        found = getattr(self._owner, ATTRIBUTE)
+        found = getattr(self._owner, ROPE_DELTAS)
         shown, deltas = self._shown
         if found is None or len(found) == 0 or rows % len(found):
             return None

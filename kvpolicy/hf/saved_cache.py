@@ -14,15 +14,13 @@ from kvpolicy.engine import snapshot
 from kvpolicy.engine.snapshot import Snapshot, below
 from kvpolicy.engine.state import tensors
 from kvpolicy.hf.attachment import Attachment, attachment_of
-from kvpolicy.hf.cache_file import TOKENS, CacheFile, rank_path, read
+from kvpolicy.hf.cache_file import TOKENS, CacheFile, check_content, rank_path, read
 from kvpolicy.hf.cache_header import read_header
-from kvpolicy.hf.discovery import find_sites
-from kvpolicy.hf.file_content import check_content
-from kvpolicy.hf.known_tokens import KnownTokens
+from kvpolicy.hf.discovery import ROPE_DELTAS, find_sites, rope_owner
 from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.hf.rope_owner import ATTRIBUTE, owner_of
+from kvpolicy.hf.seen_text import KnownTokens
 from kvpolicy.hf.states import is_state
-from kvpolicy.planning.plan_fields import plan_from_dict, plan_to_dict
+from kvpolicy.planning.result import plan_from_dict, plan_to_dict
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, Ranks
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
@@ -65,7 +63,7 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
         kept[str(index)] = [int(by_head.min()), int(by_head.max())]
     first = cache.policy_layers[0]
     if first.rope_deltas is not None:
-        held[ATTRIBUTE] = torch.tensor(first.rope_deltas, device="cpu")
+        held[ROPE_DELTAS] = torch.tensor(first.rope_deltas, device="cpu")
     ranks: Ranks = first.store.ranks
     header = {
         "policy": policy,
@@ -107,7 +105,7 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     sites = {site.layer_idx: site for site in found.layers}
     first = sites[cache.policy_layers[0].layer_idx]
     _check_model(header, attachment, what, next(first.attention.parameters()).device)
-    _check_positions(header, owner_of(model, found.decoder) is not None, what)
+    _check_positions(header, rope_owner(model, found.decoder) is not None, what)
     check_content(content, attachment, what)
     dtype: torch.dtype = getattr(torch, header["dtype"])
     for index, layer in enumerate(cache.layers):
@@ -136,7 +134,7 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     cache.set_numbers(header["cache"])
     own = cache.policy_layers[0]
     own.hold_digest(held["digest"].to(own.length.device))
-    own.rope_deltas = held[ATTRIBUTE].tolist() if header.get("has_rope_deltas") else None
+    own.rope_deltas = held[ROPE_DELTAS].tolist() if header.get("has_rope_deltas") else None
     cache.history.known = KnownTokens.of(held[TOKENS]) if header["has_tokens"] else None
     plan = header["plan"]
     prefill = attachment.model_shape.prefill

@@ -11,10 +11,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.hf.edit_checks import check_rows
-from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.hf.layer_prefix import LayerPrefix
+from kvpolicy.hf.layer import LayerPrefix, PolicyLayer
 from kvpolicy.hf.model_spec import resolve_for
-from kvpolicy.hf.shared_plan import beside, check_own, check_readable
+from kvpolicy.hf.plan import beside, check_own, check_readable
 from kvpolicy.hf.states import States
 from kvpolicy.planning.result import SHARED, CachePlan
 from kvpolicy.policy import Policy

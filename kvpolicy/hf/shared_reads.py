@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prompt_statistics import looks_at_queries
-from kvpolicy.hf.forward_guard import refuse_gradients
-from kvpolicy.hf.running_forward import RunningForward
+from kvpolicy.hf.running_forward import RunningForward, refuse_gradients
 from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.hf.tiles import Tile
 from kvpolicy.planning.memory import layer_spec

@@ -2,25 +2,142 @@
 
 A layer takes all tiles before the next layer begins, so that it sees its whole prompt before it is compressed, and what
 is alive besides are two hidden states of the prompt and the tensors of one tile.
+
+Outputs that transformers records inside a layer, and keys that layers pass to later ones, are joined over the tiles.
+Weights that accelerate offloads stay on their device meanwhile.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import output_capturing
 
 from kvpolicy.hf.cache_names import LAYER_NAMES, passed_cache
-from kvpolicy.hf.deferred_masks import DeferredMask
 from kvpolicy.hf.discovery import Site
-from kvpolicy.hf.held_weights import hold_weights
-from kvpolicy.hf.recorded import Recorded
-from kvpolicy.hf.tiled_keys import SHARED, TiledKeys, passes_by_kind
+from kvpolicy.hf.masks import DeferredMask
 from kvpolicy.text.errors import KVPolicyError
+
+
+@contextmanager
+def hold_weights(block: nn.Module) -> Generator[None]:
+    """Load the offloaded weights of a layer once, and release them at the end.
+
+    Hooks of accelerate stand on each module with weights, and would move them for every call.
+
+    Args:
+        block: The layer.
+    """
+    with ExitStack() as stack:
+        for module in block.modules():
+            hook: Any = getattr(module, "_hf_hook", None)
+            # The layer's own hook runs already, around all tiles.
+            if module is not block and any(getattr(one, "offload", False) for one in getattr(hook, "hooks", [hook])):
+                _hold(module, hook, stack)
+        yield
+
+
+def _hold(module: Any, hook: Any, stack: ExitStack) -> None:
+    """Run the hook of a module now and at the end, and not in between."""
+    forward = module.__dict__.get("forward")
+    hook.pre_forward(module)
+    stack.callback(hook.post_forward, module, ())
+    module.forward = module._old_forward
+    stack.callback(setattr, module, "forward", forward)
+
+
+class Recorded:
+    """Outputs that the running forward records while a layer takes its tiles."""
+
+    def __init__(self) -> None:
+        """Note what was recorded of earlier layers."""
+        collector: Any = getattr(output_capturing, "_active_collector", None)
+        found: dict[str, Any] = (None if collector is None else collector.get()) or {}
+        self._lists = {key: parts for key, parts in found.items() if isinstance(parts, list)}
+        self._starts: list[dict[str, int]] = []
+
+    def begin_tile(self) -> None:
+        """Note what was recorded before the next tile."""
+        self._starts.append({key: len(parts) for key, parts in self._lists.items()})
+
+    def join(self, rows: int) -> None:
+        """Replace the records of all tiles by one of the whole prompt.
+
+        Args:
+            rows: Rows of the batch.
+        """
+        for key, parts in self._lists.items():
+            starts = [start[key] for start in self._starts]
+            tiles = [parts[start:stop] for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+            parts[starts[0] :] = [_joined(same, rows) for same in zip(*tiles, strict=True)]
+
+
+def _joined(tiles: tuple[Any, ...], rows: int) -> Any:
+    """The record of a module for all tokens, from those of tiles: [B, T, ...], or [B * T, ...] as routers have it."""
+    if not all(isinstance(tile, Tensor) and tile.dim() for tile in tiles):
+        return tiles[-1]
+    if all(tile.shape[0] == rows for tile in tiles) and tiles[0].dim() > 2:
+        return torch.cat(tiles, 1)
+    return torch.cat([tile.unflatten(0, (rows, -1)) for tile in tiles], 1).flatten(0, 1)
+
+
+SHARED = "shared_kv_states"
+"""The argument of layers through which they pass keys."""
+
+
+def passes_by_kind(attention: nn.Module) -> bool:
+    """Whether an attention module passes keys to later ones of its kind, or reads those of an earlier one."""
+    return hasattr(attention, "is_kv_shared_layer")
+
+
+def _key(attention: nn.Module) -> Any:
+    """Under what the keys of a module's owner are passed: its kind, or its index in Gemma 3n of transformers 5.18."""
+    index = getattr(attention, "kv_shared_layer_index", None)
+    return getattr(attention, "layer_type", None) if index is None else index
+
+
+class TiledKeys:
+    """The keys that layers pass on, while one of them takes its tiles.
+
+    Attributes:
+        length: The keys that the layer is given for its newest tile; None if it has its own.
+    """
+
+    def __init__(self, attention: nn.Module, passed: MutableMapping[Any, tuple[Tensor, ...]] | None) -> None:
+        """Keys that earlier layers have passed to one with an attention module; None if layers pass none."""
+        self._reads = _key(attention) if getattr(attention, "is_kv_shared_layer", False) else None
+        self._passed = passed
+        self._tiles = 0
+        self._new: dict[Any, list[Tensor]] = {}
+        self.length: int | None = None
+
+    @contextmanager
+    def next_tile(self) -> Generator[dict[str, Any]]:
+        """The arguments of the next tile through which keys are passed."""
+        if self._passed is None:
+            yield {}
+            return
+        of_tile = slice(2 * self._tiles, 2 * self._tiles + 2)
+        given = {kind: pairs[of_tile] for kind, pairs in self._passed.items()}
+        self.length = None if self._reads is None else given[self._reads][0].shape[2]
+        make: Any = type(self._passed)
+        part = make(given)
+        yield {SHARED: part}
+        for kind, pair in part.items():
+            if pair is not given.get(kind):
+                self._new.setdefault(kind, []).extend(pair)
+        self._tiles += 1
+
+    def join(self) -> None:
+        """Pass on what the layer has passed in all its tiles."""
+        if self._passed is not None:
+            self._passed.update({kind: tuple(pairs) for kind, pairs in self._new.items()})
+
 
 COLUMNS = {
     "hidden_states": -2,
@@ -151,13 +268,6 @@ def norm_in_tiles(module: Any, size: Callable[[], int | None]) -> Callable[[], N
         return forward
 
     return _shadow(module, in_tiles)
-
-
-def around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """The modules that contain a decoder, from the outermost."""
-    name = next(name for name, module in model.named_modules() if module is decoder)
-    parts = name.split(".") if name else []
-    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
 
 
 def last_norms(decoder: nn.Module) -> list[nn.Module]:

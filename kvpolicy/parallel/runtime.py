@@ -1,8 +1,9 @@
-"""Tensor parallelism at run time: over which ranks a model is sharded, and which heads each of them holds."""
+"""Tensor parallelism at run time: the ranks of a sharded model, the heads that each of them holds, and its weights."""
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,33 @@ from torch import Tensor, nn
 
 from kvpolicy.kernels.ranks import Ranks, gather
 from kvpolicy.text.errors import KVPolicyError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """Bytes of weights on the rank that holds the most; `kvpolicy.weights_per_rank` counts them.
+
+    Attributes:
+        backend: Backend that shards the model, `deepspeed` or `hf`.
+        tp: The tensor parallel size.
+        replicated: Bytes of parameters that every rank holds whole.
+        sharded: Bytes of this rank's shards.
+
+    Examples:
+        >>> Weights(backend="hf", tp=2, replicated=640, sharded=4177920).nbytes
+        4178560
+    """
+
+    backend: str
+    tp: int
+    replicated: int
+    sharded: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on this rank."""
+        return self.replicated + self.sharded
+
 
 Group = Any
 """A `torch.distributed.ProcessGroup`, which is not importable in builds of PyTorch without it."""

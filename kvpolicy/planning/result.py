@@ -1,14 +1,18 @@
-"""A plan: tokens and bytes of each layer and of the whole cache, and optionally the weights of the model."""
+"""A plan: tokens and bytes of each layer and of the whole cache, and optionally the weights of the model.
+
+Plans become plain data for files, and are made of it again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from kvpolicy.engine.accounting import HOST
 from kvpolicy.engine.pages import Pages
-from kvpolicy.parallel.weights import Weights
+from kvpolicy.parallel.runtime import Weights
 from kvpolicy.planning.activations import Prefill
 from kvpolicy.planning.tokens import largest
 from kvpolicy.policy import Policy
@@ -27,8 +31,8 @@ from kvpolicy.text.tables import (
     section,
     size_summary,
     sum_by_kind,
+    text_layer_table,
 )
-from kvpolicy.text.text_tables import text_layer_table
 from kvpolicy.text.validation import check_size
 
 NOT_MEASURED = (
@@ -320,3 +324,68 @@ def _bytes(text: str) -> int:
         return bytes_of(text)
     except KVPolicyError:
         raise KVPolicyError(f"memory must be an amount of bytes, got {text!r}; try '24GiB'.") from None
+
+
+_SCALARS = ("batch", "full_nbytes", "measured", "note", "resident_nbytes", "tp", "peak_nbytes")
+
+
+def plan_to_dict(plan: CachePlan) -> dict[str, Any]:
+    """A plan as JSON can hold it, without its policy and weights; of its prefill, the length of the prompt."""
+    layers = [
+        {
+            "layer_idx": layer.layer_idx,
+            "tokens": layer.tokens,
+            "layout": [layer.layout.exact, list(layer.layout.coded)],
+            "nbytes": layer.nbytes,
+            "moved": layer.moved,
+            "loaded": layer.loaded,
+            "stored": layer.stored,
+            "pages": None if layer.pages is None else list(layer.pages),
+        }
+        for layer in plan.layers
+    ]
+    unmanaged = {str(index): size for index, size in plan.unmanaged.items()}
+    columns = None if plan.prefill is None else plan.prefill.columns
+    scalars = {name: getattr(plan, name) for name in _SCALARS}
+    return scalars | {
+        "layers": layers,
+        "unmanaged": unmanaged,
+        "columns": columns,
+        "full_peak_nbytes": plan.full_peak_nbytes,
+    }
+
+
+def plan_from_dict(
+    policy: Policy, content: Mapping[str, Any], prefill: Callable[[Policy, Sequence[LayerPlan], int], Prefill]
+) -> CachePlan:
+    """The plan that `plan_to_dict` described.
+
+    Args:
+        policy: The policy of the plan.
+        content: The description; earlier versions wrote neither the length of the prompt nor copies of host memory.
+        prefill: Makes what the activations follow from, of the policy, the layers and the length of the prompt.
+    """
+    layers = [
+        LayerPlan(
+            layer_idx=layer["layer_idx"],
+            tokens=layer["tokens"],
+            layout=Layout(layer["layout"][0], tuple(layer["layout"][1])),
+            nbytes=layer["nbytes"],
+            moved=layer["moved"],
+            loaded=layer.get("loaded", 0),
+            stored=layer.get("stored", 0),
+            pages=None if layer["pages"] is None else Pages(*layer["pages"]),
+        )
+        for layer in content["layers"]
+    ]
+    unmanaged = {int(index): size for index, size in content["unmanaged"].items()}
+    scalars: dict[str, Any] = {name: content[name] for name in _SCALARS}
+    columns = content.get("columns")
+    return CachePlan(
+        policy=policy,
+        layers=tuple(layers),
+        unmanaged=unmanaged,
+        prefill=prefill(policy, layers, columns) if columns else None,
+        full_peak_nbytes=content.get("full_peak_nbytes", 0),
+        **scalars,
+    )

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.capacity import growth
+from kvpolicy.engine.layout import growth
 from kvpolicy.policy import LayeredPolicy, Policy
-from kvpolicy.text.budget import EPSILON, Share
+from kvpolicy.text.budget import EPSILON, Share, fewest_tokens
 from kvpolicy.text.limits import MAX_SIZE
-from kvpolicy.text.page_sizes import fewest_tokens
 
 INITIAL_SLOTS = 4096
 """Slots allocated beyond the prompt if the number of new tokens is unknown; a larger budget is reached by extension."""

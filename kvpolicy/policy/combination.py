@@ -1,7 +1,8 @@
-"""Which parts of a policy do not work with which, and why."""
+"""The parts of a policy by kind, which of them do not work with which and why, and which policies fit one model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvpolicy.allocators.uniform import Uniform
@@ -17,6 +18,7 @@ from kvpolicy.protocols import (
     Reader,
     Selector,
     compares_heads,
+    differs_by_layer,
     joint_decode,
     positions_only,
     rerank_every,
@@ -24,12 +26,144 @@ from kvpolicy.protocols import (
     whole_heads,
 )
 from kvpolicy.readers.all import ReadAll
+from kvpolicy.registry import Kind
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.statistics import GeneratedAttention, Vectors
 from kvpolicy.statistics.statistic import first_of
-from kvpolicy.text.budget import Budget, fraction_of
+from kvpolicy.text.budget import Budget, Share, fraction_of
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.tables import shorten
+from kvpolicy.text.validation import check_instance
+
+PROTOCOLS: dict[Kind, type] = {
+    "allocator": Allocator,
+    "selector": Selector,
+    "merger": Merger,
+    "codec": Codec,
+    "reader": Reader,
+}
+"""The protocol of each kind of part, in the order in which a spec is written."""
+
+
+def check_part(kind: Kind, part: object) -> None:
+    """Raise KVPolicyTypeError if a part is not of a kind."""
+    check_instance(kind, part)
+    if hasattr(part, "needs"):  # of an earlier version: without this, it would be shown nothing
+        raise KVPolicyTypeError(
+            f"The {kind} must hand over what it needs to see in statistics, got {shorten(repr(part))}, which has "
+            "needs; try AttentionSum() or another one of kvpolicy.statistics."
+        )
+    if isinstance(part, PROTOCOLS[kind]):
+        return
+    kinds = kinds_of(part)
+    if kinds:
+        advice = f"pass it as {kinds[0]}="
+    elif isinstance(part, str):
+        advice = "read a spec with Policy.parse"
+    else:
+        advice = describe_missing(part, kind)
+    raise KVPolicyTypeError(
+        f"The {kind} must implement kvpolicy.protocols.{kind.capitalize()}, got {shorten(repr(part))}; {advice}."
+    )
+
+
+def kinds_of(part: object) -> list[Kind]:
+    """The kinds whose protocol a part implements."""
+    if isinstance(part, type):
+        return []
+    return [kind for kind, protocol in PROTOCOLS.items() if isinstance(part, protocol)]
+
+
+def missing(part: object, kind: Kind) -> list[str]:
+    """The members of a kind's protocol that a part lacks, sorted.
+
+    Examples:
+        >>> from kvpolicy.selectors.full import KeepAll
+        >>> missing(KeepAll(), "codec")
+        ['check', 'layout', 'stages', 'traits']
+    """
+    members = {*dir(PROTOCOLS[kind]), *PROTOCOLS[kind].__annotations__}
+    return sorted(name for name in members if not name.startswith("_") and not hasattr(part, name))
+
+
+def describe_missing(part: object, kind: Kind) -> str:
+    """The members that a part lacks, as the end of a sentence.
+
+    Examples:
+        >>> from kvpolicy.selectors.full import KeepAll
+        >>> describe_missing(KeepAll(), "allocator")
+        'it lacks budgets, layer_metric of kvpolicy.protocols.Allocator'
+    """
+    return f"it lacks {', '.join(missing(part, kind))} of kvpolicy.protocols.{kind.capitalize()}"
+
+
+def check_layers(layers: Sequence[Any]) -> None:
+    """Refuse policies that cannot be those of the layers of one model.
+
+    Args:
+        layers: The policy of each layer.
+
+    Raises:
+        KVPolicyError: Naming the layers, and why.
+    """
+    if not layers:
+        raise KVPolicyError("A policy by layer must have at least one layer, got none.")
+    for index, policy in enumerate(layers):
+        if not isinstance(policy.allocator, Uniform):
+            raise KVPolicyError(
+                f"The policy of a layer must have the allocator uniform, since its budget is the share of the layer, "
+                f"got {policy} for layer {index}; try to leave the allocator out."
+            )
+        if isinstance(policy.codec, GroupsLayers):
+            raise KVPolicyError(
+                f"The codec of a layer must encode it by itself, got {policy} for layer {index}, whose codec shares "
+                "codes between two layers; try tokenwise."
+            )
+        if differs_by_layer(policy.codec):
+            raise KVPolicyError(
+                f"The codec of a layer must not depend on the other layers, got {policy} for layer {index}, whose "
+                "codec divides ranks over them; try ranks=same with a rank for this layer."
+            )
+        if isinstance(policy.budget, str | Share):
+            raise KVPolicyError(
+                f"The budget of a layer must be a relative share, a fraction or tokens, got {policy} for layer "
+                f"{index}; try 0.2."
+            )
+    _check_same(layers, "be fractions, or all tokens", lambda policy: type(policy.budget).__name__, _is_share)
+    _check_same(layers, "have the same decode mode", lambda policy: policy.decode)
+    _check_same(layers, "replay their prompts alike, or none may", lambda policy: policy.replay)
+    for index, policy in enumerate(layers):
+        _check_reuse(layers, index, policy)
+
+
+def _is_share(policy: Any) -> bool:
+    return not policy.keeps_whole
+
+
+def _check_same(layers: Sequence[Any], must: str, what: Any, counts: Any = None) -> None:
+    found: dict[Any, int] = {}
+    for index, policy in enumerate(layers):
+        if counts is None or counts(policy):
+            found.setdefault(what(policy), index)
+    if len(found) > 1:
+        first, second = list(found.values())[:2]
+        raise KVPolicyError(
+            f"The policies of the layers must {must}, got {layers[first]} for layer {first} and {layers[second]} for "
+            f"layer {second}."
+        )
+
+
+def _check_reuse(layers: Sequence[Any], index: int, policy: Any) -> None:
+    """Refuse a layer that reads what another one chose which reads otherwise."""
+    source = policy.reader.traits.source(index)
+    if source in (None, index) or source >= len(layers):
+        return
+    chooser = layers[source]
+    if (chooser.reader, chooser.codec) != (policy.reader, policy.codec):
+        raise KVPolicyError(
+            f"A layer that reuses the choice of another one must have the same reader and codec, got {policy} for "
+            f"layer {index} and {chooser} for layer {source}."
+        )
 
 
 def check_together(policy: Any) -> None:

@@ -1,4 +1,4 @@
-"""A policy of which layers have codecs of their own, for the layers of a known model."""
+"""A policy for a known model, whose layers have codecs of their own, or with a least number of tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvpolicy.policy.parts import PROTOCOLS
+from kvpolicy.policy.combination import PROTOCOLS
 from kvpolicy.policy.policy import Policy
 from kvpolicy.protocols import Codec, DiffersByLayer, GroupsLayers, ModelInfo, differs_by_layer
-from kvpolicy.text.budget import Budget
+from kvpolicy.text.budget import Budget, with_least
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -87,3 +87,18 @@ def for_model(policy: Policy, model: ModelInfo) -> Policy:
         codecs = codec.by_layer(model)
         return ModelPolicy(policy, codecs, codecs[model.indices[0]])
     return policy
+
+
+def keep_at_least(policy: Policy, least: int) -> Policy:
+    """A policy with a least number of tokens, if its budget is a fraction without one; others are returned unchanged.
+
+    Args:
+        policy: The policy.
+        least: The least number of tokens per layer on average; 0 for none.
+
+    Examples:
+        >>> [str(keep_at_least(Policy.parse(spec), 1024)) for spec in ("h2o@0.5", "h2o@0.5:least=64", "h2o@64")]
+        ['h2o@0.5:least=1024', 'h2o@0.5:least=64', 'h2o@64']
+    """
+    budget = with_least(policy.budget, least)
+    return policy if budget == policy.budget else policy.with_budget(budget)

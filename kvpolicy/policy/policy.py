@@ -10,10 +10,8 @@ from typing import Any, ClassVar, Literal, NoReturn
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.mergers.drop import Drop
-from kvpolicy.policy.combination import check_together
+from kvpolicy.policy.combination import PROTOCOLS, check_layers, check_part, check_together, kinds_of
 from kvpolicy.policy.html import by_layer_html, policy_html
-from kvpolicy.policy.layers import check_layers
-from kvpolicy.policy.parts import PROTOCOLS, check_part, kinds_of
 from kvpolicy.protocols import (
     Allocator,
     ChecksModel,
@@ -33,9 +31,8 @@ from kvpolicy.statistics import Moments, Replay
 from kvpolicy.statistics.statistic import first_of
 from kvpolicy.text import grammar
 from kvpolicy.text.arguments import named_options
-from kvpolicy.text.budget import Budget, check_budget, fraction_of, json_budget
+from kvpolicy.text.budget import Budget, check_budget, fewest_tokens, fraction_of, json_budget
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.text.page_sizes import fewest_tokens
 from kvpolicy.text.part_fields import part_from_dict, part_to_dict
 from kvpolicy.text.tables import shorten
 

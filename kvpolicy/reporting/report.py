@@ -1,4 +1,4 @@
-"""Reports: the budgets, tokens and bytes of a cache, as text, HTML or JSON."""
+"""Reports: the budgets, tokens and bytes of a cache, as text, HTML or JSON; and the repr of caches and handles."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from kvpolicy.text.tables import (
     section,
     size_summary,
     sum_by_kind,
+    text_layer_table,
 )
-from kvpolicy.text.text_tables import text_layer_table
 
 FORMAT = 1
 """Version of the format of `Report.as_dict`."""
@@ -263,3 +263,35 @@ def make_report(cache: CacheSource) -> Report:
 
 def _integers(values: Tensor) -> tuple[int, ...]:
     return tuple(int(value) for value in values.tolist())
+
+
+def cache_words(cache: CacheSource) -> str:
+    """One line: a cache's policy, rows and bytes."""
+    return f"PolicyCache({cache.policy}, {_state(cache)})"
+
+
+def handle_words(handle: HandleSource, model: str, attached: bool) -> str:
+    """One line: a handle's policy and model, and what its newest cache holds."""
+    state = "no cache yet" if handle.cache is None else _state(handle.cache)
+    return f"Handle({handle.policy} on {model}, {state}{'' if attached else ', detached'})"
+
+
+def cache_html(cache: CacheSource) -> str:
+    """The report of a cache, or its policy before the first prompt."""
+    if cache.batch_size < 0:
+        return section("cache that has seen no prompt yet", cache.policy.to_html())
+    return report_html(make_report(cache))
+
+
+def handle_html(handle: HandleSource, model: str, attached: bool) -> str:
+    """The state of a handle, and the report of its newest cache."""
+    state = "attached to" if attached else "detached from"
+    if handle.cache is None:
+        return section(f"{state} {escape(model)}, no cache yet", handle.policy.to_html())
+    return section(f"{state} {escape(model)}", cache_html(handle.cache))
+
+
+def _state(cache: CacheSource) -> str:
+    if cache.batch_size < 0:
+        return "no prompt yet"
+    return f"{count(cache.batch_size, 'row')}, {size_summary(cache.nbytes, cache.full_nbytes)}"

@@ -1,4 +1,4 @@
-"""The routes of the server."""
+"""The routes of the server; what a coroutine does before it first waits runs in a thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,15 +15,54 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from kvpolicy.serving.bodies import TOO_LARGE, read_json
 from kvpolicy.serving.generation import Cancelled, Failure, Generation, Job, describe
 from kvpolicy.serving.hosts import HostCheck, Hosts
 from kvpolicy.serving.metrics import Metrics
-from kvpolicy.serving.requests import Call, RequestError, parse_chat, parse_completion
+from kvpolicy.serving.requests import TOO_LARGE, Call, RequestError, parse_chat, parse_completion, read_json
 from kvpolicy.serving.stream import error_body, finish, rewrite
-from kvpolicy.serving.threads import begin_in_thread
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.version import __version__
+
+
+class _Rest:
+    """Awaitable for the rest of a coroutine that has begun, which `await` would refuse by itself.
+
+    Args:
+        coroutine: The coroutine.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._coroutine.__await__()
+
+
+async def begin_in_thread(executor: Executor, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine in a thread up to its first `await asyncio.sleep(0)`, and from there in the event loop.
+
+    Args:
+        executor: The threads.
+        coroutine: The coroutine; its first `await` that suspends it must be of that form.
+
+    Returns:
+        The result of the coroutine.
+    """
+    ended, value = await asyncio.get_running_loop().run_in_executor(executor, _begin, coroutine)
+    return value if ended else await _Rest(coroutine)
+
+
+def _begin(coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
+    """Whether the coroutine ended, and what it returned."""
+    try:
+        waits_for = coroutine.send(None)
+    except StopIteration as end:
+        return True, end.value
+    if waits_for is not None:  # what it waits for belongs to an event loop, and this thread has none
+        coroutine.close()
+        raise RuntimeError(f"A coroutine in a thread must not wait, got one that waits for {waits_for!r}.")
+    return False, None
+
 
 CLIENT_CLOSED = 499
 """The status of a request after its client disconnected; nobody reads it."""

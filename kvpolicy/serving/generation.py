@@ -12,13 +12,10 @@ import torch
 
 from kvpolicy.hf.cache_names import CACHE
 from kvpolicy.serving import handlers
-from kvpolicy.serving.bodies import positions_of
-from kvpolicy.serving.metrics import Metrics
+from kvpolicy.serving.metrics import CacheUsage, Metrics
 from kvpolicy.serving.prefix import Prefix
-from kvpolicy.serving.requests import Call
-from kvpolicy.serving.stops import StopStrings
-from kvpolicy.serving.streamer import AnswerStreamer, AnswerTokens
-from kvpolicy.serving.usage import CacheUsage
+from kvpolicy.serving.requests import Call, positions_of
+from kvpolicy.serving.streamer import AnswerStreamer, AnswerTokens, StopStrings
 from kvpolicy.text.errors import KVPolicyError
 
 DEFAULT_NEW_TOKENS = 1024

@@ -1,13 +1,38 @@
-"""The counters of a server, as Prometheus text."""
+"""What the cache of an answer held, and the counters of a server, as Prometheus text."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvpolicy.serving.usage import CacheUsage
+from kvpolicy.reporting.report import mean_kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheUsage:
+    """The cache of one answer, once its last token is generated.
+
+    Attributes:
+        kept_tokens: Tokens held, as a mean over layers and KV heads.
+        cache_nbytes: Bytes held.
+        full_nbytes: Bytes of the full cache for the same tokens.
+    """
+
+    kept_tokens: float
+    cache_nbytes: int
+    full_nbytes: int
+
+    @classmethod
+    def of(cls, cache: Any) -> CacheUsage:
+        """Measure a `PolicyCache` of one row."""
+        return cls(kept_tokens=mean_kept(cache), cache_nbytes=cache.nbytes, full_nbytes=cache.full_nbytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers, as they stand in `usage.kvpolicy` of an answer."""
+        return asdict(self)
+
 
 OUTCOMES = ("answered", "refused", "cancelled", "failed")
 """How a request to generate ends: exactly one of them for each.

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvpolicy.serving.generation import Job
-from kvpolicy.serving.stops import StopFilter
+from kvpolicy.serving.streamer import StopFilter
 
 
 def finish(answer: dict[str, Any], job: Job) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from kvpolicy.reporting.logging import without_warning_of_few_tokens
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
 from kvpolicy.testing.cache_checks import check_cache
-from kvpolicy.testing.nesting_checks import FallingBounds, FallingBudgets
 from kvpolicy.testing.part_checks import (
+    FallingBounds,
+    FallingBudgets,
     check_batch,
     check_budgets,
     check_divided,

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 import kvpolicy
-from kvpolicy.cli import model_names
-from kvpolicy.cli.app import COMMANDS, main
+from kvpolicy.cli import completion
+from kvpolicy.cli.app import COMMANDS, EXTRAS, main, sentence
 from kvpolicy.cli.commands import cache, calibrate, tiny
-from kvpolicy.cli.errors import EXTRAS, sentence
 from kvpolicy.hf.embedded import SHIPPED
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
 
@@ -247,7 +246,7 @@ def test_completion(
 
 
 def test_all_shipped_models_are_completed() -> None:
-    assert model_names.shipped() == sorted(SHIPPED)
+    assert completion.shipped() == sorted(SHIPPED)
 
 
 def test_it_runs_as_a_module() -> None:

@@ -18,8 +18,7 @@ from transformers import T5Config
 
 import kvpolicy
 from kvpolicy.cli.app import main
-from kvpolicy.cli.comparison import first_difference
-from kvpolicy.cli.generation import Generation, TextPrinter, TimedStreamer
+from kvpolicy.cli.generation import Generation, TextPrinter, TimedStreamer, first_difference
 from kvpolicy.cli.prompts import prompt_notes, read_prompt, sample
 from tests.counting_model import ANSWER, WORDS, counting_model
 from tests.counting_model import PROMPT as QUESTION

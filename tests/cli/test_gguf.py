@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.cli.model_loading import load
-from kvpolicy.hf import embedded, gguf
-from kvpolicy.hf.gguf import checkpoint_of
+from kvpolicy.hf import embedded
+from kvpolicy.hf.embedded import checkpoint_of
 
 HEAD_DIM = 16
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf, "find_spec", lambda name: object())
+    monkeypatch.setattr(embedded, "find_spec", lambda name: object())
 
 
 @pytest.mark.usefixtures("installed")
@@ -65,7 +65,7 @@ def test_without_the_package_it_is_one_sentence(
 ) -> None:
     path = tmp_path / "small.gguf"
     path.write_bytes(b"GGUF")
-    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
     for words in (["generate", "a", "--gguf", str(path)], ["plan", str(path)], ["bench", "full", "--model", str(path)]):
         assert main(words) == 2
         said = capsys.readouterr().err

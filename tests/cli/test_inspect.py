@@ -19,10 +19,9 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy.cli.app import main
-from kvpolicy.cli.inspection import inspect_prompt
+from kvpolicy.cli.inspection import MARKS, inspect_prompt
 from kvpolicy.cli.inspection_html import page
-from kvpolicy.cli.inspection_text import MARKS
-from kvpolicy.reporting.text_rendering import level
+from kvpolicy.reporting.token_spans import level
 from tests.conformance.models import build
 
 Run = Callable[..., str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from kvpolicy.cli.progress import Progress
+from kvpolicy.cli.formatting import Progress
 
 
 class Clock:

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import kvpolicy
 from kvpolicy import KVPolicyError
 from kvpolicy.cli.app import main
-from kvpolicy.cli.transfers import parse_rate, transfer_facts, transfer_text
+from kvpolicy.cli.layer_table import parse_rate, transfer_facts, transfer_text
 
 POLICY = "full+quest:read=256:host=true"
 SIZES: dict[str, Any] = {"prompt": 8192, "new": 64, "dtype": torch.bfloat16}

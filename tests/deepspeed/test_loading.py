@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import kvpolicy_deepspeed
-from kvpolicy.hf.heads import check_shardable
+from kvpolicy.hf.weights import check_shardable
 from kvpolicy_deepspeed import checks
 from kvpolicy_deepspeed.checkpoint import INDEX, Checkpoint
 from kvpolicy_deepspeed.checks import check_dtype

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import kvpolicy
-from kvpolicy.hf.block_masks import is_token
+from kvpolicy.hf.masks import is_token
 from tests.conformance.masked import differences
 from tests.conformance.models import UNNAMED
 from tests.conformance.play import TURNS, make_batch

@@ -335,7 +335,7 @@ def test_random_divisions(seed: int) -> None:
 @functools.cache
 def _planned(spec: str, keep: int, shape: LayerShape, layer_idx: int, length: int, end: int) -> int:
     """Bytes of one layer under an ordinary policy with a budget in tokens."""
-    from kvpolicy.planning.layer_plans import plan_layers
+    from kvpolicy.planning.memory import plan_layers
 
     policy = Policy.parse(spec).with_budget(keep)
     tokens = divide(policy, None, torch.tensor([length]), torch.tensor([end]), [shape])

@@ -18,13 +18,15 @@ from kvpolicy.hf.cache_names import (
     CACHE,
     NEW,
     OLD,
+    OLDEST,
     cache_argument,
     cache_name,
+    check_cache_name,
+    check_version,
     output_cache,
     passed_cache,
     rename_cache,
 )
-from kvpolicy.hf.versions import OLDEST, check_cache_name, check_version
 from tests.conformance.models import build
 
 IDS = torch.arange(3, 23)[None]

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from kvpolicy.engine.capacity import (
+from kvpolicy.engine.layout import (
     UNLIMITED,
     free_steps,
     growth,

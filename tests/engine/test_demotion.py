@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.demotion import demoted_counts, free_slots, overflow
-from kvpolicy.engine.demotion_order import DemotionOrder
+from kvpolicy.engine.demotion import DemotionOrder, demoted_counts, free_slots, overflow
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits
 from kvpolicy.engine.token_batch import BEYOND, TokenBatch
 from kvpolicy.protocols import SINGLE_RANK, StageStore

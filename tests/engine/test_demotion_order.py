@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.demotion_order import DemotionOrder
+from kvpolicy.engine.demotion import DemotionOrder
 from kvpolicy.engine.row_limits import alloc_limits
 from kvpolicy.protocols import SINGLE_RANK, Traits
 from tests.conformance.fakes import Fake

@@ -9,14 +9,14 @@ import pytest
 pytest.importorskip("transformers")
 from transformers import cache_utils
 
-from kvpolicy.hf import empty_layer
+from kvpolicy.hf import cache_names
 
 
 def test_it_is_the_class_of_transformers() -> None:
-    assert empty_layer.DummyLayer is getattr(cache_utils, "DummyLayer", empty_layer.DummyLayer)
+    assert cache_names.DummyLayer is getattr(cache_utils, "DummyLayer", cache_names.DummyLayer)
 
 
 def test_where_transformers_has_none_no_layer_is_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cache_utils, "DummyLayer", raising=False)
-    absent = runpy.run_path(empty_layer.__file__)["DummyLayer"]
+    absent = runpy.run_path(cache_names.__file__)["DummyLayer"]
     assert not isinstance(cache_utils.DynamicLayer(), absent)

@@ -12,7 +12,7 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.engine.invariants import check_invariants
-from kvpolicy.hf.division import BEYOND_BUDGET
+from kvpolicy.hf.budgets import BEYOND_BUDGET
 from kvpolicy.text.errors import KVPolicyStateError
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build

@@ -16,10 +16,9 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import ExactTopK, KVPolicyError, Policy, PolicyCache, Reuse
-from kvpolicy.engine.host_memory import load_slots, pins, to_host
-from kvpolicy.engine.link import Link, StepBytes
+from kvpolicy.engine.link import Link, StepBytes, load_slots, pins, to_host
 from kvpolicy.engine.reading import in_host_memory
-from kvpolicy.planning.plan_fields import plan_from_dict, plan_to_dict
+from kvpolicy.planning.result import plan_from_dict, plan_to_dict
 from kvpolicy.protocols import Index, Reader, ReaderTraits
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk

@@ -22,7 +22,7 @@ from kvpolicy.engine.pages import (
     take_for_pages,
     write_pages,
 )
-from kvpolicy.text.page_sizes import fewest_tokens, page_size
+from kvpolicy.text.budget import fewest_tokens, page_size
 from tests.reference import head_allocators
 
 HEADS = 4

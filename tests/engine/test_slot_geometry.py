@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.engine.capacity import UNLIMITED
 from kvpolicy.engine.editing import note_move
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.layout import UNLIMITED
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.protocols import View

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import kvpolicy
-from kvpolicy.hf import model_spec, state_sizes
+from kvpolicy.hf import model_spec
+from kvpolicy.hf import states as hf_states
 from kvpolicy.hf.forward_calls import check_step
 from kvpolicy.hf.states import States
 from tests.conformance.models import build
@@ -228,13 +229,13 @@ class _Fails(_Experts):
 def test_a_layer_that_fills_no_state_has_none() -> None:
     """transformers 5.18 lists the experts of Nemotron-H among the layers with a state."""
     cache: Any = SimpleNamespace(layers=[SimpleNamespace()])
-    state_sizes._fill(_Experts(), cache, 0, 4, torch.float32)
+    hf_states._fill(_Experts(), cache, 0, 4, torch.float32)
     with pytest.raises(
         kvpolicy.KVPolicyError, match="must be in the layers of transformers' cache, got layer 0 of _Fails"
     ):
-        state_sizes._fill(_Fails(), cache, 0, 4, torch.float32)
+        hf_states._fill(_Fails(), cache, 0, 4, torch.float32)
 
 
 def test_layers_without_bytes_have_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_sizes, "state_nbytes", lambda config, dtype: {2: 8})
+    monkeypatch.setattr(hf_states, "state_nbytes", lambda config, dtype: {2: 8})
     assert [*model_spec._states(SimpleNamespace(), {1: 1, 2: 1}, torch.float32, 1)] == [2]

@@ -149,7 +149,7 @@ def test_files_without_ids_are_not_compared(tmp_path: Path) -> None:
 
 def test_steps_compare_nothing(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ids are compared once for each call of `generate`, before it runs the model."""
-    from kvpolicy.hf.known_tokens import KnownTokens
+    from kvpolicy.hf.seen_text import KnownTokens
 
     model, path, ids, mask = saved
     calls: list[int] = []

@@ -7,7 +7,7 @@ import torch
 
 from kvpolicy.kernels import compiled
 from kvpolicy.kernels.compiled import call
-from kvpolicy.kernels.e4m3 import (
+from kvpolicy.kernels.fused_elements import (
     _in_registers,  # pyright: ignore[reportPrivateUsage]
     from_e4m3,
     mix_e4m3,

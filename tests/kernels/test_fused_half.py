@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy.kernels.fused_half import is_read_whole, mix_half, score_half
+from kvpolicy.kernels.fused_elements import is_read_whole, mix_half, score_half
 
 
 @pytest.mark.parametrize("width", [2, 6, 7])

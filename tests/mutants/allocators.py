@@ -215,7 +215,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a prompt waits with what only the allocator needed",
-        file="kvpolicy/hf/layer_metrics.py",
+        file="kvpolicy/hf/budgets.py",
         old="without_measured(pending, store.spec.prompt_statistics)",
         new="without_measured(pending, contents.prompt_statistics)",
         tests=("tests/allocators/test_attention.py",),

@@ -123,14 +123,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="a plan counts trimmed prompts of one row only",
-        file="kvpolicy/planning/waiting.py",
+        file="kvpolicy/planning/planner.py",
         old="return len(prompt) * held * of_token",
         new="return held * of_token",
         tests=WAITING,
     ),
     Mutation(
         name="a plan counts on bounds that a selector cannot use",
-        file="kvpolicy/planning/waiting.py",
+        file="kvpolicy/planning/planner.py",
         old="    if bool((least < nested).any()):\n",
         new="    if False:\n",
         tests=WAITING,

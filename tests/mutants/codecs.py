@@ -189,14 +189,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="fp8 rounds ties away from zero",
-        file="kvpolicy/kernels/e4m3.py",
+        file="kvpolicy/kernels/fused_elements.py",
         old="((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20)",
         new="((raw + 0x80000) >> 20)",
         tests=("tests/kernels/test_e4m3.py",),
     ),
     Mutation(
         name="subnormal numbers of fp8 are read as normal ones",
-        file="kvpolicy/kernels/e4m3.py",
+        file="kvpolicy/kernels/fused_elements.py",
         old="size.minimum(2 * size - 2.0**-6)",
         new="size",
         tests=("tests/kernels/test_e4m3.py",),

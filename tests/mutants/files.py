@@ -87,7 +87,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a text of a file is compared from its end",
-        file="kvpolicy/hf/known_tokens.py",
+        file="kvpolicy/hf/seen_text.py",
         old="text = ids[:, :columns].cpu()",
         new="text = ids[:, -columns:].cpu()",
         tests=("tests/files/test_known_tokens.py",),

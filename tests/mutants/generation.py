@@ -14,14 +14,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="a forward within a generation is its answer",
-        file="kvpolicy/hf/recent_cache.py",
+        file="kvpolicy/hf/generation_hooks.py",
         old="if answer is None or answer.cache is cache:",
         new="if answer is None or cache is not None:",
         tests=("tests/engine/test_recent_cache.py",),
     ),
     Mutation(
         name="a cache that begins again forgets what is still to come",
-        file="kvpolicy/hf/restarting.py",
+        file="kvpolicy/hf/generation_hooks.py",
         old="None if end is None else max(end - columns, 0)",
         new="None",
         tests=("tests/engine/test_restarting.py",),

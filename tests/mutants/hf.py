@@ -28,7 +28,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="measured cosines are not selected with the rows",
-        file="kvpolicy/hf/measured.py",
+        file="kvpolicy/hf/budgets.py",
         old="self.known = None if held is None else fn(held).tolist()",
         new="self.known = None if self.known is None else list(self.known)",
         tests=("tests/engine/test_squeeze.py",),
@@ -84,7 +84,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="padding in a step counts as a token of the mask's digest",
-        file="kvpolicy/hf/mask_digest.py",
+        file="kvpolicy/hf/seen_text.py",
         old="add_(1 if valid is None else valid[:, 0].long())",
         new="add_(1)",
         tests=("tests/robust/test_masks.py",),
@@ -128,7 +128,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="rows that were measured are measured again with others",
-        file="kvpolicy/hf/measured.py",
+        file="kvpolicy/hf/budgets.py",
         old="else torch.where(unbegun.cpu()[:, None], new, held)",
         new="else torch.where(unbegun.cpu()[:, None], new, new)",
         tests=(
@@ -159,7 +159,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="query heads are rounded down in the widths of a rank",
-        file="kvpolicy/hf/widths.py",
+        file="kvpolicy/hf/layer_sizes.py",
         old="heads = -(-text.num_attention_heads // tp)",
         new="heads = text.num_attention_heads // tp",
         tests=("tests/planning/test_division.py",),
@@ -176,14 +176,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="windows are not yet full in a budget of bytes without an end",
-        file="kvpolicy/hf/division.py",
+        file="kvpolicy/hf/budgets.py",
         old="(MAX_SIZE if told.new is None else told.new)",
         new="(told.new or 0)",
         tests=("tests/engine/test_announcements.py::test_a_budget_of_bytes_holds_once_windows_are_full",),
     ),
     Mutation(
         name="a later turn moves the announced end",
-        file="kvpolicy/hf/division.py",
+        file="kvpolicy/hf/budgets.py",
         old="prompt + told.new if told.new is not None and told.end is None else told.end",
         new="prompt + told.new if told.new is not None else told.end",
         tests=("tests/engine/test_announcements.py",),
@@ -232,7 +232,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="columns to come of an announced prompt are not planned",
-        file="kvpolicy/hf/division.py",
+        file="kvpolicy/hf/budgets.py",
         old="    columns += int((length - own).max())\n",
         new="",
         tests=("tests/engine/test_announcements.py",),
@@ -382,14 +382,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="a mask of a tile begins at the first token",
-        file="kvpolicy/hf/deferred_masks.py",
+        file="kvpolicy/hf/masks.py",
         old='self._arguments.get("q_offset", 0) + start',
         new='self._arguments.get("q_offset", 0)',
         tests=("tests/conformance/test_tiles.py",),
     ),
     Mutation(
         name="a layer is measured in its last tile alone",
-        file="kvpolicy/hf/measured.py",
+        file="kvpolicy/hf/budgets.py",
         old="self.sums[layer_idx] = self.sums[layer_idx].plus(new) if layer_idx in self.sums else new",
         new="self.sums[layer_idx] = new",
         tests=(
@@ -399,7 +399,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights are moved for each tile",
-        file="kvpolicy/hf/held_weights.py",
+        file="kvpolicy/hf/tiles.py",
         old="module.forward = module._old_forward",
         new="module.forward = forward",
         tests=("tests/robust/test_tiles.py",),
@@ -420,7 +420,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the digest of a mask misses the padding of tiles",
-        file="kvpolicy/hf/layer_tiles.py",
+        file="kvpolicy/hf/layer.py",
         old="layer.extend_digest(tiles.valid, tile.columns)",
         new="layer.extend_digest(None, tile.columns)",
         tests=("tests/conformance/test_tiles.py",),
@@ -476,7 +476,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the mask of a shared text is forgotten",
-        file="kvpolicy/hf/layer_prefix.py",
+        file="kvpolicy/hf/layer.py",
         old="return torch.full((self.rows,), self.digest, dtype=torch.int64, device=keys.device)",
         new="return torch.zeros(self.rows, dtype=torch.int64, device=keys.device)",
         tests=("tests/engine/test_shared_fork.py::test_a_padded_text",),

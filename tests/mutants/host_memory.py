@@ -30,7 +30,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a layer is copied whole to read a part of it",
-        file="kvpolicy/engine/host_memory.py",
+        file="kvpolicy/engine/link.py",
         old="return flat.index_select(0, index).to(device)",
         new="return flat.to(device).index_select(0, index.to(device))",
         tests=TESTS,
@@ -101,14 +101,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="the prefill holds what lies in host memory",
-        file="kvpolicy/hf/build_plan.py",
+        file="kvpolicy/hf/plan.py",
         old="sizes = [layer.device_nbytes for layer in layers]",
         new="sizes = [sum(layer.nbytes.values()) for layer in layers]",
         tests=TESTS,
     ),
     Mutation(
         name="the budget of a policy by layer bounds host memory too",
-        file="kvpolicy/planning/by_layer.py",
+        file="kvpolicy/planning/planner.py",
         old="sum(plan.device_nbytes for plan in plans)",
         new="sum(sum(plan.nbytes.values()) for plan in plans)",
         tests=TESTS,
@@ -122,7 +122,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a step's copies to host memory take no time",
-        file="kvpolicy/cli/transfers.py",
+        file="kvpolicy/cli/layer_table.py",
         old='"seconds": (planned.loaded + planned.stored) / rate',
         new='"seconds": planned.loaded / rate',
         tests=("tests/cli/test_transfers.py",),

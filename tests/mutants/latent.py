@@ -122,14 +122,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="padding beside a picture is kept",
-        file="kvpolicy/hf/block_masks.py",
+        file="kvpolicy/hf/masks.py",
         old="return diagonal if diagonal.dtype == torch.bool else diagonal == 0",
         new="return torch.ones_like(diagonal, dtype=torch.bool)",
         tests=("tests/engine/test_block_masks.py",),
     ),
     Mutation(
         name="layers without keys of their own let pictures see earlier tokens alone",
-        file="kvpolicy/hf/block_masks.py",
+        file="kvpolicy/hf/masks.py",
         old="    if stands or mask.dim() != 4",
         new="    if mask.dim() != 4",
         tests=("tests/engine/test_block_masks.py", "tests/robust/test_families.py"),

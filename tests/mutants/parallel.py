@@ -7,14 +7,14 @@ from tests.mutants import Mutation
 MUTATIONS = (
     Mutation(
         name="shards of experts are not aligned",
-        file="kvpolicy/parallel/sharding/parts.py",
+        file="kvpolicy/parallel/sharding.py",
         old="divided = aligned if fused_experts else even",
         new="divided = even",
         tests=("tests/test_parallel.py", "tests/test_weights.py", "tests/deepspeed/test_families.py"),
     ),
     Mutation(
         name="experts that are just large enough are not aligned",
-        file="kvpolicy/parallel/sharding/heads.py",
+        file="kvpolicy/parallel/sharding.py",
         old="total // unit >= size",
         new="total // unit > size",
         tests=("tests/test_parallel.py", "tests/test_weights.py"),
@@ -22,14 +22,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="KV heads are replicated although query heads do not divide",
-        file="kvpolicy/parallel/sharding/heads.py",
+        file="kvpolicy/parallel/sharding.py",
         old="if keys < size and size % keys == 0 and queries % size == 0:",
         new="if keys < size and size % keys == 0:",
         tests=("tests/test_parallel.py",),
     ),
     Mutation(
         name="a replicated group has the queries of the first rank",
-        file="kvpolicy/parallel/sharding/parts.py",
+        file="kvpolicy/parallel/sharding.py",
         old="own = range(max(heads.queries.start, first) - first, ",
         new="own = range(0, ",
         tests=("tests/test_parallel.py", "tests/test_weights.py", "tests/deepspeed/test_families.py"),
@@ -50,7 +50,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="biases of summed matrices are sharded over their outputs",
-        file="kvpolicy/parallel/sharding/parts.py",
+        file="kvpolicy/parallel/sharding.py",
         old='elif kind is None or (leaf == "bias" and kind in SUMMED):',
         new="elif kind is None:",
         tests=("tests/test_weights.py", "tests/deepspeed/test_families.py"),

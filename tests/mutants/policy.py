@@ -28,7 +28,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the share of a layer has a least number of tokens",
-        file="kvpolicy/policy/layers.py",
+        file="kvpolicy/policy/combination.py",
         old="if isinstance(policy.budget, str | Share):",
         new="if isinstance(policy.budget, str):",
         tests=("tests/test_policy.py",),
@@ -63,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="eight pages for each head are too few",
-        file="kvpolicy/text/page_sizes.py",
+        file="kvpolicy/text/budget.py",
         old="tokens // size < PAGES_PER_HEAD",
         new="tokens // size <= PAGES_PER_HEAD",
         tests=("tests/engine/test_pages.py", "tests/engine/test_page_geometry.py"),
@@ -84,7 +84,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a layer may read what one with another codec chose",
-        file="kvpolicy/policy/layers.py",
+        file="kvpolicy/policy/combination.py",
         old="if (chooser.reader, chooser.codec) != (policy.reader, policy.codec):",
         new="if chooser.reader != policy.reader:",
         tests=("tests/test_policy.py",),

@@ -37,14 +37,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="a share that is just below its level by rounding has the one below",
-        file="kvpolicy/reporting/text_rendering.py",
+        file="kvpolicy/reporting/token_spans.py",
         old="int(share * 5 + 1e-9)",
         new="int(share * 5)",
         tests=("tests/test_report_edges.py",),
     ),
     Mutation(
         name="a word that fills the line moves to the next",
-        file="kvpolicy/reporting/text_rendering.py",
+        file="kvpolicy/reporting/token_spans.py",
         old="if sum(cells(text) for text, _ in last) + cells(piece[0]) <= width:",
         new="if sum(cells(text) for text, _ in last) + cells(piece[0]) < width:",
         tests=("tests/test_report_edges.py",),

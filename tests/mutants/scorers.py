@@ -7,7 +7,7 @@ from tests.mutants import Mutation
 MUTATIONS = (
     Mutation(
         name="a plan forgets the slots of a prompt that was added whole",
-        file="kvpolicy/hf/added_whole.py",
+        file="kvpolicy/hf/budgets.py",
         old="else layer.store.contents.capacity > most",
         new="else layer.store.contents.capacity > most + 99",
         tests=("tests/engine/test_hold_next.py",),

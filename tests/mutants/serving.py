@@ -70,7 +70,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="stop strings are looked for without the prompt",
-        file="kvpolicy/serving/stops.py",
+        file="kvpolicy/serving/streamer.py",
         old="Detokenizer(self._tokenizer, prompt, skip_special_tokens=False)",
         new="Detokenizer(self._tokenizer, [], skip_special_tokens=False)",
         tests=("tests/serving/test_texts.py",),

@@ -58,7 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a tile reads the keys of the first tile",
-        file="kvpolicy/hf/tiled_keys.py",
+        file="kvpolicy/hf/tiles.py",
         old="        self._tiles += 1",
         new="        self._tiles += 0",
         tests=("tests/engine/test_shared_keys.py::test_tiles_keep_what_one_piece_keeps",),

@@ -12,11 +12,10 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import kvpolicy
 from kvpolicy import Policy
+from kvpolicy.hf.layer_sizes import widths_of
 from kvpolicy.hf.model_spec import describe
-from kvpolicy.hf.widths import widths_of
 from kvpolicy.planning.activations import Prefill, Widths
-from kvpolicy.planning.layer_plans import pages_of, waiting_bytes
-from kvpolicy.planning.memory import prefill_peak
+from kvpolicy.planning.memory import pages_of, prefill_peak, waiting_bytes
 from kvpolicy.planning.tokens import Tokens, tokens_of
 from kvpolicy.planning.tuned import lengths, resolve
 from kvpolicy.policy import TunedPolicy

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvpolicy.planning.knapsack import UNITS, Option, choose
+from kvpolicy.planning.tuned import UNITS, Option, choose
 from tests.reference.knapsack import least_loss
 from tests.sampling import product
 

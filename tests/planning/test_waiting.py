@@ -10,8 +10,8 @@ import torch
 import kvpolicy
 from kvpolicy import Policy, PolicyCache, attach
 from kvpolicy.hf.cache_forward import CacheForward
+from kvpolicy.planning.planner import trimmed_bytes
 from kvpolicy.planning.tokens import Tokens
-from kvpolicy.planning.waiting import trimmed_bytes
 from kvpolicy.protocols import LayerShape
 from tests.conformance.models import VOCABULARY, build
 from tests.engine.parts import generator

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvpolicy.reporting import plots
-from kvpolicy.reporting.plots.results import pareto, read_points
+from kvpolicy.reporting.plots.accuracy import pareto, read_points
 
 ROWS: list[dict[str, Any]] = [
     {"policy": "full", "accuracy": 1.0, "share": 1.0},

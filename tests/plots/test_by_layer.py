@@ -13,7 +13,7 @@ import torch
 import kvpolicy
 from kvpolicy.planning.curves import save_layers
 from kvpolicy.reporting import plots
-from kvpolicy.reporting.plots.points import looks
+from kvpolicy.reporting.plots.accuracy import looks
 
 
 def test_of_caches_and_plans(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 import kvpolicy
 from kvpolicy.reporting import plots
 from kvpolicy.reporting.plots.text import WIDE, pieces
-from kvpolicy.reporting.text_rendering import LIGHT, level
+from kvpolicy.reporting.token_spans import LIGHT, level
 
 TEXT = "tiger=4821 and $x$ é 中 more of it\nlion=1234\n?lion="
 

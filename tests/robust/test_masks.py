@@ -197,7 +197,7 @@ def test_a_later_mask_that_hides_other_tokens_is_refused(new: int, change: str) 
 
 
 def test_the_digest_of_a_mask_follows_rows_and_steps() -> None:
-    from kvpolicy.hf.mask_digest import mask_digest
+    from kvpolicy.hf.seen_text import mask_digest
 
     model = build("llama")
     ids, mask = make_batch([20, 17], [20, 1, 1, 5])
@@ -216,7 +216,7 @@ def test_the_digest_of_a_mask_follows_rows_and_steps() -> None:
 @pytest.mark.parametrize("pieces", [[1] * 12, [4, 1, 1, 3, 1, 2], [12], [11, 1]])
 def test_a_digest_is_that_of_all_columns_however_they_come(pieces: list[int]) -> None:
     """Also of a step in which a row has no token."""
-    from kvpolicy.hf.mask_digest import extend_digest, mask_digest
+    from kvpolicy.hf.seen_text import extend_digest, mask_digest
 
     mask = torch.rand(5, 12, generator=torch.Generator().manual_seed(0)) < 0.6
     digest = torch.zeros(5, dtype=torch.int64)

@@ -22,12 +22,11 @@ import openai
 
 import kvpolicy
 from kvpolicy.cli.app import main
-from kvpolicy.serving.bodies import body_limit
+from kvpolicy.serving.app import begin_in_thread
 from kvpolicy.serving.generation import _configure, describe  # pyright: ignore[reportPrivateUsage]
 from kvpolicy.serving.metrics import OUTCOMES
-from kvpolicy.serving.requests import Call
+from kvpolicy.serving.requests import Call, body_limit
 from kvpolicy.serving.server import log_to_terminal
-from kvpolicy.serving.threads import begin_in_thread
 from tests.serving.servers import POLICY, get, metric, running, wait_for
 
 PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvpolicy.hf.config_swap import configs_of
+from kvpolicy.hf.attention_interface import configs_of
 from kvpolicy.hf.discovery import home
 
 Held = dict[int, Tensor]

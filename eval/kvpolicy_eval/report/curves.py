@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from kvpolicy.reporting.plots._style import GREY, PALETTE
-from kvpolicy.reporting.plots.points import FRONT, STAR, Look, dot, front_line, legend_below, looks, percent_axis
+from kvpolicy.reporting.plots.accuracy import FRONT, STAR, Look, dot, front_line, legend_below, looks, percent_axis
 from kvpolicy_eval.report.gather import Findings, Point, Score, amount, front
 from kvpolicy_eval.report.parts import Difference
 from kvpolicy_eval.report.style import INK, Drawing

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpolicy.reporting.plots.results import pareto
+from kvpolicy.reporting.plots.accuracy import pareto
 from kvpolicy_eval.sweep import bootstrap
 from kvpolicy_eval.sweep.cells import DONE, NOTES, Store, load_json
 from kvpolicy_eval.sweep.modes import MODES, split_task

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli.arguments import Device, Dtype, Json, Model, Policies, Tile, tile_of
+from kvpolicy.cli.completion import TINY
 from kvpolicy.cli.formatting import as_json, counted, paragraph, size, table, width
 from kvpolicy.cli.model_loading import load
-from kvpolicy.cli.model_names import TINY
 
 DEFAULT = ["full", "window@0.2", "h2o@0.2", "squeeze+kvcrush@0.2", "snapkv+kivi:bits=4@0.2"]
 """The default policies."""

@@ -9,11 +9,9 @@ import typer
 
 from kvpolicy.cli import arguments
 from kvpolicy.cli.commands.generate import Chat, PromptFile, PromptText
-from kvpolicy.cli.formatting import as_json, paragraph, size, terms
-from kvpolicy.cli.help import Group
-from kvpolicy.cli.model_names import TINY
-from kvpolicy.cli.policy_files import files_of
-from kvpolicy.cli.prompts import check_length, encode, read_prompt
+from kvpolicy.cli.completion import TINY
+from kvpolicy.cli.formatting import Group, as_json, paragraph, size, terms
+from kvpolicy.cli.prompts import check_length, encode, files_of, read_prompt
 from kvpolicy.text.output import check_output
 
 app = typer.Typer(

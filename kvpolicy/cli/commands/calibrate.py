@@ -11,8 +11,7 @@ import typer
 
 from kvpolicy.calibration.calibrators import CALIBRATORS, Calibrator, HeadCalibrator
 from kvpolicy.cli.arguments import Device, Dtype, Model, parse_integers, parse_names
-from kvpolicy.cli.formatting import duration
-from kvpolicy.cli.help import Group
+from kvpolicy.cli.formatting import Group, duration
 from kvpolicy.cli.model_loading import load
 from kvpolicy.cli.strategy_docs import attributes
 from kvpolicy.text.embedded_names import EMBEDDED

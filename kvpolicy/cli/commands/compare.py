@@ -77,8 +77,8 @@ def compare(
     parsed = [Policy.parse(policy) for policy in policies]
     if len({str(policy) for policy in parsed}) < len(parsed):
         raise KVPolicyError(f"--policy must name each policy once, got {', '.join(policies)}; try another budget.")
+    from kvpolicy.cli.formatting import Progress
     from kvpolicy.cli.model_loading import load
-    from kvpolicy.cli.progress import Progress
     from kvpolicy.tuning.comparison import compare as difference
     from kvpolicy.tuning.comparison import verdict_line
     from kvpolicy.tuning.evidence import reference_logits, score

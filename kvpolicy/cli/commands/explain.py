@@ -10,12 +10,11 @@ import typer
 import kvpolicy
 from kvpolicy.cli.arguments import POLICY, Batch, Config, Json, New, Policy, Prompt, prompt_length
 from kvpolicy.cli.commands.plan import notes
+from kvpolicy.cli.completion import TINY, shipped
 from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, size, terms
-from kvpolicy.cli.layer_table import layer_facts, layer_table
+from kvpolicy.cli.layer_table import Bandwidth, Link, layer_facts, layer_table, transfer_facts, transfer_text
 from kvpolicy.cli.model_loading import dtype_of
-from kvpolicy.cli.model_names import TINY, shipped
 from kvpolicy.cli.strategy_docs import Description, read
-from kvpolicy.cli.transfers import Bandwidth, Link, transfer_facts, transfer_text
 from kvpolicy.registry import QUESTIONS
 from kvpolicy.text.errors import KVPolicyError
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpolicy.cli import arguments
-from kvpolicy.cli.completion import complete_policy
+from kvpolicy.cli.completion import TINY, complete_policy
 from kvpolicy.cli.formatting import as_json
-from kvpolicy.cli.model_names import TINY
 from kvpolicy.cli.prompts import check_length, encode, prompt_notes, read_prompt
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.limits import LEAST_TOKENS
@@ -148,7 +147,7 @@ def _canonical(policy: str, least: int = 0) -> str:
         least: The least number of tokens of a budget that is a fraction; 0 for none.
     """
     from kvpolicy.policy import Policy
-    from kvpolicy.policy.least import keep_at_least
+    from kvpolicy.policy.model_policy import keep_at_least
 
     return str(keep_at_least(Policy.parse(policy), least))
 
@@ -182,7 +181,7 @@ def _run(
         if runs[-1].interrupted:
             break
     if not quiet:
-        from kvpolicy.cli.comparison import show
+        from kvpolicy.cli.generation import show
 
         show(runs)
     return runs
@@ -190,8 +189,7 @@ def _run(
 
 def _stream(model: Any, tokenizer: Any, ids: Any, policy: str, options: GenerationOptions) -> Generation:
     """Run one policy, and print the text while it is generated."""
-    from kvpolicy.cli.comparison import summary
-    from kvpolicy.cli.generation import TextPrinter, generate_text, warm_up
+    from kvpolicy.cli.generation import TextPrinter, generate_text, summary, warm_up
 
     warm_up(model, tokenizer, ids, policy)
     run = generate_text(model, tokenizer, ids, policy, options, lambda: TextPrinter(tokenizer))
@@ -214,7 +212,7 @@ def _speculate(
 
 
 def _facts(model: str, prompt: int, runs: list[Generation]) -> dict[str, Any]:
-    from kvpolicy.cli.comparison import first_difference
+    from kvpolicy.cli.generation import first_difference
 
     first = runs[0]
     others = [{"policy": run.policy, "parts_after_tokens": first_difference(first, run)} for run in runs[1:]]

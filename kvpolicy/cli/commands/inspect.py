@@ -10,10 +10,9 @@ import typer
 
 from kvpolicy.cli import arguments
 from kvpolicy.cli.commands.generate import Chat, PolicyName, PromptFile, PromptText, replace_unencodable
+from kvpolicy.cli.completion import TINY
 from kvpolicy.cli.formatting import as_json
-from kvpolicy.cli.model_names import TINY
-from kvpolicy.cli.policy_files import files_of
-from kvpolicy.cli.prompts import check_length, encode, prompt_notes, read_prompt
+from kvpolicy.cli.prompts import check_length, encode, files_of, prompt_notes, read_prompt
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.output import check_output, has_marker
 
@@ -81,7 +80,7 @@ def inspect(
     for note in prompt_notes(model, ids.shape[1], is_sample):
         print(note, file=sys.stderr)
     if html is None:
-        from kvpolicy.cli.inspection_text import show
+        from kvpolicy.cli.inspection import show
 
         show(inspection, layer)
     else:

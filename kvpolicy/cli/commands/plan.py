@@ -23,11 +23,10 @@ from kvpolicy.cli.arguments import (
     hold_of,
     prompt_length,
 )
+from kvpolicy.cli.completion import TINY, check_order
 from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, size, table, terms
-from kvpolicy.cli.layer_table import layer_facts, layer_table
+from kvpolicy.cli.layer_table import Bandwidth, Link, layer_facts, layer_table, transfer_facts, transfer_text
 from kvpolicy.cli.model_loading import dtype_of
-from kvpolicy.cli.model_names import TINY, check_order
-from kvpolicy.cli.transfers import Bandwidth, Link, transfer_facts, transfer_text
 from kvpolicy.text.errors import KVPolicyError
 
 FOOTER = (

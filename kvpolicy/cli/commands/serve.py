@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli import arguments
-from kvpolicy.cli.completion import complete_model
-from kvpolicy.cli.model_names import TINY, check_order
+from kvpolicy.cli.completion import TINY, check_order, complete_model
 from kvpolicy.text.limits import LEAST_TOKENS
 
 ModelName = Annotated[
@@ -61,7 +60,7 @@ def serve(
     with vLLM: see docs/guide/vllm.md.
     """
     from kvpolicy.policy import Policy
-    from kvpolicy.policy.least import keep_at_least
+    from kvpolicy.policy.model_policy import keep_at_least
     from kvpolicy.serving.hosts import check_names
     from kvpolicy.serving.prefix import PrefixFile
     from kvpolicy.serving.server import bind, log_to_terminal, run, serving

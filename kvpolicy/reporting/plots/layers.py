@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.reporting.plots._sources import LayerTokens, Source, layer_tokens, named
 from kvpolicy.reporting.plots._style import (
     GREY,
     INK,
@@ -18,7 +17,8 @@ from kvpolicy.reporting.plots._style import (
     legend_above,
     whole_numbers,
 )
-from kvpolicy.reporting.plots.heat import heat
+from kvpolicy.reporting.plots.bytes import LayerTokens, Source, layer_tokens, named
+from kvpolicy.reporting.plots.tokens import heat
 from kvpolicy.reporting.report import cache_of
 from kvpolicy.reporting.sources import CacheSource, HandleSource
 from kvpolicy.text.errors import KVPolicyError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpolicy.reporting.report import cache_of
 from kvpolicy.reporting.sources import CacheSource, HandleSource
-from kvpolicy.reporting.text_rendering import LIGHT, NAMES, Piece, cells, ink, level, share_of, wrapped
+from kvpolicy.reporting.token_spans import LIGHT, NAMES, Piece, cells, ink, level, share_of, wrapped
 from kvpolicy.reporting.token_spans import pieces as pieces
 from kvpolicy.reporting.token_spans import spans as spans
 from kvpolicy.text.errors import KVPolicyError
