@@ -96,12 +96,12 @@ class _TunedFiles(ModelFile[Curves | Layers]):
         return KVPolicyError(f"The {self.noun} must be readable, got {path!r}: {reason}; {self.remedy}.")
 
 
-_TUNED = _TunedFiles()
+TUNED_FILES = _TunedFiles()
 
 
 def save_curves(path: str | os.PathLike[str], curves: Curves) -> None:
     """Write curves to a JSON file that `tuned:file=FILE` reads."""
-    _TUNED.save(path, curves)
+    TUNED_FILES.save(path, curves)
 
 
 def save_layers(path: str | os.PathLike[str], policies: Sequence[Policy | str]) -> None:
@@ -122,7 +122,7 @@ def save_layers(path: str | os.PathLike[str], policies: Sequence[Policy | str]) 
         ...     load_tuned(file).policies[1].budget
         0.25
     """
-    _TUNED.save(path, Layers(Policy.by_layer(policies, budget=1.0).layers))
+    TUNED_FILES.save(path, Layers(Policy.by_layer(policies, budget=1.0).layers))
 
 
 def load_tuned(path: str) -> Curves | Layers:
@@ -131,7 +131,7 @@ def load_tuned(path: str) -> Curves | Layers:
     Raises:
         KVPolicyError: If the file cannot be read, is of a newer format, or is no such file.
     """
-    return _TUNED.load(path)
+    return TUNED_FILES.load(path)
 
 
 def _check(curves: Curves) -> None:

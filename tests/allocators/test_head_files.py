@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,6 @@ def test_round_trip(tmp_path: Path) -> None:
     HEAD_FILES.save(path, content)
     assert HEAD_FILES.load(str(path)) == content
     assert set(json.loads(path.read_text())) >= {"format", "model", "kind", "heads", "sink", "recent"}
-    HEAD_FILES.save(path, content._replace(sinks=None))
-    assert HEAD_FILES.load(str(path)).sinks is None, "it is read again after it has changed"
-    assert [each.name for each in tmp_path.iterdir()] == ["heads.json"]
-
-
-def test_a_relative_path_is_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, score in (("a", 0.25), ("b", 0.75)):  # files of one size and one time
-        path = tmp_path / name / "heads.json"
-        path.parent.mkdir()
-        path.write_text(json.dumps({"format": 1, "heads": [[score]]}))
-        os.utime(path, ns=(0, 0))
-        monkeypatch.chdir(path.parent)
-        assert HEAD_FILES.load("heads.json").heads == ((score,),)
 
 
 def test_the_least_that_a_file_may_say(tmp_path: Path) -> None:
@@ -79,7 +65,6 @@ def test_the_file_of_headkv(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "must be JSON, got one that cannot be parsed"),
-        ("[" * 100_000, "must be JSON, got one that cannot be parsed"),
         ("[[1.0]]", "must be a JSON object, got list"),
         ({"weights": []}, "must have a table called heads, got none"),
         ({"heads": 3}, "must have a row for each layer, got 3"),
@@ -96,7 +81,6 @@ def test_the_file_of_headkv(tmp_path: Path) -> None:
         ({"heads": [[1.0]], "recent": 2.5}, "must have an integer from 1 to 2^31 - 1 as its recent, got 2.5"),
         ({"heads": [[1.0]], "model": {"layers": "x"}}, "must describe its model by sizes and samples of its weights"),
         ({"heads": [[1.0]], "model": {"weights": 1}}, "must describe its model by sizes and samples of its weights"),
-        ({"heads": [[1.0]], "format": 2, "kvpolicy": "99.0"}, "must have format 1 or older, got 2, written by"),
         ({"0-0": [1.0, None]}, "must have rows of finite numbers, got None"),
         ({"0-0": 1.0}, "must have rows of finite numbers, got 1.0"),
         (b"\xff\xfe", "one that is no text in UTF-8"),
@@ -142,8 +126,6 @@ def test_malformed_tables(table: str, config: str | None, message: str, tmp_path
         (HeadFile(ROWS), INFO._replace(layers=2, evictable=(1, 3)), "for each of the 4 layers of the model, got 3"),
         (HeadFile(ROWS), INFO._replace(heads=4), "must have a number for each of 4 KV heads, got 2 in layer 0"),
         (HeadFile((*ROWS[:2], ())), INFO, "must have a number for each of 2 KV heads, got 0 in layer 2"),
-        (HeadFile(ROWS, model=MODEL), INFO._replace(head_dim=8), "a head dimension of 4 instead of 8"),
-        (HeadFile(ROWS, model=MODEL), INFO._replace(weights=-WEIGHTS), "(llama 'm', whose weights differ)"),
     ],
 )
 def test_other_models(content: HeadFile, info: ModelInfo, message: str) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvpolicy.codecs._files import FACTS, TENSORS, CalibrationFile, check_model, load, save
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.model_file import digest
 
 META: dict[str, Any] = {"model": None, "head_dim": 4, "loss": 0.1, "groups": {"keys.pre": [[0], [1, 2]]}}
@@ -48,36 +47,12 @@ def model(**fields: Any) -> dict[str, Any]:
     return own | fields
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    tensors = written(tmp_path / "new" / "folder")
-    found = load(str(tmp_path / "new" / "folder"), "csr")
-    assert found.meta == META
-    assert found.tensors.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(found.tensors[name], tensor, rtol=0, atol=0)
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [FACTS, TENSORS]
-
-
 def test_read_once_until_it_changes(tmp_path: Path) -> None:
     written(tmp_path)
     found = load(str(tmp_path), "csr")
     assert load(os.path.relpath(tmp_path), "csr") is found
     written(tmp_path, META | {"loss": 0.2})
     assert load(str(tmp_path), "csr").meta["loss"] == 0.2
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path)
-    found = load(str(tmp_path), "csr")
-
-    def fail(*args: Any) -> None:
-        raise OSError("disk")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(KVPolicyError, match="must be writable, got disk; try another file"):
-        written(tmp_path)
-    assert load(str(tmp_path), "csr") is found
-    assert sorted(path.name for path in tmp_path.iterdir()) == [FACTS, TENSORS]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +62,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         (lambda f: (f / TENSORS).unlink(), "must contain the file tensors.safetensors, got none"),
         (lambda f: (f / FACTS).unlink(), "must contain the file calibration.json, got none"),
         (lambda f: (f / FACTS).write_text("{"), "must be JSON, got one that cannot be parsed"),
-        (lambda f: (f / FACTS).write_bytes(b"\xff\xfe\x00"), "must be JSON, got one that cannot be parsed"),
-        (lambda f: (f / FACTS).write_text("[" * 100_000), "must be JSON, got one that cannot be parsed"),
         (lambda f: (f / FACTS).write_text("[1]"), "must be written by kvpolicy, got one without its fields"),
         (lambda f: (f / FACTS).write_text("{}"), "must be written by kvpolicy, got one without its fields"),
         (lambda f: edit(f, meta={"head_dim": 8}), "got an edited or damaged one"),
@@ -148,9 +121,6 @@ def test_its_own_model_fits() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"layers": 4}, "with 3 layers instead of 4"),
-        ({"heads": 1}, "with 2 KV heads instead of 1"),
-        ({"head_dim": 8}, "with a head dimension of 4 instead of 8"),
         ({"weights": torch.linspace(1, -1, 64)}, "weights differ"),
         ({"weights": torch.ones(3)}, "weights differ"),
         ({"weights": torch.full((64,), torch.nan)}, "weights differ"),

@@ -227,7 +227,7 @@ MUTATIONS = (
         file="kvpolicy/text/model_file.py",
         old="return stat.st_mtime_ns, stat.st_size, stat.st_ino",
         new="return (stat.st_size,)",
-        tests=("tests/codecs/test_files.py", "tests/allocators/test_squeeze.py"),
+        tests=("tests/codecs/test_files.py", "tests/files/test_model_files.py"),
     ),
     Mutation(
         name="a smaller dictionary is not padded to the largest",

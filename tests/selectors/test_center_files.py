@@ -24,17 +24,6 @@ def some(heads: int = 4, layers: int = 2, dim: int = 4) -> dict[int, Centers]:
     return {n: Centers(torch.randn(heads, dim), torch.rand(heads, dim // 2)) for n in range(layers)}
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    path = str(tmp_path / "new" / "centers.safetensors")
-    content = some()
-    CENTER_FILES.save(path, CenterFile(content, None, {"tokens": 300}))
-    found = CENTER_FILES.load(path)
-    assert (found.model, found.made, [*found.centers]) == (None, {"tokens": 300}, [0, 1])
-    for layer, own in found.centers.items():
-        assert all(torch.equal(*pair) for pair in zip(own, content[layer], strict=True))
-    CENTER_FILES.check(found, path, INFO)
-
-
 @pytest.mark.parametrize(
     ("content", "got"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +27,6 @@ def some(heads: int = 2, layers: int = 3) -> dict[int, Tensor]:
     return {layer: torch.randn(heads, 4, generator=torch.Generator().manual_seed(layer)) for layer in range(layers)}
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "filters.safetensors"
-    FILTER_FILES.save(path, FilterFile(some(), MODEL, {"tokens": 300}))
-    found = FILTER_FILES.load(str(path))
-    assert (found.model, found.made, [*found.filters]) == (MODEL, {"tokens": 300}, [0, 1, 2])
-    assert all(torch.equal(tensor, some()[layer]) for layer, tensor in found.filters.items())
-    assert FILTER_FILES.load(str(path)) is found, "it is read once"
-    with safe_open(path, framework="pt") as file:
-        assert sorted(file.keys()) == ["filters.0", "filters.1", "filters.2"]
-        assert json.loads(file.metadata()[KEY])["format"] == 1
-    FILTER_FILES.save(path, FilterFile(some(layers=1)))
-    assert FILTER_FILES.load(str(path)).model is None, "it is read again after it has changed"
-    assert [each.name for each in path.parent.iterdir()] == ["filters.safetensors"]
-
-
-def test_a_relative_path_is_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, number in (("a", 0.25), ("b", 0.75)):  # files of one size and one time
-        path = tmp_path / name / "filters.safetensors"
-        FILTER_FILES.save(path, FilterFile({0: torch.full((1, 2), number)}))
-        os.utime(path, ns=(0, 0))
-        monkeypatch.chdir(path.parent)
-        assert FILTER_FILES.load("filters.safetensors").filters[0].tolist() == [[number] * 2]
-
-
 def sealed(path: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
     """Write a file whose hash fits, whatever is in it."""
     facts = {"format": 1, "kvpolicy": "0", "model": None, "made": None, **fields}
@@ -59,16 +34,27 @@ def sealed(path: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
     save_file(tensors, path, metadata={KEY: json.dumps(facts | {"sha256": found})})
 
 
+def test_names_of_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "filters.safetensors"
+    FILTER_FILES.save(path, FilterFile(some(), MODEL, {"tokens": 300}))
+    with safe_open(path, framework="pt") as file:
+        assert sorted(file.keys()) == ["filters.0", "filters.1", "filters.2"]
+        assert json.loads(file.metadata()[KEY])["format"] == 1
+
+
+def test_the_filters_of_the_embedded_models_are_means_of_unit_vectors() -> None:
+    for name in ("tiny", "tiny-4k"):
+        filters = FILTER_FILES.load(name).filters.values()
+        assert all(bool((tensor.norm(dim=-1) <= 1 + 1e-6).all()) for tensor in filters)
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda path: path.write_bytes(b"\x80\x04K\x01."), "must be a safetensors file, got one that cannot be parsed"),
-        (lambda path: path.write_bytes(b""), "must be a safetensors file, got one that cannot be parsed"),
         (lambda path: save_file({"a": WEIGHTS}, path), "must be written by kvpolicy, got one that does not say so"),
         (lambda path: save_file({}, path, {KEY: "[" * 100_000}), "got one that does not say so"),
         (lambda path: save_file({}, path, {KEY: '"x"'}), "got one that does not say so"),
         (lambda path: save_file({}, path, {KEY: "{}"}), "must be as it was written, got an edited or damaged one"),
-        (lambda path: sealed(path, {}, format=2, kvpolicy="99.0"), "must have format 1 or older, got 2, written by"),
         (lambda path: sealed(path, {"filters.0": WEIGHTS}), "got 'filters.0' of the shape [64]"),
         (lambda path: sealed(path, {"filters.x": WEIGHTS[None]}), "got 'filters.x' of the shape [1, 64]"),
         (lambda path: sealed(path, {"filters.0": WEIGHTS[None] / 0}), "must have finite filters [H, D] of layers"),
@@ -83,21 +69,6 @@ def test_malformed_files(write: Any, message: str, tmp_path: Path) -> None:
     assert str(raised.value).startswith("The filter file ") and str(path)[-10:] in str(raised.value)
 
 
-def test_a_changed_number_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "filters.safetensors"
-    FILTER_FILES.save(path, FilterFile(some()))
-    blob = bytearray(path.read_bytes())
-    blob[-1] ^= 1
-    path.write_bytes(blob)
-    with pytest.raises(kvpolicy.KVPolicyError, match="got an edited or damaged one; try kvpolicy calibrate qfilters"):
-        FILTER_FILES.load(str(path))
-
-
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(kvpolicy.KVPolicyError, match=r"The filter file .* must be writable, got"):
-        FILTER_FILES.save(tmp_path, FilterFile(some()))
-
-
 @pytest.mark.parametrize(
     ("content", "info", "message"),
     [
@@ -109,8 +80,6 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
         (FilterFile(some()), INFO._replace(layers=2, evictable=(1, 5)), "got none in layer 5"),
         (FilterFile(some()), INFO._replace(heads=4), "for 4 KV heads of dimension 4, as the model has, got [2, 4]"),
         (FilterFile(some()), INFO._replace(head_dim=8), "of dimension 8, as the model has, got [2, 4] in layer 0"),
-        (FilterFile(some(), MODEL), INFO._replace(head_dim=8), "a head dimension of 4 instead of 8"),
-        (FilterFile(some(), MODEL), INFO._replace(weights=-WEIGHTS), "(llama 'm', whose weights differ)"),
     ],
 )
 def test_other_models(content: FilterFile, info: ModelInfo, message: str) -> None:
@@ -136,14 +105,3 @@ def test_files_are_refused_when_a_policy_is_planned_or_attached(spec: str, tmp_p
         kvpolicy.plan("tiny", policy)
     FILTER_FILES.save(path, FilterFile({layer: torch.ones(4, 32) for layer in range(8)}))
     kvpolicy.attach(model, policy).detach()
-
-
-@pytest.mark.parametrize("name", ["tiny", "tiny-4k"])
-def test_the_embedded_models_have_files(name: Any) -> None:
-    calibration = pytest.importorskip("kvpolicy.calibration")
-    content = FILTER_FILES.load(name)
-    FILTER_FILES.check(content, name, calibration.model_info(kvpolicy.tiny(name=name)[0]))
-    assert content.model is not None and content.model["name"] == name
-    assert all(bool((tensor.norm(dim=-1) <= 1 + 1e-6).all()) for tensor in content.filters.values())
-    with pytest.raises(kvpolicy.KVPolicyError, match="made for another model"):
-        FILTER_FILES.check(content, name, INFO)
