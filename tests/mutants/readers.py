@@ -122,8 +122,8 @@ MUTATIONS = (
     Mutation(
         name="a base that estimates is taken",
         file="kvpolicy/readers/reuse.py",
-        old="if self.base.traits.estimates:",
-        new="if self.base.traits.estimates > 100:",
+        old="if traits.estimates is not None or",
+        new="if",
         tests=("tests/readers/test_reuse.py",),
     ),
     Mutation(

@@ -143,7 +143,7 @@ MUTATIONS = (
     Mutation(
         name="heads with different tokens share a basis",
         file="kvpolicy/policy/combination.py",
-        old="if policy.reader.traits.joint_heads and not same_in_heads(policy.selector):",
+        old="if rebuilt is not None and rebuilt.joint_heads and not same_in_heads(policy.selector):",
         new="if False:",
         tests=REBUILT,
     ),
