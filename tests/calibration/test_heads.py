@@ -132,11 +132,6 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
     for model, texts, message in refused:
         with pytest.raises(kvpolicy.KVPolicyError, match=message):
             calibrate_heads(model, texts, tmp_path / "heads.json")
-    with torch.no_grad():
-        broken = llama()
-        broken.model.layers[1].self_attn.q_proj.weight.fill_(float("inf"))
-    with pytest.raises(kvpolicy.KVPolicyError, match="must be finite, got inf or NaN in layer 1"):
-        calibrate_heads(broken, windows(), tmp_path / "heads.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -150,12 +145,6 @@ def test_a_file_is_written_for_the_model(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["model"]["type"] == "gemma2"
     model.eval()
     kvpolicy.attach(model, f"uniform/duo:file={path}+streaming@0.5").detach()
-    calibrate_heads(model, windows(), path, sinks=2, recent=5, positions=30)  # the same again
-    with pytest.raises(kvpolicy.KVPolicyError, match="must be absent, or a calibration of the same model"):
-        calibrate_heads(model, windows(), path, sinks=2, recent=6, positions=30)
-    calibrate_heads(model, windows(), path, sinks=2, recent=6, positions=30, force=True)
     other = llama()
     with pytest.raises(kvpolicy.KVPolicyError, match=r"made for another model \(gemma2"):
         kvpolicy.attach(other, f"uniform/duo:file={path}+streaming@0.5")
-    with pytest.raises(kvpolicy.KVPolicyError, match="already attached"), kvpolicy.attach(model, "window@0.5"):
-        head_scores(model, windows())

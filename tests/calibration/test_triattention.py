@@ -78,8 +78,3 @@ def test_kept_tokens_of_a_padded_batch(make: Callable[[], Any], generated: bool,
             kept = layer.store.tensors.positions[row].sort(-1).values
             want = scores.topk(12, dim=-1).indices.sort(-1).values
             assert kept.tolist() == want.tolist(), (row, index)
-
-
-def test_too_little_text(tmp_path: Path) -> None:
-    with pytest.raises(kvpolicy.KVPolicyError, match=r"must be at least 128, got 20; try a longer text\."):
-        calibrate_triattention(llama(), [windows(1, 20)[0]], tmp_path / "c.safetensors")
