@@ -19,7 +19,7 @@ from kvpolicy.engine.replay import attend_context, chunks
 from kvpolicy.hf.forward_calls import check_step
 from kvpolicy.hf.projection import output_projection
 from kvpolicy.protocols import Replay
-from kvpolicy_eval.data import prompts
+from kvpolicy_lm_eval.data import prompts
 from tests.conformance.access import kept_positions
 from tests.conformance.models import VOCABULARY, build
 from tests.conformance.play import forward, make_batch, talk
