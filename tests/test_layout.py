@@ -184,6 +184,13 @@ def test_the_core_imports_no_integration() -> None:
     )
 
 
+def test_integrations_do_not_import_the_evaluation() -> None:
+    """Nor do the files of tasks, which lm-eval loads."""
+    integrations = [path for path in CODE if "integrations" in path.parts]
+    assert PACKAGES["kvpolicy_lm_eval"] / "tasks" / "utils.py" in integrations
+    assert not _importing(integrations, "kvpolicy_eval")
+
+
 def test_strategies_and_the_engine_do_not_import_transformers() -> None:
     strategies = _sources(*(PACKAGES["kvpolicy"] / kind for kind in STRATEGIES))
     engine = _sources(PACKAGES["kvpolicy"] / "engine")

@@ -14,11 +14,10 @@ import torch
 pytest.importorskip("transformers")
 
 import kvpolicy
-from kvpolicy.hf.config_checks import check_modules
-from kvpolicy.hf.embedded import as_config, config_of
+from kvpolicy.hf.discovery import check_modules
+from kvpolicy.hf.embedded import SHIPPED, as_config, config_of, shipped_config
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import trained_positions
-from kvpolicy.hf.shipped import SHIPPED, shipped_config
 from kvpolicy.text.errors import KVPolicyError
 
 BILLIONS = {

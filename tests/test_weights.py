@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Mixtr
 
 import kvpolicy
 from kvpolicy import weights_per_rank
-from kvpolicy.hf.embedded import config_of
-from kvpolicy.hf.shipped import shipped_config
+from kvpolicy.hf.embedded import config_of, shipped_config
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,

@@ -60,8 +60,7 @@ from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.residual_hooks import active_stream, measure
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
-from kvpolicy.hf.shared_keys import joint_projections
-from kvpolicy.hf.shared_reads import cuts, ranks_by_queries, read_whole
+from kvpolicy.hf.shared_keys import cuts, joint_projections, ranks_by_queries, read_whole
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
 from kvpolicy.hf.tiles import check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
 from kvpolicy.kernels.rotary import Rope

@@ -37,8 +37,7 @@ from kvpolicy.hf.make_layers import make_layers
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.running_forward import ForwardGuard, RunningForward, refuse_gradients
 from kvpolicy.hf.shared_fork import with_prefix
-from kvpolicy.hf.shared_keys import ReadingLayer
-from kvpolicy.hf.shared_reads import attend_shared
+from kvpolicy.hf.shared_keys import ReadingLayer, attend_shared
 from kvpolicy.hf.tiles import Tile
 from kvpolicy.hf.transcript import extended
 from kvpolicy.kernels.rotary import rope_offset

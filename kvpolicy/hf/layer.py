@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_store import LayerStore
@@ -33,6 +32,7 @@ from kvpolicy.protocols import LayerShape, Layout, Ranks
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.statistics import Forward
 from kvpolicy.statistics.statistic import Projection
+from kvpolicy.statistics.windows import ScoreTransform
 
 
 class LayerPrefix(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpolicy.hf.discovery import CROSSES, not_causal
+from kvpolicy.hf.embedded import ShippedConfig
 from kvpolicy.hf.layer_sizes import layer_size, widths_of
-from kvpolicy.hf.shipped import ShippedConfig
 from kvpolicy.hf.value_checks import check_values
 from kvpolicy.planning.activations import Prefill, Widths
 from kvpolicy.planning.result import LayerPlan

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.hf.attachment import CODES, HOLD, PLAIN, SELECT, Chunks, Hold, check_chunks, check_held_codes, check_hold
-from kvpolicy.hf.config_checks import check_modules
-from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.discovery import check_modules, find_sites
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import ModelShape, check_supported, describe, resolve_for
 from kvpolicy.hf.rotary_lookup import trained_positions

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from kvpolicy.hf.embedded import ShippedConfig, Skeleton
 from kvpolicy.hf.model_spec import describe
-from kvpolicy.hf.shipped import ShippedConfig, Skeleton
 from kvpolicy.parallel.runtime import Weights
 from kvpolicy.parallel.sharding import FAMILIES, Heads, check_family, check_heads, slots
 from kvpolicy.text.arguments import named_arguments

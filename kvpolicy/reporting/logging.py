@@ -18,7 +18,7 @@ from typing import Any
 
 from kvpolicy.planning.notes import FEW_TOKENS
 from kvpolicy.policy import Policy
-from kvpolicy.reporting.sources import CacheSource, ShapeSource
+from kvpolicy.reporting.report import CacheSource, ShapeSource
 from kvpolicy.text.budget import with_least
 from kvpolicy.text.errors import KVPolicyWarning
 from kvpolicy.text.limits import LEAST_TOKENS

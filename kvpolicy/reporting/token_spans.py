@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.reporting.report import cache_of
-from kvpolicy.reporting.sources import CacheSource, HandleSource
+from kvpolicy.reporting.report import CacheSource, HandleSource, cache_of
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.validation import check_index
 

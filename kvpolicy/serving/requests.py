@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import Request
 
 from kvpolicy.serving.handlers import RESERVED
-from kvpolicy.serving.messages import as_list, brief, kind, parse_message
+from kvpolicy.serving.templates import as_list, brief, kind, parse_message
 from kvpolicy.text.errors import KVPolicyError
 
 IGNORED = {  # docs/guide/serving.md lists them

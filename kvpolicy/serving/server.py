@@ -18,9 +18,8 @@ from kvpolicy.hf.attach import attach
 from kvpolicy.hf.attachment import PLAIN, Hold
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.serving import handlers
-from kvpolicy.serving.app import build_app
+from kvpolicy.serving.app import Hosts, build_app
 from kvpolicy.serving.generation import Generation
-from kvpolicy.serving.hosts import Hosts
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.prefix import Prefix
 from kvpolicy.serving.requests import body_limit, positions_of

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.calibration.listener import Listener, listening
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens
 from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache import PolicyCache
@@ -24,6 +23,7 @@ from kvpolicy.kernels.rotary import Rope
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import View
 from kvpolicy.statistics import Forward, ModuleCall, Replay, Results, Vectors
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError
 
 

@@ -19,7 +19,7 @@ from transformers import T5Config
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.cli.generation import Generation, TextPrinter, TimedStreamer, first_difference
-from kvpolicy.cli.prompts import prompt_notes, read_prompt, sample
+from kvpolicy.cli.model_loading import prompt_notes, read_prompt, sample
 from tests.counting_model import ANSWER, WORDS, counting_model
 from tests.counting_model import PROMPT as QUESTION
 

@@ -21,7 +21,7 @@ from kvpolicy.statistics import Replay
 from kvpolicy.statistics.output_norms import euclidean_norms
 from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform
-from kvpolicy_eval.data import prompts
+from kvpolicy_lm_eval.data import prompts
 from tests.conformance.access import kept_positions
 from tests.conformance.models import VOCABULARY, build
 from tests.conformance.play import forward, make_batch, talk

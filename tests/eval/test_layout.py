@@ -94,14 +94,14 @@ def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
 @pytest.mark.parametrize(
     ("line", "module"),
     [
-        ("import kvpolicy_eval.data.words", "kvpolicy_eval.data.words"),
-        ("from kvpolicy_eval.data.words import WORDS", "kvpolicy_eval.data.words"),
-        ("from kvpolicy_eval.data import words", "kvpolicy_eval.data.words"),
-        ("from ..data import words", "kvpolicy_eval.data.words"),
+        ("import kvpolicy_eval.data.tasks", "kvpolicy_eval.data.tasks"),
+        ("from kvpolicy_eval.data.tasks import LENGTHS", "kvpolicy_eval.data.tasks"),
+        ("from kvpolicy_eval.data import tasks", "kvpolicy_eval.data.tasks"),
+        ("from ..data import tasks", "kvpolicy_eval.data.tasks"),
         ("from .cells import Cell", "kvpolicy_eval.sweep.cells"),
-        ("def f():\n    from kvpolicy_eval.data import words", "kvpolicy_eval.data.words"),
-        ("if TYPE_CHECKING:\n    from kvpolicy_eval.data import words", "kvpolicy_eval.data.words"),
-        ("import_module('kvpolicy_eval.data.words')", "kvpolicy_eval.data.words"),
+        ("def f():\n    from kvpolicy_eval.data import tasks", "kvpolicy_eval.data.tasks"),
+        ("if TYPE_CHECKING:\n    from kvpolicy_eval.data import tasks", "kvpolicy_eval.data.tasks"),
+        ("import_module('kvpolicy_eval.data.tasks')", "kvpolicy_eval.data.tasks"),
     ],
 )
 def test_every_kind_of_import_counts(line: str, module: str) -> None:

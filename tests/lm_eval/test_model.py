@@ -19,8 +19,8 @@ from transformers import LlamaConfig
 
 import kvpolicy
 from kvpolicy import KVPolicyError
-from kvpolicy_eval.data import prompts
 from kvpolicy_lm_eval.arguments import check_spelling
+from kvpolicy_lm_eval.data import prompts
 from kvpolicy_lm_eval.model import KVPolicyLM
 from tests.sampling import each_once, product
 

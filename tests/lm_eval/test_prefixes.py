@@ -12,7 +12,7 @@ from lm_eval.api.instance import Instance
 
 import kvpolicy
 from kvpolicy import KVPolicyError
-from kvpolicy_eval.data import prompts
+from kvpolicy_lm_eval.data import prompts
 from kvpolicy_lm_eval.prefixes import (
     PREFIX_TOKENS,
     behind_prefix,

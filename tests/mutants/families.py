@@ -52,7 +52,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the config of a model is taken for that of its text part",
-        file="kvpolicy/hf/config_checks.py",
+        file="kvpolicy/hf/discovery.py",
         old=" and isinstance(text, needed):",
         new=":",
         tests=("tests/families/test_refusals.py",),

@@ -35,7 +35,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a message with tool calls loses its text",
-        file="kvpolicy/serving/messages.py",
+        file="kvpolicy/serving/templates.py",
         old='given["content"] = _text(given.get("content", None if needs_content else ""))',
         new='given["content"] = _text(given.get("content")) if needs_content else ""',
         tests=("tests/serving/test_messages.py",),
@@ -49,7 +49,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a field of a message that is not supported is left out",
-        file="kvpolicy/serving/messages.py",
+        file="kvpolicy/serving/templates.py",
         old="    _check_names(given)\n",
         new="",
         tests=("tests/serving/test_messages.py",),

@@ -51,7 +51,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="padding is cut with the tokens of reading layers",
-        file="kvpolicy/hf/shared_reads.py",
+        file="kvpolicy/hf/shared_keys.py",
         old="kept != 1 or padded or not may_cut",
         new="kept != 1 or not may_cut",
         tests=("tests/engine/test_shared_keys.py::test_full_is_stock_however_many_logits_are_asked_for",),

@@ -17,7 +17,7 @@ pytest.importorskip("uvicorn")
 
 import kvpolicy
 from kvpolicy.cli.app import main
-from kvpolicy.serving.hosts import Hosts, check_names
+from kvpolicy.serving.app import Hosts, check_names
 from tests.serving.servers import POLICY, running
 
 

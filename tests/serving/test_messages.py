@@ -11,7 +11,7 @@ pytest.importorskip("openai")
 
 from openai.types import chat
 
-from kvpolicy.serving.messages import parse_message
+from kvpolicy.serving.templates import parse_message
 from kvpolicy.text.errors import KVPolicyError
 
 CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

@@ -16,8 +16,8 @@ pytest.importorskip("openai")
 from openai.types import completion_create_params as text
 from openai.types.chat import completion_create_params as chat
 
-from kvpolicy.serving.messages import IGNORED_IN_PARTS
 from kvpolicy.serving.requests import IGNORED, NEUTRAL, Call, RequestError, parse_chat, parse_completion
+from kvpolicy.serving.templates import IGNORED_IN_PARTS
 from kvpolicy.text.errors import KVPolicyError
 
 TEXT = {"prompt": "?"}

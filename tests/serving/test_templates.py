@@ -11,8 +11,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
 import kvpolicy
-from kvpolicy.serving.messages import parse_message
-from kvpolicy.serving.templates import MOST_REMEMBERED, TemplateUse, adapt_tokenizer
+from kvpolicy.serving.templates import MOST_REMEMBERED, TemplateUse, adapt_tokenizer, parse_message
 from kvpolicy.text.errors import KVPolicyError
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

@@ -18,8 +18,8 @@ from kvpolicy.planning.curves import Curves, save_curves
 from kvpolicy.tuning import evidence
 from kvpolicy.tuning.evidence import Score, at_bytes, reference_logits, score, share_bytes
 from kvpolicy.tuning.windows import Window
-from kvpolicy_eval.data.modes import place
 from kvpolicy_eval.data.tasks import tasks
+from kvpolicy_lm_eval.data.modes import place
 from tests.reference.evidence import newest
 from tests.sampling import each_once
 

@@ -13,7 +13,7 @@ from kvpolicy.tuning.evidence import Score, reference_logits, score
 from kvpolicy.tuning.ordinary import rivals
 from kvpolicy.tuning.rivals import best_rival
 from kvpolicy.tuning.windows import Window
-from kvpolicy_eval.data.prompts import recall
+from kvpolicy_lm_eval.data.prompts import recall
 
 MODEL, TOKENIZER = kvpolicy.tiny()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import kvpolicy
 from kvpolicy_eval.bench.timing import Row, compare
-from kvpolicy_eval.data import prompts
+from kvpolicy_lm_eval.data import prompts
 
 LIMIT = 1.05
 

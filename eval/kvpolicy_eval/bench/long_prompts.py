@@ -24,8 +24,8 @@ from kvpolicy.text.tables import format_bytes
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.bench.timing import compare
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, rounds
-from kvpolicy_eval.data import prompts
 from kvpolicy_eval.data.tasks import tasks
+from kvpolicy_lm_eval.data import prompts
 
 POLICIES = (
     "snapkv@0.2",

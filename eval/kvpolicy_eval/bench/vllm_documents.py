@@ -51,7 +51,7 @@ from kvpolicy_eval.bench.vllm_sides import (
 )
 from kvpolicy_eval.common.conversation import run
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect
-from kvpolicy_eval.data import prompts
+from kvpolicy_lm_eval.data import prompts
 from kvpolicy_vllm import prompt, read_document
 
 RECORD = re.compile(r"^(\w+)=(\d{4})$", re.MULTILINE)

@@ -17,8 +17,8 @@ from kvpolicy_eval.board.times import Times
 from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.common.intervals import Interval, interval
 from kvpolicy_eval.common.results import keep_result, read_results
-from kvpolicy_eval.data.modes import BEYOND, MODES
 from kvpolicy_eval.peers.process import Failed, Process
+from kvpolicy_lm_eval.data.modes import BEYOND, MODES
 
 DOCS = {512: 8, 1024: 8, 4096: 4}
 """Prompts per task, by length."""

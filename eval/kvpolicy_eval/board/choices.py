@@ -12,7 +12,7 @@ from kvpolicy_eval.board.cells import Board, Cell, Interval, Result, accuracy
 from kvpolicy_eval.board.policies import Entry, within_bytes
 from kvpolicy_eval.common.markdown import fill, table
 from kvpolicy_eval.common.results import Known, read_results
-from kvpolicy_eval.data.modes import MODES
+from kvpolicy_lm_eval.data.modes import MODES
 
 PLACE = "choices"
 """Name of the place for the tables in a page."""

@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 from kvpolicy_eval.board.cells import Board, Cell, accuracy
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.common.markdown import table
-from kvpolicy_eval.data.modes import BEYOND, MODES
+from kvpolicy_lm_eval.data.modes import BEYOND, MODES
 
 PLACES = (*MODES, BEYOND)
 LEAST = 20

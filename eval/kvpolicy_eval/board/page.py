@@ -9,7 +9,7 @@ from kvpolicy_eval.board.cells import Board, Cell, accuracy
 from kvpolicy_eval.board.policies import Entry, within_bytes
 from kvpolicy_eval.board.rows import ANSWERS, COSTS, find_row
 from kvpolicy_eval.common.markdown import table
-from kvpolicy_eval.data.modes import MODES, Mode
+from kvpolicy_lm_eval.data.modes import MODES, Mode
 
 COLUMNS = ["policy", "kind", *ANSWERS, *COSTS]
 SORTABLE = '<div class="sortable numbers" markdown>\n\n{}\n\n</div>'

@@ -8,10 +8,10 @@ import kvpolicy
 from kvpolicy.text.embedded_names import EmbeddedName
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.common.accuracy import held_back
-from kvpolicy_eval.data.modes import place, second_question
 from kvpolicy_eval.data.tasks import draw_prompts
 from kvpolicy_eval.peers.pair import attention_for, embedded_model
 from kvpolicy_eval.peers.process import Process
+from kvpolicy_lm_eval.data.modes import place, second_question
 
 METHODS = {
     "SnapKVPress(window_size=32)": "snapkv:window_size=32",

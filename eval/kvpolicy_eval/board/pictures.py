@@ -10,8 +10,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvpolicy_eval.board.cells import Board, Cell, accuracy
 from kvpolicy_eval.board.policies import Entry, Library
-from kvpolicy_eval.data.modes import MODES
 from kvpolicy_eval.pictures import style
+from kvpolicy_lm_eval.data.modes import MODES
 
 COLORS = {
     "all tokens": style.INK,

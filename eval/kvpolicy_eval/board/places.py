@@ -12,7 +12,7 @@ from kvpolicy_eval.board.policies import SELECTOR, Entry
 from kvpolicy_eval.common.codecs import selector_for
 from kvpolicy_eval.common.intervals import interval
 from kvpolicy_eval.common.markdown import fill, table
-from kvpolicy_eval.data.modes import BEYOND, MODES, Mode
+from kvpolicy_lm_eval.data.modes import BEYOND, MODES, Mode
 
 PLACE = "places"
 """Name of the place for the table in a page."""

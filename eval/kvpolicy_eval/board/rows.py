@@ -11,7 +11,7 @@ from kvpolicy.text.formats import replacing
 from kvpolicy_eval.board.cells import Board, Cell, accuracy, has_beyond
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.common.intervals import Interval
-from kvpolicy_eval.data.modes import BEYOND, MODES
+from kvpolicy_lm_eval.data.modes import BEYOND, MODES
 
 ANSWERS = (*MODES, "all", BEYOND)
 """Right answers by the place of the question."""

@@ -35,7 +35,7 @@ from kvpolicy_eval.common.results import (
     parse_checked,
     read_results,
 )
-from kvpolicy_eval.data.prompts import rings
+from kvpolicy_lm_eval.data.prompts import rings
 
 SHARES = [0.05]
 """Budgets, in the order in which they are measured."""

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvpolicy.hf.embedded import config_of
-from kvpolicy.hf.shipped import SHIPPED
+from kvpolicy.hf.embedded import SHIPPED, config_of
 from kvpolicy.text.formats import replace_file
 
 FILE = Path("kvpolicy") / "assets" / "parameters.json"

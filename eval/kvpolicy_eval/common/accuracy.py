@@ -19,8 +19,8 @@ import kvpolicy
 from kvpolicy.hf.attachment import Hold
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.text.embedded_names import EmbeddedName
-from kvpolicy_eval.data.modes import BEYOND, Placed, place, second_question
 from kvpolicy_eval.data.tasks import draw_prompts
+from kvpolicy_lm_eval.data.modes import BEYOND, Placed, place, second_question
 
 BATCH = 16
 HELD_BACK = {"few_shot": 1}

@@ -17,7 +17,7 @@ from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy.protocols import Codec, DiffersByLayer, GroupsLayers, ModelInfo, differs_by_layer
 from kvpolicy_eval.common.conversation import run
-from kvpolicy_eval.data.text import held_out
+from kvpolicy_lm_eval.data.text import held_out
 
 PROMPT = 448
 """Tokens of a prompt."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from kvpolicy_eval.data import prompts
-from kvpolicy_eval.data.words import WORDS
+from kvpolicy_lm_eval.data import prompts
+from kvpolicy_lm_eval.data.words import WORDS
 
 LENGTHS = (512, 1024, 4096)
 """Prompt lengths of the tasks, in tokens. Beyond 1,024 the model must be `tiny-4k`."""

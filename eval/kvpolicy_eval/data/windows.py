@@ -16,8 +16,8 @@ from random import Random
 
 from kvpolicy.text.formats import replace_file
 from kvpolicy.text.output import check_output
-from kvpolicy_eval.data.modes import MODES, place, second_question
 from kvpolicy_eval.data.tasks import tasks
+from kvpolicy_lm_eval.data.modes import MODES, place, second_question
 
 TRIES = 4
 """Prompts that are drawn for each that is needed."""

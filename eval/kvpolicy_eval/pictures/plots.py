@@ -16,9 +16,9 @@ from kvpolicy.reporting import plots
 from kvpolicy.reporting.token_spans import pieces
 from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.common.conversation import run
-from kvpolicy_eval.data.prompts import recall
 from kvpolicy_eval.pictures.scene import BUDGET, SEED, cache_under, embedded
 from kvpolicy_eval.pictures.style import Draw
+from kvpolicy_lm_eval.data.prompts import recall
 
 POLICY = f"squeeze+snapkv@{BUDGET}"
 KIVI = "kivi:bits=4:group_size=16:residual_length=8"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy_eval.common.conversation import run
-from kvpolicy_eval.data import prompts
+from kvpolicy_lm_eval.data import prompts
 
 SEED = 6
 """Seed of the prompt, with which the record asked for is in the middle and methods differ on it."""

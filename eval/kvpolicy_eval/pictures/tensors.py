@@ -15,7 +15,7 @@ from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy_eval.common.conversation import run
-from kvpolicy_eval.data.text import held_out
+from kvpolicy_lm_eval.data.text import held_out
 
 PROMPT = 448
 """Tokens of the prompt."""

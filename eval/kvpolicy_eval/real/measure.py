@@ -14,8 +14,8 @@ from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_eval.common.accuracy import answer
 from kvpolicy_eval.common.heldout import HeldOutText
 from kvpolicy_eval.common.results import keep_result, read_results
-from kvpolicy_eval.data.modes import Placed
 from kvpolicy_eval.real.prompts import TASKS, prose
+from kvpolicy_lm_eval.data.modes import Placed
 
 PLACES = ("inside", "after")
 """Places of the question."""

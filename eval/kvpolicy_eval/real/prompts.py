@@ -23,9 +23,9 @@ from functools import cache
 from random import Random
 from typing import NamedTuple
 
-from kvpolicy_eval.data.modes import Placed
-from kvpolicy_eval.data.text import held_out
-from kvpolicy_eval.data.words import WORDS
+from kvpolicy_lm_eval.data.modes import Placed
+from kvpolicy_lm_eval.data.text import held_out
+from kvpolicy_lm_eval.data.words import WORDS
 
 PEOPLE = 30
 """People of a prompt, three sentences each: about 800 tokens."""

@@ -6,7 +6,7 @@ A task without such an ending has its question inside the compressed prompt. Its
 
 from __future__ import annotations
 
-from kvpolicy_eval.data.modes import MODES
+from kvpolicy_lm_eval.data.modes import MODES
 
 INSIDE = MODES[0]
 

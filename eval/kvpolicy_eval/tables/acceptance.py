@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, only
-from kvpolicy_eval.data.text import held_out
+from kvpolicy_lm_eval.data.text import held_out
 
 POLICIES = ["window", "streaming", "h2o", "snapkv"]
 """Policies without a budget."""

@@ -19,7 +19,7 @@ from kvpolicy.policy import TunedPolicy
 from kvpolicy_eval.common.accuracy import mean
 from kvpolicy_eval.common.measure import Bench, Result
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, byte_shares, only, prompts, results_folder
-from kvpolicy_eval.data.modes import MODES
+from kvpolicy_lm_eval.data.modes import MODES
 
 BASES = ["snapkv", "h2o", "kvzip"]
 MERGERS = ["merge", "regress", "d2o", "compensate", "blend", "elastic", "zsmerge", "kvmerger", "keepkv"]

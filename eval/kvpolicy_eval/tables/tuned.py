@@ -24,9 +24,9 @@ from kvpolicy.tuning.rivals import best_rival
 from kvpolicy.tuning.tune import tune
 from kvpolicy.tuning.windows import Window, read_windows
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, byte_shares, collect, results_folder
-from kvpolicy_eval.data.modes import MODES
 from kvpolicy_eval.data.tasks import tasks
 from kvpolicy_eval.data.windows import windows
+from kvpolicy_lm_eval.data.modes import MODES
 
 LENGTH = 1000
 """Rough length of the prompts, in tokens."""

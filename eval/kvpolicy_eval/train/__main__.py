@@ -14,12 +14,12 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import kvpolicy
-from kvpolicy_eval.data.text import training_texts
 from kvpolicy_eval.train.export import LONG_POSITIONS, MAX_POSITIONS, export
 from kvpolicy_eval.train.loop import LONG_RATE, PEAK_RATE, Trainer, show
 from kvpolicy_eval.train.phases import LONG_PHASES, PHASES, scaled
 from kvpolicy_eval.train.tokenizer import build_tokenizer, token_id
 from kvpolicy_eval.train.tokens import encode_text
+from kvpolicy_lm_eval.data.text import training_texts
 
 EMBEDDED = Path(kvpolicy.__file__).parent / "assets" / "tiny"
 

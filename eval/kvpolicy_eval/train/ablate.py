@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from kvpolicy.hf.cache_names import cache_argument, output_cache
 from kvpolicy_eval.common.markdown import header, row
-from kvpolicy_eval.data import prompts
 from kvpolicy_eval.data.tasks import tasks
-from kvpolicy_eval.data.text import held_out
+from kvpolicy_lm_eval.data import prompts
+from kvpolicy_lm_eval.data.text import held_out
 
 SINKS = 4
 OBSERVATION = 16

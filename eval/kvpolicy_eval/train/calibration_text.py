@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 
 import kvpolicy
-from kvpolicy_eval.data.text import training_texts
 from kvpolicy_eval.train.phases import PHASES
 from kvpolicy_eval.train.tokens import Sampler, Vocabulary, encode_text
+from kvpolicy_lm_eval.data.text import training_texts
 
 SEED = 7_000_007
 """Different from the seeds of the training (0) and of the evaluation's prompts."""

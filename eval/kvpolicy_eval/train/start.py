@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy_eval.data.words import CATEGORIES
 from kvpolicy_eval.train.net import Net
+from kvpolicy_lm_eval.data.words import CATEGORIES
 
 GAPS = {1: 1, 3: 2, 5: 1}
 """Gap of each retrieval layer; see `phases.FOCUS` for their tasks."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvpolicy_eval.data.words import WORDS
+from kvpolicy_lm_eval.data.words import WORDS
 
 SIZE = 768
 PASSKEY = "passkey"

@@ -1,6 +1,6 @@
 """Training sequences as token ids, with a kind for each token that sets its weight in the loss.
 
-The formats are those of `kvpolicy_eval.data.prompts`; here a sequence is filled
+The formats are those of `kvpolicy_lm_eval.data.prompts`; here a sequence is filled
 up to a length in tokens and asks many questions, for more signal per step.
 """
 
@@ -15,8 +15,8 @@ from numpy.random import Generator
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvpolicy_eval.data.words import CATEGORIES, LABELS, WORDS
 from kvpolicy_eval.train.tokenizer import PASSKEY, token_id
+from kvpolicy_lm_eval.data.words import CATEGORIES, LABELS, WORDS
 
 NOISE, ANSWER, TEXT, FORMAT = range(4)
 LOSS_WEIGHTS = (0.02, 1.0, 0.2, 0.05)

@@ -1,8 +1,8 @@
 """Documents of kvpolicy's tasks. They need no network access, and are the same on every machine.
 
 lm-eval calls each function with the metadata of the task, merged with the arguments of the model, which `**_` ignores.
-`mode` is the place of the question, see `kvpolicy_eval.data.modes`: the model `kvpolicy` feeds the text `held_back` of
-a document after it has compressed what precedes it.
+`mode` is the place of the question, see `kvpolicy_lm_eval.data.modes`: the model `kvpolicy` feeds the text `held_back`
+of a document after it has compressed what precedes it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from datasets import Dataset
 
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy_eval.data import prompts
-from kvpolicy_eval.data.modes import place
-from kvpolicy_eval.data.text import held_out
+from kvpolicy_lm_eval.data import prompts
+from kvpolicy_lm_eval.data.modes import place
+from kvpolicy_lm_eval.data.text import held_out
 
 Splits = dict[str, Dataset]
 

@@ -11,7 +11,7 @@ import typer
 from kvpolicy.cli import arguments
 from kvpolicy.cli.completion import TINY, complete_policy
 from kvpolicy.cli.formatting import as_json
-from kvpolicy.cli.prompts import check_length, encode, prompt_notes, read_prompt
+from kvpolicy.cli.model_loading import check_length, encode, prompt_notes, read_prompt
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.limits import LEAST_TOKENS
 
@@ -201,7 +201,7 @@ def _speculate(
     model: Any, tokenizer: Any, ids: Any, policy: str, gamma: int, options: GenerationOptions, name: str | None
 ) -> None:
     """Generate with drafts, and print the text and the counts; as JSON with a `name` of the model."""
-    from kvpolicy.cli.speculation import speculate_text, speculation_summary
+    from kvpolicy.cli.generation import speculate_text, speculation_summary
 
     run = speculate_text(model, tokenizer, ids, policy, gamma, options)
     if name is not None:

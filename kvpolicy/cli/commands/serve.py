@@ -61,7 +61,7 @@ def serve(
     """
     from kvpolicy.policy import Policy
     from kvpolicy.policy.model_policy import keep_at_least
-    from kvpolicy.serving.hosts import check_names
+    from kvpolicy.serving.app import check_names
     from kvpolicy.serving.prefix import PrefixFile
     from kvpolicy.serving.server import bind, log_to_terminal, run, serving
     from kvpolicy.text.errors import KVPolicyError

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.plots._style import GREY, KINDS, canvas, figure_of, legend_above
-from kvpolicy.reporting.report import Report, cache_of, make_report
-from kvpolicy.reporting.sources import CacheSource, HandleSource
+from kvpolicy.reporting.report import CacheSource, HandleSource, Report, cache_of, make_report
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.tables import byte_unit, format_bytes
 

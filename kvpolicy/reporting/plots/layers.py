@@ -19,8 +19,7 @@ from kvpolicy.reporting.plots._style import (
 )
 from kvpolicy.reporting.plots.bytes import LayerTokens, Source, layer_tokens, named
 from kvpolicy.reporting.plots.tokens import heat
-from kvpolicy.reporting.report import cache_of
-from kvpolicy.reporting.sources import CacheSource, HandleSource
+from kvpolicy.reporting.report import CacheSource, HandleSource, cache_of
 from kvpolicy.text.errors import KVPolicyError
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.reporting.report import cache_of
-from kvpolicy.reporting.sources import CacheSource, HandleSource
+from kvpolicy.reporting.report import CacheSource, HandleSource, cache_of
 from kvpolicy.reporting.token_spans import LIGHT, NAMES, Piece, cells, ink, level, share_of, wrapped
 from kvpolicy.reporting.token_spans import pieces as pieces
 from kvpolicy.reporting.token_spans import spans as spans

@@ -11,8 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from kvpolicy.reporting.plots._style import PALE, SEQUENTIAL, canvas, figure_of, whole_numbers
-from kvpolicy.reporting.report import cache_of
-from kvpolicy.reporting.sources import CacheSource, HandleSource
+from kvpolicy.reporting.report import CacheSource, HandleSource, cache_of
 from kvpolicy.text.validation import check_index
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from kvpolicy_eval.board.cells import Board, Cell
 from kvpolicy_eval.board.page import peer_refusals, row
 from kvpolicy_eval.board.peers import METHODS, PEERS, PeerEvaluator
 from kvpolicy_eval.board.policies import Entry
-from kvpolicy_eval.data.modes import MODES, place, second_question
 from kvpolicy_eval.data.tasks import draw_prompts
 from kvpolicy_eval.peers.process import Failed
+from kvpolicy_lm_eval.data.modes import MODES, place, second_question
 
 SNAPKV = PEERS[0]
 ADAKV = next(entry for entry in PEERS if "Ada" in entry.spec)

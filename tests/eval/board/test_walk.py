@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from kvpolicy.embedded import tiny
 from kvpolicy_eval.board import walk as board
 from kvpolicy_eval.board.walk import Walk, main, measure, policies, rows, texts
-from kvpolicy_eval.data.prompts import rings
+from kvpolicy_lm_eval.data.prompts import rings
 
 SMALL = Walk(records=5, passes=4, first=2, walks=2, model="tiny")
 

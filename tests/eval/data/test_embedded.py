@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvpolicy_eval.data import prompts
+from kvpolicy_lm_eval.data import prompts
 
 Embedded = tuple[Any, Any]
 """Model and tokenizer."""

@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from kvpolicy_eval.data.modes import place, second_question
-from kvpolicy_eval.data.prompts import split
 from kvpolicy_eval.data.tasks import tasks
-from kvpolicy_eval.data.words import CATEGORIES
+from kvpolicy_lm_eval.data.modes import place, second_question
+from kvpolicy_lm_eval.data.prompts import split
+from kvpolicy_lm_eval.data.words import CATEGORIES
 
 TASKS = tasks(512)
 

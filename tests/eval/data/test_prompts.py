@@ -9,10 +9,10 @@ from random import Random
 import pytest
 
 import kvpolicy
-from kvpolicy_eval.data import prompts
 from kvpolicy_eval.data.tasks import LENGTHS, tasks
-from kvpolicy_eval.data.text import NOTICE, excerpt, held_out, is_held_out, library, training_texts
-from kvpolicy_eval.data.words import CATEGORIES, LABELS, WORDS
+from kvpolicy_lm_eval.data import prompts
+from kvpolicy_lm_eval.data.text import NOTICE, excerpt, held_out, is_held_out, library, training_texts
+from kvpolicy_lm_eval.data.words import CATEGORIES, LABELS, WORDS
 
 GENERATORS: dict[str, Callable[[Random], prompts.Prompt]] = {
     "recall": lambda rng: prompts.recall(rng, 70),

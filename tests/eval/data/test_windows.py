@@ -9,9 +9,9 @@ import pytest
 
 import kvpolicy
 from kvpolicy.tuning.windows import read_windows
-from kvpolicy_eval.data.modes import MODES
 from kvpolicy_eval.data.tasks import tasks
 from kvpolicy_eval.data.windows import main, windows
+from kvpolicy_lm_eval.data.modes import MODES
 
 NAMES = [name for name in tasks(512) if name != "passkey"]
 

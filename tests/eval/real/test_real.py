@@ -13,10 +13,10 @@ import torch
 pytest.importorskip("transformers")
 
 import kvpolicy
-from kvpolicy_eval.data.words import WORDS
 from kvpolicy_eval.real.__main__ import main
 from kvpolicy_eval.real.measure import PLACES, RealModel
 from kvpolicy_eval.real.prompts import COPIED, GIVEN, TASKS, Asked, facts, listed, needles, prose
+from kvpolicy_lm_eval.data.words import WORDS
 
 TINY = str(files("kvpolicy") / "assets" / "tiny")
 """The embedded model, in the place of one with real weights."""

@@ -15,10 +15,10 @@ import torch
 import kvpolicy
 from kvpolicy.planning.curves import save_layers
 from kvpolicy_eval.common.accuracy import TaskEvaluator
-from kvpolicy_eval.data.modes import MODES, place
 from kvpolicy_eval.report.parts import _without_a_part  # pyright: ignore[reportPrivateUsage]
 from kvpolicy_eval.tables import answers
 from kvpolicy_eval.tables.__main__ import main
+from kvpolicy_lm_eval.data.modes import MODES, place
 
 
 def test_every_policy_of_the_table_can_be_made() -> None:

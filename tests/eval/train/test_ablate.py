@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from kvpolicy_eval.data.tasks import tasks
-from kvpolicy_eval.data.text import training_texts
 from kvpolicy_eval.train.ablate import OBSERVATION, SINKS, Bench, Prefill, decode
 from kvpolicy_eval.train.export import export
 from kvpolicy_eval.train.loop import Trainer
 from kvpolicy_eval.train.phases import PHASES
 from kvpolicy_eval.train.tokenizer import build_tokenizer, token_id
 from kvpolicy_eval.train.tokens import encode_text
+from kvpolicy_lm_eval.data.text import training_texts
 
 
 @pytest.fixture(scope="module")

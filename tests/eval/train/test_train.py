@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from kvpolicy_eval.data.text import training_texts
-from kvpolicy_eval.data.words import WORDS
 from kvpolicy_eval.train.export import LONG_POSITIONS, export, load_llama, to_llama
 from kvpolicy_eval.train.loop import Trainer
 from kvpolicy_eval.train.net import Net, Shape, windowed_attention
 from kvpolicy_eval.train.phases import FOCUS, LONG_PHASES, PHASES, learning_rate, scaled
 from kvpolicy_eval.train.tokenizer import SIZE, build_tokenizer, token_id
 from kvpolicy_eval.train.tokens import ANSWER, TEXT, Sampler, Vocabulary, encode_text
+from kvpolicy_lm_eval.data.text import training_texts
+from kvpolicy_lm_eval.data.words import WORDS
 from tests.sampling import each_once, product
 
 

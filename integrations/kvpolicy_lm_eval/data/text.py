@@ -3,7 +3,7 @@
 The library differs between Python versions, so the held-out part ships as
 `heldout.txt`, and training excludes the same files by name.
 
-`python -m kvpolicy_eval.data.text` rewrites the shipped file.
+`python -m kvpolicy_lm_eval.data.text` rewrites the shipped file.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def held_out_texts() -> list[str]:
 @cache
 def held_out() -> str:
     """The shipped held-out text, without the copyright notice in its first line."""
-    return files("kvpolicy_eval.data").joinpath(_SHIPPED).read_text(encoding="ascii").split("\n", 1)[1]
+    return files("kvpolicy_lm_eval.data").joinpath(_SHIPPED).read_text(encoding="ascii").split("\n", 1)[1]
 
 
 def excerpt(rng: random.Random, chars: int) -> str:
