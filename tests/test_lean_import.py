@@ -43,6 +43,10 @@ except SystemExit:
 from kvpolicy import plots
 assert "bytes_by_kind" in dir(plots)
 """,
+    "the options of calibrations": """
+from kvpolicy.cli.app import main
+assert main(["calibrate", "--help"]) == main(["calibrate", "csr", "--help"]) == 0
+""",
     "plans": f"""
 import kvpolicy
 from kvpolicy.cli.app import main
@@ -60,7 +64,7 @@ import kvpolicy.registry as r
 assert all(r.lookup(name) for name in r.names())
 """,
 }
-WITHOUT_TORCH = 2
+WITHOUT_TORCH = 3
 """The first steps, which do not import PyTorch either."""
 
 BARE = """

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvpolicy.calibration.corpus import read_texts as read_texts
     from kvpolicy.calibration.corpus import token_windows as token_windows
+    from kvpolicy.calibration.csr import Dictionaries as Dictionaries
     from kvpolicy.calibration.csr import estimate_csr as estimate_csr
-    from kvpolicy.calibration.csr_options import Dictionaries as Dictionaries
     from kvpolicy.calibration.dictionary import Training as Training
     from kvpolicy.calibration.driver import calibrate_channels as calibrate_channels
     from kvpolicy.calibration.driver import calibrate_csr as calibrate_csr
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "corpus": ("read_texts", "token_windows"),
-    "csr": ("estimate_csr",),
-    "csr_options": ("Dictionaries",),
+    "csr": ("Dictionaries", "estimate_csr"),
     "dictionary": ("Training",),
     "driver": tuple(
         f"calibrate_{part}"

@@ -16,7 +16,7 @@ from kvpolicy.text.tables import shorten
 
 if TYPE_CHECKING:
     from kvpolicy.allocators.head_files import HeadFile
-    from kvpolicy.calibration.csr_options import Dictionaries
+    from kvpolicy.calibration.csr import Dictionaries
     from kvpolicy.codecs._files import CalibrationFile
     from kvpolicy.selectors.gate_files import GateFile
 
@@ -123,7 +123,7 @@ class CSRCalibrator(Calibrator):
     @property
     def options(self) -> Dictionaries:
         """Which dictionaries are trained, and how."""
-        from kvpolicy.calibration.csr_options import Dictionaries
+        from kvpolicy.calibration.csr import Dictionaries
         from kvpolicy.calibration.dictionary import Training
         from kvpolicy.codecs.csr.csr import CSR
 

@@ -24,7 +24,7 @@ from kvpolicy.calibration.calibrators import (
     LowRankCalibrator,
 )
 from kvpolicy.calibration.corpus import as_windows
-from kvpolicy.calibration.csr_options import Dictionaries
+from kvpolicy.calibration.csr import Dictionaries
 from kvpolicy.calibration.echoes import ECHO, INDUCTION, REPEATS
 from kvpolicy.calibration.gate import RIDGE, Kind, Training
 from kvpolicy.calibration.heads import POSITIONS

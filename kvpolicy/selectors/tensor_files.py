@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from torch import Tensor
 
@@ -23,22 +23,7 @@ from kvpolicy.text.model_file import CalibrationKind, check_digest, digest, pack
 from kvpolicy.text.model_identity import check_same_model
 from kvpolicy.text.tables import shorten
 
-
-class Made(Protocol):
-    """What the content of every such file has, besides what it has of each layer."""
-
-    @property
-    def model(self) -> dict[str, Any] | None:
-        """The model that the file is for; None if the file does not say."""
-        ...
-
-    @property
-    def made(self) -> dict[str, Any] | None:
-        """How the file was made."""
-        ...
-
-
-Content = TypeVar("Content", bound=Made)
+Content = TypeVar("Content")
 Layer = TypeVar("Layer")
 
 
@@ -83,13 +68,14 @@ class TensorFile(CalibrationKind[Content], Generic[Content, Layer]):
 
     def encode(self, content: Content) -> dict[str, bytes]:
         """See `ModelFile`."""
+        told: Any = content
         layers: Mapping[int, Layer] = getattr(content, self.prefix)
         tensors = {
             f"{self.prefix}.{layer}.{name}".removesuffix("."): tensor.detach().cpu().contiguous()
             for layer, found in layers.items()
             for name, tensor in self.tensors(found).items()
         }
-        facts = stamp(self.format) | {"model": content.model, "made": content.made}
+        facts = stamp(self.format) | {"model": told.model, "made": told.made}
         facts["sha256"] = digest(facts, tensors)
         return {"": pack_tensors(tensors, {"format": "pt", self.key: json.dumps(facts, allow_nan=False)})}
 
@@ -138,8 +124,9 @@ class TensorFile(CalibrationKind[Content], Generic[Content, Layer]):
             KVPolicyError: If layers, heads or weights differ.
         """
         remedy = f"{self.remedy} on this model"
-        if content.model is not None:
-            check_same_model(content.model, self.named(path), model, remedy=remedy)
+        told: Any = content
+        if told.model is not None:
+            check_same_model(told.model, self.named(path), model, remedy=remedy)
         for layer_idx in model.indices:
             found = getattr(content, self.prefix).get(layer_idx)
             misfit = self.misfit(found, model)

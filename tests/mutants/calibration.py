@@ -169,4 +169,25 @@ MUTATIONS = (
         new="scores.index_select(1, at).clamp_min(FLOOR).mT",
         tests=("tests/calibration/test_gate.py",),
     ),
+    Mutation(
+        name="a finished calibration is replaced unasked",
+        file="kvpolicy/calibration/driver.py",
+        old="kind.check_free(out, kind.content(None, run.identity, made), force=force)",
+        new="kind.check_free(out, kind.content(None, run.identity, made), force=True)",
+        tests=("tests/calibration/test_driver.py",),
+    ),
+    Mutation(
+        name="the hash of a file does not cover its tensors",
+        file="kvpolicy/text/model_file.py",
+        old="        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)\n",
+        new="",
+        tests=("tests/files/test_model_files.py",),
+    ),
+    Mutation(
+        name="an option of a calibration has no least value",
+        file="kvpolicy/cli/commands/calibrate.py",
+        old='{"min": each.metadata.get("least")}',
+        new="{}",
+        tests=("tests/cli/test_calibrate.py",),
+    ),
 )

@@ -47,10 +47,8 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 def _command(kind: type[Calibrator]) -> Callable[..., None]:
     """The command of a calibrator, with an option for each of its fields."""
-    place = "FILE" if ":" in kind.file else "DIR"
-    out = typer.Option(
-        "--out", metavar=place, help=f"{place.replace('DIR', 'Folder').capitalize()} to write the {kind.writes} to."
-    )
+    place, metavar = ("File", "FILE") if ":" in kind.file else ("Folder", "DIR")
+    out = typer.Option("--out", metavar=metavar, help=f"{place} to write the {kind.writes} to.")
     own = {each.name: each for each in fields(kind) if not each.metadata.get("hidden")}  # pyright: ignore[reportArgumentType]
     own.pop("seed", None)
     told = attributes(kind)
