@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.parallel.sharding import Family, Part, Slot, aligned
+from kvpolicy.parallel.sharding import Family, ShardedPart, Slot, aligned
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_deepspeed.checkpoint import Piece
 from kvpolicy_deepspeed.launch import World
@@ -94,10 +94,10 @@ def _expert(
     own = aligned(inner, place.rank, place.size)
     if which == 2:
         name = f"{module}.down_proj"
-        return _Goal(name, parameters[name].data[index], Slot((hidden, inner), Part(1, [own])))
+        return _Goal(name, parameters[name].data[index], Slot((hidden, inner), ShardedPart(1, [own])))
     name = f"{module}.gate_up_proj"
     rows = parameters[name].data[index].narrow(0, which * len(own), len(own))
-    return _Goal(name, rows, Slot((inner, hidden), Part(0, [own])))
+    return _Goal(name, rows, Slot((inner, hidden), ShardedPart(0, [own])))
 
 
 def _copy(goal: _Goal, key: str, piece: Piece) -> int:

@@ -32,6 +32,7 @@ def facts_by_layer(given: Any, planned: Any, model: Any) -> dict[str, Any]:
     """
     policy = planned.policy
     curves = load_tuned(given.source.file) if isinstance(given, TunedPolicy) else None
+    # Why the tuner chose the policy of each layer, where a file of curves says it.
     why: Sequence[Reason | None] = [None] * len(planned.layers)
     tuned: dict[str, Any] | None = None
     if isinstance(curves, Curves):
@@ -45,6 +46,7 @@ def facts_by_layer(given: Any, planned: Any, model: Any) -> dict[str, Any]:
             "new": new,
             "evidence": None if curves.evidence is None else dict(curves.evidence),
         }
+    # Layers that no policy manages have no reason and no share.
     own = {plan.layer_idx: reason for plan, reason in zip(planned.layers, why, strict=True)}
     layers = layer_facts(planned)
     for layer in layers:

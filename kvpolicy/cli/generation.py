@@ -47,7 +47,7 @@ class GenerationOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
+class GeneratedText:
     """A generated text, with its time and memory.
 
     Attributes:
@@ -174,7 +174,7 @@ def generate_text(
     policy: str,
     options: GenerationOptions,
     streamer: Callable[[], Any] | None = None,
-) -> Generation:
+) -> GeneratedText:
     """Generate a text under a policy. Ctrl-C ends the generation with the tokens so far.
 
     Args:
@@ -217,13 +217,13 @@ def warm_up(model: Any, tokenizer: Any, ids: Any, policy: str) -> None:
         raise KeyboardInterrupt
 
 
-def _result(handle: Any, tokenizer: Any, prompt: list[int], timed: TimedStreamer, interrupted: bool) -> Generation:
+def _result(handle: Any, tokenizer: Any, prompt: list[int], timed: TimedStreamer, interrupted: bool) -> GeneratedText:
     from kvpolicy.reporting.report import mean_kept
 
     cache = handle.cache
     times = timed.times
     layers: list[Any] = [layer for layer in (cache.policy_layers if cache else []) if layer.is_initialized]
-    return Generation(
+    return GeneratedText(
         policy=str(handle.policy),
         text=text_behind(tokenizer, prompt, timed.tokens),
         tokens=tuple(timed.tokens),
@@ -246,7 +246,7 @@ EXCERPT = 24
 """The number of characters that are shown where two texts differ."""
 
 
-def first_difference(first: Generation, other: Generation) -> int | None:
+def first_difference(first: GeneratedText, other: GeneratedText) -> int | None:
     """Return the number of tokens in the common prefix of two texts; None if the texts are identical."""
     if first.tokens == other.tokens:
         return None
@@ -255,7 +255,7 @@ def first_difference(first: Generation, other: Generation) -> int | None:
     return min(len(first.tokens), len(other.tokens)) if differing is None else differing
 
 
-def facts(run: Generation, first: Generation | None = None) -> list[tuple[str, str]]:
+def facts(run: GeneratedText, first: GeneratedText | None = None) -> list[tuple[str, str]]:
     """Return the time and memory of a run as terms and values, and where its text differs from the first one."""
     pairs: list[tuple[str, str]] = []
     if run.interrupted:
@@ -273,7 +273,7 @@ def facts(run: Generation, first: Generation | None = None) -> list[tuple[str, s
     return pairs
 
 
-def summary(run: Generation) -> str:
+def summary(run: GeneratedText) -> str:
     """Format the facts of one run."""
     return terms([("policy", run.policy), *facts(run)])
 
@@ -303,7 +303,7 @@ def _common_prefix(first: str, other: str) -> int:
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(other)))
 
 
-def _describe_difference(first: Generation, run: Generation) -> str:
+def _describe_difference(first: GeneratedText, run: GeneratedText) -> str:
     prefix = first_difference(first, run)
     if prefix is None:
         return "identical to the first"
@@ -314,7 +314,7 @@ def _describe_difference(first: Generation, run: Generation) -> str:
     return f"differs from the first after {prefix:,} of {longest:,} tokens: {ours!r} instead of {theirs!r}"
 
 
-def show(runs: list[Generation]) -> None:
+def show(runs: list[GeneratedText]) -> None:
     """Print all texts and their facts. The part that differs from the first text is bold if the terminal allows it."""
     from rich.console import Console
 
@@ -328,7 +328,7 @@ def show(runs: list[Generation]) -> None:
     print("\n".join(line.rstrip() for line in captured.get().rstrip().splitlines()))
 
 
-def _side_by_side(runs: list[Generation]) -> Table:
+def _side_by_side(runs: list[GeneratedText]) -> Table:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2, 0, 0), expand=True)
@@ -339,7 +339,7 @@ def _side_by_side(runs: list[Generation]) -> Table:
     return table
 
 
-def _blocks(run: Generation, first: Generation) -> list[RenderableType]:
+def _blocks(run: GeneratedText, first: GeneratedText) -> list[RenderableType]:
     """Return the policy, its text and its facts."""
     from rich.table import Table
     from rich.text import Text

@@ -161,6 +161,7 @@ def inspect_prompt(
     handle, tokens = _generate(model, tokenizer, ids, policy, new, tile)
     assert handle.cache is not None
     cache = handle.cache
+    # How important layers are: as the prompt's own run measured it, else by a second run.
     cosines: list[float] = []
     measured = ""
     if importance and handle.policy.layer_metric == "cosine":
@@ -169,6 +170,7 @@ def inspect_prompt(
     elif importance:
         cosines = _measure_layers(model, tokenizer, ids, tile)
         measured = SECOND_PASS
+    # The text as far as the cache has seen it: the last generated token is not in it.
     seen = int(cache.policy_layers[0].length[0])
     report = cache.report()
     text = spans(cache, pieces(tokenizer, tokens[: max(seen, ids.shape[1])]))

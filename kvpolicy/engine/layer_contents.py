@@ -225,7 +225,7 @@ class LayerContents:
         self.may_exceed_plan = not self.spec.grows and layout.may_exceed_plan(self.expected_len, tokens)
 
     def expect(self, expected_len: list[int], idle: Tensor | None) -> None:
-        """Expect so many tokens of each row, but of those that are `idle` [B] bool; they never become fewer."""
+        """Raise the expected length of every row that is not `idle` [B] bool; it never falls."""
         self.expected_len = layout.merge_expected(
             self.expected_len, expected_len, None if idle is None else idle.tolist()
         )

@@ -59,7 +59,7 @@ class Block(NamedTuple):
         return self.keys.nbytes + self.values.nbytes
 
     def owned(self) -> Block:
-        """The same, with copies of keys and values that are views: what they are views of may then be freed."""
+        """Copy keys and values that are views, so that their base can be freed."""
         return self._replace(keys=owned(self.keys), values=owned(self.values))
 
 

@@ -62,7 +62,7 @@ def attend_occupied(
     transform: ScoreTransform,
     counts: Tensor | None = None,
 ) -> Part:
-    """Attend from queries to all slots that hold a token, of which there is one in each head.
+    """Attend from queries to all slots that hold a token. Every head must hold at least one.
 
     Args:
         queries: [B, H, M, D].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import weakref
@@ -131,9 +132,23 @@ class Handle:
         projections |= joint_projections(projections, shape.owners, shape.shape.heads)
         vocabulary = vocabulary_of(model)
         check_replayed_ids(policy, vocabulary)
-        obstacle = partial(move_obstacle, weakref.ref(model), rotations)
-        how = (rotations, sharing, rotary, trained, projections, tile, chunks, hold, vocabulary, obstacle)
-        self._attachment = Attachment(policy, shape, info, described, *how)
+        self._attachment = Attachment(
+            policy=policy,
+            model_shape=shape,
+            info=info,
+            identity=described,
+            rotations=rotations,
+            sharing=sharing,
+            rotary=rotary,
+            trained_positions=trained,
+            projections=projections,
+            tile=tile,
+            chunks=chunks,
+            hold=hold,
+            vocabulary=vocabulary,
+            # Measured when first asked.
+            move_obstacle=functools.cache(partial(move_obstacle, weakref.ref(model), rotations)),
+        )
         try:
             self._connect(sites)
         except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, TypeVar
 
 from torch import Tensor, nn
@@ -117,6 +117,7 @@ attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyD
 """The attachment of every model that has one."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Attachment:
     """A policy's attachment to a model, as the caches of that model know it.
 
@@ -126,6 +127,7 @@ class Attachment:
         info: The same as codecs see it.
         identity: Description of the model in a cache file.
         rotations: Rotary embedding of each layer; empty if it cannot be undone.
+        sharing: How the model is sharded over ranks, or None.
         rotary: The model's rotary embedding, or None.
         trained_positions: The positions that it was trained for; None if its kind extrapolates.
         projections: Reads the output projection of each layer.
@@ -133,47 +135,27 @@ class Attachment:
         chunks: `select` to compress each chunk of a prompt, `hold` to wait for the last one where it is announced.
         hold: `codes` to hold prompts that wait in the codes of the codec, else `plain`.
         vocabulary: How many tokens the model knows.
-        move_obstacle: Why tokens cannot be moved in a cache, as it is measured when first asked; empty if they can.
-        layers: Number of the model's layers.
+        move_obstacle: Why tokens cannot be moved in a cache; empty if they can.
         active: False once the policy is detached.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        model_shape: ModelShape,
-        info: ModelInfo,
-        identity: dict[str, Any],
-        rotations: dict[int, Rope],
-        sharing: Sharing | None,
-        rotary: nn.Module | None = None,
-        trained_positions: int | None = None,
-        projections: dict[int, Projection] | None = None,
-        tile: TileSize = None,
-        chunks: Chunks = SELECT,
-        hold: Hold = PLAIN,
-        vocabulary: int = MAX_SIZE,
-        move_obstacle: Callable[[], str] = str,
-    ) -> None:
-        """Describe an attachment; `sharing` says how the model is sharded over ranks, or is None."""
-        self.policy = policy
-        self.model_shape = model_shape
-        self.info = info
-        self.identity = identity
-        self.rotations = rotations
-        self.rotary = rotary
-        self.trained_positions = trained_positions
-        self.projections = projections or {}
-        self.tile: TileSize = tile
-        self.chunks: Chunks = chunks
-        self.hold: Hold = hold
-        self.vocabulary = vocabulary
-        self.move_obstacle = cache(move_obstacle)
-        self.layers: int = model_shape.depth
-        self.active = True
-        self._sharing = sharing
-        self._ranks: dict[int, Ranks] = {}
-        self._warned: set[str] = set()
+    policy: Policy
+    model_shape: ModelShape
+    info: ModelInfo
+    identity: dict[str, Any]
+    rotations: dict[int, Rope]
+    sharing: Sharing | None = None
+    rotary: nn.Module | None = None
+    trained_positions: int | None = None
+    projections: dict[int, Projection] = field(default_factory=dict[int, Projection])
+    tile: TileSize = None
+    chunks: Chunks = SELECT
+    hold: Hold = PLAIN
+    vocabulary: int = MAX_SIZE
+    move_obstacle: Callable[[], str] = str
+    active: bool = True
+    _ranks: dict[int, Ranks] = field(default_factory=dict[int, Ranks], init=False)
+    _warned: set[str] = field(default_factory=set[str], init=False)
 
     @property
     def ropes(self) -> dict[int, Rope]:
@@ -217,14 +199,14 @@ class Attachment:
     @property
     def place(self) -> tuple[int, int]:
         """This rank, and the number of ranks over which the model is sharded."""
-        return (0, 1) if self._sharing is None else (self._sharing.rank, self._sharing.size)
+        return (0, 1) if self.sharing is None else (self.sharing.rank, self.sharing.size)
 
     def resolve_ranks(self, layer_idx: int, queries: Tensor, keys: Tensor) -> Ranks:
         """The ranks that share a layer, from the heads [B, heads, P, D] of its first prompt; asked once per layer."""
-        if self._sharing is None:
+        if self.sharing is None:
             return SINGLE_RANK
         if layer_idx not in self._ranks:
-            self._ranks[layer_idx] = self._sharing.resolve_ranks(queries.shape[1], keys.shape[1], keys.device)
+            self._ranks[layer_idx] = self.sharing.resolve_ranks(queries.shape[1], keys.shape[1], keys.device)
         return self._ranks[layer_idx]
 
     def first_warning(self, about: str) -> bool:

@@ -38,7 +38,7 @@ from kvpolicy.hf.replay import replay
 from kvpolicy.hf.running_forward import ForwardGuard, RunningForward, refuse_gradients
 from kvpolicy.hf.shared_fork import with_prefix
 from kvpolicy.hf.shared_keys import ReadingLayer, attend_shared
-from kvpolicy.hf.tiles import Tile
+from kvpolicy.hf.tiles import PromptTile
 from kvpolicy.hf.transcript import extended
 from kvpolicy.kernels.rotary import rope_offset
 from kvpolicy.planning.result import CachePlan
@@ -77,7 +77,7 @@ class CacheForward(Cache):
         self._end: list[int] | None = None  # tokens of each row once the last is generated
         self._measured = Measured()
         self.tile_size: int | None = None  # the most tokens that a layer takes at a time in the running forward
-        self.tile: Tile | None = None  # the one that a layer takes at the moment
+        self.tile: PromptTile | None = None  # the one that a layer takes at the moment
         self._forward = RunningForward()
         self.holds_next = False  # whether the next forward is added whole
 

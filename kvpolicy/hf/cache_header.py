@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,24 +46,6 @@ class _Maybe(NamedTuple):
     kind: Any
 
 
-class _Optional(NamedTuple):
-    """A field that earlier versions did not write."""
-
-    kind: Any
-
-
-class _Many(NamedTuple):
-    """A list of any number of elements of one kind."""
-
-    kind: Any
-
-
-class _Tuple(NamedTuple):
-    """A list with an element of each of these kinds."""
-
-    kinds: tuple[Any, ...]
-
-
 class _Table(NamedTuple):
     """An object with keys that are data, such as indices of layers."""
 
@@ -76,6 +58,10 @@ def _integer(least: int, most: int) -> _Kind:
         lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
         f"an integer from {least} to 2^{most.bit_length() - 1}",
     )
+
+
+def _one_of(names: tuple[str, ...]) -> _Kind:
+    return _Kind(lambda value: value in names, f"one of {', '.join(names)}")
 
 
 def _number(least: float, most: float) -> _Kind:
@@ -94,42 +80,47 @@ _SIZE = _integer(0, MAX_SIZE)
 _COUNT = _integer(1, MAX_SIZE)
 _STEPS = _integer(-MAX_SIZE, MAX_SIZE)
 _BYTES = _integer(0, MAX_BYTES)
+_LENGTHS = _Kind(
+    lambda value: any(not _difference(value, kind, "") for kind in (_SIZE, [_SIZE])), "one length or a list"
+)
 _REAL = _Kind(lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number")
 
+# The fields of an object by name; of those with a question mark, earlier versions did not write all. A list has any
+# number of elements of its kind, and a tuple one of each.
 _MODEL: dict[str, Any] = {
     "name": _TEXT,
     "type": _TEXT,
     "layers": _COUNT,
     "heads": _COUNT,
     "head_dim": _COUNT,
-    "weights": _Maybe(_Many(_REAL)),
+    "weights": _Maybe([_REAL]),
     "rope": _ANY,
 }
 _LAYER: dict[str, Any] = {
-    "shape": _Tuple((_COUNT, _COUNT, _COUNT)),
+    "shape": (_COUNT, _COUNT, _COUNT),
     "group": _COUNT,
-    "layout": _Tuple((_SIZE, _Many(_SIZE))),
-    "schedule": _Tuple((_Many(_SIZE), _Maybe(_STEPS))),
+    "layout": (_SIZE, [_SIZE]),
+    "schedule": ([_SIZE], _Maybe(_STEPS)),
     "free_steps": _Maybe(_STEPS),
     "capacity": _SIZE,
-    "expected_len": _Many(_SIZE),
+    "expected_len": [_SIZE],
     "reserved": _SIZE,
     "largest_block": _SIZE,
     "scale": _number(0, _MAX_SCALE),
     "may_exceed_plan": _FLAG,
-    "rows": _Optional(_Tuple((_Many(_SIZE),) * 3)),
-    "pages": _Optional(_Tuple((_SIZE, _SIZE))),
-    "reading": _Optional(_Tuple((_FLAG, _FLAG, _SIZE))),
+    "rows?": ([_SIZE], [_SIZE], [_SIZE]),
+    "pages?": (_SIZE, _SIZE),
+    "reading?": (_FLAG, _FLAG, _SIZE),
 }
 _LAYER_PLAN: dict[str, Any] = {
     "layer_idx": _SIZE,
     "tokens": _SIZE,
-    "layout": _Tuple((_SIZE, _Many(_SIZE))),
+    "layout": (_SIZE, [_SIZE]),
     "nbytes": _Table(_TEXT, _BYTES),
     "moved": _BYTES,
-    "loaded": _Optional(_BYTES),
-    "stored": _Optional(_BYTES),
-    "pages": _Maybe(_Tuple((_SIZE, _SIZE))),
+    "loaded?": _BYTES,
+    "stored?": _BYTES,
+    "pages": _Maybe((_SIZE, _SIZE)),
 }
 _PLAN: dict[str, Any] = {
     "batch": _COUNT,
@@ -139,10 +130,10 @@ _PLAN: dict[str, Any] = {
     "resident_nbytes": _BYTES,
     "tp": _COUNT,
     "peak_nbytes": _BYTES,
-    "layers": _Many(_LAYER_PLAN),
+    "layers": [_LAYER_PLAN],
     "unmanaged": _Table(_INDEX, _BYTES),
-    "columns": _Optional(_Maybe(_SIZE)),
-    "full_peak_nbytes": _Optional(_BYTES),
+    "columns?": _Maybe(_SIZE),
+    "full_peak_nbytes?": _BYTES,
 }
 _HEADER: dict[str, Any] = {
     "format": _COUNT,
@@ -150,32 +141,28 @@ _HEADER: dict[str, Any] = {
     "policy": _OBJECT,
     "spec": _TEXT,
     "model": _MODEL,
-    "dtype": _Kind(lambda value: value in DTYPES, f"one of {', '.join(DTYPES)}"),
-    "ranks": {"rank": _SIZE, "size": _COUNT, "queries": _Many(_SIZE), "heads": _Many(_SIZE)},
+    "dtype": _one_of(DTYPES),
+    "ranks": {"rank": _SIZE, "size": _COUNT, "queries": [_SIZE], "heads": [_SIZE]},
     "rows": _COUNT,
     "columns": _COUNT,
     "has_tokens": _FLAG,
-    "has_rope_deltas": _Optional(_FLAG),
+    "has_rope_deltas?": _FLAG,
     "nbytes": _BYTES,
     "full_nbytes": _BYTES,
     "calibrations": _TEXT,
     "cache": {
-        "prompt": _Maybe(
-            _Kind(lambda value: _fits(value, _SIZE) or _fits(value, _Many(_SIZE)), "one length or a list")
-        ),
+        "prompt": _Maybe(_LENGTHS),
         "new": _Maybe(_SIZE),
-        "end": _Maybe(_Many(_SIZE)),
-        "cosines": _Maybe(_Many(_Many(_number(-_MAX_METRIC, _MAX_METRIC)))),
+        "end": _Maybe([_SIZE]),
+        "cosines": _Maybe([[_number(-_MAX_METRIC, _MAX_METRIC)]]),
         "columns": _COUNT,
-        "whole": _Optional(_FLAG),
+        "whole?": _FLAG,
     },
     "plan": _Maybe(_PLAN),
     "layers": _Table(_INDEX, _LAYER),
     "windows": _Table(_INDEX, _SIZE),
-    "held": _Optional(_Table(_INDEX, _Tuple((_SIZE, _SIZE)))),
-    "packed": _Table(
-        _TEXT, _Tuple((_Kind(lambda value: value in PACKED, f"one of {', '.join(PACKED)}"), _Many(_SIZE)))
-    ),
+    "held?": _Table(_INDEX, (_SIZE, _SIZE)),
+    "packed": _Table(_TEXT, (_one_of(PACKED), [_SIZE])),
 }
 
 
@@ -212,52 +199,43 @@ def _difference(value: Any, kind: Any, path: str) -> str:
     """The difference of a value from its kind, as the middle of a sentence; empty if there is none."""
     if isinstance(kind, _Kind):
         return "" if kind.accepts(value) else _instead(kind.name, path, value)
-    if isinstance(kind, _Maybe | _Optional):
-        return "" if isinstance(kind, _Maybe) and value is None else _difference(value, kind.kind, path)
-    if isinstance(kind, _Many | _Tuple):
-        if not isinstance(value, list):
-            return _instead("a list", path, value)
-        given: list[Any] = value
-        kinds = [kind.kind] * len(given) if isinstance(kind, _Many) else kind.kinds
-        if len(given) != len(kinds):
-            return _instead(f"a list of {len(kinds)}", path, given)
-        pairs = enumerate(zip(given, kinds, strict=True))
-        return _first(_difference(one, like, f"{path}[{index}]") for index, (one, like) in pairs)
-    if not isinstance(value, dict):
-        return _instead("an object", path, value)
-    return _table_difference(value, kind, path) if isinstance(kind, _Table) else _field_difference(value, kind, path)
+    if isinstance(kind, _Maybe):
+        return "" if value is None else _difference(value, kind.kind, path)
+    if isinstance(kind, _Table | dict):
+        if not isinstance(value, dict):
+            return _instead("an object", path, value)
+        return (_table_difference if isinstance(kind, _Table) else _field_difference)(value, kind, path)
+    if not isinstance(value, list):
+        return _instead("a list", path, value)
+    kinds = kind * len(value) if isinstance(kind, list) else kind
+    if len(value) != len(kinds):
+        return _instead(f"a list of {len(kinds)}", path, value)
+    pairs = enumerate(zip(value, kinds, strict=True))
+    return next(filter(None, (_difference(one, like, f"{path}[{index}]") for index, (one, like) in pairs)), "")
 
 
-def _table_difference(value: dict[str, Any], kind: _Table, path: str) -> str:
+def _table_difference(value: dict[str, Any], kind: Any, path: str) -> str:
     for key, held in value.items():
-        found = "" if kind.key.accepts(key) else _instead(f"{kind.key.name} as a key", path, key)
-        found = found or _difference(held, kind.kind, f"{path}.{key}")
-        if found:
+        if not kind.key.accepts(key):
+            return _instead(f"{kind.key.name} as a key", path, key)
+        if found := _difference(held, kind.kind, f"{path}.{key}"):
             return found
     return ""
 
 
-def _field_difference(value: dict[str, Any], fields: dict[str, Any], path: str) -> str:
-    for name, kind in fields.items():
-        if name in value:
-            found = _difference(value[name], kind, f"{path}.{name}" if path else name)
-            if found:
-                return found
-        elif not isinstance(kind, _Optional):
-            return f"the field {path}.{name}, got none" if path else f"the field {name}, got none"
+def _field_difference(value: dict[str, Any], fields: Any, path: str) -> str:
+    for field, kind in fields.items():
+        name = field.removesuffix("?")
+        inner = f"{path}.{name}" if path else name
+        if name not in value and field == name:
+            return f"the field {inner}, got none"
+        if name in value and (found := _difference(value[name], kind, inner)):
+            return found
     return ""
-
-
-def _first(found: Iterable[str]) -> str:
-    return next(filter(None, found), "")
 
 
 def _instead(expected: str, path: str, value: object) -> str:
     return f"{expected} in {shorten(path)}, got {shorten(repr(value))}"
-
-
-def _fits(value: object, kind: Any) -> bool:
-    return not _difference(value, kind, "")
 
 
 def _disagreement(header: Mapping[str, Any]) -> str:

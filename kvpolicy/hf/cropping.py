@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     digest: list[int]
 
     def after(self, columns: int, valid: Tensor | None) -> Rows:
-        """The rows after so many more columns, of which `valid` [B, columns] are not padding; all without it."""
+        """Rows after `columns` more columns, of which `valid` [B, columns] are not padding; all if it is None."""
         digest = torch.tensor(self.digest, device="cpu")
         extend_digest(digest, valid, columns)
         added = torch.tensor(columns, device="cpu") if valid is None else valid.sum(-1)
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
         return Rows(self.columns, length, digest)
 
 
-class Turn(NamedTuple):
+class PromptForward(NamedTuple):
     """A forward of a prompt or chunk.
 
     Attributes:
@@ -67,14 +67,14 @@ class Turn(NamedTuple):
     plan: CachePlan | None
     rope_deltas: list[int] | None
 
-    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Turn:
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> PromptForward:
         """Select or repeat rows."""
         deltas = None if self.rope_deltas is None else map_numbers(fn, self.rope_deltas)
         end = None if self.end is None else map_numbers(fn, self.end)
         valid = self.valid
         if valid is not None:
             valid = tuple(valid[row] for row in fn(torch.arange(len(valid), device="cpu")).tolist())
-        return Turn(self.before.map_rows(fn), self.after.map_rows(fn), valid, end, self.plan, deltas)
+        return PromptForward(self.before.map_rows(fn), self.after.map_rows(fn), valid, end, self.plan, deltas)
 
     def first_valid(self, columns: int) -> Tensor | None:
         """Which of its first columns are not padding, [B, columns] bool; None if all are."""
@@ -97,21 +97,21 @@ def policy_obstacle(policy: Policy) -> str:
     return next(filter(None, found), "")
 
 
-def make_turn(cache: Any, new: int, seen: Tensor, valid: Tensor | None) -> Turn:
-    """The turn that is about to begin; see `kvpolicy.hf.history.note_forward`."""
+def make_prompt(cache: Any, new: int, seen: Tensor, valid: Tensor | None) -> PromptForward:
+    """The prompt that is about to begin; see `kvpolicy.hf.history.note_forward`."""
     first = cache.policy_layers[0]
     digest = torch.zeros_like(seen) if first.mask_digest is None else first.mask_digest
     before = Rows(first.get_seq_length(), seen.tolist(), digest.tolist())
     valid = None if valid is None or bool(valid.all()) else valid.cpu()
     rows = None if valid is None else tuple(bytes(row) for row in valid.byte().tolist())
-    return Turn(before, before.after(new, valid), rows, cache._end, cache.plan, first.rope_deltas)
+    return PromptForward(before, before.after(new, valid), rows, cache._end, cache.plan, first.rope_deltas)
 
 
-def remember(cache: Any, turn: Turn) -> None:
-    """Note a turn, and forget the oldest one of too many."""
-    cache.history.turns = [*cache.history.turns, turn][-REMEMBERED:]
-    oldest = cache.history.turns[0].before.columns
-    if oldest and len(cache.history.turns) == REMEMBERED:
+def remember(cache: Any, prompt: PromptForward) -> None:
+    """Note a prompt, and forget the oldest one of too many."""
+    cache.history.prompts = [*cache.history.prompts, prompt][-REMEMBERED:]
+    oldest = cache.history.prompts[0].before.columns
+    if oldest and len(cache.history.prompts) == REMEMBERED:
         for layer in cache.policy_layers:
             layer.store.contents.sizes.forget(oldest)
 
@@ -179,13 +179,13 @@ def _crop_rows(cache: Any, columns: int) -> None:
     """Leave the layers under the policy with the first columns."""
     first = cache.policy_layers[0]
     now = Rows(first.get_seq_length(), first.length.tolist(), first.mask_digest.tolist())
-    turns: list[Turn] = list(cache.history.turns)
+    prompts: list[PromptForward] = list(cache.history.prompts)
     last = None
-    while turns and turns[-1].before.columns >= columns:
-        last = turns.pop()
+    while prompts and prompts[-1].before.columns >= columns:
+        last = prompts.pop()
         now = last.before
-    turn = turns[-1] if turns else None
-    undoes_prompt = last is not None or (turn is not None and columns < turn.after.columns)
+    prompt = prompts[-1] if prompts else None
+    undoes_prompt = last is not None or (prompt is not None and columns < prompt.after.columns)
     scoring = [own.selector for own in cache.policy.distinct if own.selector.statistics]
     if undoes_prompt and scoring:
         raise KVPolicyError(
@@ -193,28 +193,28 @@ def _crop_rows(cache: Any, columns: int) -> None:
             f"{scoring[0]!r}; try to crop generated tokens only."
         )
     deltas = first.rope_deltas if last is None else last.rope_deltas
-    inside = None  # the turn that loses its last columns
-    if columns == now.columns:  # a turn begins here
+    inside = None  # the prompt that loses its last columns
+    if columns == now.columns:  # a prompt begins here
         kept = now
-    elif turn is None:
+    elif prompt is None:
         raise KVPolicyError(
             f"A crop must not go back further than to one of the last {REMEMBERED} prompts, which a load or a shift "
             "forgets, got an earlier position; try cache.mark() before the tokens and cache.rollback(accepted) after "
             "them."
         )
-    elif columns < turn.after.columns:
-        count = columns - turn.before.columns
-        kept = turn.before.after(count, turn.first_valid(count))
-        inside = turn
+    elif columns < prompt.after.columns:
+        count = columns - prompt.before.columns
+        kept = prompt.before.after(count, prompt.first_valid(count))
+        inside = prompt
         none = [0] * len(now.length)
-        if (turn.rope_deltas or none) != (deltas or none):
+        if (prompt.rope_deltas or none) != (deltas or none):
             raise KVPolicyError(
                 "A prompt with pictures must be cropped as a whole, since the positions behind it depend on them, got "
-                f"crop({columns - first.get_seq_length()}); try crop({turn.before.columns - first.get_seq_length()})."
+                f"crop({columns - first.get_seq_length()}); try crop({prompt.before.columns - first.get_seq_length()})."
             )
     else:
-        kept = turn.after.after(columns - turn.after.columns, None)
-        if now != turn.after.after(now.columns - turn.after.columns, None):
+        kept = prompt.after.after(columns - prompt.after.columns, None)
+        if now != prompt.after.after(now.columns - prompt.after.columns, None):
             raise KVPolicyError(
                 "Every row must have a token in each column after a prompt to be cropped, got padding among generated "
                 "tokens; try to remove rows that are finished."
@@ -224,28 +224,28 @@ def _crop_rows(cache: Any, columns: int) -> None:
         cache._end = last.end
         cache.plan = last.plan
     if inside is not None:
-        _shorten_turn(cache, inside, kept)
-        turns[-1] = inside._replace(after=kept)
+        _shorten_prompt(cache, inside, kept)
+        prompts[-1] = inside._replace(after=kept)
     else:
         for layer in cache.policy_layers:
             layers.crop(layer.store, columns, layer.store.tensors.length.new_tensor(kept.length))
     first.mask_digest.copy_(first.mask_digest.new_tensor(kept.digest))
     first.rope_deltas = deltas
-    cache.history.turns = turns
+    cache.history.prompts = prompts
 
 
-def _shorten_turn(cache: Any, turn: Turn, kept: Rows) -> None:
-    """Leave the layers with the first tokens of a turn: their prompt is placed again, under the budget that it has."""
-    cache._end = turn.end
-    cache.plan = turn.plan
-    count = kept.columns - turn.before.columns
-    valid = turn.first_valid(count)
+def _shorten_prompt(cache: Any, prompt: PromptForward, kept: Rows) -> None:
+    """Leave the layers with the first tokens of a prompt: these are placed again, under the budget that it has."""
+    cache._end = prompt.end
+    cache.plan = prompt.plan
+    count = kept.columns - prompt.before.columns
+    valid = prompt.first_valid(count)
     for layer in cache.policy_layers:
         store = layer.store
-        length = store.tensors.length.new_tensor(turn.before.length)
+        length = store.tensors.length.new_tensor(prompt.before.length)
         # Before the crop, which empties the slots that these tokens are read from.
         pending = layers.newest_tokens(store, length, count, None if valid is None else valid.to(length.device))
-        layers.crop(store, turn.before.columns, length)
+        layers.crop(store, prompt.before.columns, length)
         # As `attend_prompt` does: `compress` notes the sizes before a prompt by columns that were counted already.
         store.contents.set_columns(kept.columns)
         # At once, not held for a measurement or a replay: `obstacle` refuses policies that need either.

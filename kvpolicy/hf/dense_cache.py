@@ -223,7 +223,8 @@ def _attachment(header: Mapping[str, Any], model: Skeleton) -> Attachment:
     info = shape.info(None if weights is None else torch.tensor(weights, dtype=torch.float32, device="cpu"))
     policy = resolve_for(Policy.from_dict(header["policy"]), shape, info)
     policy.check(info)
-    return Attachment(policy, shape, info, dict(header["model"]), model.rotations, None)
+    identity = dict(header["model"])
+    return Attachment(policy=policy, model_shape=shape, info=info, identity=identity, rotations=model.rotations)
 
 
 def _first_weight(model: torch.nn.Module, first: Site) -> str | None:

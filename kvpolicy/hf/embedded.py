@@ -94,7 +94,7 @@ def _parameters() -> dict[str, Any]:
     return json.loads((_ASSETS / "parameters.json").read_text(encoding="utf-8"))
 
 
-class Skeleton(nn.Module):
+class ShippedModel(nn.Module):
     """The parameters of a shipped model on the meta device, with their names, shapes and ties.
 
     `python -m kvpolicy_eval.catalog.parameters` writes them to a file, from the models of transformers.

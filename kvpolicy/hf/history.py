@@ -83,7 +83,7 @@ class History:
 
     Attributes:
         mark: The mark that is held; None without.
-        turns: The last prompts and chunks, the latest last.
+        prompts: The last prompts and chunks, the latest last.
         is_shared: Whether other caches share the slots, so that nothing may change them.
         known: The token ids of the first columns, where a file told them; else None.
         is_whole: Whether the last prompt was added whole, beyond the budget.
@@ -93,13 +93,13 @@ class History:
         """Nothing to take back."""
         self.known = known
         self.mark: Mark | None = None
-        self.turns: list[cropping.Turn] = []
+        self.prompts: list[cropping.PromptForward] = []
         self.is_shared = False
         self.is_whole = False
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat rows."""
-        self.turns = [turn.map_rows(fn) for turn in self.turns]
+        self.prompts = [prompt.map_rows(fn) for prompt in self.prompts]
         self.known = None if self.known is None else self.known.map_rows(fn)
 
     def begun(self, columns: int) -> History:
@@ -108,7 +108,7 @@ class History:
 
     def forget(self) -> None:
         """Forget what refers to columns, which an edit has changed: a crop is refused then, and no ids are compared."""
-        self.turns = []
+        self.prompts = []
         self.known = None
 
     def refuse_marked(self, what: str) -> None:
@@ -223,7 +223,7 @@ def note_forward(cache: Any, new: int, one_token: bool, seen: Tensor, valid: Ten
         if not one_token:
             cache.history.is_whole = cache.holds_next
         if not one_token and not cropping.obstacle(cache):
-            cropping.remember(cache, cropping.make_turn(cache, new, seen, valid))
+            cropping.remember(cache, cropping.make_prompt(cache, new, seen, valid))
         return
     if not one_token:
         raise KVPolicyStateError(

@@ -161,10 +161,10 @@ def _arguments(attention: nn.Module, positions: Tensor, angles: Any) -> dict[str
 
 def _is_loaded(attention: nn.Module) -> bool:
     """Whether the weights of a module are in memory, or hooks of accelerate load each of its parts while it runs."""
-    lacking = [m for m in attention.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
-    hooks: list[Any] = [getattr(module, "_hf_hook", None) for module in lacking]
+    unloaded = [m for m in attention.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
+    hooks: list[Any] = [getattr(module, "_hf_hook", None) for module in unloaded]
     # Weights of the module's own would stay loaded, since its forward does not end.
-    return attention not in lacking and all(getattr(hook, "offload", False) for hook in hooks)
+    return attention not in unloaded and all(getattr(hook, "offload", False) for hook in hooks)
 
 
 def _device(attention: nn.Module, weight: Tensor) -> torch.device:

@@ -22,7 +22,7 @@ from kvpolicy.engine.rollback import roll_back
 from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.engine.sizes import crop_obstacle, map_numbers
 from kvpolicy.hf.seen_text import extend_digest
-from kvpolicy.hf.tiles import Tile
+from kvpolicy.hf.tiles import PromptTile
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.kernels.rotary import Rope
 from kvpolicy.planning.memory import layer_spec
@@ -377,7 +377,7 @@ class PolicyLayer(CacheLayerMixin):
 def attend_tile(
     cache: Any,
     layer: PolicyLayer,
-    tile: Tile,
+    tile: PromptTile,
     vectors: tuple[Tensor, Tensor, Tensor],
     transform: ScoreTransform,
     forward: Forward | None,

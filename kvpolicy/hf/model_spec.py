@@ -314,7 +314,7 @@ def _fills_masks(model_type: str) -> bool:
 
 def _sort_layers(text: Any) -> _Kinds:
     """What each layer holds."""
-    if isinstance(text, ShippedConfig):
+    if isinstance(text, ShippedConfig):  # of attention layers alone
         windows = text.windows()
         attending = [index for index in range(text.num_hidden_layers) if index not in windows]
         return _Kinds(attending, windows, {}, text.num_hidden_layers, {})
@@ -323,6 +323,7 @@ def _sort_layers(text: Any) -> _Kinds:
     from kvpolicy.hf.cache_names import DummyLayer
     from kvpolicy.hf.shared_keys import key_owners
 
+    # Which layers transformers' own cache has for the config says what each of them holds.
     found = _Kinds([], {}, {}, text.num_hidden_layers, key_owners(text))
     for index, layer in enumerate(stock_layers(text)):
         kind = type(layer)

@@ -15,7 +15,7 @@ from kvpolicy.hf.latent import TakesLatents
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.hf.states import SlotsAndState, StateLayer, States, WindowAndState
-from kvpolicy.hf.tiles import Tile
+from kvpolicy.hf.tiles import PromptTile
 from kvpolicy.statistics import Forward
 from kvpolicy.statistics.windows import ScoreTransform
 
@@ -44,7 +44,7 @@ class PassingCache(Cache):
         self._rows = rows
         super().__init__(layers=[self._view(layer) for layer in layers])
         self.tile_size: int | None = None
-        self.tile: Tile | None = None
+        self.tile: PromptTile | None = None
 
     def manages(self, layer_idx: int) -> bool:
         """Whether a layer is under the policy, or reads the keys of one that is."""

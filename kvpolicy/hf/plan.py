@@ -82,6 +82,7 @@ def build_plan(
         measured: Whether the allocator has measured its layer metric, or has none.
         held: KV heads of this rank.
     """
+    # What every layer holds in the end.
     batch = len(prompt)
     indices = model.evictable
     layers = plan_layers(policy, tokens, [shape] * len(indices), indices, batch)
@@ -90,6 +91,7 @@ def build_plan(
     alone = sum(unmanaged.values())
     prefilled = model.unmanaged_prefill_bytes(batch, columns, min(chunk or columns, tile or columns))
 
+    # What a layer holds meanwhile: its prompt in codes, or as it is until its budget is known.
     def held_codes(count: int) -> int:
         return sum(held_codes_bytes(policy.at(index), batch, shape, count) for index in indices)
 
@@ -97,6 +99,7 @@ def build_plan(
         return waiting_bytes(policy, layers, batch * shape.token_nbytes, count)
 
     in_codes = held_codes if coded else None
+    # Prompts that wait while layers are measured are trimmed to what may be kept, as `budgets.trim_waiting` does.
     first = min(chunk or columns, columns)
     measures = bool(policy.layer_metric) and not coded
     trimmed = trimmed_bytes(policy, shape, tokens, prompt, first, len(indices)) if measures else None

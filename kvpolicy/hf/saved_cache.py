@@ -39,12 +39,14 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
         KVPolicyError: If the cache is empty or in the middle of a prompt, its policy has a part that cannot be written
             down, or the tokens are not those of all its columns.
     """
+    # Refuse before anything is copied.
     policy = cache.policy.to_dict()
     _check_complete(cache)
     columns = cache.get_seq_length()
     held: dict[str, Tensor] = {"digest": cache.mask_digest}
     if tokens is not None:
         held[TOKENS] = _checked_tokens(tokens, cache.batch_size, columns)
+    # Each layer by what it has: states, a window, slots, or several of these.
     layers: dict[str, Any] = {}
     kept: dict[str, list[int]] = {}
     windows: dict[str, int] = {}
@@ -61,6 +63,7 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
         layers[str(index)] = taken.numbers
         by_head = layer.store.geometry.tokens_by_head()
         kept[str(index)] = [int(by_head.min()), int(by_head.max())]
+    # What all layers share is in the first one.
     first = cache.policy_layers[0]
     if first.rope_deltas is not None:
         held[ROPE_DELTAS] = torch.tensor(first.rope_deltas, device="cpu")

@@ -139,7 +139,7 @@ def _window(layer: DynamicSlidingWindowLayer, rows: int) -> DynamicSlidingWindow
 
 
 def with_prefix(plan: CachePlan, layers: list[PolicyLayer], rows: int) -> CachePlan:
-    """A plan of what rows add, and of the prefix that they share; as it is without one.
+    """A plan of what rows add, and of the prefix that they share; unchanged without one.
 
     Args:
         plan: The plan.

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prompt_statistics import looks_at_queries
 from kvpolicy.hf.running_forward import RunningForward, refuse_gradients
-from kvpolicy.hf.tiles import Tile
+from kvpolicy.hf.tiles import PromptTile
 from kvpolicy.planning.memory import layer_spec
 from kvpolicy.policy import Policy
 from kvpolicy.statistics.statistic import Projection
@@ -145,7 +145,7 @@ def attend_shared(
     layers: list[Any],
     layer: ReadingLayer,
     forward: RunningForward,
-    tile: Tile | None,
+    tile: PromptTile | None,
     q: Tensor,
     transform: ScoreTransform,
 ) -> Tensor:

@@ -177,7 +177,7 @@ class _Run:
         self._full.activate_past_recording()  # of sliding layers, for crops
         self._newest = self._pick(self._forward(self._full, prompt, last_only=True)[-1])
         self._forward(self._draft, prompt, last_only=True)
-        self._lacking: int | None = None  # an accepted token that the cache that drafts has not seen
+        self._unseen: int | None = None  # an accepted token that the cache that drafts has not seen
 
     def tokens(self, new: int, gamma: int, ends: frozenset[int]) -> tuple[list[int], SpeculationStats]:
         """At most `new` tokens, until one of `ends`."""
@@ -203,9 +203,9 @@ class _Run:
         if not count:
             return drafts, weights
         # Before the mark: this token was accepted, so no rollback may remove it.
-        if self._lacking is not None:
-            self._forward(self._draft, self._as_ids([self._lacking]))
-            self._lacking = None
+        if self._unseen is not None:
+            self._forward(self._draft, self._as_ids([self._unseen]))
+            self._unseen = None
         self._draft.mark(most=count)
         for _ in range(count):
             logits = self._forward(self._draft, self._as_ids([token]))[-1]
@@ -230,7 +230,7 @@ class _Run:
         if drafts:
             # The newest token was fed before the drafts, and the last draft was not.
             self._draft.rollback(min(accepted + 1, len(drafts)))
-        self._lacking = drafts[-1] if drafts and not rejected else None
+        self._unseen = drafts[-1] if drafts and not rejected else None
         # Also if no draft was rejected, so that sliding windows drop the past that they recorded.
         self._full.crop(-rejected)
         return accepted, following

@@ -45,6 +45,8 @@ def angles_of(model: nn.Module, length: int) -> Generator[None]:
             "The rotary embedding must be a module of the model for a text in pieces to have the angles of the whole, "
             f"got a config with the kind {changing_kind(config, 1, length)} alone; try the text in one forward."
         )
+    # Tables compute their angles by the largest position that they see, so that a call gets the last one of the text.
+    # Other threads may run the same modules meanwhile.
     thread = threading.get_ident()
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

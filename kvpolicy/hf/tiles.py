@@ -153,7 +153,7 @@ OFFLOADED = "_old_forward"
 """Where accelerate keeps the forward of a module that it wraps."""
 
 
-class Tile(NamedTuple):
+class PromptTile(NamedTuple):
     """The new tokens that a layer takes at the moment.
 
     Attributes:
@@ -316,28 +316,31 @@ def _run(site: Site, original: Callable[..., Any], arguments: dict[str, Any], ca
     valid = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
     out: Tensor | None = None
     others: tuple[Any, ...] | None = None
+    # The weights stay loaded for all tiles, and attention sees which tile it has in `cache.tile`.
     with ExitStack() as stack:
         stack.enter_context(hold_weights(site.block))
         stack.callback(setattr, cache, "tile", None)
         recorded = Recorded()
         keys = TiledKeys(site.attention, arguments.get(SHARED))
         for start in range(0, columns, size):
-            tile = Tile(start, min(start + size, columns), columns, valid, arguments)
+            tile = PromptTile(start, min(start + size, columns), columns, valid, arguments)
             cache.tile = tile
             recorded.begin_tile()
             with keys.next_tile() as passed:
                 found = original(**dict(_cut(arguments | passed, tile, cache.layers[site.layer_idx], keys.length)))
+            # Each output is written behind those before, so that no tile is held twice.
             part: Tensor = found[0] if isinstance(found, tuple) else found
             others = found[1:] if isinstance(found, tuple) else None
             if out is None:
                 out = part.new_empty(*part.shape[:-2], columns, part.shape[-1])
             out[..., tile.start : tile.stop, :] = part
+        # Later layers and callers see keys and records as if the layer had run once.
         keys.join()
         recorded.join(arguments["hidden_states"].shape[-3])
     return out if others is None else (out, *others)
 
 
-def _cut(arguments: Mapping[str, Any], tile: Tile, layer: Any, length: int | None) -> Iterator[tuple[str, Any]]:
+def _cut(arguments: Mapping[str, Any], tile: PromptTile, layer: Any, length: int | None) -> Iterator[tuple[str, Any]]:
     """The arguments of a layer for one tile, with a number of keys if they are passed to it."""
     for name, value in arguments.items():
         if isinstance(value, DeferredMask) and length is not None:
@@ -352,7 +355,7 @@ def _cut(arguments: Mapping[str, Any], tile: Tile, layer: Any, length: int | Non
             yield name, value
 
 
-def _narrow(value: Any, dim: int, tile: Tile) -> Any:
+def _narrow(value: Any, dim: int, tile: PromptTile) -> Any:
     """The columns of a tile of a tensor, or of several."""
     if isinstance(value, Tensor):
         return value.narrow(dim, tile.start, tile.stop - tile.start)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from kvpolicy.hf.embedded import ShippedConfig, Skeleton
+from kvpolicy.hf.embedded import ShippedConfig, ShippedModel
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.parallel.runtime import Weights
 from kvpolicy.parallel.sharding import FAMILIES, Heads, check_family, check_heads, slots
@@ -120,7 +120,7 @@ def weights_per_rank(
 def _skeleton(config: Any) -> Any:
     """The model on the meta device."""
     if isinstance(config, ShippedConfig):
-        return Skeleton(config)
+        return ShippedModel(config)
     from transformers import AutoModelForCausalLM
 
     try:

@@ -226,7 +226,7 @@ class Heads(NamedTuple):
         return self.all_queries // self.all_keys
 
 
-class Part(NamedTuple):
+class ShardedPart(NamedTuple):
     """A shard of a tensor: ranges of one of its dimensions, concatenated."""
 
     dim: int
@@ -237,22 +237,22 @@ class Part(NamedTuple):
         return (*whole[: self.dim], sum(map(len, self.ranges)), *whole[self.dim + 1 :])
 
 
-def part(kind: Kind, whole: tuple[int, ...], heads: Heads, rank: int, size: int) -> Part:
+def part(kind: Kind, whole: tuple[int, ...], heads: Heads, rank: int, size: int) -> ShardedPart:
     """The shard of a matrix, a bias, or a fused tensor of all experts, that a rank holds."""
     fused_experts = len(whole) == 3  # [experts, outputs, inputs]
     outputs = 1 if fused_experts else 0
     divided = aligned if fused_experts else even
     if kind == "from_queries":
-        return Part(1, [_rows(heads.queries, heads.dim)])
+        return ShardedPart(1, [_rows(heads.queries, heads.dim)])
     if kind == "from_even":
-        return Part(outputs + 1, [divided(whole[outputs + 1], rank, size)])
+        return ShardedPart(outputs + 1, [divided(whole[outputs + 1], rank, size)])
     if kind == "even":
-        return Part(outputs, [divided(whole[outputs], rank, size)])
+        return ShardedPart(outputs, [divided(whole[outputs], rank, size)])
     if kind == "halves":
         half = whole[outputs] // 2  # gate and up, each sharded for itself
         own = divided(half, rank, size)
-        return Part(outputs, [own, range(own.start + half, own.stop + half)])
-    return Part(outputs, [_rows(units, heads.dim) for units in _units(kind, heads)])
+        return ShardedPart(outputs, [own, range(own.start + half, own.stop + half)])
+    return ShardedPart(outputs, [_rows(units, heads.dim) for units in _units(kind, heads)])
 
 
 def _rows(units: range, dim: int) -> range:
@@ -289,7 +289,7 @@ class Slot(NamedTuple):
     """
 
     whole: tuple[int, ...]
-    part: Part | None
+    part: ShardedPart | None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -330,7 +330,7 @@ def slots(model: Any, family: Family, heads: Heads, rank: int, size: int) -> dic
         owner, _, leaf = name.rpartition(".")
         kind = divided.get(name) or divided.get(owner)
         if name == f"{head_name}.weight":  # AutoTP shards the head over its inputs
-            found[name] = Slot(whole, Part(1, [even(whole[1], rank, size)]))
+            found[name] = Slot(whole, ShardedPart(1, [even(whole[1], rank, size)]))
         elif kind is None or (leaf == "bias" and kind in SUMMED):
             found[name] = Slot(whole, None)
         else:

@@ -6,7 +6,7 @@ Plans become plain data for files, and are made of it again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from html import escape
 from typing import Any
 
@@ -331,26 +331,11 @@ _SCALARS = ("batch", "full_nbytes", "measured", "note", "resident_nbytes", "tp",
 
 def plan_to_dict(plan: CachePlan) -> dict[str, Any]:
     """A plan as JSON can hold it, without its policy and weights; of its prefill, the length of the prompt."""
-    layers = [
-        {
-            "layer_idx": layer.layer_idx,
-            "tokens": layer.tokens,
-            "layout": [layer.layout.exact, list(layer.layout.coded)],
-            "nbytes": layer.nbytes,
-            "moved": layer.moved,
-            "loaded": layer.loaded,
-            "stored": layer.stored,
-            "pages": None if layer.pages is None else list(layer.pages),
-        }
-        for layer in plan.layers
-    ]
-    unmanaged = {str(index): size for index, size in plan.unmanaged.items()}
-    columns = None if plan.prefill is None else plan.prefill.columns
-    scalars = {name: getattr(plan, name) for name in _SCALARS}
-    return scalars | {
-        "layers": layers,
-        "unmanaged": unmanaged,
-        "columns": columns,
+    return {
+        **{name: getattr(plan, name) for name in _SCALARS},
+        "layers": [asdict(layer) | _lists(layer) for layer in plan.layers],
+        "unmanaged": {str(index): size for index, size in plan.unmanaged.items()},
+        "columns": None if plan.prefill is None else plan.prefill.columns,
         "full_peak_nbytes": plan.full_peak_nbytes,
     }
 
@@ -365,27 +350,30 @@ def plan_from_dict(
         content: The description; earlier versions wrote neither the length of the prompt nor copies of host memory.
         prefill: Makes what the activations follow from, of the policy, the layers and the length of the prompt.
     """
-    layers = [
-        LayerPlan(
-            layer_idx=layer["layer_idx"],
-            tokens=layer["tokens"],
-            layout=Layout(layer["layout"][0], tuple(layer["layout"][1])),
-            nbytes=layer["nbytes"],
-            moved=layer["moved"],
-            loaded=layer.get("loaded", 0),
-            stored=layer.get("stored", 0),
-            pages=None if layer["pages"] is None else Pages(*layer["pages"]),
-        )
-        for layer in content["layers"]
-    ]
-    unmanaged = {int(index): size for index, size in content["unmanaged"].items()}
+    layers = [_layer_plan(layer) for layer in content["layers"]]
     scalars: dict[str, Any] = {name: content[name] for name in _SCALARS}
     columns = content.get("columns")
     return CachePlan(
         policy=policy,
         layers=tuple(layers),
-        unmanaged=unmanaged,
+        unmanaged={int(index): size for index, size in content["unmanaged"].items()},
         prefill=prefill(policy, layers, columns) if columns else None,
         full_peak_nbytes=content.get("full_peak_nbytes", 0),
         **scalars,
     )
+
+
+def _lists(layer: LayerPlan) -> dict[str, Any]:
+    """The tuples of a layer as lists."""
+    return {
+        "layout": [layer.layout.exact, [*layer.layout.coded]],
+        "pages": None if layer.pages is None else [*layer.pages],
+    }
+
+
+def _layer_plan(content: Mapping[str, Any]) -> LayerPlan:
+    """A layer of a file, whose tuples are lists."""
+    known = {field.name: content[field.name] for field in fields(LayerPlan) if field.name in content}
+    exact, coded = known.pop("layout")
+    pages = known.pop("pages")
+    return LayerPlan(layout=Layout(exact, tuple(coded)), pages=None if pages is None else Pages(*pages), **known)

@@ -171,7 +171,7 @@ STEPS = 8
 """Sizes that are tried between two measured ones, where a distortion is interpolated."""
 
 
-class Choice(NamedTuple):
+class LayerOption(NamedTuple):
     """A policy that a layer may have.
 
     Attributes:
@@ -332,7 +332,7 @@ def reasons(curves: Curves, shape: LayerShape, prompt: int, new: int, chosen: Se
 
 def options(
     curves: Curves, number: int, group: Sequence[int], shape: LayerShape, prompt: int, new: int
-) -> list[Choice]:
+) -> list[LayerOption]:
     """The choices of a layer: every measured candidate, and sizes between those of the same parts.
 
     Args:
@@ -353,14 +353,14 @@ def options(
             parts[key] = candidate
             assert isinstance(candidate.budget, float), "a file of curves has no other candidates"
             families.setdefault(key, []).append((candidate.budget, loss))
-    found: list[Choice] = []
+    found: list[LayerOption] = []
     for key, points in families.items():
         for share, loss in _interpolated(sorted(points)):
             # Layers differ only by what they read.
             like = curves.layers[number if parts[key].reads_part else 0]
             own, nbytes = _sized(parts[key], share, like, shape, prompt, new)
             if nbytes is not None:
-                found.append(Choice(own, nbytes, loss))
+                found.append(LayerOption(own, nbytes, loss))
     return found
 
 

@@ -468,7 +468,7 @@ class LayeredPolicy(Policy):
 
     @property
     def layer_metric(self) -> str:
-        """None: the shares of the layers are given."""
+        """Empty, because the shares of the layers are given."""
         return ""
 
     def check(self, model: ModelInfo) -> None:

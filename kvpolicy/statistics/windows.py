@@ -30,7 +30,7 @@ class Past(NamedTuple):
     counts: Tensor | None = None
 
     def to(self, device: torch.device | None) -> Past:
-        """The same on a device; as it is without one."""
+        """Move to `device`; unchanged if None."""
         return self if device is None else Past(*(None if t is None else t.to(device) for t in self))  # pyright: ignore
 
     def add_counts(self, score: Tensor) -> None:

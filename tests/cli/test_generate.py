@@ -18,7 +18,7 @@ from transformers import T5Config
 
 import kvpolicy
 from kvpolicy.cli.app import main
-from kvpolicy.cli.generation import Generation, TextPrinter, TimedStreamer, first_difference
+from kvpolicy.cli.generation import GeneratedText, TextPrinter, TimedStreamer, first_difference
 from kvpolicy.cli.model_loading import prompt_notes, read_prompt, sample
 from tests.counting_model import ANSWER, WORDS, counting_model
 from tests.counting_model import PROMPT as QUESTION
@@ -125,7 +125,7 @@ def test_texts_are_side_by_side_in_a_wide_terminal(run: Run) -> None:
 def test_first_difference(first: list[int], other: list[int], at: int | None) -> None:
     numbers: dict[str, Any] = {"prompt": 1, "kept": 0, "seen": 0, "nbytes": 0, "full_nbytes": 0}
     runs = [
-        Generation(policy="", text="", tokens=tuple(tokens), **numbers, prefill=None, decode=None)
+        GeneratedText(policy="", text="", tokens=tuple(tokens), **numbers, prefill=None, decode=None)
         for tokens in (first, other)
     ]
     assert first_difference(*runs) == at

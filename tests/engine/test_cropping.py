@@ -203,7 +203,7 @@ def test_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         for each in (cache, twin):
             for start, stop in itertools.pairwise([0, *ends] if each is cache else [0, *ends[:-2]]):
                 forward(model, ids, mask, start, stop, each)
-        assert len(cache.history.turns) == 2 and len(store_of(cache, 0).contents.sizes.entries) <= 4
+        assert len(cache.history.prompts) == 2 and len(store_of(cache, 0).contents.sizes.entries) <= 4
         with pytest.raises(KVPolicyError, match="got an earlier position"):
             cache.crop(-5)
         cache.crop(-4)

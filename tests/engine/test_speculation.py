@@ -224,7 +224,7 @@ def test_a_rejected_draft_is_not_left_in_either_cache(monkeypatch: pytest.Monkey
     def watched(self: Any, *args: Any) -> Any:
         result = verify(self, *args)
         caches: list[PolicyCache] = [self._full, self._draft]
-        seen.append((caches[0].get_seq_length(), caches[1].get_seq_length() + (self._lacking is not None)))
+        seen.append((caches[0].get_seq_length(), caches[1].get_seq_length() + (self._unseen is not None)))
         return result
 
     monkeypatch.setattr(speculation._Run, "_verify", watched)

@@ -36,8 +36,8 @@ MUTATIONS = (
     Mutation(
         name="the draft's cache never sees the last of accepted drafts",
         file="kvpolicy/hf/speculation.py",
-        old="self._lacking = drafts[-1] if drafts and not rejected else None",
-        new="self._lacking = None",
+        old="self._unseen = drafts[-1] if drafts and not rejected else None",
+        new="self._unseen = None",
         tests=("tests/engine/test_speculation.py",),
     ),
     Mutation(

@@ -48,10 +48,10 @@ MUTATIONS = (
         tests=("tests/engine/test_announcements.py",),
     ),
     Mutation(
-        name="a crop to the beginning of a prompt keeps its turn",
+        name="a crop to the beginning of a prompt keeps that prompt",
         file="kvpolicy/hf/cropping.py",
-        old="while turns and turns[-1].before.columns >= columns:",
-        new="while turns and turns[-1].before.columns > columns:",
+        old="while prompts and prompts[-1].before.columns >= columns:",
+        new="while prompts and prompts[-1].before.columns > columns:",
         tests=("tests/engine/test_repeated_crops.py",),
     ),
     Mutation(
@@ -64,7 +64,7 @@ MUTATIONS = (
     Mutation(
         name="a shortened turn is remembered in full",
         file="kvpolicy/hf/cropping.py",
-        old="        turns[-1] = inside._replace(after=kept)\n",
+        old="        prompts[-1] = inside._replace(after=kept)\n",
         new="",
         tests=("tests/engine/test_repeated_crops.py",),
     ),

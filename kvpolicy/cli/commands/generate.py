@@ -16,7 +16,7 @@ from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.limits import LEAST_TOKENS
 
 if TYPE_CHECKING:
-    from kvpolicy.cli.generation import Generation, GenerationOptions
+    from kvpolicy.cli.generation import GeneratedText, GenerationOptions
 
 NEW_TOKENS = 64
 """The default number of new tokens."""
@@ -166,13 +166,13 @@ def _print_to_stderr(*lines: str) -> None:
 
 def _run(
     model: Any, tokenizer: Any, ids: Any, policies: list[str], options: GenerationOptions, *, quiet: bool = False
-) -> list[Generation]:
+) -> list[GeneratedText]:
     """Run the policies one after the other, and print the texts unless `quiet`."""
     from kvpolicy.cli.generation import generate_text, warm_up
 
     if len(policies) == 1 and not quiet:
         return [_stream(model, tokenizer, ids, policies[0], options)]
-    runs: list[Generation] = []
+    runs: list[GeneratedText] = []
     for policy in policies:
         if not quiet and sys.stderr.isatty():
             _print_to_stderr(f"{policy} ...")
@@ -187,7 +187,7 @@ def _run(
     return runs
 
 
-def _stream(model: Any, tokenizer: Any, ids: Any, policy: str, options: GenerationOptions) -> Generation:
+def _stream(model: Any, tokenizer: Any, ids: Any, policy: str, options: GenerationOptions) -> GeneratedText:
     """Run one policy, and print the text while it is generated."""
     from kvpolicy.cli.generation import TextPrinter, generate_text, summary, warm_up
 
@@ -211,7 +211,7 @@ def _speculate(
     _print_to_stderr("", speculation_summary(run))
 
 
-def _facts(model: str, prompt: int, runs: list[Generation]) -> dict[str, Any]:
+def _facts(model: str, prompt: int, runs: list[GeneratedText]) -> dict[str, Any]:
     from kvpolicy.cli.generation import first_difference
 
     first = runs[0]
