@@ -140,4 +140,6 @@ def test_the_fields_are_the_options_of_the_command(name: str, capsys: pytest.Cap
         assert f"--{each.name.replace('_', '-')}" in printed
         assert "".join(told[each.name].split()) in printed
     assert "".join((kind.__doc__ or "").partition("Attributes:")[0].split()) in printed
+    limited = [each for each in fields(kind) if each.metadata.get("least") is not None]
+    assert printed.count("x>=") == len(limited) + 2, "of length and windows too"
     assert (kind is HeadCalibrator) == ("Withreach,UTF-8textfile" in printed)

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 import kvpolicy
-from kvpolicy.cli import completion
-from kvpolicy.cli.app import COMMANDS, EXTRAS, main, sentence
-from kvpolicy.cli.commands import cache, calibrate, tiny
+from kvpolicy.calibration.calibrators import CALIBRATORS
+from kvpolicy.cli import model_names
+from kvpolicy.cli.app import COMMANDS, main
+from kvpolicy.cli.commands import cache, tiny
+from kvpolicy.cli.errors import EXTRAS, sentence
 from kvpolicy.hf.embedded import SHIPPED
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
 
@@ -82,7 +84,7 @@ def test_the_help_is_as_wide_as_the_terminal_and_cuts_no_summary(group: str, run
     for columns in (80, 120, 200):
         shown = run(f"{group}--help", columns=columns)
         assert "..." not in shown.partition("Commands:")[2] and max(map(len, shown.splitlines())) <= min(columns, 120)
-    for command in [*COMMANDS.values(), cache.make, calibrate.gate]:
+    for command in [*COMMANDS.values(), cache.make, *CALIBRATORS.values()]:
         summary = " ".join((command.__doc__ or "").split("\n\n")[0].split())
         texts = [" ".join(run(f"{each}--help").split()) for each in ("", "cache ", "calibrate ")]
         assert any(summary in text for text in texts)

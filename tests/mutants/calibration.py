@@ -188,6 +188,6 @@ MUTATIONS = (
         file="kvpolicy/cli/commands/calibrate.py",
         old='{"min": each.metadata.get("least")}',
         new="{}",
-        tests=("tests/cli/test_calibrate.py",),
+        tests=("tests/calibration/test_driver.py",),
     ),
 )
