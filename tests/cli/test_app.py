@@ -14,10 +14,9 @@ import pytest
 
 import kvpolicy
 from kvpolicy.calibration.calibrators import CALIBRATORS
-from kvpolicy.cli import model_names
-from kvpolicy.cli.app import COMMANDS, main
+from kvpolicy.cli import completion
+from kvpolicy.cli.app import COMMANDS, EXTRAS, main, sentence
 from kvpolicy.cli.commands import cache, tiny
-from kvpolicy.cli.errors import EXTRAS, sentence
 from kvpolicy.hf.embedded import SHIPPED
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
 
