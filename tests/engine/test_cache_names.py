@@ -141,7 +141,7 @@ def test_a_decoder_with_another_name_is_refused_with_the_version() -> None:
 def test_old_versions_are_refused(version: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     attach = kvpolicy.attach  # loaded first: what it imports of transformers sets the version again
     model = build("llama", layers=2)
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr("kvpolicy.hf.cache_names.transformers.__version__", version)
     if not refused:
         return check_version()
     with pytest.raises(kvpolicy.KVPolicyError, match=rf"must be 5.18 or newer, got {re.escape(version)}"):
