@@ -1,4 +1,4 @@
-"""What is calibrated, and how: each class is a command `kvpolicy calibrate NAME`, and its fields are the options.
+"""Calibrators: each class is a command `kvpolicy calibrate NAME`, and its fields are the options.
 
 Nothing here imports PyTorch before it runs: the help of the commands does not wait for it.
 """
@@ -45,7 +45,7 @@ class Calibrator(Protocol):
     windows: ClassVar[int] = 64
 
     def made(self, run: Run) -> dict[str, Any]:
-        """What the file says of how it is made: a finished file that says the same is replaced unasked.
+        """The facts of how the file is made: a finished file that says the same is replaced unasked.
 
         Raises:
             KVPolicyError: If the options do not fit the model, or the text is too short.
@@ -60,7 +60,7 @@ class Calibrator(Protocol):
         """Clean up when the file is written."""
 
     def report(self, content: Any) -> Iterator[str]:
-        """What the command prints of the content; by default nothing."""
+        """Lines that the command prints of the content; by default none."""
         return iter(())
 
     def spec(self, out: str) -> str:

@@ -131,7 +131,7 @@ class _Job(NamedTuple):
 
 
 def facts_of(run: Run, options: Dictionaries) -> dict[str, Any]:
-    """What must be equal for a calibration to be continued or replaced; see `calibrate_csr`."""
+    """The facts that must be equal for a calibration to be continued or replaced; see `calibrate_csr`."""
     dim: int = run.identity["head_dim"]
     check_chunks(options, dim)
     _given_groups(options, describe(run.model.config).evictable)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""What a calibrator is run on: a model and a text."""
+"""The run of a calibrator: a model and a text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_TOKENS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a calibrator is run on.
+    """The run of a calibrator.
 
     Attributes:
         model: The model.
@@ -39,7 +39,7 @@ class Run:
     announce: Callable[[float], object] | None = None
 
     def text(self, *, windows: bool = True) -> dict[str, Any]:
-        """What a file says of the text."""
+        """The facts of the text that a file says."""
         from kvpolicy.calibration.corpus import text_sha256
 
         return {"text_sha256": text_sha256(self.windows)} | ({"windows": len(self.windows)} if windows else {})

@@ -1,4 +1,4 @@
-"""What a command is given: the model and its tokenizer, the prompt, and the files that a policy reads.
+"""The arguments of a command: the model and its tokenizer, the prompt, and the files that a policy reads.
 
 A prompt is read from somewhere, tokenized, and must fit the model.
 """

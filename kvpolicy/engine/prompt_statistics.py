@@ -32,7 +32,7 @@ def looks_at_queries(spec: LayerSpec) -> bool:
 
 
 def _of_channels(codec: Traits, salience: bool) -> tuple[Statistic[Any], ...]:
-    """What a codec and a reader need to know of the channels."""
+    """The statistics of channels that a codec and a reader need."""
     found: list[Statistic[Any] | None] = [
         LargestQueries() if codec.query_absmax else None,
         QuerySquares(codec.query_squares) if codec.query_squares else None,

@@ -1,4 +1,4 @@
-"""What depends on the version of transformers: names of its arguments and classes, and versions that are too old.
+"""Compatibility with versions of transformers: names of its arguments and classes, and versions that are too old.
 
 The argument through which it passes a cache is `past_key_values`, renamed to `cache` in 5.24. Later versions take the
 old name with a warning, so that hooks see either. Which one a module takes is read from its forward, since a model with

@@ -1,4 +1,4 @@
-"""What a cache knows of the text in its columns: a digest of its mask, and token ids, where a file told them.
+"""The text in the columns of a cache, as far as it is known: a digest of its mask, and token ids from a file.
 
 The digest tells whether a later mask shows the same tokens. That of a row with the mask bits v_0 ... v_(n-1) is the sum
 of v_i * M ** (n - 1 - i) in 64-bit integers with wrap-around. One more column costs a multiplication and an addition,

@@ -1,4 +1,4 @@
-"""What attention mixes in a layer that holds no values: latent attention reads a part of each key as its value."""
+"""Vectors that attention mixes where no values are held: latent attention reads a part of each key as its value."""
 
 from __future__ import annotations
 

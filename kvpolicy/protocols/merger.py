@@ -156,7 +156,7 @@ class Merger(Protocol):
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
-        """What this merger needs to see of a prompt; by default nothing.
+        """The statistics of a prompt that this merger needs; by default none.
 
         `RecentQueries`, or `Replay` with `ReplayedRows`.
         """

@@ -92,7 +92,7 @@ class Choosers(Protocol):
 
 
 class KeyScan(Protocol):
-    """What `Reader.score` reads of every key, by one call of `products`: see `ReaderTraits.scan`."""
+    """The part of every key that `Reader.score` reads, by one call of `products`: see `ReaderTraits.scan`."""
 
     @property
     def is_whole(self) -> bool:
@@ -273,7 +273,7 @@ class Estimated(NamedTuple):
 
 
 class Estimates(Protocol):
-    """What takes part in attention for the slots that are not read: see `ReaderTraits.estimates`.
+    """Slots that take part in attention for those that are not read: see `ReaderTraits.estimates`.
 
     The index also has summaries of values: one for every block of `block` neighboring entries. Like entries, they are
     recomputed when one of their slots is overwritten. Both methods are traceable, as `score` is.

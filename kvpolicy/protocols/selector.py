@@ -263,7 +263,7 @@ class Selector(Protocol):
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
-        """What this selector needs to see of prompts and of generated tokens; by default nothing."""
+        """The statistics of prompts and of generated tokens that this selector needs; by default none."""
         return ()
 
     @property

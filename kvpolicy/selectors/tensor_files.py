@@ -56,11 +56,11 @@ class TensorFile(CalibrationKind[Content], Generic[Content, Layer]):
 
     @abstractmethod
     def layer(self, parts: dict[str, Tensor]) -> Layer | None:
-        """What the tensors of a layer are, fp32; None if they do not fit together."""
+        """The content of a layer, fp32, from its tensors; None if they do not fit together."""
 
     @abstractmethod
     def misfit(self, found: Layer | None, model: ModelInfo) -> tuple[str, object] | None:
-        """What a model needs of a layer and what it has instead; None if it fits."""
+        """The need of a model and what a layer has instead; None if it fits."""
 
     def content(self, found: dict[int, Layer] | None, model: dict[str, Any], made: dict[str, Any]) -> Content:
         """See `CalibrationKind`."""
@@ -93,7 +93,7 @@ class TensorFile(CalibrationKind[Content], Generic[Content, Layer]):
         return self.holds(self._layers(tensors, path), facts.get("model"), facts.get("made"))
 
     def _layers(self, tensors: dict[str, Tensor], path: str) -> dict[int, Layer]:
-        """What the file has of each layer, in order."""
+        """The content of each layer, in order."""
         parts: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             prefix, _, rest = name.partition(".")

@@ -1,4 +1,4 @@
-"""What the cache of an answer held, and the counters of a server, as Prometheus text."""
+"""The numbers of an answer's cache, and the counters of a server, as Prometheus text."""
 
 from __future__ import annotations
 

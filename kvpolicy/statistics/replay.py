@@ -1,4 +1,4 @@
-"""What is asked of a replay: the attention of the context to itself when it is repeated."""
+"""Statistics of a replay: the attention of the context to itself when it is repeated."""
 
 from __future__ import annotations
 

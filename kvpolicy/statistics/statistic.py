@@ -1,4 +1,4 @@
-"""What a part of a policy may ask of a prompt: a statistic, which it hands over and finds among the results.
+"""Statistics of a prompt, which a part of a policy hands over, and finds the results of.
 
 A statistic says how it is gathered tile by tile, joined over chunks, moved with the rows of a batch, and reduced to a
 result when tokens are chosen, what it costs and what it is called. It is never changed: all methods return a new one.
@@ -254,7 +254,7 @@ class Statistic(Protocol[Result]):
     """Whether it is of what queries attend to, so that those of layers that read the same keys count too."""
 
     words: ClassVar[str] = ""
-    """What a selector looks at; empty for nothing to say."""
+    """A noun phrase for what a selector looks at; empty for nothing to say."""
 
     of_newest: ClassVar[bool] = False
     """Whether it is of the newest queries, which are those of a question."""
@@ -268,7 +268,7 @@ class Statistic(Protocol[Result]):
         return ()
 
     def described(self) -> str:
-        """What a selector looks at, as `kvpolicy explain` says it; empty for nothing to say."""
+        """A noun phrase for what a selector looks at, for `kvpolicy explain`; empty for nothing to say."""
         return self.words
 
     def serving(self: Self, other: Any) -> Self:

@@ -151,7 +151,7 @@ class CalibrationKind(ModelFile[Content]):
         """
 
     def compared(self, content: Content) -> object:
-        """What must be equal for a file to be replaced unasked: by default the model, and how the file was made."""
+        """The facts that must be equal for a file to be replaced unasked: by default the model, and how it was made."""
         made: Any = content
         return without_name(made.model), made.made
 
