@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, ScoreTransform
-from kvpolicy.engine.prompt_codes import PromptCodes
+from kvpolicy.engine.page_codes import PromptCodes
 from kvpolicy.engine.replayed_queries import ReplayedQueries
 from kvpolicy.engine.rotary import KeyRotation
 from kvpolicy.engine.state import owned

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.accounting import bytes_by_kind
+from kvpolicy.engine.state import bytes_by_kind
 
 
 class Stage(NamedTuple):

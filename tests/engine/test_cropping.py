@@ -14,7 +14,7 @@ import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.cropping import keeps_all
+from kvpolicy.engine.editing import keeps_all
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from kvpolicy.engine.rank_schedule import RankSchedule
+from kvpolicy.engine.sizes import RankSchedule
 
 
 def run(every: int, budget: list[int], steps: int, lacks: dict[int, int] | None = None) -> list[list[int]]:

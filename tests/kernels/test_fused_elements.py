@@ -9,7 +9,7 @@ from torch import Tensor
 from kvpolicy.kernels import words
 from kvpolicy.kernels.fused_elements import decode_levels, mix_levels, score_levels
 from kvpolicy.kernels.packing import pack
-from kvpolicy.kernels.rotation import rotate_halves
+from kvpolicy.kernels.products import rotate_halves
 from kvpolicy.kernels.words import as_words, in_order_of_channels, in_order_of_places
 from tests.sampling import product
 

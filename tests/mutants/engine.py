@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="first tokens alone pass for all tokens",
-        file="kvpolicy/engine/cropping.py",
+        file="kvpolicy/engine/editing.py",
         old="-1)).all() & (length <= len(slot)).all())",
         new="-1)).all())",
         tests=("tests/engine/test_cropping.py::test_a_layer_that_kept_its_first_tokens_alone_does_not_keep_all",),
@@ -207,21 +207,21 @@ MUTATIONS = (
     ),
     Mutation(
         name="lengths at the last ranking do not follow their rows",
-        file="kvpolicy/engine/rank_schedule.py",
+        file="kvpolicy/engine/sizes.py",
         old="        self.ranked_len = map_numbers(fn, self.ranked_len)",
         new="        self.ranked_len = self.ranked_len[: len(fn(torch.tensor(self.ranked_len)))]",
         tests=("tests/engine/test_rank_schedule.py",),
     ),
     Mutation(
         name="a restored schedule never ranks again",
-        file="kvpolicy/engine/rank_schedule.py",
+        file="kvpolicy/engine/sizes.py",
         old="self._steps = math.inf if steps is None else steps",
         new="self._steps = math.inf",
         tests=("tests/engine/test_rank_schedule.py::test_a_restored_schedule_asks_at_the_same_steps",),
     ),
     Mutation(
         name="the schedule waits for the last row that is due",
-        file="kvpolicy/engine/rank_schedule.py",
+        file="kvpolicy/engine/sizes.py",
         old="self._steps = min(self._left(length, budget), default=math.inf)",
         new="self._steps = max(self._left(length, budget), default=math.inf)",
         tests=("tests/engine/test_rank_schedule.py",),
@@ -382,7 +382,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="zero points are counted as codes",
-        file="kvpolicy/engine/accounting.py",
+        file="kvpolicy/engine/state.py",
         old='"scale" in name or "zero" in name',
         new='"scale" in name',
         tests=("tests/engine/test_accounting.py",),
