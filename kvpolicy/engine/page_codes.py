@@ -87,7 +87,7 @@ def decode_heads(
 
 
 class CodedPages(NamedTuple):
-    """Coded pages as a step attends to them; see `kvpolicy.engine.page_attention.StoredPages`.
+    """Coded pages as a step attends to them; see `kvpolicy.engine.page_slots.StoredPages`.
 
     Attributes:
         codec: The codec.

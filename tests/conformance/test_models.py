@@ -42,7 +42,7 @@ APART = (*LATENT, "mimo_v2_flash")
 
 
 def fits(family: str, selector: str, codec: str) -> bool:
-    """Whether a family takes a selector and a codec; see `kvpolicy.hf.value_checks`."""
+    """Whether a family takes a selector and a codec; see `kvpolicy.hf.model_spec`."""
     needs = lookup(selector)[1]().needs
     if family in UNREADABLE and reads_projection(selector):
         return False

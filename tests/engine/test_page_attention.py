@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.page_attention import ExactPages, attend_pages
+from kvpolicy.engine.page_slots import ExactPages, attend_pages
 
 ROWS = 2
 HEADS = 3

@@ -466,7 +466,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the normalizer of pages is that of their largest score",
-        file="kvpolicy/engine/page_attention.py",
+        file="kvpolicy/engine/page_slots.py",
         old=".flatten(1, 2).unsqueeze(2), weights, top + total.log()",
         new=".flatten(1, 2).unsqueeze(2), weights, top",
         tests=("tests/engine/test_shared_prefix.py::test_rows_attend_to_the_prefix_and_to_their_own_tokens",),
