@@ -1,4 +1,4 @@
-"""Layers: how much attention changes each, how many tokens each may keep, and the positions that it holds, as heat maps."""
+"""Layers: how much attention changes each, how many tokens each may keep, and which positions it holds."""
 
 from __future__ import annotations
 
