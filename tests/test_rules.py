@@ -84,7 +84,7 @@ def users_of_flags() -> dict[str, list[str]]:
     return users
 
 
-def abilities() -> Iterator[tuple[str, type[Any]]]:
+def abilities() -> Iterator[tuple[registry.Kind, type[Any]]]:
     """The kind and the class of each optional ability: those that the interface of a kind names as such."""
     for kind in registry.BUILT_IN:
         text = str(inspect.getdoc(getattr(protocols, kind.title().replace("_", ""))))

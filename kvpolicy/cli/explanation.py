@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpolicy.cli.formatting import counted, ranges, size
-from kvpolicy.engine.accounting import HOST, bytes_by_kind
 from kvpolicy.engine.reading import chooses, read_shape
 from kvpolicy.engine.row_limits import buffer_slots
+from kvpolicy.engine.state import HOST, bytes_by_kind
 from kvpolicy.planning.planner import divide
 from kvpolicy.planning.tokens import tokens_of, too_short
 from kvpolicy.policy import Policy

@@ -116,8 +116,7 @@ def _layers(inspection: Inspection) -> str:
 def _figures(inspection: Inspection) -> str:
     """Return the plots, or a sentence that says why there are none."""
     try:
-        from kvpolicy.reporting.plots.layers import budgets, layer_similarity
-        from kvpolicy.reporting.plots.tokens import kept
+        from kvpolicy.reporting.plots.layers import budgets, kept, layer_similarity
     except ImportError as error:
         if (error.name or "").startswith("kvpolicy"):  # a broken installation, not a missing extra
             raise

@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.cli.completion import TINY
+from kvpolicy.cli.arguments import TINY
 from kvpolicy.text.embedded_names import EMBEDDED
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.formats import reason_of

@@ -11,9 +11,9 @@ from kvpolicy.engine.decode import NO_SLOT, assert_async
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.merging import SlotMerge, merge_evicted, merge_victim
-from kvpolicy.engine.page_attention import attend_pages
 from kvpolicy.engine.page_codes import CodedPages, by_field, decode_heads, encode
 from kvpolicy.engine.page_slots import (
+    attend_pages,
     flat_pages,
     of_every_head,
     paged_targets,

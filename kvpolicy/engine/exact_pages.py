@@ -10,8 +10,9 @@ from kvpolicy.engine.decode import NO_SLOT, assert_async
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.merging import SlotMerge, merge_evicted, merge_victim
-from kvpolicy.engine.page_attention import ExactPages, attend_pages
 from kvpolicy.engine.page_slots import (
+    ExactPages,
+    attend_pages,
     flat_pages,
     of_every_head,
     paged_targets,

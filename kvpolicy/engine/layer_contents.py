@@ -16,11 +16,10 @@ from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.pages import RowPages
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.reading import load_basis
 from kvpolicy.engine.row_limits import with_tokens
 from kvpolicy.engine.selection import Ranking, rank_candidates
-from kvpolicy.engine.sizes import SizeHistory, Sizes, crop_obstacle, map_numbers
+from kvpolicy.engine.sizes import RankSchedule, SizeHistory, Sizes, crop_obstacle, map_numbers
 from kvpolicy.engine.undo_log import UNDO_LOG, UndoLog
 from kvpolicy.protocols import (
     SINGLE_RANK,

@@ -12,14 +12,13 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.accounting import HOST, bytes_by_kind
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.link import to_host
 from kvpolicy.engine.page_codes import alloc_codes
 from kvpolicy.engine.pages import Pages, buffer_pages
 from kvpolicy.engine.reading import ReadState, alloc_reads, choice_size, read_shape, reads_part
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits
-from kvpolicy.engine.state import alloc_paged_state, map_state
+from kvpolicy.engine.state import HOST, alloc_paged_state, bytes_by_kind, map_state
 from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.protocols import Codes, LayerShape, Layout, State
 

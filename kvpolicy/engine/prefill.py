@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.prompt_codes import PromptCodes
+from kvpolicy.engine.page_codes import PromptCodes
 from kvpolicy.engine.replayed_queries import ReplayedQueries
 from kvpolicy.engine.state import owned
 from kvpolicy.engine.trimmed_tokens import TrimmedTokens

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
+from kvpolicy.hf import forward_calls, forward_checks
 from kvpolicy.hf.attachment import (
     HOLD,
     PLAIN,
@@ -34,23 +35,6 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import OLD, cache_name, check_cache_name, check_version, rename_cache
 from kvpolicy.hf.discovery import Site, Sites, around, find_sites, is_falcon, sample_weights
 from kvpolicy.hf.edit_checks import move_obstacle
-from kvpolicy.hf.forward_calls import (
-    bind_cache,
-    caches,
-    check_step,
-    check_stock,
-    is_compiled,
-    note_replaced,
-    self_attention_cache,
-)
-from kvpolicy.hf.forward_checks import (
-    by_name,
-    check_adapters,
-    check_call,
-    exceeds,
-    own_mask,
-    vocabulary_of,
-)
 from kvpolicy.hf.generation_hooks import RecentCache, offer_cache
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.latent import latent_projection
@@ -110,7 +94,7 @@ class Handle:
         self._undo: list[Callable[[], None]] = []
         # Hooks belong to the model, and several threads may run it, each with a cache of its own.
         self._thread = threading.local()
-        check_adapters(model)
+        forward_checks.check_adapters(model)
         check_supported(model.config)
         sites = find_sites(model)
         check_cache_name(sites.decoder)
@@ -130,7 +114,7 @@ class Handle:
         projections = {site.layer_idx: partial(behind, site.attention) for site in sites.layers}
         check_projections(policy, projections)
         projections |= joint_projections(projections, shape.owners, shape.shape.heads)
-        vocabulary = vocabulary_of(model)
+        vocabulary = forward_checks.vocabulary_of(model)
         check_replayed_ids(policy, vocabulary)
         self._attachment = Attachment(
             policy=policy,
@@ -243,7 +227,9 @@ class Handle:
             if cache_name(outer) == OLD:  # it would pass on no cache of the new name
                 self._undo.append(outer.register_forward_pre_hook(_take_new_name, with_kwargs=True).remove)
         for site in sites.layers:
-            self._undo.append(site.attention.register_forward_pre_hook(bind_cache, with_kwargs=True).remove)
+            self._undo.append(
+                site.attention.register_forward_pre_hook(forward_calls.bind_cache, with_kwargs=True).remove
+            )
             attached.add(site.attention)
             self._undo.append(partial(attached.discard, site.attention))
             if is_falcon(site.attention):
@@ -288,35 +274,37 @@ class Handle:
         if self._running is not None:  # it was broken off, and is not this forward's to finish
             self._thread.cache = None
         if torch.compiler.is_compiling():
-            return check_step(module, args, kwargs)
-        args, kwargs = by_name(self._names, args, kwargs)
+            return forward_calls.check_step(module, args, kwargs)
+        args, kwargs = forward_checks.by_name(self._names, args, kwargs)
         rename_cache(kwargs, self._cache_name)
-        given = cache = self_attention_cache(module, kwargs.get(self._cache_name))
+        given = cache = forward_calls.self_attention_cache(module, kwargs.get(self._cache_name))
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         defer_masks(False)
         if self._attachment.model_shape.owners and cuts(self._names) and tokens is not None and tokens.shape[1] > 1:
             policy = self.policy if not isinstance(given, PolicyCache) else given.policy
-            may_cut = caches(module, kwargs) and self._attachment.tile is None and not ranks_by_queries(policy)
+            may_cut = (
+                forward_calls.caches(module, kwargs) and self._attachment.tile is None and not ranks_by_queries(policy)
+            )
             read_whole(kwargs, tokens.shape[1], kwargs.get("attention_mask"), may_cut=may_cut)
         if tokens is None:
             return args, kwargs  # the model says so itself
         if isinstance(cache, PassingCache):  # it stores nothing, and its maker has checked what it passes
             self._choose_tile(cache, tokens)
             return args, kwargs
-        if cache is None and caches(module, kwargs):
+        if cache is None and forward_calls.caches(module, kwargs):
             cache = kwargs[self._cache_name] = PolicyCache(self._model)
         elif cache is not None and not isinstance(cache, PolicyCache):
-            check_stock(cache)
+            forward_calls.check_stock(cache)
             cache = kwargs[self._cache_name] = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):
             self._check_own(cache)
-            mask = own_mask(module, kwargs.get("attention_mask"))
-            check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
+            mask = forward_checks.own_mask(module, kwargs.get("attention_mask"))
+            forward_checks.check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
             limit = self._attachment.trained_positions
             if (
                 limit is not None
-                and exceeds(cache, limit, tokens.shape[1], kwargs)
+                and forward_checks.exceeds(cache, limit, tokens.shape[1], kwargs)
                 and self._attachment.first_warning("positions")
             ):
                 warn_beyond_trained(self._model, limit)
@@ -330,7 +318,7 @@ class Handle:
             self._thread.cache = cache
             self._thread.plan = plan
             # Last, since a call that was refused has not used the stock cache, which may be passed again.
-            note_replaced(given)
+            forward_calls.note_replaced(given)
         return args, kwargs
 
     def _warn_of_chunks(self, cache: PolicyCache, tokens: Tensor, mask: Any) -> None:
@@ -485,7 +473,7 @@ def _check_fresh(model: nn.Module) -> None:
             "The model must have no policy yet, got one that is already attached to it or to a model around it; try "
             "detach() of its handle first."
         )
-    if isinstance(model, OptimizedModule) or any(map(is_compiled, model.modules())):
+    if isinstance(model, OptimizedModule) or any(map(forward_calls.is_compiled, model.modules())):
         raise KVPolicyError(
             f"The model must not be compiled before attaching, got {type(model).__name__} with compiled modules, which "
             "ignore new hooks; try to attach to the model as it was loaded, then torch.compile."

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.engine.accounting import HOST
 from kvpolicy.engine.editing import move_tokens
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.sizes import map_numbers
+from kvpolicy.engine.state import HOST
 from kvpolicy.hf import history
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.budgets import Measured

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvpolicy.engine import cropping as layers
+from kvpolicy.engine import editing as layers
 from kvpolicy.engine.sizes import crop_obstacle, map_numbers
 from kvpolicy.hf.seen_text import extend_digest
 from kvpolicy.planning.memory import layer_spec

@@ -17,18 +17,10 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
+from kvpolicy.hf import forward_calls
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, OLD, cache_argument, output_cache, passed_cache, rename_cache
-from kvpolicy.hf.forward_calls import (
-    check_asked,
-    check_conversation,
-    check_ends,
-    check_stock,
-    check_text,
-    prompt_columns,
-    row_lengths,
-)
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.text.validation import expected
@@ -127,7 +119,7 @@ def restart(cache: PolicyCache, inputs: dict[str, Any], end: int | None) -> None
     cache.reset()
     cache.history.known = known
     new = None if end is None else max(end - columns, 0)
-    cache.prompt, cache.new = expected(row_lengths(inputs, columns), new)
+    cache.prompt, cache.new = expected(forward_calls.row_lengths(inputs, columns), new)
 
 
 def _check_whole(cache: PolicyCache, inputs: dict[str, Any], columns: int) -> None:
@@ -183,21 +175,21 @@ def offer_cache(model: nn.Module, recent: RecentCache, deltas: RopeDeltas) -> li
         generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int, *rest: Any
     ) -> Any:
         given = model_kwargs.get(CACHE)
-        columns = prompt_columns(model_kwargs, generation_config)
+        columns = forward_calls.prompt_columns(model_kwargs, generation_config)
         # transformers passes `max_length - 1`, since the last generated token is never an input.
         new = max(length + 1 - columns, 0) if columns else None
         policy = given.policy if isinstance(given, PolicyCache) else attachment_of(model).policy
-        check_asked(policy, generation_config, mode)
+        forward_calls.check_asked(policy, generation_config, mode)
         if not getattr(generation_config, "is_assistant", False):  # whose mask hides drafts that are padding tokens
-            check_ends(model_kwargs)
+            forward_calls.check_ends(model_kwargs)
         if isinstance(given, PolicyCache):
-            check_conversation(given.get_seq_length(), columns)
-            given.expect(row_lengths(model_kwargs, columns), new or 0)
+            forward_calls.check_conversation(given.get_seq_length(), columns)
+            given.expect(forward_calls.row_lengths(model_kwargs, columns), new or 0)
         # First, transformers checks its arguments and decides whether there is a cache at all.
         result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
         if given is None and isinstance(model_kwargs.get(CACHE), Cache):
-            check_stock(model_kwargs[CACHE])
-            prompt = row_lengths(model_kwargs, columns)
+            forward_calls.check_stock(model_kwargs[CACHE])
+            prompt = forward_calls.row_lengths(model_kwargs, columns)
             cache = model_kwargs[CACHE] = PolicyCache(model, prompt=prompt, new=new)
             if getattr(generation_config, "is_assistant", False):  # as transformers does with its own cache
                 cache.activate_past_recording()
@@ -226,7 +218,7 @@ def _noting(generate: Callable[..., Any], recent: RecentCache, deltas: RopeDelta
             rename_cache(kwargs, OLD)
         given = passed_cache(kwargs)
         if isinstance(given, PolicyCache):
-            check_text(given, args, kwargs)
+            forward_calls.check_text(given, args, kwargs)
             deltas.show(given)
         with recent.generating() as answer:
             result = generate(*args, **kwargs)

@@ -17,15 +17,7 @@ from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import ModelShape, check_supported, describe, resolve_for
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.hf.weights import weights_per_rank
-from kvpolicy.planning.memory import (
-    DIGEST_NBYTES,
-    held_codes_bytes,
-    layer_spec,
-    plan_layers,
-    planned_resident,
-    prefill_peak,
-    waiting_bytes,
-)
+from kvpolicy.planning import memory
 from kvpolicy.planning.notes import beyond_trained_length, plan_notes
 from kvpolicy.planning.planner import divide, trimmed_bytes
 from kvpolicy.planning.result import SHARED, CachePlan
@@ -85,7 +77,7 @@ def build_plan(
     # What every layer holds in the end.
     batch = len(prompt)
     indices = model.evictable
-    layers = plan_layers(policy, tokens, [shape] * len(indices), indices, batch)
+    layers = memory.plan_layers(policy, tokens, [shape] * len(indices), indices, batch)
     sizes = [layer.device_nbytes for layer in layers]
     columns, chunk, tile, holds, coded = prefilling
     alone = sum(unmanaged.values())
@@ -93,10 +85,10 @@ def build_plan(
 
     # What a layer holds meanwhile: its prompt in codes, or as it is until its budget is known.
     def held_codes(count: int) -> int:
-        return sum(held_codes_bytes(policy.at(index), batch, shape, count) for index in indices)
+        return sum(memory.held_codes_bytes(policy.at(index), batch, shape, count) for index in indices)
 
     def waiting(count: int) -> list[int]:
-        return waiting_bytes(policy, layers, batch * shape.token_nbytes, count)
+        return memory.waiting_bytes(policy, layers, batch * shape.token_nbytes, count)
 
     in_codes = held_codes if coded else None
     # Prompts that wait while layers are measured are trimmed to what may be kept, as `budgets.trim_waiting` does.
@@ -111,8 +103,8 @@ def build_plan(
         full_nbytes=full_tokens * shape.token_nbytes * len(indices) + alone,
         measured=measured,
         note=plan_notes(policy, layers, tokens.keep, prompt, measured=measured, coded=coded),
-        resident_nbytes=planned_resident(policy, tuple(indices), held),
-        peak_nbytes=prefill_peak(
+        resident_nbytes=memory.planned_resident(policy, tuple(indices), held),
+        peak_nbytes=memory.prefill_peak(
             policy,
             batch,
             shape,
@@ -145,7 +137,7 @@ def check_own(own: Policy) -> None:
 
 
 def _obstacle(own: Policy) -> str:
-    spec = layer_spec(own, 0)
+    spec = memory.layer_spec(own, 0)
     if own.layer_metric or own.heads is not None or spec.allocator_statistics:
         return f"the allocator {own.allocator}"
     if spec.statistics:
@@ -202,7 +194,7 @@ def beside(plan: CachePlan, shared: list[int], moved: list[int], full: int, leng
 def planned_behind(plan: CachePlan, text: CachePlan) -> CachePlan:
     """A plan of what rows add behind a text, whose plan is that of one row."""
     shared = [sum(layer.nbytes.values()) for layer in text.layers]
-    shared[0] -= DIGEST_NBYTES  # of the mask, of which each row has its own
+    shared[0] -= memory.DIGEST_NBYTES  # of the mask, of which each row has its own
     length = text_length(text)
     assert text.prefill is not None
     full = plan.batch * length * text.prefill.shape.token_nbytes * len(shared)

@@ -123,15 +123,6 @@ def _outputs(part: Any, weight: Tensor, adapter: str | None = None) -> Tensor:
     return (run(inputs) - run(zero)).T.to(weight.dtype)  # of another dtype under autocast
 
 
-def find_projection(module: nn.Module) -> Tensor:
-    """The weight behind the heads of an attention module, in memory or not, without adapters; see `output_projection`.
-
-    Raises:
-        KVPolicyError: If there is none.
-    """
-    return _find(module)[1]
-
-
 def _find(module: nn.Module) -> tuple[nn.Module, Tensor]:
     """The projection of an attention module, and its own weight."""
     for name in PROJECTIONS:

@@ -1,4 +1,4 @@
-"""The products of attention, as attention and the codecs compute them, and the lengths of vectors."""
+"""The products of attention, as attention and the codecs compute them, lengths of vectors, and rotations of keys."""
 
 from __future__ import annotations
 
@@ -106,3 +106,21 @@ def of_tokens(vectors: Tensor) -> Tensor:
         tensor([[[[0., 1., 2., 3.]]]])
     """
     return vectors.transpose(1, 2).flatten(2)[:, None]
+
+
+def rotate_halves(keys: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Rotate channel i of each key with channel i + D / 2.
+
+    Args:
+        keys: [B, H, n, D].
+        positions: [B, H, n], integers.
+        frequencies: Radians per position, [1, 1, 1, D / 2] fp32.
+
+    Returns:
+        [B, H, n, D] fp32.
+    """
+    angles = positions[..., None].float() * frequencies
+    cos = angles.cos()
+    sin = angles.sin()
+    first, second = keys.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

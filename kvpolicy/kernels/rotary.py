@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.kernels.compiled import call, is_compiled
-from kvpolicy.kernels.rotation import rotate_halves
+from kvpolicy.kernels.products import rotate_halves
 from kvpolicy.text.errors import KVPolicyError
 
 _TILE = 512

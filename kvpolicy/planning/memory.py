@@ -130,7 +130,7 @@ def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages, buf
 
 @lru_cache(maxsize=4096)
 def held_codes_bytes(policy: Policy, batch: int, shape: LayerShape, columns: int) -> int:
-    """Bytes of a layer's prompt that waits in codes; see `kvpolicy.engine.prompt_codes`."""
+    """Bytes of a layer's prompt that waits in codes; see `kvpolicy.engine.page_codes`."""
     codes = policy.codec.stages[0].alloc(batch, shape.heads, columns, shape.head_dim, "meta")
     return sum(t.nbytes for t in tensors(codes))
 

@@ -10,29 +10,17 @@ from dataclasses import asdict, dataclass, fields
 from html import escape
 from typing import Any
 
-from kvpolicy.engine.accounting import HOST
 from kvpolicy.engine.pages import Pages
+from kvpolicy.engine.state import HOST
 from kvpolicy.parallel.runtime import Weights
 from kvpolicy.planning.activations import Prefill
 from kvpolicy.planning.tokens import largest
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
+from kvpolicy.text import tables
 from kvpolicy.text.budget import bytes_of
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.limits import MAX_BYTES
-from kvpolicy.text.tables import (
-    Cells,
-    byte_cells,
-    count,
-    format_bytes,
-    layer_table,
-    main_kinds,
-    resident_note,
-    section,
-    size_summary,
-    sum_by_kind,
-    text_layer_table,
-)
 from kvpolicy.text.validation import check_size
 
 NOT_MEASURED = (
@@ -220,19 +208,19 @@ class CachePlan:
 
     def __repr__(self) -> str:
         """One line: policy, layers and bytes."""
-        layers = count(len(self.layers), "layer")
-        return f"CachePlan({self.policy}, {layers}, {size_summary(self.nbytes, self.full_nbytes)})"
+        layers = tables.count(len(self.layers), "layer")
+        return f"CachePlan({self.policy}, {layers}, {tables.size_summary(self.nbytes, self.full_nbytes)})"
 
     def _repr_html_(self) -> str:
         return plan_html(self)
 
     def __str__(self) -> str:
         """A table of tokens and bytes by layer, in which equal layers share a line, and the notes."""
-        head, rows, last = _layers(self, main_kinds(self.by_kind()))
+        head, rows, last = _layers(self, tables.main_kinds(self.by_kind()))
         title = f"{_title(self, str(self.policy))}:"
         managed = {layer.layer_idx: sum(layer.nbytes.values()) for layer in self.layers}
-        nbytes = sum_by_kind([managed, self.unmanaged])
-        return "\n".join([title, text_layer_table(head, rows, last, nbytes), *_notes(self)])
+        nbytes = tables.sum_by_kind([managed, self.unmanaged])
+        return "\n".join([title, tables.text_layer_table(head, rows, last, nbytes), *_notes(self)])
 
 
 def device_bytes(kinds: Mapping[str, int]) -> int:
@@ -247,8 +235,8 @@ def moved_note(moved: int, every: int) -> str:
         moved: Bytes that a decode step reads.
         every: Bytes that it would read if it read everything that is kept.
     """
-    less = format_bytes(moved)
-    more = format_bytes(every)
+    less = tables.format_bytes(moved)
+    more = tables.format_bytes(every)
     return f"a decode step moves {less}, and would move {more} if it read everything that is kept"
 
 
@@ -261,23 +249,24 @@ def host_note(nbytes: int, device: int, loaded: int, stored: int) -> str:
         loaded: Bytes that a decode step copies from host memory.
         stored: Bytes that it copies there.
     """
-    places = f"{format_bytes(nbytes)} are in host memory and {format_bytes(device)} on the device"
-    return f"{places}; a decode step copies {format_bytes(loaded)} to the device, and {format_bytes(stored)} from it"
+    places = f"{tables.format_bytes(nbytes)} are in host memory and {tables.format_bytes(device)} on the device"
+    copied = f"{tables.format_bytes(loaded)} to the device, and {tables.format_bytes(stored)} from it"
+    return f"{places}; a decode step copies {copied}"
 
 
 def plan_html(plan: CachePlan) -> str:
     """An HTML table of a plan by layer: tokens, bytes by kind, and their share of the full cache's."""
     title = _title(plan, f"<code>{escape(str(plan.policy))}</code>")
     kinds = [kind for kind, size in plan.by_kind().items() if size]
-    return section(title, layer_table(*_layers(plan, kinds)), *map(escape, _notes(plan)))
+    return tables.section(title, tables.layer_table(*_layers(plan, kinds)), *map(escape, _notes(plan)))
 
 
 def _title(plan: CachePlan, policy: str) -> str:
-    title = f"{policy}, {count(plan.batch, 'row')}: {size_summary(plan.nbytes, plan.full_nbytes)}"
+    title = f"{policy}, {tables.count(plan.batch, 'row')}: {tables.size_summary(plan.nbytes, plan.full_nbytes)}"
     return f"{title} on each of {plan.tp} ranks" if plan.tp > 1 else title
 
 
-def _layers(plan: CachePlan, kinds: Sequence[str]) -> tuple[Cells, list[tuple[int, Cells]], Cells]:
+def _layers(plan: CachePlan, kinds: Sequence[str]) -> tuple[tables.Cells, list[tuple[int, tables.Cells]], tables.Cells]:
     """The head, the rows and the last line of the table of layers."""
     by_kind = plan.by_kind()
     full = (plan.full_nbytes - sum(plan.unmanaged.values())) // max(1, len(plan.layers))
@@ -288,12 +277,15 @@ def _layers(plan: CachePlan, kinds: Sequence[str]) -> tuple[Cells, list[tuple[in
     rows = [
         (
             index,
-            (tokens.get(index, "unmanaged"), *byte_cells(sizes, kinds, _full(full, sizes) if index in tokens else 0)),
+            (
+                tokens.get(index, "unmanaged"),
+                *tables.byte_cells(sizes, kinds, _full(full, sizes) if index in tokens else 0),
+            ),
         )
         for index, sizes in nbytes.items()
     ]
     head = ("layer", "budget", *kinds, "total", "of full")
-    return head, sorted(rows), ("all", "", *byte_cells(by_kind, kinds, plan.full_nbytes))
+    return head, sorted(rows), ("all", "", *tables.byte_cells(by_kind, kinds, plan.full_nbytes))
 
 
 def _full(attended: int, sizes: Mapping[str, int]) -> int:
@@ -305,12 +297,12 @@ def _notes(plan: CachePlan) -> list[str]:
     """The notes of a plan besides its table, one line each."""
     notes = [] if plan.measured else [NOT_MEASURED]
     if plan.resident_nbytes:
-        notes.append(resident_note(format_bytes(plan.resident_nbytes)))
+        notes.append(tables.resident_note(tables.format_bytes(plan.resident_nbytes)))
     if plan.weights:
-        size = format_bytes(plan.weights.nbytes)
-        notes.append(f"weights on each of {count(plan.tp, 'rank')} by {plan.weights.backend}: {size}")
+        size = tables.format_bytes(plan.weights.nbytes)
+        notes.append(f"weights on each of {tables.count(plan.tp, 'rank')} by {plan.weights.backend}: {size}")
     if plan.policy.replay is not None:
-        notes.append(f"the prefill: up to {format_bytes(plan.peak_nbytes)}")
+        notes.append(f"the prefill: up to {tables.format_bytes(plan.peak_nbytes)}")
     if plan.policy.reads_part:
         notes.append(moved_note(plan.moved, sum(layer.all_moved for layer in plan.layers)))
     if plan.host_nbytes:

@@ -14,25 +14,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from kvpolicy.engine.accounting import HOST
 from kvpolicy.engine.link import StepBytes
+from kvpolicy.engine.state import HOST
 from kvpolicy.planning.result import READ_KINDS, CachePlan, host_note, moved_note
 from kvpolicy.policy import Policy
+from kvpolicy.text import tables
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.formats import stamp
-from kvpolicy.text.tables import (
-    Cells,
-    byte_cells,
-    count,
-    format_bytes,
-    layer_table,
-    main_kinds,
-    resident_note,
-    section,
-    size_summary,
-    sum_by_kind,
-    text_layer_table,
-)
 
 
 class LayerSource(Protocol):
@@ -278,47 +266,47 @@ class Report:
 
     def __repr__(self) -> str:
         """One line: policy, layers and bytes."""
-        layers = count(len(self.layers), "layer")
-        return f"Report({self.policy}, {layers}, {size_summary(self.nbytes, self.full_nbytes)})"
+        layers = tables.count(len(self.layers), "layer")
+        return f"Report({self.policy}, {layers}, {tables.size_summary(self.nbytes, self.full_nbytes)})"
 
     def _repr_html_(self) -> str:
         return report_html(self)
 
     def __str__(self) -> str:
         """A table of tokens and bytes by layer, in which equal layers share a line, and the notes."""
-        head, rows, last = _layers(self, main_kinds(sum_by_kind(layer.nbytes for layer in self.layers)))
-        title = f"{self.policy}: {size_summary(self.nbytes, self.full_nbytes)}:"
+        head, rows, last = _layers(self, tables.main_kinds(tables.sum_by_kind(layer.nbytes for layer in self.layers)))
+        title = f"{self.policy}: {tables.size_summary(self.nbytes, self.full_nbytes)}:"
         nbytes = {layer.layer_idx: sum(layer.nbytes.values()) for layer in self.layers}
-        return "\n".join([title, text_layer_table(head, rows, last, nbytes), *_notes(self)])
+        return "\n".join([title, tables.text_layer_table(head, rows, last, nbytes), *_notes(self)])
 
 
 def report_html(report: Report) -> str:
     """An HTML table of a report by layer: budget, tokens kept, bytes by kind, and their share of the full cache's."""
-    totals = sum_by_kind(layer.nbytes for layer in report.layers)
+    totals = tables.sum_by_kind(layer.nbytes for layer in report.layers)
     head, rows, last = _layers(report, [kind for kind, size in totals.items() if size])
-    title = f"<code>{escape(str(report.policy))}</code>: {size_summary(report.nbytes, report.full_nbytes)}"
+    title = f"<code>{escape(str(report.policy))}</code>: {tables.size_summary(report.nbytes, report.full_nbytes)}"
     escaped = [(index, (escape(cells[0]), *cells[1:])) for index, cells in rows]
-    return section(title, layer_table(head, escaped, last), *map(escape, _notes(report)))
+    return tables.section(title, tables.layer_table(head, escaped, last), *map(escape, _notes(report)))
 
 
-def _layers(report: Report, kinds: Sequence[str]) -> tuple[Cells, list[tuple[int, Cells]], Cells]:
+def _layers(report: Report, kinds: Sequence[str]) -> tuple[tables.Cells, list[tuple[int, tables.Cells]], tables.Cells]:
     """The head, the rows and the last line of the table of layers."""
-    totals = sum_by_kind(layer.nbytes for layer in report.layers)
+    totals = tables.sum_by_kind(layer.nbytes for layer in report.layers)
     managed = [layer for layer in report.layers if layer.budget]
     own = [layer.nbytes if not layer.budget else {"state": layer.nbytes.get("state", 0)} for layer in report.layers]
-    unmanaged = sum(sum_by_kind(own).values())
+    unmanaged = sum(tables.sum_by_kind(own).values())
     # All managed layers have the same shape, so each has an equal part of the full cache.
     full = (report.full_nbytes - unmanaged) // len(managed) if managed else 0
     rows = [
         (layer.layer_idx, _layer_cells(layer, kinds, full + layer.nbytes.get("state", 0))) for layer in report.layers
     ]
     head = ("layer", "budget", "kept", "seen", *kinds, "total", "of full")
-    return head, rows, ("all", "", "", "", *byte_cells(totals, kinds, report.full_nbytes))
+    return head, rows, ("all", "", "", "", *tables.byte_cells(totals, kinds, report.full_nbytes))
 
 
 def _notes(report: Report) -> list[str]:
     """The notes of a report besides its table, one line each."""
-    notes = [resident_note(format_bytes(report.resident_nbytes))] if report.resident_nbytes else []
+    notes = [tables.resident_note(tables.format_bytes(report.resident_nbytes))] if report.resident_nbytes else []
     if report.policy.reads_part:
         notes.append(moved_note(report.moved, report.all_moved))
     if report.host_nbytes:
@@ -326,11 +314,11 @@ def _notes(report: Report) -> list[str]:
     return [*notes, report.note] if report.note else notes
 
 
-def _layer_cells(layer: LayerReport, kinds: Sequence[str], full: int) -> Cells:
+def _layer_cells(layer: LayerReport, kinds: Sequence[str], full: int) -> tables.Cells:
     if not layer.budget:
-        return (layer.note.partition(":")[0], "", "", *byte_cells(layer.nbytes, kinds, 0))
+        return (layer.note.partition(":")[0], "", "", *tables.byte_cells(layer.nbytes, kinds, 0))
     rows = (_extent(numbers) for numbers in (layer.budget, layer.kept, layer.seen))
-    return (*rows, *byte_cells(layer.nbytes, kinds, full))
+    return (*rows, *tables.byte_cells(layer.nbytes, kinds, full))
 
 
 def _extent(numbers: Sequence[int]) -> str:
@@ -425,7 +413,7 @@ def handle_words(handle: HandleSource, model: str, attached: bool) -> str:
 def cache_html(cache: CacheSource) -> str:
     """The report of a cache, or its policy before the first prompt."""
     if cache.batch_size < 0:
-        return section("cache that has seen no prompt yet", cache.policy.to_html())
+        return tables.section("cache that has seen no prompt yet", cache.policy.to_html())
     return report_html(make_report(cache))
 
 
@@ -433,11 +421,11 @@ def handle_html(handle: HandleSource, model: str, attached: bool) -> str:
     """The state of a handle, and the report of its newest cache."""
     state = "attached to" if attached else "detached from"
     if handle.cache is None:
-        return section(f"{state} {escape(model)}, no cache yet", handle.policy.to_html())
-    return section(f"{state} {escape(model)}", cache_html(handle.cache))
+        return tables.section(f"{state} {escape(model)}, no cache yet", handle.policy.to_html())
+    return tables.section(f"{state} {escape(model)}", cache_html(handle.cache))
 
 
 def _state(cache: CacheSource) -> str:
     if cache.batch_size < 0:
         return "no prompt yet"
-    return f"{count(cache.batch_size, 'row')}, {size_summary(cache.nbytes, cache.full_nbytes)}"
+    return f"{tables.count(cache.batch_size, 'row')}, {tables.size_summary(cache.nbytes, cache.full_nbytes)}"

@@ -271,7 +271,7 @@ def _template_options(options: Any) -> dict[str, Any]:
 
 def _stop(stop: Any) -> tuple[str, ...]:
     found = [stop] if isinstance(stop, str) else stop
-    if not isinstance(found, list) or not all(_is_text(part) and part for part in found):
+    if not isinstance(found, list) or not all(isinstance(part, str) and part for part in found):
         raise KVPolicyError(f"stop must be a string or a list of strings that are not empty, got {brief(stop)}.")
     if len(found) > MOST_STOPS or any(len(part) > LONGEST_STOP for part in found):
         longest = max(len(part) for part in found)
@@ -280,10 +280,6 @@ def _stop(stop: Any) -> tuple[str, ...]:
             f"to {longest:,}; try fewer or shorter ones."
         )
     return tuple(found)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _object(name: str, value: Any) -> dict[str, Any]:

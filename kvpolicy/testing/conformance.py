@@ -24,18 +24,7 @@ from kvpolicy.registry import Kind, either, kinds
 from kvpolicy.reporting.logging import without_warning_of_few_tokens
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
-from kvpolicy.testing.part_checks import (
-    FallingBounds,
-    FallingBudgets,
-    check_batch,
-    check_budgets,
-    check_divided,
-    check_layout,
-    check_merger,
-    check_reading,
-    check_selector,
-    watched,
-)
+from kvpolicy.testing import part_checks
 from kvpolicy.testing.reader_checks import check_reader
 from kvpolicy.testing.stage_checks import check_stages
 from kvpolicy.text.errors import KVPolicyTypeError
@@ -136,19 +125,19 @@ def check(part: Allocator | HeadAllocator | Selector | Merger | Codec | Reader, 
     _check_dataclass(part)
     if isinstance(part, Allocator):
         for layers in (_LAYERS, 1, 7):
-            check_budgets(part, layers)
+            part_checks.check_budgets(part, layers)
         policy = Policy(allocator=part, selector=H2O(), budget=budget)
     elif isinstance(part, HeadAllocator):
-        check_divided(part, _HEADS)
+        part_checks.check_divided(part, _HEADS)
         policy = Policy(allocator=Uniform(heads=part), selector=H2O(), budget=budget)
     elif isinstance(part, Selector):
-        check_selector(part)
+        part_checks.check_selector(part)
         policy = Policy(selector=part, budget=budget)
     elif isinstance(part, Merger):
-        check_merger(part)
+        part_checks.check_merger(part)
         policy = Policy(selector=H2O(), merger=part, budget=budget)
     elif isinstance(part, Codec):
-        check_layout(part)
+        part_checks.check_layout(part)
         selector = H2O() if _needs_ranking(part) else StreamingLLM()
         policy = Policy(selector=selector, codec=part, budget=budget)
     elif isinstance(part, Reader):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -159,7 +148,7 @@ def check(part: Allocator | HeadAllocator | Selector | Merger | Codec | Reader, 
         raise KVPolicyTypeError(
             f"The part must be {either(_with_article(kind) for kind in kinds())}, got {part!r}; {_what_it_lacks(part)}."
         )
-    with watched(part):
+    with part_checks.watched(part):
         _check_cache(part, policy)
     if isinstance(part, Codec):
         check_stages(part, _HEADS, _DIM)
@@ -205,8 +194,8 @@ def _check_nesting(model: Any, policy: Policy, ids: Tensor) -> None:
     nested = nested_from(policy.selector)
     if nested is None or 3 * nested > _PROMPT:  # nothing could be dropped
         return
-    waits = dataclasses.replace(policy, allocator=FallingBudgets(), budget=max(2 * nested, 16))
-    trims = dataclasses.replace(waits, allocator=FallingBounds())
+    waits = dataclasses.replace(policy, allocator=part_checks.FallingBudgets(), budget=max(2 * nested, 16))
+    trims = dataclasses.replace(waits, allocator=part_checks.FallingBounds())
     same = _run(model, waits, ids) == _run(model, trims, ids)
     assert same, (
         f"{policy.selector}: from a budget of nested_from tokens on, a smaller budget must keep tokens that a larger "
@@ -282,7 +271,7 @@ def _run(model: Any, policy: Policy, ids: Tensor) -> list[list[set[int]]]:
     with torch.no_grad():
         first = _first_encoded(cache)
         full = output_cache(model(ids)).layers[first]
-        check_reading(policy.codec, cache.layers[first].store, full.keys, full.values)
+        part_checks.check_reading(policy.codec, cache.layers[first].store, full.keys, full.values)
     return kept
 
 
@@ -325,7 +314,7 @@ def _check_padding(model: Any, policy: Policy, ids: Tensor) -> None:
             assert same, f"{policy}: the tokens that a row keeps must not depend on padding or other rows, got others"
         if policy.heads is None:  # in pages, the tokens of a head may be anywhere
             first = _first_encoded(alone)
-            check_batch(policy.codec, alone.layers[first].store, together.layers[first].store, row=1)
+            part_checks.check_batch(policy.codec, alone.layers[first].store, together.layers[first].store, row=1)
 
 
 def _check_full_budget(model: Any, policy: Policy, ids: Tensor) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.calibration.calibrators import CALIBRATORS
-from kvpolicy.cli import completion
+from kvpolicy.cli import arguments
 from kvpolicy.cli.app import COMMANDS, EXTRAS, main, sentence
 from kvpolicy.cli.commands import cache, tiny
 from kvpolicy.hf.embedded import SHIPPED
@@ -247,7 +247,7 @@ def test_completion(
 
 
 def test_all_shipped_models_are_completed() -> None:
-    assert completion.shipped() == sorted(SHIPPED)
+    assert arguments.shipped() == sorted(SHIPPED)
 
 
 def test_it_runs_as_a_module() -> None:

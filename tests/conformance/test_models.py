@@ -44,7 +44,7 @@ APART = (*LATENT, "mimo_v2_flash")
 
 
 def fits(family: str, selector: str, codec: str) -> bool:
-    """Whether a family takes a selector and a codec; see `kvpolicy.hf.value_checks`."""
+    """Whether a family takes a selector and a codec; see `kvpolicy.hf.model_spec`."""
     asked = lookup(selector)[1]().statistics
     turns = any(each.undoes_rotation or isinstance(each, Moments) for each in asked)
     if family in UNREADABLE and reads_projection(selector):

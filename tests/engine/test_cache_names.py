@@ -1,8 +1,9 @@
-"""Both names of the cache among the arguments of transformers, `cache` and `past_key_values`."""
+"""What depends on the version of transformers."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, cache_utils
 
 import kvpolicy
+from kvpolicy.hf import cache_names
 from kvpolicy.hf.cache_names import (
     CACHE,
     NEW,
@@ -154,3 +156,16 @@ def test_the_oldest_version_is_that_of_the_package() -> None:
         pytest.skip("the source tree is not here")
     found = re.search(r"transformers>=([\d.]+)", path.read_text(encoding="utf-8"))
     assert found is not None and found[1] == ".".join(map(str, OLDEST))
+
+
+pytest.importorskip("transformers")
+
+
+def test_it_is_the_class_of_transformers() -> None:
+    assert cache_names.DummyLayer is getattr(cache_utils, "DummyLayer", cache_names.DummyLayer)
+
+
+def test_where_transformers_has_none_no_layer_is_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cache_utils, "DummyLayer", raising=False)
+    absent = runpy.run_path(cache_names.__file__)["DummyLayer"]
+    assert not isinstance(cache_utils.DynamicLayer(), absent)

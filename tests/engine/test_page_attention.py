@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.page_attention import ExactPages, attend_pages
+from kvpolicy.engine.page_slots import ExactPages, attend_pages
 from kvpolicy.statistics.windows import ScoreTransform
 
 ROWS = 2

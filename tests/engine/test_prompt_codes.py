@@ -13,8 +13,8 @@ from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.codecs.bfp import BFP
 from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.codecs.turboquant import TurboQuant
+from kvpolicy.engine.page_codes import PromptCodes
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.prompt_codes import PromptCodes
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.protocols import Codec, StageStore
 from kvpolicy.statistics.windows import ScoreTransform

@@ -1,4 +1,4 @@
-"""Codes that are decoded within the loop that sums give what decoding each number gives."""
+"""Attention to codes that are decoded in registers, to vectors of fp16, and to fp8."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels import words
-from kvpolicy.kernels.fused_elements import decode_levels, mix_levels, score_levels
+from kvpolicy.kernels import compiled, words
+from kvpolicy.kernels.compiled import call
+from kvpolicy.kernels.fused_elements import (
+    _in_registers,  # pyright: ignore[reportPrivateUsage]
+    decode_levels,
+    from_e4m3,
+    is_read_whole,
+    mix_e4m3,
+    mix_half,
+    mix_levels,
+    score_e4m3,
+    score_half,
+    score_levels,
+    to_e4m3,
+)
 from kvpolicy.kernels.packing import pack
-from kvpolicy.kernels.rotation import rotate_halves
+from kvpolicy.kernels.products import rotate_halves
 from kvpolicy.kernels.words import as_words, in_order_of_channels, in_order_of_places
 from tests.sampling import product
 
@@ -70,3 +83,68 @@ def test_a_rotation_turns_each_pair_of_channels() -> None:
                 wanted = complex(*keys[0, head, slot, pair::2]) * complex(float(angle.cos()), float(angle.sin()))
                 found = complex(*rotated[0, head, slot, pair::2])
                 assert abs(found - wanted) < 1e-5
+
+
+@pytest.mark.parametrize("width", [2, 6, 7])
+def test_products(width: int) -> None:
+    vectors = torch.randn(2, 3, 40, width, generator=torch.Generator().manual_seed(width)).half()
+    queries = torch.randn(2, 3, 4, width)
+    weights = torch.rand(2, 3, 4, 40)
+    torch.testing.assert_close(score_half(vectors, queries), queries @ vectors.float().mT)
+    torch.testing.assert_close(mix_half(vectors, weights), weights @ vectors.float())
+
+
+def test_every_number_is_converted_exactly() -> None:
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    vectors = numbers[numbers.isfinite()].reshape(1, 1, -1, 64)
+    assert torch.equal(score_half(vectors, torch.eye(64)[None, None])[0, 0].mT, vectors[0, 0].float())
+
+
+def test_a_cpu_converts_some_vectors_at_a_time() -> None:
+    """However many there are."""
+    assert not is_read_whole(torch.empty(1, 1, 100_000, 2, dtype=torch.float16))
+
+
+EVERY = torch.arange(256, dtype=torch.uint8)
+NUMBERS = EVERY.view(torch.float8_e4m3fn).float()
+FINITE = ~NUMBERS.isnan()
+
+
+def test_numbers_are_those_of_torch() -> None:
+    assert torch.equal(from_e4m3(EVERY)[FINITE], NUMBERS[FINITE])
+    for codes in (EVERY, EVERY.int()):
+        assert torch.equal(_in_registers(codes)[FINITE], NUMBERS[FINITE])
+    is_coded = FINITE & (EVERY != 128)  # -0
+    assert torch.equal(to_e4m3(NUMBERS[is_coded]), EVERY[is_coded])
+
+
+def test_rounding_is_that_of_torch() -> None:
+    ordered = NUMBERS[FINITE].unique()
+    between = (ordered[1:] + ordered[:-1]) / 2
+    near = torch.cat([ordered, between, between.nextafter(ordered[1:]), between.nextafter(ordered[:-1])])
+    assert torch.equal(from_e4m3(to_e4m3(near)), near.to(torch.float8_e4m3fn).float())
+    assert from_e4m3(to_e4m3(torch.tensor([1e9, -1e9]))).tolist() == [448, -448]
+
+
+@pytest.mark.skipif(bool(compiled._missing_compiler("cpu")), reason="a compiler is needed")
+@pytest.mark.slow
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_compiled_loop_reads_every_number(flushed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the subnormal ones, where the processor flushes those of fp32 to 0."""
+    monkeypatch.setattr(compiled, "_failures", [])
+    codes = EVERY[FINITE][torch.randperm(254, generator=torch.Generator().manual_seed(0))].repeat(9)
+    codes = codes[: 17 * 128].view(1, 1, 17, 128)
+    scale = torch.ones(1, 1, 17, 1)
+    words = as_words(codes, 8, 128, sums_slots=True)
+    one_slot = torch.eye(17)[None, None]
+    one_channel = torch.eye(128)[None, None]
+    torch.set_flush_denormal(flushed)
+    try:
+        scores = call(score_e4m3, words, scale, in_order_of_places(one_channel[:, :, 40:48], words))
+        mixed = in_order_of_channels(call(mix_e4m3, words, scale, one_slot[:, :, :4]), words)
+    finally:
+        torch.set_flush_denormal(False)
+    wanted = NUMBERS[codes.long()]
+    assert torch.equal(scores, wanted[..., 40:48].mT)
+    assert torch.equal(mixed, wanted[:, :, :4])
+    assert not compiled._failures

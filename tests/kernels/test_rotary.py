@@ -18,8 +18,8 @@ import kvpolicy
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import _ROTATES, _of_text, rope_of
+from kvpolicy.kernels.products import rotate_halves
 from kvpolicy.kernels.rotary import Rope, SlotRotary, rope_offset
-from kvpolicy.kernels.rotation import rotate_halves
 from tests.conformance.models import FAMILIES, LATENT, UNNAMED, VOCABULARY, build
 from tests.conformance.play import make_batch
 

@@ -192,14 +192,14 @@ MUTATIONS = (
         file="kvpolicy/kernels/fused_elements.py",
         old="((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20)",
         new="((raw + 0x80000) >> 20)",
-        tests=("tests/kernels/test_e4m3.py",),
+        tests=("tests/kernels/test_fused_elements.py",),
     ),
     Mutation(
         name="subnormal numbers of fp8 are read as normal ones",
         file="kvpolicy/kernels/fused_elements.py",
         old="size.minimum(2 * size - 2.0**-6)",
         new="size",
-        tests=("tests/kernels/test_e4m3.py",),
+        tests=("tests/kernels/test_fused_elements.py",),
     ),
     Mutation(
         name="the norm of an odd number of channels leaves out the last one",

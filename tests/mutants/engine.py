@@ -66,14 +66,14 @@ MUTATIONS = (
         file="kvpolicy/engine/layout.py",
         old="max(0, count + step - expected) if count >= min(limit, expected) else 0",
         new="max(0, count + step - expected) if count >= max(limit, expected) else 0",
-        tests=("tests/engine/test_capacity.py::test_a_growing_row_has_slots_for_the_next_steps",),
+        tests=("tests/engine/test_layout.py::test_a_growing_row_has_slots_for_the_next_steps",),
     ),
     Mutation(
         name="an idle row expects more tokens",
         file="kvpolicy/engine/layout.py",
         old="return [kept if skip else found for kept, found, skip in zip(old, merged, idle, strict=True)]",
         new="return merged",
-        tests=("tests/engine/test_capacity.py",),
+        tests=("tests/engine/test_layout.py",),
     ),
     Mutation(
         name="the first slot of a stage is read from the stage before",
@@ -105,10 +105,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="first tokens alone pass for all tokens",
-        file="kvpolicy/engine/cropping.py",
+        file="kvpolicy/engine/editing.py",
         old="-1)).all() & (length <= len(slot)).all())",
         new="-1)).all())",
-        tests=("tests/engine/test_cropping.py::test_a_layer_that_kept_its_first_tokens_alone_does_not_keep_all",),
+        tests=("tests/engine/test_editing.py::test_a_layer_that_kept_its_first_tokens_alone_does_not_keep_all",),
     ),
     Mutation(
         name="demoted tokens are rounded up to groups",
@@ -207,24 +207,24 @@ MUTATIONS = (
     ),
     Mutation(
         name="lengths at the last ranking do not follow their rows",
-        file="kvpolicy/engine/rank_schedule.py",
+        file="kvpolicy/engine/sizes.py",
         old="        self.ranked_len = map_numbers(fn, self.ranked_len)",
         new="        self.ranked_len = self.ranked_len[: len(fn(torch.tensor(self.ranked_len)))]",
-        tests=("tests/engine/test_rank_schedule.py",),
+        tests=("tests/engine/test_sizes.py",),
     ),
     Mutation(
         name="a restored schedule never ranks again",
-        file="kvpolicy/engine/rank_schedule.py",
+        file="kvpolicy/engine/sizes.py",
         old="self._steps = math.inf if steps is None else steps",
         new="self._steps = math.inf",
-        tests=("tests/engine/test_rank_schedule.py::test_a_restored_schedule_asks_at_the_same_steps",),
+        tests=("tests/engine/test_sizes.py::test_a_restored_schedule_asks_at_the_same_steps",),
     ),
     Mutation(
         name="the schedule waits for the last row that is due",
-        file="kvpolicy/engine/rank_schedule.py",
+        file="kvpolicy/engine/sizes.py",
         old="self._steps = min(self._left(length, budget), default=math.inf)",
         new="self._steps = max(self._left(length, budget), default=math.inf)",
-        tests=("tests/engine/test_rank_schedule.py",),
+        tests=("tests/engine/test_sizes.py",),
     ),
     Mutation(
         name="block work of an accepted step is undone",
@@ -382,10 +382,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="zero points are counted as codes",
-        file="kvpolicy/engine/accounting.py",
+        file="kvpolicy/engine/state.py",
         old='"scale" in name or "zero" in name',
         new='"scale" in name',
-        tests=("tests/engine/test_accounting.py",),
+        tests=("tests/engine/test_state.py",),
     ),
     Mutation(
         name="a new dictionary does not lower flush thresholds",
@@ -466,7 +466,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the normalizer of pages is that of their largest score",
-        file="kvpolicy/engine/page_attention.py",
+        file="kvpolicy/engine/page_slots.py",
         old=".flatten(1, 2).unsqueeze(2), weights, top + total.log()",
         new=".flatten(1, 2).unsqueeze(2), weights, top",
         tests=("tests/engine/test_shared_prefix.py::test_rows_attend_to_the_prefix_and_to_their_own_tokens",),

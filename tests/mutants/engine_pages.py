@@ -167,7 +167,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a sink is no part of the maximum over pages",
-        file="kvpolicy/engine/page_attention.py",
+        file="kvpolicy/engine/page_slots.py",
         old="        top = torch.maximum(top, transform.sinks.float().view(heads, -1))\n",
         new="        pass\n",
         tests=("tests/engine/test_page_attention.py",),
@@ -175,7 +175,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the buffer is no part of the maximum over pages",
-        file="kvpolicy/engine/page_attention.py",
+        file="kvpolicy/engine/page_slots.py",
         old="        top = torch.maximum(top, behind.amax(-1))\n",
         new="        pass\n",
         tests=("tests/engine/test_page_attention.py",),
@@ -183,14 +183,14 @@ MUTATIONS = (
     # merges
     Mutation(
         name="counts of pages have no weight",
-        file="kvpolicy/engine/page_attention.py",
+        file="kvpolicy/engine/page_slots.py",
         old="score = score + counts[:, :, None]",
         new="score = score + 0 * counts[:, :, None]",
         tests=PAGED_MERGES,
     ),
     Mutation(
         name="counts of buffers beside pages have no weight",
-        file="kvpolicy/engine/page_attention.py",
+        file="kvpolicy/engine/page_slots.py",
         old="behind = behind + from_pages(counts[:, number:], heads, slots)[:, :, None]",
         new="behind = behind + 0 * from_pages(counts[:, number:], heads, slots)[:, :, None]",
         tests=PAGED_MERGES,
@@ -409,7 +409,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights of the buffer's pages are not divided by their sum",
-        file="kvpolicy/engine/page_attention.py",
+        file="kvpolicy/engine/page_slots.py",
         old="as_pages((behind / total[..., None]).flatten(1, 2), size)",
         new="as_pages(behind.flatten(1, 2), size)",
         tests=("tests/engine/test_page_attention.py",),

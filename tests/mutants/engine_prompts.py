@@ -353,7 +353,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="what the first chunk was fitted to is fitted again to a later one",
-        file="kvpolicy/engine/prompt_codes.py",
+        file="kvpolicy/engine/page_codes.py",
         old="has_codes = begun[:, None].expand(-1, heads)",
         new="has_codes = (begun & ~begun)[:, None].expand(-1, heads)",
         tests=("tests/engine/test_prompt_codes.py",),
@@ -367,7 +367,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="padding is encoded as a token of a waiting prompt",
-        file="kvpolicy/engine/prompt_codes.py",
+        file="kvpolicy/engine/page_codes.py",
         old="written = valid[:, None].expand(-1, heads, -1)",
         new="written = (valid | True)[:, None].expand(-1, heads, -1)",
         tests=("tests/engine/test_prompt_codes.py",),

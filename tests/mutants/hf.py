@@ -73,7 +73,7 @@ MUTATIONS = (
         file="kvpolicy/hf/cache.py",
         old="        self.history.map_rows(fn)\n",
         new="",
-        tests=("tests/engine/test_cropping.py::test_after_rows_were_selected",),
+        tests=("tests/engine/test_editing.py::test_after_rows_were_selected",),
     ),
     Mutation(
         name="a window under a mark is taken to be full one token late",

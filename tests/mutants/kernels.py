@@ -182,7 +182,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="the halves of a key are rotated the other way round",
-        file="kvpolicy/kernels/rotation.py",
+        file="kvpolicy/kernels/products.py",
         old="[first * cos - second * sin, second * cos + first * sin]",
         new="[first * cos + second * sin, second * cos - first * sin]",
         tests=("tests/kernels/test_fused_elements.py",),

@@ -108,7 +108,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a merger of values alone is let in",
-        file="kvpolicy/hf/value_checks.py",
+        file="kvpolicy/hf/model_spec.py",
         old="return found.keys is not None",
         new="return True",
         tests=(LATENT,),

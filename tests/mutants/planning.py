@@ -49,14 +49,14 @@ MUTATIONS = (
         file="kvpolicy/planning/tuned.py",
         old="            cost = -(-option.cost // unit)\n",
         new="            cost = option.cost // unit\n",
-        tests=("tests/planning/test_knapsack.py",),
+        tests=("tests/planning/test_tuned.py",),
     ),
     Mutation(
         name="an exchange may not use up the limit",
         file="kvpolicy/planning/tuned.py",
         old="option.cost - now.cost <= left and saved > 0",
         new="option.cost - now.cost < left and saved > 0",
-        tests=("tests/planning/test_knapsack.py",),
+        tests=("tests/planning/test_tuned.py",),
     ),
     Mutation(
         name="layers with small shares never keep everything",

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from kvpolicy.reporting.plots._style import DIVERGING, SEQUENTIAL
-from kvpolicy.reporting.plots.tokens import field, heat
+from kvpolicy.reporting.plots.layers import field, heat
 from kvpolicy_eval.report.curves import smallest
 from kvpolicy_eval.report.gather import Findings, Point
 from kvpolicy_eval.report.style import Drawing

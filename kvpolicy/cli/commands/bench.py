@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.arguments import Device, Dtype, Json, Model, Policies, Tile, tile_of
-from kvpolicy.cli.completion import TINY
+from kvpolicy.cli.arguments import TINY, Device, Dtype, Json, Model, Policies, Tile, tile_of
 from kvpolicy.cli.formatting import as_json, counted, paragraph, size, table, width
 from kvpolicy.cli.model_loading import load
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli import arguments
+from kvpolicy.cli.arguments import TINY
 from kvpolicy.cli.commands.generate import Chat, PromptFile, PromptText
-from kvpolicy.cli.completion import TINY
 from kvpolicy.cli.formatting import Group, as_json, paragraph, size, terms
 from kvpolicy.cli.model_loading import check_length, encode, files_of, read_prompt
 from kvpolicy.text.output import check_output

@@ -8,19 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.arguments import (
-    MARGIN,
-    AnswerTokens,
-    Device,
-    Dtype,
-    Json,
-    Margin,
-    PromptTokens,
-    Tile,
-    Windows,
-    tile_of,
-)
-from kvpolicy.cli.completion import complete_model, complete_policy
+from kvpolicy.cli import arguments
+from kvpolicy.cli.arguments import complete_model, complete_policy
 from kvpolicy.cli.formatting import as_json, counted, paragraph, size, table
 from kvpolicy.text.errors import KVPolicyError
 
@@ -55,16 +44,16 @@ def compare(
             autocompletion=complete_policy,
         ),
     ],
-    prompt: PromptTokens = 0,
-    answer: AnswerTokens = 0,
-    windows: Windows = 64,
-    margin: Margin = MARGIN,
-    tile: Tile = "auto",
-    dtype: Dtype = "auto",
-    device: Device = "",
+    prompt: arguments.PromptTokens = 0,
+    answer: arguments.AnswerTokens = 0,
+    windows: arguments.Windows = 64,
+    margin: arguments.Margin = arguments.MARGIN,
+    tile: arguments.Tile = "auto",
+    dtype: arguments.Dtype = "auto",
+    device: arguments.Device = "",
     seed: Annotated[int, typer.Option(metavar="INT", help="Random seed of the choice of texts.")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not print progress.")] = False,
-    json: Json = False,
+    json: arguments.Json = False,
 ) -> None:
     """Compare policies on your own prompts: answers, divergence from the full cache, bytes, peak and time.
 
@@ -73,7 +62,7 @@ def compare(
     """
     from kvpolicy.policy import Policy
 
-    tile_size = tile_of(tile)
+    tile_size = arguments.tile_of(tile)
     parsed = [Policy.parse(policy) for policy in policies]
     if len({str(policy) for policy in parsed}) < len(parsed):
         raise KVPolicyError(f"--policy must name each policy once, got {', '.join(policies)}; try another budget.")

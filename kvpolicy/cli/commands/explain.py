@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
-from kvpolicy.cli.arguments import POLICY, Batch, Config, Json, New, Policy, Prompt, prompt_length
+from kvpolicy.cli.arguments import POLICY, TINY, Batch, Config, Json, New, Policy, Prompt, prompt_length, shipped
 from kvpolicy.cli.commands.plan import notes
-from kvpolicy.cli.completion import TINY, shipped
 from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, size, terms
 from kvpolicy.cli.layer_table import Bandwidth, Link, layer_facts, layer_table, transfer_facts, transfer_text
 from kvpolicy.cli.model_loading import dtype_of

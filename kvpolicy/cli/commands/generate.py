@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpolicy.cli import arguments
-from kvpolicy.cli.completion import TINY, complete_policy
+from kvpolicy.cli.arguments import TINY, complete_policy
 from kvpolicy.cli.formatting import as_json
 from kvpolicy.cli.model_loading import check_length, encode, prompt_notes, read_prompt
 from kvpolicy.text.errors import KVPolicyError

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from kvpolicy.cli import arguments
+from kvpolicy.cli.arguments import TINY
 from kvpolicy.cli.commands.generate import Chat, PolicyName, PromptFile, PromptText, replace_unencodable
-from kvpolicy.cli.completion import TINY
 from kvpolicy.cli.formatting import as_json
 from kvpolicy.cli.model_loading import check_length, encode, files_of, prompt_notes, read_prompt
 from kvpolicy.text.errors import KVPolicyError

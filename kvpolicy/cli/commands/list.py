@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from kvpolicy.cli.arguments import Json
-from kvpolicy.cli.completion import complete_part
+from kvpolicy.cli.arguments import Json, complete_part
 from kvpolicy.cli.formatting import as_json, paragraph, terms
 from kvpolicy.cli.strategy_docs import Description, Parameter, read
 from kvpolicy.registry import BUILT_IN, QUESTIONS, SUMMARIES, WHOLE, Kind, described, either, names, whole_policy

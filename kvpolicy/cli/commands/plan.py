@@ -9,21 +9,8 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
-from kvpolicy.cli.arguments import (
-    POLICY,
-    Batch,
-    Chunk,
-    Config,
-    HoldCodes,
-    Json,
-    New,
-    Policy,
-    Prompt,
-    TileTokens,
-    hold_of,
-    prompt_length,
-)
-from kvpolicy.cli.completion import TINY, check_order
+from kvpolicy.cli import arguments
+from kvpolicy.cli.arguments import TINY, check_order
 from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, size, table, terms
 from kvpolicy.cli.layer_table import Bandwidth, Link, layer_facts, layer_table, transfer_facts, transfer_text
 from kvpolicy.cli.model_loading import dtype_of
@@ -53,17 +40,17 @@ HINT = "{} finds a policy for each layer within such bytes, from what it does to
 
 
 def plan(
-    model: Config = TINY,
-    policy: Policy = POLICY,
-    batch: Batch = 1,
-    prompt: Prompt = None,
-    new: New = 1024,
-    chunk: Chunk = None,
-    tile: TileTokens = None,
+    model: arguments.Config = TINY,
+    policy: arguments.Policy = arguments.POLICY,
+    batch: arguments.Batch = 1,
+    prompt: arguments.Prompt = None,
+    new: arguments.New = 1024,
+    chunk: arguments.Chunk = None,
+    tile: arguments.TileTokens = None,
     hold: Annotated[
         bool, typer.Option("--hold", help="Hold chunks until the last one, as chunks='hold' of kvpolicy.attach.")
     ] = False,
-    hold_codes: HoldCodes = False,
+    hold_codes: arguments.HoldCodes = False,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of weights, keys and values.")] = "bfloat16",
     tp: Annotated[
         int, typer.Option("--tp", min=1, max=2**16, metavar="RANKS", help="Number of tensor-parallel ranks.")
@@ -83,7 +70,7 @@ def plan(
     ] = HEADROOM,
     link: Link = None,
     bandwidth: Bandwidth = None,
-    json: Json = False,
+    json: arguments.Json = False,
 ) -> None:
     """Compute the memory of a model and its cache.
 
@@ -101,13 +88,13 @@ def plan(
     usable = capacity - free
     check_order("plan", model)
     config = as_config(model)
-    prompt = prompt_length(prompt, new, trained_positions(config))
+    prompt = arguments.prompt_length(prompt, new, trained_positions(config))
     sizes = {"batch": batch, "prompt": prompt, "new": new}
 
     def plan_for(chunk: int | None, tile: int | None, hold: bool = hold) -> Any:
         how: dict[str, Any] = {"dtype": cache_dtype, "tp": tp, "backend": backend}
         how |= {"chunk": chunk, "tile": tile, "chunks": "hold" if hold else "select"}
-        how |= {"hold": hold_of(hold_codes)}
+        how |= {"hold": arguments.hold_of(hold_codes)}
         return kvpolicy.plan(config, policy, **sizes, **how)  # pyright: ignore[reportArgumentType]
 
     planned = plan_for(chunk, tile)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli import arguments
-from kvpolicy.cli.completion import TINY, check_order, complete_model
+from kvpolicy.cli.arguments import TINY, check_order, complete_model
 from kvpolicy.text.limits import LEAST_TOKENS
 
 ModelName = Annotated[

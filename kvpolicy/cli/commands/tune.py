@@ -8,19 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.arguments import (
-    MARGIN,
-    AnswerTokens,
-    Device,
-    Json,
-    Margin,
-    PromptTokens,
-    Tile,
-    Windows,
-    parse_fractions,
-    tile_of,
-)
-from kvpolicy.cli.completion import complete_model
+from kvpolicy.cli import arguments
+from kvpolicy.cli.arguments import complete_model
 from kvpolicy.cli.formatting import as_json, counted, duration, paragraph, table
 from kvpolicy.cli.formatting import size as format_size
 from kvpolicy.text.errors import KVPolicyError
@@ -56,9 +45,9 @@ def tune(
         typer.Option("--policy", metavar="POLICY", help="Parts to choose from; repeat it. By default a small grid."),
     ] = None,
     shares: Annotated[str, typer.Option(metavar="FLOATS", help="Fractions of the prompt to measure each at.")] = "",
-    prompt: PromptTokens = 0,
-    answer: AnswerTokens = 0,
-    windows: Windows = 64,
+    prompt: arguments.PromptTokens = 0,
+    answer: arguments.AnswerTokens = 0,
+    windows: arguments.Windows = 64,
     held_out: Annotated[
         float,
         typer.Option(metavar="FLOAT", help="Share of the texts that is held out to compare with ordinary policies."),
@@ -68,16 +57,16 @@ def tune(
         typer.Option("--rival", metavar="POLICY", help="Ordinary policies to compare with; repeat it. By default 28."),
     ] = None,
     no_evidence: Annotated[bool, typer.Option("--no-evidence", help="Do not compare with ordinary policies.")] = False,
-    margin: Margin = MARGIN,
-    tile: Tile = "auto",
+    margin: arguments.Margin = arguments.MARGIN,
+    tile: arguments.Tile = "auto",
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="Dtype of the weights: auto is float32 on a CPU.")
     ] = "auto",
-    device: Device = "",
+    device: arguments.Device = "",
     seed: Annotated[int, typer.Option(metavar="INT", help="Random seed of the choice of texts.")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Disable progress bars.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file for another model, text or options.")] = False,
-    json: Json = False,
+    json: arguments.Json = False,
 ) -> None:
     """Find a policy for each layer by its effect on the predictions for your text.
 
@@ -101,8 +90,8 @@ def tune(
     wanted = parse_budget(budget)
     check_margin(margin)
     check_output(out, SAME.format("tuning"), inputs=[text, model], is_own=load_tuned, force=force)
-    tile_size = tile_of(tile)
-    grid = make_grid(policies or PARTS, parse_fractions("--shares", shares) if shares else SHARES)
+    tile_size = arguments.tile_of(tile)
+    grid = make_grid(policies or PARTS, arguments.parse_fractions("--shares", shares) if shares else SHARES)
     if measure not in MEASURES:
         raise KVPolicyError(f"--measure must be one of {', '.join(MEASURES)}, got {measure!r}; try joint.")
     loaded, tokenizer = _load(model, dtype, device)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from kvpolicy.reporting.plots.accuracy import accuracy_against_bytes as accuracy_against_bytes
     from kvpolicy.reporting.plots.bytes import bytes_by_kind as bytes_by_kind
     from kvpolicy.reporting.plots.layers import budgets as budgets
+    from kvpolicy.reporting.plots.layers import kept as kept
     from kvpolicy.reporting.plots.layers import layer_similarity as layer_similarity
     from kvpolicy.reporting.plots.text import token_text as token_text
-    from kvpolicy.reporting.plots.tokens import kept as kept
 
 _LAZY = {
     "accuracy_against_bytes": "kvpolicy.reporting.plots.accuracy",
@@ -27,7 +27,7 @@ _LAZY = {
     "budgets": "kvpolicy.reporting.plots.layers",
     "layer_similarity": "kvpolicy.reporting.plots.layers",
     "token_text": "kvpolicy.reporting.plots.text",
-    "kept": "kvpolicy.reporting.plots.tokens",
+    "kept": "kvpolicy.reporting.plots.layers",
 }
 """The module of each name, which is imported on first use, so that matplotlib is not loaded before."""
 
