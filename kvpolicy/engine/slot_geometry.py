@@ -18,7 +18,7 @@ from kvpolicy.engine import layout, merging
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores
 from kvpolicy.engine.layer_contents import LayerContents
-from kvpolicy.engine.layer_index import LayerIndex
+from kvpolicy.engine.layer_index import LayerIndex, StepReads
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.layout import grown_codes, grown_layout, grown_slots, grown_state
 from kvpolicy.engine.link import Link
@@ -31,7 +31,6 @@ from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.slot_demoter import SlotDemoter, assign_slots
 from kvpolicy.engine.slot_writer import SlotWriter
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
-from kvpolicy.engine.step_reads import StepReads
 from kvpolicy.engine.token_batch import SlotData, TokenBatch
 from kvpolicy.engine.trimming import ranked_again
 from kvpolicy.engine.undo_log import Targets

@@ -13,11 +13,11 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import DoubleSparsity, PolicyCache, Retrieval, SparQ
 from kvpolicy.engine import layer_slots
+from kvpolicy.engine.layer_index import StepReads
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import by_entry, row_entries
 from kvpolicy.engine.state import map_state, slot_tensors, tensors
-from kvpolicy.engine.step_reads import StepReads
 from kvpolicy.hf import cache_file
 from kvpolicy.registry import names
 from kvpolicy.text.tables import format_bytes

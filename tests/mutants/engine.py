@@ -35,7 +35,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="what a step reads of the first layer of a group is not counted",
-        file="kvpolicy/engine/step_reads.py",
+        file="kvpolicy/engine/layer_index.py",
         old="every = (exact, tensors.codes, shared)",
         new="every = (exact, tensors.codes)",
         tests=("tests/engine/test_layer_group.py",),
@@ -476,7 +476,7 @@ MUTATIONS = (
         file="kvpolicy/engine/shared_prefix.py",
         old="        self._geometry.count_read(link)",
         new="        self._geometry.count_read(link)\n        self._geometry.count_read(link)",
-        tests=("tests/engine/test_shared_prefix.py::test_a_step_reads_the_prefix_once_for_all_rows",),
+        tests=("tests/engine/test_shared_prefix.py::test_a_layer_index_the_prefix_once_for_all_rows",),
     ),
     Mutation(
         name="writes to a shared prefix are not counted",

@@ -37,7 +37,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="values in host memory are summed by other means",
-        file="kvpolicy/engine/step_reads.py",
+        file="kvpolicy/engine/layer_index.py",
         old="if sums_in_place(q.shape[1] // slots.shape[1], held):",
         new="if values is None and sums_in_place(q.shape[1] // slots.shape[1], held):",
         tests=TESTS,

@@ -94,7 +94,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a reader sums values that are not held",
-        file="kvpolicy/engine/step_reads.py",
+        file="kvpolicy/engine/layer_index.py",
         old="held = mixed_values(tensors.keys, held)",
         new="held = tensors.values",
         tests=(SIZES,),

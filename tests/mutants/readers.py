@@ -58,7 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="queries stay outside of the basis of an index",
-        file="kvpolicy/engine/step_reads.py",
+        file="kvpolicy/engine/layer_index.py",
         old="slots, slots.coordinates(self._queries(q)))",
         new="slots, self._queries(q)[..., : slots.coordinates(self._queries(q)).shape[-1]])",
         tests=("tests/readers/test_readers.py",),

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kvpolicy import Policy
 from kvpolicy.engine.invariants import check_invariants
+from kvpolicy.engine.layer_index import StepReads
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.row_limits import RowBudget
-from kvpolicy.engine.step_reads import StepReads
 from kvpolicy.protocols import Read
 from kvpolicy.registry import name_of
 from kvpolicy.statistics.windows import ScoreTransform

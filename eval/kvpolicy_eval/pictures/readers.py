@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvpolicy import registry
-from kvpolicy.engine.step_reads import StepReads
+from kvpolicy.engine.layer_index import StepReads
 from kvpolicy.protocols import Read
 from kvpolicy_eval.common.conversation import run
 from kvpolicy_eval.pictures.scene import Kept, embedded, scene
