@@ -29,7 +29,6 @@ USERS = 3
 
 FLAGS_TO_GO = {
     "MergerTraits.fits_pages",
-    "ReaderTraits.sinks",
     "Traits.demote_by",
     "Traits.joint_heads",
     "Traits.query_absmax",

@@ -28,7 +28,7 @@ MASK_ROWS = 256
 """The most queries of such a call: fused attention computes what its mask hides, half as many keys for each query."""
 
 Rest = Callable[[Tensor], Estimated]
-"""Estimates the slots that are not read, from the normalizer of those that are; see `Estimates.estimate_rest`."""
+"""Estimates the slots that are not read, from the normalizer of those that are; see `Read.rest`."""
 
 
 def attend(

@@ -367,7 +367,7 @@ class LayerStore:
         wanted = self.spec.step_attention
         if self.prefix is None or self.slots is None:
             return self.geometry.attend(q, transform, wanted)
-        return self.slots.index.attend(q, transform, wanted, self.prefix.attend_step(q, transform))
+        return self.slots.reads.attend(q, transform, wanted, self.prefix.attend_step(q, transform))
 
     def end_step(self, step: Step) -> None:
         """Let the selector see a step."""

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvpolicy.engine import layout, merging
 from kvpolicy.engine.attention_part import Part
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores
-from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.layer_index import LayerIndex, StepReads
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.layout import grown_codes, grown_layout, grown_slots, grown_state
 from kvpolicy.engine.link import Link
@@ -45,7 +45,8 @@ class SlotGeometry:
     Attributes:
         layer: The layer.
         codes: Reads the slots.
-        index: Attends to the slots that the layer's reader chooses.
+        index: The index of the layer's reader.
+        reads: Attends to the slots that the reader chooses.
         writer: Writes to the slots.
     """
 
@@ -54,7 +55,8 @@ class SlotGeometry:
         self.layer = layer
         self._spec = layer.spec
         self.codes = SlotCodes(layer)
-        self.index = IndexReader(layer, self.codes)
+        self.index = LayerIndex(layer, self.codes)
+        self.reads = StepReads(layer, self.codes, self.index)
         self.writer = SlotWriter(layer, self.codes, self.index)
         self._demoter = SlotDemoter(layer, self.codes, self.writer, self.index)
 
@@ -189,8 +191,8 @@ class SlotGeometry:
         return self.layer.view()
 
     def attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
-        """Attend from one token per row to the slots that the reader chooses; see `IndexReader.attend`."""
-        return self.index.attend(q, transform, want_weights)
+        """Attend from one token per row to the slots that the reader chooses; see `StepReads.attend`."""
+        return self.reads.attend(q, transform, want_weights)
 
     def attend_part(self, queries: Tensor, transform: ScoreTransform, *, whole: bool) -> Part:
         """Attend from many queries of each head to every slot, codes as codes; see `Geometry.attend_part`."""
@@ -201,7 +203,7 @@ class SlotGeometry:
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads, and writes to host memory."""
-        self.index.count_read(link)
+        self.reads.count_read(link)
         self.writer.count_stored(link)
 
     def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
@@ -314,7 +316,7 @@ class SlotGeometry:
             self._lengthen()
         slots = tensors.budget.new_tensor(layer.expected_len)
         self._set_budget(torch.maximum(tensors.budget, slots) if self._spec.grows else tensors.budget)
-        self.index.find_missing_clusters()
+        self.index.complete()
         self.fix_addresses()
         return layer.capacity - old
 

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_group import Block
+from kvpolicy.engine.layer_index import LayerIndex
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.state import slot_tensors
@@ -21,7 +21,7 @@ from kvpolicy.kernels.slot_writes import gather_slots, write_slots
 class SlotWriter:
     """Writes tokens to the full-precision buffer and to the stages of a layer."""
 
-    def __init__(self, layer: LayerContents, codes: SlotCodes, index: IndexReader) -> None:
+    def __init__(self, layer: LayerContents, codes: SlotCodes, index: LayerIndex) -> None:
         """Write to the slots of `layer`, and let `index` know."""
         self._layer = layer
         self._codes = codes

@@ -417,8 +417,7 @@ def check_values(policy: Policy, shape: LayerShape) -> None:
                 f"The codec must encode keys and values separately for {_described(shape)}, got {own.codec}; try "
                 "tokenwise, kivi, turboquant or bfp."
             )
-        traits = own.reader.traits
-        if not shape.latent and (traits.estimates or traits.clusters):
+        if not shape.latent and own.reader.traits.estimates_rest:
             raise KVPolicyError(
                 f"The reader must need no summaries of values for {_described(shape)}, got {own.reader}; try quest."
             )

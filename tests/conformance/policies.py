@@ -33,7 +33,7 @@ WHOLE_HEADS = [name for name in SELECTORS if whole_heads(lookup(name)[1]())]
 """Selectors that rank a token by all of its head, which these codecs do not ask for."""
 SAME_IN_ALL_LAYERS = [name for name in names("selector") if positions_only(lookup(name)[1]())]
 """Selectors that look at positions alone."""
-REBUILDING = [name for name in names("reader") if lookup(name)[1]().traits.rebuilt]
+REBUILDING = [name for name in names("reader") if lookup(name)[1]().traits.rebuilds]
 """Readers that rebuild keys, which take no codec."""
 _KINDS = {name: lookup(name)[0] for name in names()}
 _UNRANKED = {("full", codec) for codec in RANKED}

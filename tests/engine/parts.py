@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.index_reader import IndexReader
+from kvpolicy.engine.layer_index import LayerIndex
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.slot_geometry import SlotGeometry
@@ -52,8 +52,8 @@ def slots_of(store: LayerStore) -> SlotGeometry:
     return store.slots
 
 
-def index_of(store: LayerStore) -> IndexReader:
-    """What attends to the slots of a layer without head budgets."""
+def index_of(store: LayerStore) -> LayerIndex:
+    """The index of a layer without head budgets."""
     return slots_of(store).index
 
 

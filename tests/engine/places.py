@@ -65,7 +65,7 @@ def check_traffic(layer: Layer, rows: int) -> None:
     numbers = 0
     if layer.store.spec.host:  # of the new token, of its page, and of what was chosen
         traits = layer.policy.reader.traits
-        own = traits.recent + traits.sinks if traits.rebuilt else 0  # keys that are read as they are stored
+        own = traits.recent + traits.sinks if traits.rebuilds else 0  # keys that are read as they are stored
         numbers = 1 + (0 if shape is None else shape.page + shape.slots + own)
     assert traffic["back", False] == 8 * rows * HEADS * numbers
 

@@ -35,7 +35,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="what a step reads of the first layer of a group is not counted",
-        file="kvpolicy/engine/index_reader.py",
+        file="kvpolicy/engine/layer_index.py",
         old="every = (exact, tensors.codes, shared)",
         new="every = (exact, tensors.codes)",
         tests=("tests/engine/test_layer_group.py",),
@@ -315,7 +315,7 @@ MUTATIONS = (
         file="kvpolicy/engine/slot_geometry.py",
         old="first = (seen_before == 0) & (tensors.length > 0)",
         new="first = seen_before == 0",
-        tests=("tests/engine/test_index_reader.py::test_a_row_is_fitted_to_its_first_tokens",),
+        tests=("tests/engine/test_layer_index.py::test_a_row_is_fitted_to_its_first_tokens",),
     ),
     Mutation(
         name="the largest queries are those of the last prompt",
@@ -476,7 +476,7 @@ MUTATIONS = (
         file="kvpolicy/engine/shared_prefix.py",
         old="        self._geometry.count_read(link)",
         new="        self._geometry.count_read(link)\n        self._geometry.count_read(link)",
-        tests=("tests/engine/test_shared_prefix.py::test_a_step_reads_the_prefix_once_for_all_rows",),
+        tests=("tests/engine/test_shared_prefix.py::test_a_layer_index_the_prefix_once_for_all_rows",),
     ),
     Mutation(
         name="writes to a shared prefix are not counted",

@@ -94,8 +94,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="a reader sums values that are not held",
-        file="kvpolicy/engine/index_reader.py",
-        old="held = mixed_values(tensors.keys, tensors.values)",
+        file="kvpolicy/engine/layer_index.py",
+        old="held = mixed_values(tensors.keys, held)",
         new="held = tensors.values",
         tests=(SIZES,),
     ),
