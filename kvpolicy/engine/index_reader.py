@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Rest, attend_slots
 from kvpolicy.engine.attention_part import Part
-from kvpolicy.engine.codec_view import ChosenSlots, CodecView
+from kvpolicy.engine.columns import CodedColumns, ExactColumns, Rest, attend_columns
 from kvpolicy.engine.in_place_attention import attend_in_place
 from kvpolicy.engine.key_products import KeyProducts
 from kvpolicy.engine.layer_clusters import LayerClusters
@@ -112,15 +111,19 @@ class IndexReader:
                 self._link.whole(every if scanned is None else unscanned(exact, codes))
             occupied = tensors.positions >= 0
             counts = tensors.log_counts
-            return attend_slots(q, exact, coded, occupied, transform, want_weights, counts, scanned, beside=beside)
+            buffer = ExactColumns(*exact, scanned if coded is None else None)
+            stages = coded or ()
+            if coded is not None and scanned is not None:
+                stages = coded.known(scanned)
+            return attend_columns(q, buffer, stages, occupied, transform, want_weights, counts, beside=beside)
         occupied = (self._of_read(tensors.positions, chosen) >= 0) & self._of_read(None, chosen)
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, chosen)
         estimate = self._clusters.estimate if self._clusters.are_used else self._summaries.estimate
         rest = None if chosen.scores is None else partial(estimate, chosen)
         if coded is not None:
-            part = self._decode_chosen(coded, chosen.slots, self.shape)
-            buffer = tensors.keys, tensors.values
-            out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights, counts, rest=rest)
+            buffer = ExactColumns(tensors.keys, tensors.values)
+            others = [self._decode_chosen(coded, chosen.slots, self.shape)]
+            out, weights = attend_columns(q, buffer, others, occupied, transform, want_weights, counts, rest)
         else:
             out, weights = self._attend_rows(q, chosen, occupied, transform, want_weights, counts, rest)
         return out, self._to_slots(weights, chosen) if want_weights and weights is not None else None
@@ -135,7 +138,7 @@ class IndexReader:
         counts: Tensor | None,
         rest: Rest | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to chosen slots in full precision, as `attend_slots` does."""
+        """Attend to chosen slots in full precision, as `attend_columns` does."""
         tensors = self._layer.tensors
         slots = chosen.slots
         group = q.shape[1] // slots.shape[1]
@@ -149,14 +152,14 @@ class IndexReader:
             if sums_in_place(group, values):  # as without `host`, so that no result depends on where they lie
                 every = torch.arange(slots.shape[-1], device=slots.device).expand(slots.shape)
                 return attend_in_place(q, keys, values, every, occupied, transform, counts, rest)
-            return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts, rest=rest)
+            return attend_columns(q, ExactColumns(keys, values), (), occupied, transform, want_weights, counts, rest)
         keys = self._link.rows(tensors.keys, slots) if rebuilt is None else rebuilt
         if sums_in_place(group, tensors.values):
             self._link.count_vectors(tensors.values, slots.shape[-1])
             held = mixed_values(tensors.keys, tensors.values)
             return attend_in_place(q, keys, held, slots, occupied, transform, counts, rest)
         values = self._link.rows(tensors.values, slots)
-        return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts, rest=rest)
+        return attend_columns(q, ExactColumns(keys, values), (), occupied, transform, want_weights, counts, rest)
 
     def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Chosen | None, Tensor | None]:
         """Choose the slots that a step reads, and show the choice to the layers behind this one.
@@ -239,12 +242,11 @@ class IndexReader:
             estimated = self._clusters.unread(score, clusters, chosen)
         return chosen._replace(scores=estimated)
 
-    def _decode_chosen(self, coded: CodecView, slots: Tensor, shape: ReadShape) -> ChosenSlots:
+    def _decode_chosen(self, coded: CodedColumns, slots: Tensor, shape: ReadShape) -> ExactColumns:
         tensors = self._layer.tensors
         self._link.whole((tensors.keys, tensors.values))
         self._count_decoded(self._link, shape)
-        # In fp32, as stages decode: attention converts them as it does where all slots are read.
-        return ChosenSlots(coded.keys_at(slots, torch.float32), coded.values_at(slots, torch.float32))
+        return ExactColumns(coded.keys_at(slots, tensors.keys.dtype), coded.values_at(slots, tensors.values.dtype))
 
     def _of_read(self, per_slot: Tensor | None, chosen: Chosen) -> Tensor:
         """Gather the read slots of a tensor [B, H, S], in the order in which they are attended to, [B, H, n].

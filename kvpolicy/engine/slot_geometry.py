@@ -196,7 +196,7 @@ class SlotGeometry:
         tensors = self.layer.tensors
         exact = (tensors.keys, tensors.values)
         occupied = None if whole else tensors.positions >= 0
-        return attend_occupied(queries, exact, self.codes.view(), occupied, transform, tensors.log_counts)
+        return attend_occupied(queries, exact, self.codes.view() or (), occupied, transform, tensors.log_counts)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads, and writes to host memory."""

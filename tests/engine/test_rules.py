@@ -24,13 +24,13 @@ def test_a_query_attends_to_the_budget(selector: str, codec: str, monkeypatch: p
     from kvpolicy.engine import index_reader
 
     seen: list[Tensor] = []
-    real = index_reader.attend_slots
+    real = index_reader.attend_columns
 
-    def attend_slots(q: Tensor, exact: Any, coded: Any, live: Tensor, *rest: Any, **options: Any) -> Any:
+    def attend_columns(q: Tensor, exact: Any, coded: Any, live: Tensor, *rest: Any, **options: Any) -> Any:
         seen.append(live.sum(-1))
         return real(q, exact, coded, live, *rest, **options)
 
-    monkeypatch.setattr(index_reader, "attend_slots", attend_slots)
+    monkeypatch.setattr(index_reader, "attend_columns", attend_columns)
     model = build("llama")
     with kvpolicy.attach(model, words("squeeze", selector, codec)):
         cache = PolicyCache(model)
