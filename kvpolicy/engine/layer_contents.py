@@ -15,10 +15,8 @@ from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.pages import RowPages
-from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import load_basis
 from kvpolicy.engine.row_limits import with_tokens
-from kvpolicy.engine.selection import Ranking, rank_candidates
 from kvpolicy.engine.sizes import RankSchedule, SizeHistory, Sizes, crop_obstacle, map_numbers
 from kvpolicy.engine.undo_log import UNDO_LOG, UndoLog
 from kvpolicy.protocols import (
@@ -28,14 +26,12 @@ from kvpolicy.protocols import (
     LayerShape,
     Layout,
     Ranks,
-    State,
     View,
     rerank_every,
     traits_for,
 )
-from kvpolicy.statistics import Forward, Statistic, union
-from kvpolicy.statistics.input_scores import Gate, score_inputs
-from kvpolicy.statistics.windows import Past
+from kvpolicy.statistics import Statistic, union
+from kvpolicy.statistics.input_scores import Gate
 from kvpolicy.text.errors import KVPolicyError
 
 NUMBERS = ("capacity", "expected_len", "reserved", "largest_block", "scale", "may_exceed_plan")
@@ -182,33 +178,11 @@ class LayerContents:
         salience = self.spec.reader_traits.salience
         return bool(reads and reads.index) and salience is not None and not salience.is_calibrated
 
-    def view(self, budget: Tensor | None = None) -> View:
-        """The slots as the selector sees them, with `budget` [B], by default that of the rows."""
+    def view(self) -> View:
+        """The slots as the selector sees them in a step; in pages, with the budget of an average head."""
         tensors = self.tensors
-        budget = tensors.budget if budget is None else budget
+        budget = tensors.budget if tensors.pages is None else tensors.pages.average
         return View(tensors.positions, tensors.length, budget, self.spec.layer_idx, self.ranks)
-
-    def rank(
-        self, held: tuple[Tensor, State], prompt: PendingPrompt, past: Past | None, seen_before: Tensor, keep: Tensor
-    ) -> Ranking:
-        """Rank the slots `held`, which have positions and states, and the tokens of a prompt; see `rank_candidates`."""
-        return rank_candidates(
-            self.spec.selector,
-            *held,
-            prompt,
-            past,
-            seen_before=seen_before,
-            keep=keep,
-            layer_idx=self.spec.layer_idx,
-            ranks=self.ranks,
-            projection=self.spec.projection,
-            latent=self.spec.latent,
-        )
-
-    def score_inputs(self, forward: Forward | None) -> Tensor | None:
-        """Scores of new tokens by the input of the layer, [B, H, P] fp32; None unless `InputScores`."""
-        scorer = self.spec.input_scorer
-        return None if scorer is None else score_inputs(scorer, self.gate, forward)
 
     def set_budget(self, budget: Tensor) -> None:
         """Let each row hold `budget` [B] tokens."""

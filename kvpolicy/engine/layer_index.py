@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import attend_slots
 from kvpolicy.engine.attention_part import Part
-from kvpolicy.engine.codec_view import ChosenSlots, CodecView
+from kvpolicy.engine.columns import CodedColumns, ExactColumns, attend_columns
 from kvpolicy.engine.in_place_attention import attend_in_place
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_slots import KeyProducts, LayerSlots
@@ -272,13 +271,17 @@ class StepReads:
                 self._link.whole(every if scanned is None else unscanned(exact, codes))
             occupied = tensors.positions >= 0
             counts = tensors.log_counts
-            return attend_slots(q, exact, coded, occupied, transform, want_weights, counts, scanned, beside=beside)
+            buffer = ExactColumns(*exact, scanned if coded is None else None)
+            stages = coded or ()
+            if coded is not None and scanned is not None:
+                stages = coded.known(scanned)
+            return attend_columns(q, buffer, stages, occupied, transform, want_weights, counts, beside=beside)
         occupied = (self._of_read(tensors.positions, read) >= 0) & self._of_read(None, read)
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, read)
         if coded is not None:
-            part = self._decode(coded, read.slots)
-            buffer = tensors.keys, tensors.values
-            out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights, counts, rest=read.rest)
+            buffer = ExactColumns(tensors.keys, tensors.values)
+            others = [self._decode(coded, read.slots)]
+            out, weights = attend_columns(q, buffer, others, occupied, transform, want_weights, counts, read.rest)
         else:
             out, weights = self._attend_rows(q, read, occupied, transform, want_weights, counts)
         return out, self._to_slots(weights, read) if want_weights and weights is not None else None
@@ -292,7 +295,7 @@ class StepReads:
         want_weights: bool,
         counts: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to chosen slots in full precision, as `attend_slots` does."""
+        """Attend to chosen slots in full precision, as `attend_columns` does."""
         tensors = self._layer.tensors
         slots = read.slots
         keys = None if read.keys is None else read.keys()
@@ -315,7 +318,8 @@ class StepReads:
                 slots = torch.arange(slots.shape[-1], device=slots.device).expand(slots.shape)
             return attend_in_place(q, keys, held, slots, occupied, transform, counts, read.rest)
         values = self._link.rows(tensors.values, slots) if values is None else values
-        return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts, rest=read.rest)
+        buffer = ExactColumns(keys, values)
+        return attend_columns(q, buffer, (), occupied, transform, want_weights, counts, read.rest)
 
     def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Read | None, Tensor | None]:
         """Choose the slots that a step reads, and show the choice to the layers behind this one.
@@ -356,12 +360,11 @@ class StepReads:
         """Queries [B, Hq, 1, D] by KV head, [B, H, G, D]."""
         return q.squeeze(2).unflatten(1, (self._layer.tensors.positions.shape[1], -1))
 
-    def _decode(self, coded: CodecView, slots: Tensor) -> ChosenSlots:
+    def _decode(self, coded: CodedColumns, slots: Tensor) -> ExactColumns:
         tensors = self._layer.tensors
         self._link.whole((tensors.keys, tensors.values))
         self._count_decoded(self._link, self._index.shape)
-        # In fp32, as stages decode: attention converts them as it does where all slots are read.
-        return ChosenSlots(coded.keys_at(slots, torch.float32), coded.values_at(slots, torch.float32))
+        return ExactColumns(coded.keys_at(slots, tensors.keys.dtype), coded.values_at(slots, tensors.values.dtype))
 
     def _of_read(self, per_slot: Tensor | None, read: Read) -> Tensor:
         """Gather the read slots of a tensor [B, H, S], in the order in which they are attended to, [B, H, n].

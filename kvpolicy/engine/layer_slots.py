@@ -208,7 +208,7 @@ class KeyProducts:
             inside = torch.zeros_like(queries[:, :, 0], dtype=torch.bool).scatter(-1, channels, True)
             queries = queries.masked_fill(~inside[:, :, None], 0)
         layer.link.whole(key_codes(tensors.codes))
-        return torch.cat(coded.score(queries), -1)
+        return torch.cat([part.score(queries) for part in coded], -1)
 
     def group_mean(self, of_heads: Tensor, /) -> Tensor:
         """Mean of [B, H, G, N] over the query heads of each KV head, [B, H, N]."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.engine import decode, merging
 from kvpolicy.engine.attention import attend
-from kvpolicy.engine.decode import update_state
+from kvpolicy.engine.decode import Step, new_token, update_state
 from kvpolicy.engine.due_rows import due_rows, only_rows
 from kvpolicy.engine.geometry import Geometry, step_bytes
 from kvpolicy.engine.host import on_host
@@ -24,18 +24,18 @@ from kvpolicy.engine.prompt_statistics import PromptStatistics, note_queries, se
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.rollback import copied_tensors, note_counters, undoable
 from kvpolicy.engine.row_limits import RowBudget
-from kvpolicy.engine.selection import worth_of
+from kvpolicy.engine.selection import rank_candidates, worth_of
 from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.engine.slot_geometry import SlotGeometry
-from kvpolicy.engine.state import map_slots, map_state
-from kvpolicy.engine.step import Step, new_token
+from kvpolicy.engine.state import map_slots
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.trimming import can_trim, trim
 from kvpolicy.kernels.mixed_values import read_values
 from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import SINGLE_RANK, LayerBounds, LayerShape, Layout, Ranks
 from kvpolicy.statistics import AttentionSum, Candidates, Forward, Results, Rotation, Vectors
+from kvpolicy.statistics.input_scores import score_inputs
 from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform
 
@@ -259,7 +259,7 @@ class LayerStore:
         seen_before = self.tensors.length
         past = self.past() if pending.reads_past else None
         keep = keep.to(seen_before.device)
-        ranking = self.contents.rank(self.geometry.held_slots(), pending, past, seen_before, keep)
+        ranking = rank_candidates(self.contents, self.geometry.held_slots(), pending, past, seen_before, keep)
         return self.contents.ranks.all_heads(worth_of(self.spec.selector, ranking))
 
     def record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
@@ -323,13 +323,12 @@ class LayerStore:
         layer.add_columns(1)
         # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
         # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
-        view = self.geometry.view()
+        view = layer.view()
         layer.link.start()
         # What selectors and mergers read to evict goes through no link: only attention and its index are counted.
         slot, merge = self.geometry.free_slot(view, valid)
         # The slot still has the statistics of the token that it held before.
-        state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.state)
-        counts = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.counts)
+        state, counts = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), (tensors.state, tensors.counts))
         data = SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts)
         if merge is not None:
             slot, data = merging.with_merge(slot, data, merge)
@@ -340,10 +339,14 @@ class LayerStore:
         layer.link.stop()
         if layer.undo is not None:
             layer.undo.end()
-        scores = layer.score_inputs(forward)
-        if scores is not None and tensors.pages is not None:  # states lie in pages, each of one head
-            scores = of_pages(scores.expand(-1, k.shape[1], -1), tensors.paged().owner)
-        token = new_token(self.spec, q, k, v, position[:, 0], scores)
+        scores = None
+        if self.spec.input_scorer is not None:
+            scores = score_inputs(self.spec.input_scorer, layer.gate, forward)
+            if tensors.pages is not None:  # states lie in pages, each of one head
+                scores = of_pages(scores.expand(-1, k.shape[1], -1), tensors.pages.owner)
+        token = None
+        if self.spec.step_vectors or scores is not None:
+            token = new_token(self.spec, q, k, v, position[:, 0], scores)
         return out, Step(token, valid, view, weights if self.spec.step_attention else None)
 
     def read(self, q: Tensor, transform: ScoreTransform, step: Step) -> tuple[Tensor, Step]:

@@ -15,6 +15,8 @@ from kvpolicy.engine.row_limits import RowLimits
 from kvpolicy.protocols import Ranks, Traits
 from kvpolicy.statistics import AttentionSum, Coming, Forward, InputScores, Statistic, Tile, union
 from kvpolicy.statistics.channel_sums import ChannelSums, LargestQueries, QuerySquares
+from kvpolicy.statistics.input_scores import score_inputs
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import ScoreTransform
 
 
@@ -57,7 +59,9 @@ def see_prompt(
     `attn_sum` is its attention summed over the queries, [B, Hq, S + P] fp32, if the selector needs it.
     """
     statistics = PromptStatistics(layer, valid, q.shape[2], held)
-    statistics.add(q.detach(), k.detach(), 0, layer.score_inputs(forward))
+    scorer = layer.spec.input_scorer
+    scores = None if scorer is None else score_inputs(scorer, layer.gate, forward)
+    statistics.add(q.detach(), k.detach(), 0, scores)
     forward = forward._replace(queries=q.detach()) if forward is not None and layer.spec.needs_call else None
     return statistics.prompt(k.detach(), v.detach(), transform, forward, attn_sum)
 
@@ -136,12 +140,12 @@ def note_queries(limits: RowLimits, pending: PendingPrompt, ranks: Ranks) -> Non
         pending: The prompt.
         ranks: The ranks that hold the layer's other heads.
     """
-    queries = pending.statistic(LargestQueries)
+    queries = first_of(LargestQueries, pending.statistics)
     if queries is not None and queries.absmax is not None:
         # Ranks that replicate a KV head have different queries of it, and must still write the same codes.
         largest = ranks.largest(queries.absmax)
         limits.query_absmax.copy_(torch.maximum(limits.query_absmax, largest))
-    newest = pending.statistic(QuerySquares)
+    newest = first_of(QuerySquares, pending.statistics)
     if newest is not None:
         square, seen = newest.mean(ranks, limits.query_square.shape[1])
         # A row without a query in this prompt keeps what it has.

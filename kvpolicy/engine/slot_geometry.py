@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpolicy.engine import layout, merging
 from kvpolicy.engine.attention_part import Part
-from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores
+from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_index import LayerIndex, StepReads
 from kvpolicy.engine.layer_tensors import LayerTensors
@@ -26,7 +26,7 @@ from kvpolicy.engine.merging import SlotMerge
 from kvpolicy.engine.partial_attention import attend_occupied
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget, has_dictionary, pin_tokens
-from kvpolicy.engine.selection import Selection, finite_priority, select_tokens
+from kvpolicy.engine.selection import Selection, eviction_scores, finite_priority, rank_candidates, select_tokens
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.slot_demoter import SlotDemoter, assign_slots
 from kvpolicy.engine.slot_writer import SlotWriter
@@ -36,6 +36,7 @@ from kvpolicy.engine.trimming import ranked_again
 from kvpolicy.engine.undo_log import Targets
 from kvpolicy.protocols import LayerShape, Layout, State, Tokens, View
 from kvpolicy.statistics.channel_sums import ChannelSums
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform
 
 
@@ -96,7 +97,9 @@ class SlotGeometry:
         keep = budget.keep.to(tensors.positions.device)
         # The ranking has no name here, so that its statistics are freed before the tokens are placed.
         if pending.trimmed is None:
-            selected = select_tokens(layer.rank(self.held_slots(), pending, past, seen_before, keep), pending.idle)
+            selected = select_tokens(
+                rank_candidates(layer, self.held_slots(), pending, past, seen_before, keep), pending.idle
+            )
         else:
             selected = select_tokens(ranked_again(self._spec.selector, pending.trimmed, keep), pending.idle)
         keys = pending.keys
@@ -118,7 +121,7 @@ class SlotGeometry:
         data = self._demoter.place(batch, pending.idle, first)
         assign_slots(tensors, data)
         tensors.keys, tensors.values = data.keys, data.values
-        sums = pending.statistic(ChannelSums)
+        sums = first_of(ChannelSums, pending.statistics)
         salience = self.index.prompt_salience(None if sums is None else sums.sums, tensors.length - seen_before)
         placed = torch.ones_like(first) if pending.idle is None else ~pending.idle
         self.index.rebuild(first, salience, placed)
@@ -186,10 +189,6 @@ class SlotGeometry:
 
     # a decode step
 
-    def view(self) -> View:
-        """The slots as the selector sees them in a step."""
-        return self.layer.view()
-
     def attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Attend from one token per row to the slots that the reader chooses; see `StepReads.attend`."""
         return self.reads.attend(q, transform, want_weights)
@@ -199,7 +198,7 @@ class SlotGeometry:
         tensors = self.layer.tensors
         exact = (tensors.keys, tensors.values)
         occupied = None if whole else tensors.positions >= 0
-        return attend_occupied(queries, exact, self.codes.view(), occupied, transform, tensors.log_counts)
+        return attend_occupied(queries, exact, self.codes.view() or (), occupied, transform, tensors.log_counts)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads, and writes to host memory."""
@@ -218,8 +217,8 @@ class SlotGeometry:
             # Of several free slots, any will do: the order of slots has no meaning. Scores have no ties at the top,
             # since a head holds a position once.
             slot = torch.where(full, scores, ~occupied).argmax(-1, keepdim=True)
-            merge = self._merge_evicted(slot, full, valid, view)
-            if layer.can_run_out:
+            merge = self._merge_evicted(slot, full, valid, view) if self._spec.merges_in_steps else None
+            if layer.may_exceed_plan:
                 assert_async((full | ~occupied.all(-1, keepdim=True)).all(), NO_SLOT)
             return slot, merge
         merge = None
@@ -230,24 +229,22 @@ class SlotGeometry:
         else:
             # The evicted token may be coded, and the new one is not: they are in different slots.
             victim = eviction_scores(self._spec.selector, tensors.state, view).argmax(-1, keepdim=True)
-            merge = self._merge_evicted(victim, full, None, view)
+            if self._spec.merges_in_steps:
+                merge = self._merge_evicted(victim, full, None, view)
             self.writer.write(victim, None, full)
         free = tensors.positions[..., : layer.layout.exact] < 0
         if layer.reserved:
             free = free & self.codes.open_slots()
-        if layer.can_run_out:
-            assert_async(free.any(-1).all(), NO_SLOT)
+        assert_async(free.any(-1).all(), NO_SLOT)
         return free.to(torch.uint8).argmax(-1, keepdim=True), merge
 
-    def _merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> SlotMerge | None:
+    def _merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> SlotMerge:
         """Merge the token in slot `victim` [B, H, 1] into another one, in the heads where it is `evicted` [B, H, 1].
 
-        Nothing is written: what is returned is written with the new token. None if nothing is merged in decoding.
+        Nothing is written: what is returned is written with the new token.
         """
         layer = self.layer
         tensors = layer.tensors
-        if not self._spec.merges_in_steps:
-            return None
         if valid is not None:
             evicted = evicted & valid[:, :, None]
         exact = (tensors.keys, tensors.values)

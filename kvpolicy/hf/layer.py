@@ -31,6 +31,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape, Layout, Ranks
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.statistics import Forward
+from kvpolicy.statistics.input_scores import score_inputs
 from kvpolicy.statistics.statistic import Projection
 from kvpolicy.statistics.windows import ScoreTransform
 
@@ -403,7 +404,9 @@ def attend_tile(
         layer.tiles = store.begin_tiles(q, k, tile.columns, valid, layer.pending)
     tiles = layer.tiles
     assert tiles is not None
-    out = tiles.attend(q, k, v, transform, store.contents.score_inputs(forward))
+    scorer = store.spec.input_scorer
+    scores = None if scorer is None else score_inputs(scorer, store.contents.gate, forward)
+    out = tiles.attend(q, k, v, transform, scores)
     if forward is not None and store.spec.needs_call:
         tiles.note_forward(forward, q, tile.whole)
     if tile.is_last:

@@ -9,8 +9,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.decode import Step
 from kvpolicy.engine.shown_prompt import ShownPrompt
-from kvpolicy.engine.step import Step
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.planning.tokens import Tokens
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError

@@ -24,13 +24,13 @@ def test_a_query_attends_to_the_budget(selector: str, codec: str, monkeypatch: p
     from kvpolicy.engine import layer_index
 
     seen: list[Tensor] = []
-    real = layer_index.attend_slots
+    real = layer_index.attend_columns
 
-    def attend_slots(q: Tensor, exact: Any, coded: Any, live: Tensor, *rest: Any, **options: Any) -> Any:
+    def attend_columns(q: Tensor, exact: Any, coded: Any, live: Tensor, *rest: Any, **options: Any) -> Any:
         seen.append(live.sum(-1))
         return real(q, exact, coded, live, *rest, **options)
 
-    monkeypatch.setattr(layer_index, "attend_slots", attend_slots)
+    monkeypatch.setattr(layer_index, "attend_columns", attend_columns)
     model = build("llama")
     with kvpolicy.attach(model, words("squeeze", selector, codec)):
         cache = PolicyCache(model)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Policy
+from kvpolicy.engine.decode import Step
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
-from kvpolicy.engine.step import Step
 from kvpolicy.planning.memory import layer_spec
 from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator

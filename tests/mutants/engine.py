@@ -77,10 +77,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="the first slot of a stage is read from the stage before",
-        file="kvpolicy/engine/codec_view.py",
+        file="kvpolicy/engine/columns.py",
         old="torch.where((slots >= part.start)[..., None], own, found)",
         new="torch.where((slots > part.start)[..., None], own, found)",
-        tests=("tests/engine/test_codec_view.py::test_single_slots_are_read_from_their_stage",),
+        tests=("tests/engine/test_columns.py::test_single_slots_are_read_from_their_stage",),
     ),
     Mutation(
         name="sizes at the column of a crop are forgotten",
@@ -460,8 +460,8 @@ MUTATIONS = (
     Mutation(
         name="counts of a shared prefix are left out",
         file="kvpolicy/engine/slot_geometry.py",
-        old="return attend_occupied(queries, exact, self.codes.view(), occupied, transform, tensors.log_counts)",
-        new="return attend_occupied(queries, exact, self.codes.view(), occupied, transform)",
+        old="return attend_occupied(queries, exact, self.codes.view() or (), occupied, transform, tensors.log_counts)",
+        new="return attend_occupied(queries, exact, self.codes.view() or (), occupied, transform)",
         tests=("tests/engine/test_shared_prefix.py::test_rows_attend_to_the_prefix_and_to_their_own_tokens",),
     ),
     Mutation(
