@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.index_reader import IndexReader
+from kvpolicy.engine.journal import UNDO_LOG
 from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layer_tensors import PageTensors
@@ -16,7 +17,6 @@ from kvpolicy.engine.reading import by_entry, read_shape, row_entries
 from kvpolicy.engine.row_limits import has_dictionary, stage_slots, with_tokens
 from kvpolicy.engine.state import map_state
 from kvpolicy.engine.state import tensors as all_tensors
-from kvpolicy.engine.undo_log import UNDO_LOG
 
 _TOLERANCE = 1e-3
 """Relative error of a sum of tokens that are stored as logarithms in fp32."""
