@@ -122,7 +122,7 @@ class StepEntry(NamedTuple):
         return sum(t.nbytes for t in (*self.states.get(index, ()), *self.windows.get(index, ())))
 
 
-class Mark:
+class Mark(NamedTuple):
     """A mark to which a cache can go back; each layer under the policy has a journal of its own.
 
     Attributes:
@@ -131,11 +131,9 @@ class Mark:
         steps: Eager steps since then.
     """
 
-    def __init__(self, most: int, columns: int) -> None:
-        """Nothing was fed yet."""
-        self.most = most
-        self.columns = columns
-        self.steps: list[StepEntry] = []
+    most: int
+    columns: int
+    steps: list[StepEntry]
 
 
 class Journal:

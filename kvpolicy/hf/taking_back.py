@@ -31,7 +31,7 @@ def set_mark(cache: CacheForward, most: int) -> None:
         )
     for layer in cache.policy_layers:
         layer.store.journal.mark(most)
-    cache.journal.mark = Mark(most, cache.policy_layers[0].get_seq_length())
+    cache.journal.mark = Mark(most, cache.policy_layers[0].get_seq_length(), [])
 
 
 def roll_back(cache: CacheForward, accepted: int) -> None:
