@@ -104,7 +104,7 @@ class Geometry(Protocol):
     # taking steps back
 
     def step_targets(self) -> Targets:
-        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
+        """The tensors that a decode step writes to, by name, and the slots of each head."""
         ...
 
     def refresh(self, slots: Tensor) -> None:

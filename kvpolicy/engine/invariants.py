@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.journal import UNDO_LOG
 from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_slots import LayerSlots
 from kvpolicy.engine.layer_store import LayerStore
@@ -17,7 +18,6 @@ from kvpolicy.engine.row_limits import has_dictionary, stage_slots, with_tokens
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_state
 from kvpolicy.engine.state import tensors as all_tensors
-from kvpolicy.engine.undo_log import UNDO_LOG
 from kvpolicy.protocols import Changed
 
 _TOLERANCE = 1e-3

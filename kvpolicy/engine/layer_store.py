@@ -13,6 +13,7 @@ from kvpolicy.engine.decode import Step, new_token, update_state
 from kvpolicy.engine.due_rows import due_rows, only_rows
 from kvpolicy.engine.geometry import Geometry, step_bytes
 from kvpolicy.engine.host import on_host
+from kvpolicy.engine.journal import UNDO_LOG, Journal
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
@@ -22,7 +23,6 @@ from kvpolicy.engine.pages import of_pages
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics, note_queries, see_prompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
-from kvpolicy.engine.rollback import copied_tensors, note_counters, undoable
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import rank_candidates, worth_of
 from kvpolicy.engine.shared_prefix import SharedPrefix
@@ -53,6 +53,7 @@ class LayerStore:
         contents: The tensors and numbers of the layer.
         geometry: The arrangement of the slots.
         slots: The same if all heads have equally many slots; None if each head has a budget.
+        journal: What the layer can take back.
         prefix: Slots of another layer, of one row, that every row attends to before its own; None without.
     """
 
@@ -63,6 +64,7 @@ class LayerStore:
         self.contents = LayerContents(spec)
         self.slots = SlotGeometry(self.contents) if spec.heads is None else None
         self.geometry: Geometry = self.slots or PageGeometry(self.contents)
+        self.journal = Journal(self.contents, self.geometry)
         self.prefix: SharedPrefix | None = None
 
     def initialize(
@@ -222,7 +224,7 @@ class LayerStore:
             massive: The prompt's tokens with the largest activations, [B, P] bool, if the codec pins them.
             rope_offset: Offset of the rotary positions from the rows' positions, [B], if keys are ever unrotated.
         """
-        self.contents.note_sizes(pending.columns)
+        self.journal.note_sizes(pending.columns)
         self.record(pending, rope_offset)
         if self.spec.undoes_rotation:
             pending = pending._replace(rotation=KeyRotation(self.spec.rope, rope_offset))
@@ -317,7 +319,7 @@ class LayerStore:
         layer = self.contents
         tensors = layer.tensors
         if layer.undo is not None:
-            layer.undo.begin(copied_tensors(layer))
+            layer.undo.begin(self.journal.copied())
         position = tensors.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
         tensors.length.add_(1 if valid is None else valid[:, 0].long())
         layer.add_columns(1)
@@ -392,22 +394,24 @@ class LayerStore:
         """Count one decode step: rank the slots again where it is time, and demote a block if a buffer is full."""
         layer = self.contents
         # A counter on the host: asking the device how full the buffers are would synchronize in every step.
-        if layer.schedule.count_step():
-            with undoable(layer, self.geometry):
+        layer.schedule.steps -= 1
+        if layer.schedule.steps < 1:
+            with self.journal.block_work():
                 self.rerank()
         layer.free_steps -= 1
         if self.slots is not None and self.slots.index.count_unsorted_step():
-            with undoable(layer, self.geometry):
+            with self.journal.block_work():
                 self.slots.index.renew()
         if layer.free_steps < 1:
             self.demote()
-        note_counters(layer)
+        if layer.undo is not None:
+            self.journal.note_numbers()
 
     def demote(self) -> None:
         """Demote blocks until no head's full-precision buffer is full, in the rows where one is."""
         due = due_rows(self.geometry.full_rows())
         if due:
-            with undoable(self.contents, self.geometry):
+            with self.journal.block_work():
                 while due:
                     for rows in due:
                         with only_rows(self.contents, rows):
@@ -444,7 +448,8 @@ class LayerStore:
         if self.contents.free_steps >= 1:
             return 0
         needed = self.geometry.tokens_needed()
-        with undoable(self.contents, self.geometry, ahead=1):
+        with self.journal.block_work(ahead=1):
+            self.journal.note_sizes()
             added = self.geometry.extend(needed)
             self.demote()
         return added
@@ -454,6 +459,7 @@ class LayerStore:
         lacking = self.geometry.tokens_lacking(new)
         if not any(lacking):
             return 0
+        self.journal.note_sizes()
         added = self.geometry.extend(lacking)
         self.demote()
         return added
@@ -484,7 +490,8 @@ class LayerStore:
 
     def nbytes_by_kind(self) -> dict[str, int]:
         """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; others if any."""
-        return self.contents.nbytes_by_kind()
+        kinds = self.contents.nbytes_by_kind()
+        return kinds | {UNDO_LOG: self.journal.nbytes} if self.journal.entries else kinds
 
     @property
     def nbytes(self) -> int:
@@ -495,6 +502,7 @@ class LayerStore:
         """Replace every per-row tensor by `fn` of it, which selects or repeats rows."""
         if self.is_initialized:
             self.contents.map_rows(fn)
+            self.journal.map_rows(fn)
             self.geometry.fix_addresses()
 
     def leave_inference_mode(self) -> None:

@@ -165,7 +165,7 @@ class PageGeometry:
         self._body.write(slots, data, mask)
 
     def step_targets(self) -> Targets:
-        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
+        """The tensors that a decode step writes to, by name, and the slots of each head."""
         return self._body.step_targets()
 
     def refresh(self, slots: Tensor) -> None:

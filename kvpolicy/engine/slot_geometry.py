@@ -87,7 +87,6 @@ class SlotGeometry:
         """
         layer = self.layer
         tensors = layer.tensors
-        layer.note_sizes(pending.columns)
         self.index.is_current = False
         seen_before = tensors.length
         # Unlike in a step, not in place: `seen_before` is the same tensor and must keep the old lengths.
@@ -179,7 +178,7 @@ class SlotGeometry:
         self.writer.write(slots, data, mask)
 
     def step_targets(self) -> Targets:
-        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
+        """The tensors that a decode step writes to, by name, and the slots of each head."""
         return self.writer.step_targets()
 
     def refresh(self, slots: Tensor) -> None:
@@ -305,7 +304,6 @@ class SlotGeometry:
         """Add so many slots to each row; in a growing cache, a row may hold as many tokens as it has slots."""
         layer = self.layer
         tensors = layer.tensors
-        layer.note_sizes()
         old = layer.capacity
         layer.expected_len = [length + tokens for length, tokens in zip(layer.expected_len, more, strict=True)]
         if max(layer.expected_len) > layer.capacity:

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from kvpolicy.engine.editing import move_tokens
 from kvpolicy.engine.host import on_host
-from kvpolicy.engine.sizes import map_numbers
-from kvpolicy.engine.state import HOST
-from kvpolicy.hf import history
+from kvpolicy.engine.state import HOST, map_numbers
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.budgets import Measured
 from kvpolicy.hf.cache_file import rank_path, write
@@ -27,6 +25,7 @@ from kvpolicy.hf.saved_cache import describe_cache, load_cache
 from kvpolicy.hf.seen_text import extend_digest, remove_from_digest
 from kvpolicy.hf.shared_fork import behind, full_prefix_nbytes, own_policy, refuse_prefix, refuse_windows, share
 from kvpolicy.hf.states import stock_nbytes
+from kvpolicy.hf.taking_back import crop, roll_back, set_mark
 from kvpolicy.planning.memory import resident_bytes
 from kvpolicy.policy import Policy
 from kvpolicy.reporting import report
@@ -170,7 +169,7 @@ class PolicyCache(CacheForward):
                 f"own must be None without shared=True, got {own!r}; try fork(rows, shared=True, own=own)."
             )
         other = copy.deepcopy(self)
-        other.history.is_shared = False
+        other.journal.is_shared = False
         if rows is not None:
             indices = check_rows(rows, self.batch_size)
             other.batch_select_indices(indices)
@@ -195,12 +194,12 @@ class PolicyCache(CacheForward):
             PIE (arXiv:2407.03157), positional integrity encoding. Difference: nothing is recomputed here; what replaces
             a removed span is passed to the model as further tokens.
         """
-        self.history.refuse_changes("shift()")
+        self.journal.refuse_changes("shift()")
         refuse_prefix(self, "shift()")
         check_shift(self, from_position, by)
         if not by:
             return
-        self.history.forget()
+        self.journal.forget()
         with torch.no_grad():
             for layer in self.policy_layers:
                 layer.leave_inference_mode()
@@ -248,7 +247,7 @@ class PolicyCache(CacheForward):
             >>> loaded.layers[0].positions.tolist()
             [[[2, 3], [2, 3]]]
         """
-        self.history.refuse_marked("save()")
+        self.journal.refuse_marked("save()")
         refuse_prefix(self, "save()")
         if self.holds_next:
             raise KVPolicyStateError("save() must not follow hold_next(), which no file keeps; try to save before it.")
@@ -278,7 +277,7 @@ class PolicyCache(CacheForward):
         """The numbers of the cache besides those of its layers, as JSON values."""
         told = {"prompt": self._prompt, "new": self.new, "end": self._end}
         told |= {"cosines": self._measured.known, "columns": self.policy_layers[0].get_seq_length()}
-        return told | {"whole": self.history.is_whole}
+        return told | {"whole": self.journal.is_whole}
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`."""
@@ -287,14 +286,12 @@ class PolicyCache(CacheForward):
         self.new = numbers["new"]
         self._end = numbers["end"]
         self._measured.known = numbers["cosines"]
-        self.history.is_whole = numbers.get("whole", False)
+        self.journal.is_whole = numbers.get("whole", False)
 
     def unmanaged_bytes(self) -> dict[int, int]:
         """Bytes that the policy does not manage, by layer: of sliding windows, and of states."""
-        mark = self.history.mark
-        logged = (lambda _: 0) if mark is None else mark.nbytes
         held = {index: stock_nbytes(layer) for index, layer in enumerate(self.layers)}
-        return {index: nbytes + logged(index) for index, nbytes in held.items() if nbytes}
+        return {index: nbytes + self.journal.nbytes(index) for index, nbytes in held.items() if nbytes}
 
     @on_host
     def tick(self) -> None:
@@ -304,7 +301,7 @@ class PolicyCache(CacheForward):
         each step. A block that had to be demoted and was not is an error in the next step, never a lost token. Each
         call counts as a step: behind an uncompiled one, readers that sort their slots every few steps do so sooner.
         """
-        self.history.refuse_shared("tick()")
+        self.journal.refuse_shared("tick()")
         self._count_step()
         for layer in self.policy_layers:
             self._make_room(layer)
@@ -337,7 +334,7 @@ class PolicyCache(CacheForward):
             >>> cache.layers[0].length.tolist()
             [10]
         """
-        history.set_mark(self, most)
+        set_mark(self, most)
 
     @on_host
     def rollback(self, accepted: int) -> None:
@@ -352,7 +349,7 @@ class PolicyCache(CacheForward):
             KVPolicyError: If more tokens are accepted than were fed.
             KVPolicyStateError: If there is no mark.
         """
-        history.roll_back(self, accepted)
+        roll_back(self, accepted)
 
     @on_host
     def crop(self, tokens_to_remove: int) -> None:
@@ -368,14 +365,14 @@ class PolicyCache(CacheForward):
             KVPolicyError: If a part of the policy, or an eviction, cannot be undone; the message names it.
         """
         refuse_prefix(self, "crop()")
-        history.crop(self, tokens_to_remove)
+        crop(self, tokens_to_remove)
 
     def expect(self, prompt: Tensor | Sequence[int] | int | None, new: int) -> None:
         """Announce a prompt and `new` more tokens: a growing cache makes room for them at once.
 
         A shared prefix is a part of the prompt.
         """
-        self.history.refuse_changes("expect()")
+        self.journal.refuse_changes("expect()")
         whole, self.new = expected(prompt, new)
         own = behind(whole, self.policy_layers[0])
         self.prompt = longest(self.prompt, own)
@@ -411,7 +408,7 @@ class PolicyCache(CacheForward):
             >>> cache.layers[0].positions[0, 0].sort().values.tolist()
             [2, 3, 4, 5, 6]
         """
-        self.history.refuse_changes("hold_next()")
+        self.journal.refuse_changes("hold_next()")
         self.guard.check_idle("hold_next()")
         if not self.is_initialized or not self.has_prompt or not bool((self.policy_layers[0].length > 0).all()):
             raise KVPolicyStateError(
@@ -440,7 +437,6 @@ class PolicyCache(CacheForward):
         """Pass keys and values to the layer."""
         self._check_attached()
         self.guard.check_update()
-        self.history.note_window(layer_idx, self.layers[layer_idx])
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer: Any = self.layers[layer_idx]
         if not isinstance(layer, PolicyLayer):  # a sliding layer keeps a view of the whole prompt: release it
@@ -449,7 +445,7 @@ class PolicyCache(CacheForward):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Take rows `indices` [B']."""
-        self.history.refuse_changes("batch_select_indices()")
+        self.journal.refuse_changes("batch_select_indices()")
         super().batch_select_indices(indices)
         self._map_rows(lambda t: t[indices.to(t.device)])
 
@@ -459,12 +455,12 @@ class PolicyCache(CacheForward):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        self.history.refuse_changes("batch_repeat_interleave()")
+        self.journal.refuse_changes("batch_repeat_interleave()")
         super().batch_repeat_interleave(repeats)
         self._map_rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def _map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
-        self.history.map_rows(fn)
+        self.journal.map_rows(fn)
         prompt = self.prompt
         if prompt is not None and prompt.dim():
             self.prompt = fn(prompt)
@@ -478,7 +474,7 @@ class PolicyCache(CacheForward):
         """
         refuse_windows(self)
         super().reset()
-        self.history = self.history.begun(self.policy_layers[0].prefix_columns)
+        self.journal = self.journal.begun(self.policy_layers[0].prefix_columns)
         self.plan = None
         self.prompt = self.new = None
         self.guard = ForwardGuard()

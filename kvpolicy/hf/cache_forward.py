@@ -31,7 +31,7 @@ from kvpolicy.hf.budgets import (
     trim_waiting,
     whole_budgets,
 )
-from kvpolicy.hf.history import History, note_forward
+from kvpolicy.hf.journal import Journal, obstacle_of
 from kvpolicy.hf.layer import PolicyLayer, attend_tile
 from kvpolicy.hf.make_layers import make_layers
 from kvpolicy.hf.replay import replay
@@ -60,7 +60,7 @@ class CacheForward(Cache):
         new: Tokens that will be generated; None if unknown.
         plan: The plan of the last prompt; None before it.
         guard: Refuses forwards that do not go through every layer, one at a time.
-        history: What the cache can take back.
+        journal: What the cache can take back.
     """
 
     def __init__(self, attachment: Attachment, policy: Policy) -> None:
@@ -72,7 +72,7 @@ class CacheForward(Cache):
         self.new: int | None = None
         self.plan: CachePlan | None = None
         self.guard = ForwardGuard()
-        self.history = History()
+        self.journal = Journal(obstacle_of(policy, attachment.model_shape.states))
         # Lists, not tensors, so that `nbytes` counts every tensor that outlives a forward.
         self._end: list[int] | None = None  # tokens of each row once the last is generated
         self._measured = Measured()
@@ -144,7 +144,11 @@ class CacheForward(Cache):
         replays = (starts or holds or first.pending is not None) and self.policy.replay is not None
         if replays and not self.guard.running:
             transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
-        note_forward(self, new, one_token, seen, valid)
+        if not self.guard.running and not one_token:
+            self.journal.note_prompt(self.policy_layers, new, seen, valid, self._end, self.plan)
+            self.journal.is_whole = self.holds_next
+        elif not self.guard.running and (self.journal.mark is not None or self.journal.is_shared):
+            self.journal.note_step(self.layers)
         self.guard.begin(filter(self.attachment.model_shape.attends_by_policy, range(len(self.layers))))
         self._forward = RunningForward(
             one_token=one_token, holds=replays or holds, adds_whole=self.holds_next, rope_offset=offset
@@ -172,7 +176,7 @@ class CacheForward(Cache):
 
     def _begins_held(self, mask: Tensor | None) -> bool:
         """Whether a single token is the first chunk of an announced prompt that is held, and no generated token."""
-        if self.attachment.chunks != HOLD or self.history.mark is not None or not self._awaits:
+        if self.attachment.chunks != HOLD or self.journal.mark is not None or not self._awaits:
             return False
         valid = mask[:, -1:].bool() if mask is not None and mask.dim() == 2 else None
         # Asked once after each prompt: the steps of a generation do not wait for the device.
@@ -325,6 +329,11 @@ class CacheForward(Cache):
     def forget_forward(self) -> None:
         """Forget what is known of the forward that has ended."""
         self._forward = RunningForward()
+
+    def return_to(self, end: list[int] | None, plan: CachePlan | None) -> None:
+        """Return to the announced end of each row, and to the plan, that were known before a prompt."""
+        self._end = end
+        self.plan = plan
 
     def _count_step(self) -> None:
         for layer in self.policy_layers:

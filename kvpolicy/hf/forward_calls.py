@@ -11,8 +11,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, LAYER_NAMES, passed_cache
-from kvpolicy.hf.cropping import policy_obstacle
 from kvpolicy.hf.discovery import home
+from kvpolicy.hf.journal import obstacle_of
 from kvpolicy.hf.latent import LatentAttention, TakesLatents
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
@@ -20,7 +20,7 @@ from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.policy import Policy
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.statistics import Forward
-from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 
 _OWN_LAYERS = ("assistant_early_exit", "use_mtp")
 """Ways of drafting that run a part of the model, through a cache of some of its layers."""
@@ -90,11 +90,17 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "holds for its replay; try to pass all of the announced tokens first."
         )
     if isinstance(cache, PolicyCache):
-        cache.history.refuse_shared("A compiled step")
-        if cache.history.mark is not None and cache.attachment.model_shape.states:
+        cache.journal.refuse_shared("A compiled step")
+        if cache.journal.mark is not None and cache.attachment.model_shape.states:
             raise KVPolicyError(
                 "A step must not be compiled under a mark if layers have states, which are copied before each step, "
                 "got a compiled one; try it uncompiled."
+            )
+        windows = cache.attachment.model_shape.unmanaged
+        if cache.journal.mark is not None and windows:
+            raise KVPolicyStateError(
+                "A step must not be compiled under a mark if layers have sliding windows, which are logged on the "
+                f"host, got one in layer {min(windows)}; try it uncompiled."
             )
         if cache.policy_layers[0].awaits_prompt:
             raise KVPolicyError(
@@ -166,7 +172,7 @@ def check_asked(policy: Policy, generation_config: Any, mode: Any) -> None:
             "assistant_model, or kvpolicy.speculate(model, policy, input_ids)."
         )
     drafts = getattr(generation_config, "is_assistant", False)
-    if (assisted or drafts) and (policy_obstacle(policy) or not all(_keeps_all(own) for own in policy.distinct)):
+    if (assisted or drafts) and (obstacle_of(policy) or not all(_keeps_all(own) for own in policy.distinct)):
         role = "of the assistant model " if drafts else ""
         raise KVPolicyError(
             f"Assisted decoding must have a policy {role}that neither evicts nor encodes, since a draft may be "
@@ -212,7 +218,7 @@ def check_text(cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[str, Any]
         args: The positional arguments of `generate`.
         kwargs: The others.
     """
-    known = cache.history.known
+    known = cache.journal.known
     given = (args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids"))
     ids = next((each for each in given if isinstance(each, Tensor)), None)
     if known is None or ids is None or ids.dim() != 2 or ids.is_floating_point():

@@ -115,9 +115,9 @@ def restart(cache: PolicyCache, inputs: dict[str, Any], end: int | None) -> None
     columns = tokens.shape[1]
     _check_whole(cache, inputs, columns)
     _check_state(cache)
-    known = cache.history.known
+    known = cache.journal.known
     cache.reset()
-    cache.history.known = known
+    cache.journal.known = known
     new = None if end is None else max(end - columns, 0)
     cache.prompt, cache.new = expected(forward_calls.row_lengths(inputs, columns), new)
 
@@ -134,9 +134,9 @@ def _check_whole(cache: PolicyCache, inputs: dict[str, Any], columns: int) -> No
 
 def _check_state(cache: PolicyCache) -> None:
     what = "A forward that runs the whole text again, since the angles of the rotary embedding have changed,"
-    cache.history.refuse_changes(what)
+    cache.journal.refuse_changes(what)
     held = "a shared prefix" if cache.policy_layers[0].prefix_columns else ""
-    if cache.holds_next or cache.history.is_whole:
+    if cache.holds_next or cache.journal.is_whole:
         held = "a prompt after hold_next()"
     if held:
         raise KVPolicyStateError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.engine.host import on_host
+from kvpolicy.engine.journal import crop_obstacle
 from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layout import fix_addresses
@@ -18,9 +19,8 @@ from kvpolicy.engine.link import StepBytes
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.reading import Board
-from kvpolicy.engine.rollback import roll_back
 from kvpolicy.engine.shared_prefix import SharedPrefix
-from kvpolicy.engine.sizes import crop_obstacle, map_numbers
+from kvpolicy.engine.state import map_numbers
 from kvpolicy.hf.seen_text import extend_digest
 from kvpolicy.hf.tiles import PromptTile
 from kvpolicy.hf.transcript import Transcript
@@ -94,7 +94,6 @@ class PolicyLayer(CacheLayerMixin):
         rope_offset: Offset of the rotary positions from the rows' positions, [B], if it awaits a later chunk or a
             replay, and the selector needs keys without their rotation.
         transcript: Its transcript, in the first layer of a cache, if it awaits a replay; else None.
-        mask_digest: Digest of the columns seen by each row, [B] int64, in the first layer of a cache; else None.
         rope_deltas: Offset of the positions behind each row's pictures, in the first layer of a cache; None without
             any, see `kvpolicy.hf.rope_deltas`. On the host, as other numbers of rows.
     """
@@ -152,11 +151,15 @@ class PolicyLayer(CacheLayerMixin):
         self.massive: Tensor | None = None
         self.rope_offset: Tensor | None = None
         self.transcript: Transcript | None = None
-        self.mask_digest: Tensor | None = None
         self.rope_deltas: list[int] | None = None if self.prefix is None else self.prefix.rope_deltas
         digest = None if self.prefix is None else self.prefix.begin(self.store)
         if digest is not None:
             self.hold_digest(digest)
+
+    @property
+    def mask_digest(self) -> Tensor | None:
+        """Digest of the columns seen by each row, [B] int64, in the first layer of a cache; else None."""
+        return self.store.journal.digest
 
     @property
     def layer_idx(self) -> int:
@@ -349,24 +352,16 @@ class PolicyLayer(CacheLayerMixin):
 
     def extend_digest(self, valid: Tensor | None, columns: int) -> None:
         """Add columns to the digest of the mask; see `kvpolicy.hf.seen_text`."""
-        if self.mask_digest is None:
+        journal = self.store.journal
+        if journal.digest is None:
             self.hold_digest(torch.zeros_like(self.store.tensors.length))
-        assert self.mask_digest is not None
-        undo = self.store.contents.undo
-        if undo is not None:
-            undo.record_digest(self.mask_digest)
-        extend_digest(self.mask_digest, valid, columns)
-
-    def rollback(self, accepted: int) -> None:
-        """Undo all decode steps since the mark but the first `accepted`."""
-        digest = roll_back(self.store.contents, self.store.geometry, accepted)
-        if digest is not None and self.mask_digest is not None:
-            self.mask_digest.copy_(digest)
+        assert journal.digest is not None
+        extend_digest(journal.digest, valid, columns)
 
     @on_host
     def hold_digest(self, digest: Tensor) -> None:
         """Hold a digest of the columns seen, [B] int64."""
-        self.mask_digest = digest
+        self.store.journal.digest = digest
         fix_addresses([digest])  # a compiled step writes to it, as to the slots
 
     def __repr__(self) -> str:

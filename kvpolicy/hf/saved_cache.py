@@ -138,7 +138,7 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     own = cache.policy_layers[0]
     own.hold_digest(held["digest"].to(own.length.device))
     own.rope_deltas = held[ROPE_DELTAS].tolist() if header.get("has_rope_deltas") else None
-    cache.history.known = KnownTokens.of(held[TOKENS]) if header["has_tokens"] else None
+    cache.journal.known = KnownTokens.of(held[TOKENS]) if header["has_tokens"] else None
     plan = header["plan"]
     prefill = attachment.model_shape.prefill
     cache.plan = None if plan is None else plan_from_dict(cache.policy, plan, prefill)

@@ -28,7 +28,7 @@ def check_shareable(cache: Any) -> None:
         KVPolicyStateError: If it is in the middle of something, or shares a prefix itself.
     """
     cache.guard.check_idle("fork()")
-    cache.history.refuse_marked("fork(shared=True)")
+    cache.journal.refuse_marked("fork(shared=True)")
     if not cache.is_initialized or not cache.has_prompt or cache.holds_next:
         raise KVPolicyStateError(
             "A cache must hold a whole prompt for its slots to be shared, got one that does not; try to run the prompt "
@@ -116,9 +116,9 @@ def share(cache: Any, other: Any, rows: Tensor | Sequence[int] | None) -> None:
             _share_slots(cache, layer, own, count)
         if isinstance(layer, States):  # last, since slots that begin behind a prefix forget everything else
             own.adopt_states(layer, count)
-    known = cache.history.known
-    other.history.known = None if known is None else known.map_rows(lambda rows: rows[indices.to(rows.device)])
-    cache.history.is_shared = True
+    known = cache.journal.known
+    other.journal.known = None if known is None else known.map_rows(lambda rows: rows[indices.to(rows.device)])
+    cache.journal.is_shared = True
 
 
 def _share_slots(cache: Any, layer: PolicyLayer, own: PolicyLayer, rows: int) -> None:

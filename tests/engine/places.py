@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
-from kvpolicy.engine import rollback, snapshot
+from kvpolicy.engine import snapshot
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.protocols import SINGLE_RANK
@@ -48,9 +48,9 @@ def live(policy: str, device: torch.device) -> tuple[Layer, list[Tensor]]:
     outs.append(layer.prompt(*there(*draw(5, 77, batch=2))))
     steps(5, 40, 2)
     layer.store.map_rows(lambda t: t[torch.tensor([1, 0, 1], device=t.device)])
-    rollback.mark(layer.store.contents, layer.store.geometry, 4)
+    layer.store.journal.mark(4)
     steps(4, 60, 3)
-    rollback.roll_back(layer.store.contents, layer.store.geometry, 2)
+    layer.store.journal.roll_back(2)
     layer.store = reloaded(layer, device)
     steps(2, 80, 3)
     return layer, local(outs)

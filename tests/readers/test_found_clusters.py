@@ -8,7 +8,6 @@ import torch
 
 import kvpolicy
 from kvpolicy import Retrieval
-from kvpolicy.engine import rollback
 from kvpolicy.engine.layer_slots import LayerSlots
 from tests.engine.parts import index_of, slots_of
 from tests.readers.bench import Layer, draw
@@ -108,12 +107,12 @@ def test_a_rollback_brings_clusters_back() -> None:
     layer.step(*draw(1, 2))
     layer.between()
     before = [t.clone() for t in index_held(layer)]
-    rollback.mark(layer.store.contents, layer.store.geometry, 4)
+    layer.store.journal.mark(4)
     for step in range(4):
         layer.step(*draw(1, 10 + step))
         layer.between()
     assert not torch.equal(index_held(layer).directions, before[0])
-    rollback.roll_back(layer.store.contents, layer.store.geometry, 0)
+    layer.store.journal.roll_back(0)
     live = layer.store.tensors.positions >= 0
     for now, then in zip(index_held(layer)[:4], before[:4], strict=True):
         assert torch.equal(now, then)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache, ShadowKV
-from kvpolicy.engine import rollback
 from kvpolicy.engine.layer_slots import LayerSlots
 from kvpolicy.protocols import Read
 from kvpolicy.readers import shadowkv
@@ -222,12 +221,12 @@ def test_a_rollback_brings_the_basis_back() -> None:
     layer.between()
     reads: Any = layer.store.tensors.reads
     before = [t.clone() for t in reads.index]
-    rollback.mark(layer.store.contents, layer.store.geometry, 4)
+    layer.store.journal.mark(4)
     for step in range(4):
         layer.step(*draw(1, 10 + step))
         layer.between()
     assert not torch.equal(vectors_of(layer), before[2])
-    rollback.roll_back(layer.store.contents, layer.store.geometry, 0)
+    layer.store.journal.roll_back(0)
     now: Any = layer.store.tensors.reads
     assert torch.equal(now.index.vectors, before[2])
     live = layer.store.tensors.positions[0, 0] >= 0
