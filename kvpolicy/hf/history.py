@@ -147,7 +147,7 @@ class History:
 def set_mark(cache: Any, most: int) -> None:
     """Make the next decode steps of a cache undoable; see `PolicyCache.mark`."""
     most = check_size("most", most, 1)
-    cache.guard.check_idle("mark()")
+    cache.forward.check_idle("mark()")
     cache.history.refuse_shared("mark()")
     first = cache.policy_layers[0]
     if cache.holds_next:
@@ -165,7 +165,7 @@ def set_mark(cache: Any, most: int) -> None:
 
 def roll_back(cache: Any, accepted: int) -> None:
     """Keep the first tokens since the mark; see `PolicyCache.rollback`."""
-    cache.guard.check_idle("rollback()")
+    cache.forward.check_idle("rollback()")
     mark = cache.history.mark
     if mark is None:
         raise KVPolicyStateError("A rollback must follow a mark, got none; try cache.mark() before the steps.")
@@ -189,7 +189,7 @@ def roll_back(cache: Any, accepted: int) -> None:
 
 def crop(cache: Any, tokens_to_remove: int) -> None:
     """Take back the newest tokens of every row; see `PolicyCache.crop`."""
-    cache.guard.check_idle("crop()")
+    cache.forward.check_idle("crop()")
     cache.history.refuse_shared("crop()")
     with mode_of_tensors(cache):
         cropping.crop(cache, tokens_to_remove)
@@ -215,8 +215,6 @@ def note_forward(cache: Any, new: int, one_token: bool, seen: Tensor, valid: Ten
         seen: Tokens that each row has seen, [B].
         valid: Which of the new tokens are not padding, [B, P] bool; None if all are.
     """
-    if cache.guard.running:  # the guard refuses a forward inside another
-        return
     cache.history.refuse_shared("A forward")
     mark = cache.history.mark
     if mark is None:
