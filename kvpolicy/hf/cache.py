@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from kvpolicy.engine.editing import move_tokens
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.state import HOST, map_numbers
-from kvpolicy.hf.attachment import attachment_of
+from kvpolicy.hf.attachment import attachment_of, detached
 from kvpolicy.hf.budgets import Measured
 from kvpolicy.hf.cache_file import rank_path, write
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.edit_checks import check_rows, check_shift
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.model_spec import resolve_for
-from kvpolicy.hf.running_forward import ForwardGuard
 from kvpolicy.hf.saved_cache import describe_cache, load_cache
 from kvpolicy.hf.seen_text import extend_digest, remove_from_digest
-from kvpolicy.hf.shared_fork import behind, full_prefix_nbytes, own_policy, refuse_prefix, refuse_windows, share
+from kvpolicy.hf.shared_fork import behind, own_policy, refuse_prefix, refuse_windows, share
 from kvpolicy.hf.states import stock_nbytes
 from kvpolicy.hf.taking_back import crop, roll_back, set_mark
 from kvpolicy.planning.memory import resident_bytes
@@ -85,11 +84,6 @@ class PolicyCache(CacheForward):
     _repr_html_ = report.cache_html
 
     @property
-    def is_initialized(self) -> bool:
-        """Whether the cache has seen a token."""
-        return any(layer.is_initialized for layer in self.policy_layers)
-
-    @property
     def mask_digest(self) -> Tensor | None:
         """Digest of the columns that each row has seen, [B] int64; None before the first forward."""
         return self.policy_layers[0].mask_digest
@@ -111,7 +105,7 @@ class PolicyCache(CacheForward):
         for layer in self.policy_layers:
             if layer.is_initialized:
                 own += int(layer.length.sum()) * layer.store.shape.token_nbytes
-                own += len(layer.length) * full_prefix_nbytes(layer)
+                own += len(layer.length) * layer.prefix_full_nbytes
         return own + sum(self.unmanaged_bytes().values())
 
     @property
@@ -302,9 +296,10 @@ class PolicyCache(CacheForward):
         call counts as a step: behind an uncompiled one, readers that sort their slots every few steps do so sooner.
         """
         self.journal.refuse_shared("tick()")
-        self._count_step()
         for layer in self.policy_layers:
-            self._make_room(layer)
+            layer.count_step()
+        for layer in self.policy_layers:
+            layer.make_room()
 
     @on_host
     def mark(self, most: int = 8) -> None:
@@ -382,7 +377,7 @@ class PolicyCache(CacheForward):
             return
         for layer in self.policy_layers:
             if layer.is_initialized and layer.store.spec.grows:
-                self._make_room(layer, new)
+                layer.make_room(new)
 
     def hold_next(self) -> None:
         """Add the next forward whole: all its tokens are kept, beyond the budget, until the prompt after it.
@@ -409,7 +404,7 @@ class PolicyCache(CacheForward):
             [2, 3, 4, 5, 6]
         """
         self.journal.refuse_changes("hold_next()")
-        self.guard.check_idle("hold_next()")
+        self.forward.check_idle("hold_next()")
         if not self.is_initialized or not self.has_prompt or not bool((self.policy_layers[0].length > 0).all()):
             raise KVPolicyStateError(
                 "Every row of the cache must hold a whole prompt before hold_next(), got one that does not; try to run "
@@ -434,13 +429,24 @@ class PolicyCache(CacheForward):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Pass keys and values to the layer."""
-        self._check_attached()
-        self.guard.check_update()
-        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        """Pass keys and values to the layer.
+
+        Raises:
+            KVPolicyError: If the policy was detached, or no forward of the cache's own model runs.
+        """
+        if not self.attachment.active:
+            raise detached()
+        if not self.forward.runs and not torch.compiler.is_compiling():
+            raise KVPolicyError(
+                "The model must be the one whose policy the cache belongs to, got one without a policy; try to attach "
+                "one to it, and to make its cache with kvpolicy.PolicyCache(model)."
+            )
         layer: Any = self.layers[layer_idx]
-        if not isinstance(layer, PolicyLayer):  # a sliding layer keeps a view of the whole prompt: release it
-            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        if isinstance(layer, PolicyLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        # A sliding layer keeps a view of the whole prompt: release it.
+        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
         return states
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -477,14 +483,7 @@ class PolicyCache(CacheForward):
         self.journal = self.journal.begun(self.policy_layers[0].prefix_columns)
         self.plan = None
         self.prompt = self.new = None
-        self.guard = ForwardGuard()
         self._end = None
         self._measured = Measured()
         self.holds_next = False
         self.forget_forward()
-
-    @property
-    def batch_size(self) -> int:
-        """Rows, -1 before the first forward."""
-        first = self.policy_layers[0]
-        return first.length.shape[0] if first.is_initialized else -1

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, LAYER_NAMES, passed_cache
@@ -37,7 +37,7 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
             if isinstance(layer, PolicyLayer):
                 spec = layer.store.spec
-                if spec.needs_call and not torch.compiler.is_compiling() and not cache.is_step:
+                if spec.needs_call and not torch.compiler.is_compiling() and not cache.forward.is_step:
                     kwargs["policy_call"] = _module_call(cache, module, args, kwargs)
                 elif spec.input_scorer is not None:
                     kwargs["policy_call"] = _module_input(module, args, kwargs)
@@ -119,13 +119,12 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
 
 
-def self_attention_cache(decoder: nn.Module, cache: Any) -> Any:
-    """The part of a cache for self-attention, where the model around a decoder makes an EncoderDecoderCache itself.
+def makes_both_caches(decoder: nn.Module) -> bool:
+    """Whether the model around a decoder makes an EncoderDecoderCache itself, of which the decoder needs one part.
 
     BERT and its kin do so although they are decoders alone; in any other model such a cache is a mistake.
     """
-    makes_both = hasattr(sys.modules[home(decoder).__module__], "EncoderDecoderCache")
-    return cache.self_attention_cache if makes_both and isinstance(cache, EncoderDecoderCache) else cache
+    return hasattr(sys.modules[home(decoder).__module__], "EncoderDecoderCache")
 
 
 def check_stock(cache: Any) -> None:
@@ -149,10 +148,9 @@ def check_stock(cache: Any) -> None:
         )
 
 
-def note_replaced(cache: Any) -> None:
-    """Mark a stock cache that a call was given, if it was: it stays empty, and so do its copies."""
-    if type(cache) is DynamicCache:
-        setattr(cache, _REPLACED, True)
+def note_replaced(cache: Cache) -> None:
+    """Mark a stock cache that a call was given: it stays empty, and so do its copies."""
+    setattr(cache, _REPLACED, True)
 
 
 def check_asked(policy: Policy, generation_config: Any, mode: Any) -> None:

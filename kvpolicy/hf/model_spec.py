@@ -91,14 +91,6 @@ class ModelShape:
         sizes = len(self.evictable), self.heads, self.shape.head_dim
         return ModelInfo(*sizes, weights, tuple(self.evictable), self.depth, self.widths.hidden)
 
-    def is_read(self, index: int) -> bool:
-        """Whether other layers read the keys of a layer."""
-        return index in self.owners.values()
-
-    def attends_by_policy(self, index: int) -> bool:
-        """Whether a layer attends to slots under the policy: its own, or those of the layer whose keys it reads."""
-        return self.owners.get(index, index) in self.evictable
-
     @property
     def heads(self) -> int:
         """KV heads of a layer on all ranks."""

@@ -184,7 +184,7 @@ def _device(model: nn.Module, layer_idx: int) -> torch.device:
 def _check_complete(cache: Any) -> None:
     if not cache.is_initialized:
         raise KVPolicyError("A cache must have seen a prompt to be saved, got an empty one.")
-    if cache.guard.running or not cache.has_prompt:
+    if cache.forward.runs or not cache.has_prompt:
         raise KVPolicyError(
             "A cache must have compressed its prompt to be saved, got one with an incomplete prompt; try after the "
             "last chunk."

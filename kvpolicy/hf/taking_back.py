@@ -19,7 +19,7 @@ from kvpolicy.text.validation import check_size
 def set_mark(cache: CacheForward, most: int) -> None:
     """Make the next decode steps of a cache undoable; see `PolicyCache.mark`."""
     most = check_size("most", most, 1)
-    cache.guard.check_idle("mark()")
+    cache.forward.check_idle("mark()")
     cache.journal.refuse_shared("mark()")
     if cache.holds_next:
         raise KVPolicyStateError(
@@ -36,7 +36,7 @@ def set_mark(cache: CacheForward, most: int) -> None:
 
 def roll_back(cache: CacheForward, accepted: int) -> None:
     """Keep the first tokens since the mark; see `PolicyCache.rollback`."""
-    cache.guard.check_idle("rollback()")
+    cache.forward.check_idle("rollback()")
     mark = cache.journal.mark
     if mark is None:
         raise KVPolicyStateError("A rollback must follow a mark, got none; try cache.mark() before the steps.")
@@ -58,7 +58,7 @@ def roll_back(cache: CacheForward, accepted: int) -> None:
 
 def crop(cache: CacheForward, tokens_to_remove: int) -> None:
     """Take back the newest columns of a cache; see `PolicyCache.crop`."""
-    cache.guard.check_idle("crop()")
+    cache.forward.check_idle("crop()")
     cache.journal.refuse_shared("crop()")
     try:
         removed = -operator.index(tokens_to_remove)

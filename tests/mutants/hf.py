@@ -119,8 +119,8 @@ MUTATIONS = (
     Mutation(
         name="an announced length for all rows is reached by the shortest",
         file="kvpolicy/hf/cache_forward.py",
-        old="int(length.max()) >= int(self.prompt)",
-        new="int(length.min()) >= int(self.prompt)",
+        old="int(length.max()) < int(prompt)",
+        new="int(length.min()) < int(prompt)",
         tests=(
             "tests/engine/test_replay.py::test_one_number_announces_the_longest_row",
             "tests/engine/test_replay.py::test_announced_chunks_are_one_prompt",
@@ -146,8 +146,8 @@ MUTATIONS = (
     Mutation(
         name="the last learned position is refused",
         file="kvpolicy/hf/forward_checks.py",
-        old="    if end > limit:\n",
-        new="    if end >= limit:\n",
+        old="_end(cache, new, call)) > learned:",
+        new="_end(cache, new, call)) >= learned:",
         tests=("tests/engine/test_announcements.py",),
     ),
     Mutation(
@@ -219,8 +219,8 @@ MUTATIONS = (
     Mutation(
         name="a held batch is complete with its shortest row",
         file="kvpolicy/hf/cache_forward.py",
-        old="bool((at_least(length, self.prompt) == length).all())",
-        new="bool((at_least(length, self.prompt) == length).any())",
+        old="bool((at_least(length, prompt) != length).any())",
+        new="bool((at_least(length, prompt) != length).all())",
         tests=("tests/engine/test_replay.py::test_a_shorter_row_waits_for_the_longest",),
     ),
     Mutation(
@@ -420,9 +420,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="the digest of a mask misses the padding of tiles",
-        file="kvpolicy/hf/layer.py",
-        old="layer.extend_digest(tiles.valid, tile.columns)",
-        new="layer.extend_digest(None, tile.columns)",
+        file="kvpolicy/hf/cache_forward.py",
+        old="valid, new = tiles.valid, tile.columns",
+        new="valid, new = None, tile.columns",
         tests=("tests/conformance/test_tiles.py",),
     ),
     Mutation(

@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="layers without keys of their own let pictures see earlier tokens alone",
-        file="kvpolicy/hf/masks.py",
+        file="kvpolicy/hf/attention_interface.py",
         old="    if stands or mask.dim() != 4",
         new="    if mask.dim() != 4",
         tests=("tests/engine/test_block_masks.py", "tests/robust/test_families.py"),
