@@ -217,7 +217,7 @@ def warn_if_even(found: Mapping[int, EchoScores], random: int, repeats: int) -> 
 
 
 def check_shares(echo: float, induction: float) -> None:
-    """Refuse shares that are none."""
+    """Refuse shares that are out of range."""
     if not (0 <= echo <= 1 and 0 <= induction <= 1 and 0 < echo + induction <= 1):
         raise KVPolicyError(
             "The shares of heads by echo and induction must be from 0 to 1, and their sum more than 0 and at most 1, "

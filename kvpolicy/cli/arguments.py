@@ -316,12 +316,7 @@ def tile_of(text: str) -> Any:
 
 
 def prompt_length(given: int | None, new: int, trained: int | None) -> int:
-    """The prompt length to plan for.
-
-    Args:
-        given: The value that the user gave, or None.
-        new: Number of tokens to generate.
-        trained: Positions that the model was trained for; None if they are not limited.
+    """The prompt length to plan for: the given one, or what fits with `new` tokens into the positions trained for.
 
     >>> prompt_length(None, 1024, 131072), prompt_length(None, 1024, 2048), prompt_length(9, 1024, 2048)
     (4096, 1024, 9)

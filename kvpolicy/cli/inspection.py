@@ -298,12 +298,7 @@ def _bar(layer: Layer, mean: float, longest: float, columns: int, ascii_only: bo
 
 
 def marked(lines: list[list[Piece]], position: int | None = None) -> Iterator[str]:
-    """Yield each line of a text, followed by a line of marks.
-
-    Args:
-        lines: The result of `kvpolicy.reporting.token_spans.wrapped`.
-        position: The position of a layer among those under the policy, or None for all.
-    """
+    """Yield each line of a text, followed by a line of marks: of one layer under the policy, or of all."""
     for line in lines:
         yield "".join(text for text, _ in line)
         marks = (MARKS[level(share_of(span, position))] * cells(text) for text, span in line)
