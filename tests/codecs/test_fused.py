@@ -257,6 +257,6 @@ def test_a_gpu_makes_the_same_codes(codec: str, tmp_path: Path, monkeypatch: pyt
     wanted = view(codec, 64, tmp_path, device="cuda")
     compile_all(monkeypatch, "inductor")
     found = view(codec, 64, tmp_path, device="cuda")
-    for mine, its in zip(found._parts, wanted._parts, strict=True):
+    for mine, its in zip(found, wanted, strict=True):
         for got, want in zip(tensors(mine.store.codes), tensors(its.store.codes), strict=True):
             assert torch.equal(got, want), (got.shape, float((got != want).float().mean()))

@@ -15,6 +15,7 @@ from kvpolicy.engine import snapshot
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.protocols import SINGLE_RANK
+from kvpolicy.readers.shadowkv import ShadowKV
 from tests.engine.elsewhere import DEVICE, elsewhere, local, traffic
 from tests.engine.parts import index_of
 from tests.readers.bench import HEADS, Layer, draw
@@ -64,8 +65,9 @@ def check_traffic(layer: Layer, rows: int) -> None:
     shape = index_of(layer.store).shape
     numbers = 0
     if layer.store.spec.host:  # of the new token, of its page, and of what was chosen
-        traits = layer.policy.reader.traits
-        own = traits.recent + traits.sinks if traits.rebuilds else 0  # keys that are read as they are stored
+        reader = layer.policy.reader
+        # Keys that are read as they are stored.
+        own = reader.traits.recent + reader.sinks if isinstance(reader, ShadowKV) else 0
         numbers = 1 + (0 if shape is None else shape.page + shape.slots + own)
     assert traffic["back", False] == 8 * rows * HEADS * numbers
 

@@ -307,5 +307,5 @@ def _totals(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     peak = facts["peak"]["prefill"]
     rows.append(("peak while prefilling", size(peak["policy"]), size(peak["full"])))
     rows.append(("headroom", size(facts["headroom"]), size(facts["headroom"])))
-    batches = (counted(largest[cache], "row") for cache in ("policy", "full"))
-    return [*rows, (f"largest batch in {size(facts['memory'])}", *batches)]
+    own, stock = (counted(largest[cache], "row") for cache in ("policy", "full"))
+    return [*rows, (f"largest batch in {size(facts['memory'])}", own, stock)]

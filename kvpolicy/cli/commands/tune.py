@@ -137,8 +137,8 @@ def _render(facts: dict[str, Any]) -> str:
         rows = [("", "answered", "same token", "KL", "bytes")]
         for name, key in (("tuned", "tuned"), (evidence["rival"], "ordinary")):
             found = evidence[key]
-            shares = (f"{found[measure]:.1%}" for measure in ("correct", "top1"))
-            rows.append((name, *shares, f"{found['kl']:.4f}", f"{found['nbytes']:,.0f}"))
+            correct, same = (f"{found[measure]:.1%}" for measure in ("correct", "top1"))
+            rows.append((name, correct, same, f"{found['kl']:.4f}", f"{found['nbytes']:,.0f}"))
         lines += [
             "",
             paragraph(
