@@ -278,7 +278,7 @@ def storage_bytes(thing: Any) -> int:
             pending += item.values()
         elif isinstance(item, list | tuple):
             pending += item
-        elif type(item).__name__.endswith(("Layer", "Store", "Contents", "Tensors")):
+        elif type(item).__name__.endswith(("Layer", "Store", "Contents", "Tensors", "Journal")):
             pending += vars(item).values()
     return sum(storages.values())
 
