@@ -63,11 +63,11 @@ class SlotCodes:
         layer = self._layer
         tensors = layer.tensors
         limits = tensors.limits
-        traits = layer.spec.codec_traits
-        absmax = limits.query_absmax if limits is not None and traits.query_absmax else None
-        square = limits.query_square if limits is not None and traits.query_squares else None
+        kept = (
+            {} if limits is None else dict(zip(map(type, layer.spec.codec_statistics), limits.statistics, strict=True))
+        )
         shared = None if layer.group is None else layer.group.shared(stage)
-        return StageStore(tensors.codes[stage], layer.calibrations[stage], self.atoms(), absmax, square, shared=shared)
+        return StageStore(tensors.codes[stage], layer.calibrations[stage], self.atoms(), kept, shared=shared)
 
     def _slot_rotary(self, stage: int) -> SlotRotary | None:
         tensors = self._layer.tensors
