@@ -136,13 +136,11 @@ class CSRCalibrator(Calibrator):
         return Dictionaries(**own, training=Training(**training, seed=self.seed))
 
     def made(self, run: Run) -> dict[str, Any]:
-        """See `Calibrator`."""
         from kvpolicy.calibration.csr import facts_of
 
         return facts_of(run, self.options)
 
     def fit(self, run: Run, made: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """See `Calibrator`."""
         from kvpolicy.calibration.csr import trained
 
         return trained(run, self.options, made)
@@ -154,7 +152,6 @@ class CSRCalibrator(Calibrator):
         clear(run.out)
 
     def report(self, content: CalibrationFile) -> Iterator[str]:
-        """See `Calibrator`."""
         for key, losses in content.meta["losses"].items():
             part, _, group = key.rpartition(".")
             layers = ",".join(map(str, content.meta["groups"][part][int(group)]))
@@ -185,7 +182,6 @@ class KVQuantCalibrator(Calibrator):
     no_fisher: bool = False
 
     def made(self, run: Run) -> dict[str, Any]:
-        """See `Calibrator`."""
         if not self.bits or set(self.bits) - {*range(1, 9)}:
             got = ",".join(map(str, self.bits)) or "none"
             raise KVPolicyError(f"The bits must be one or several of 1 to 8, got {got}; try 2,3,4.")
@@ -199,7 +195,6 @@ class KVQuantCalibrator(Calibrator):
         return made | options
 
     def fit(self, run: Run, made: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """See `Calibrator`."""
         from kvpolicy.calibration.kvquant import fit_layers
 
         return fit_layers(run, self.bits, self.outliers, self.tokens, fisher=not self.no_fisher, seed=self.seed), {}
@@ -225,7 +220,6 @@ class LowRankCalibrator(Calibrator):
     fisher: bool = False
 
     def made(self, run: Run) -> dict[str, Any]:
-        """See `Calibrator`."""
         unknown = sorted({*self.key_spaces} - {*KEY_SPACES})
         if unknown or not self.key_spaces:
             got = ", ".join(unknown) or "none"
@@ -241,13 +235,11 @@ class LowRankCalibrator(Calibrator):
         return made | {"head_groups": sorted({*self.head_groups}), "fisher": self.fisher}
 
     def fit(self, run: Run, made: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """See `Calibrator`."""
         from kvpolicy.calibration.lowrank import find_bases
 
         return find_bases(run, self.key_spaces, made["head_groups"], fisher=self.fisher)
 
     def report(self, content: CalibrationFile) -> Iterator[str]:
-        """See `Calibrator`."""
         for part, share in content.meta["energy"].items():
             yield f"{part}: {share:.3f} of the variance in a quarter of the directions"
 
@@ -260,12 +252,10 @@ class ChannelCalibrator(Calibrator):
     use: ClassVar[str] = "labels:calibration={}"
 
     def made(self, run: Run) -> dict[str, Any]:
-        """See `Calibrator`."""
         tokens = run.enough("measure channels with", ", or more windows of it")
         return {"head_dim": run.identity["head_dim"], **run.text(windows=False), "tokens": tokens}
 
     def fit(self, run: Run, made: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """See `Calibrator`."""
         from kvpolicy.calibration.channels import measure_salience
 
         return measure_salience(run, made["tokens"]), {}
@@ -314,7 +304,6 @@ class HeadCalibrator(Calibrator):
             raise KVPolicyError("--probe reach must have a text, got none; try --text FILE, or --probe razor.")
 
     def made(self, run: Run) -> dict[str, Any]:
-        """See `Calibrator`."""
         from kvpolicy.calibration.echoes import check_shares, random_tokens
         from kvpolicy.text.validation import check_size
 
@@ -327,7 +316,6 @@ class HeadCalibrator(Calibrator):
         return sizes | options | {"echo": self.echo, "induction": self.induction}
 
     def fit(self, run: Run, made: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """See `Calibrator`."""
         from kvpolicy.calibration.echoes import echo_scores, ranked_scores, warn_if_even
         from kvpolicy.calibration.heads import head_scores, rows_of
 
@@ -341,12 +329,10 @@ class HeadCalibrator(Calibrator):
         return rows_of(run.model, ranked_scores(found, echo=self.echo, induction=self.induction)), {}
 
     def report(self, content: HeadFile) -> Iterator[str]:
-        """See `Calibrator`."""
         for layer, row in enumerate(content.heads):
             yield f"layer {layer}: {' '.join(f'{score:.3f}' for score in row) or 'not managed by policies'}"
 
     def spec(self, out: str) -> str:
-        """See `Calibrator`."""
         sparsity = f":sparsity={1 - self.echo - self.induction:.4g}" if self.probe == "razor" else ""
         return self.use.format(out, sparsity, self.sinks)
 
@@ -372,12 +358,10 @@ class FilterCalibrator(Calibrator):
     seed: int = 0
 
     def made(self, run: Run) -> dict[str, Any]:
-        """See `Calibrator`."""
         tokens = run.enough("find filters with", ", or more tokens of it", self.tokens)
         return run.text() | {"tokens": tokens, "seed": self.seed}
 
     def fit(self, run: Run, made: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """See `Calibrator`."""
         from kvpolicy.calibration.qfilters import query_filters, sample_queries
 
         found = sample_queries(run.model, run.windows, tokens=self.tokens, seed=self.seed, progress=run.progress)
@@ -399,11 +383,9 @@ class CenterCalibrator(Calibrator):
     windows: ClassVar[int] = 20
 
     def made(self, run: Run) -> dict[str, Any]:
-        """See `Calibrator`."""
         return run.text() | {"tokens": run.enough("find centers with")}
 
     def fit(self, run: Run, made: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """See `Calibrator`."""
         from kvpolicy.calibration.triattention import query_centers
 
         return query_centers(run.model, run.windows, progress=run.progress), {}
@@ -446,20 +428,17 @@ class GateCalibrator(Calibrator):
                 raise KVPolicyError(f"{name} must be at least 1, got {value}; try {example}.")
 
     def made(self, run: Run) -> dict[str, Any]:
-        """See `Calibrator`."""
         tokens = run.enough("fit gates to", ", or more tokens of it", self.tokens)
         options = {"ridge": self.ridge} if self.kind == "linear" else {"units": self.units, "epochs": self.epochs}
         return run.text() | {"tokens": tokens, "seed": self.seed, "kind": self.kind} | options
 
     def fit(self, run: Run, made: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """See `Calibrator`."""
         from kvpolicy.calibration.gate import Training, fit_gates
 
         training = Training(units=self.units, epochs=self.epochs, seed=self.seed)
         return fit_gates(run, self.tokens, training, self.ridge if self.kind == "linear" else None)
 
     def report(self, content: GateFile) -> Iterator[str]:
-        """See `Calibrator`."""
         for layer, share in zip(content.gates, (content.made or {})["r2"], strict=True):
             yield f"layer {layer}: {share:.3f} of the variance explained"
 

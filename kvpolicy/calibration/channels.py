@@ -20,9 +20,6 @@ from kvpolicy.protocols import ReaderTraits
 from kvpolicy.readers.common import TokenReader
 from kvpolicy.readers.labels import DoubleSparsity
 
-MIN_TOKENS = 128
-"""The minimum number of tokens: means over fewer say little about other text."""
-
 
 def measure_salience(run: Run, tokens: int) -> dict[str, Tensor]:
     """The salience of each layer, [H, D] fp32, by its name in the file; of a text of `tokens` tokens."""

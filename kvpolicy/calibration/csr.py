@@ -9,7 +9,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.formats import replace_file
-from kvpolicy.text.parameters import check_min
+from kvpolicy.text.strategy import least, strategy
 
 ATOMS_PER_HEAD = 256
 """The default number of atoms of a dictionary, for each KV head."""
@@ -47,7 +47,7 @@ MAX_ATOMS = 8192
 """The maximum of this default."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Dictionaries:
     """Which dictionaries are trained for CSR, and how.
 
@@ -76,18 +76,18 @@ class Dictionaries:
 
     key_spaces: tuple[str, ...] = ("unrotated",)
     value_chunks: tuple[int, ...] = (2,)
-    atoms: int = 0
+    atoms: int = least(0, 0)
     pairs: int = 8
     key_groups: str = "auto"
     value_groups: str = "auto"
     pair: float = 0.2
     chain: float = 1.0
-    tokens: int = 20_480
+    tokens: int = least(1, 20_480)
     seed: int = 0
     training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check what depends on the head dimension or on several options."""
         if not self.key_spaces or set(self.key_spaces) - set(FILE_KEY_SPACES):
             raise KVPolicyError(
                 f"Dictionaries.key_spaces must be 'unrotated', 'rotated' or both, got {self.key_spaces}; try "
@@ -97,7 +97,6 @@ class Dictionaries:
             raise KVPolicyError(
                 f"Dictionaries.value_chunks must be divisors of pairs={self.pairs}, got {self.value_chunks}; try (1,)."
             )
-        check_min(self, atoms=0, tokens=1)
 
 
 def check_chunks(options: Dictionaries, dim: int) -> None:
@@ -200,14 +199,10 @@ def _groups(
             continue
         directions = {layer: Directions.of(vectors[layer]) for layer in layers}
         # Grouping asks for the same pair of layers several times.
-        between = functools.cache(functools.partial(_divergence_of, directions))
+        between = functools.cache(lambda a, b, directions=directions: divergence(directions[a], directions[b]))
         groups[part] = group_layers(layers, between, options.pair, options.chain)
         divergences[part] = [between(a, b) for a, b in pairwise(layers)]
     return groups, divergences
-
-
-def _divergence_of(directions: dict[int, Directions], a: int, b: int) -> float:
-    return divergence(directions[a], directions[b])
 
 
 def _jobs(groups: dict[str, list[list[int]]], options: Dictionaries) -> list[_Job]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,13 +12,13 @@ from torch import Tensor
 from kvpolicy.codecs.csr.pursuit import pursue
 from kvpolicy.codecs.csr.sparse import Dictionary, unit
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.parameters import check_min
+from kvpolicy.text.strategy import finite, least, strategy, where
 
 INIT_VECTORS = 8
 """The maximum number of vectors per atom for the initial k-means: the training corrects a rough start."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@strategy
 class Training:
     """How a dictionary is trained.
 
@@ -33,25 +32,13 @@ class Training:
         seed: Seed of the initialization, the split and the order of the batches.
     """
 
-    epochs: int = 5
-    batch: int = 1024
-    rate: float = 1.0
-    patience: int = 5
-    held_out: float = 0.05
-    diverse: float = 0.1
+    epochs: int = least(0, 5)
+    batch: int = least(1, 1024)
+    rate: float = where(lambda value: 0 < value < math.inf, "positive and finite", 1.0)
+    patience: int = least(1, 5)
+    held_out: float = where(lambda value: 0 < value < 1, "greater than 0 and less than 1", 0.05)
+    diverse: float = finite(0, 0.1)
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_min(self, epochs=0, batch=1, patience=1)
-        if not 0 < self.held_out < 1:
-            raise KVPolicyError(
-                f"Training.held_out must be greater than 0 and less than 1, got {self.held_out}; try 0.05."
-            )
-        if not 0 < self.rate < math.inf:
-            raise KVPolicyError(f"Training.rate must be positive and finite, got {self.rate}; try 1.0.")
-        if not 0 <= self.diverse < math.inf:
-            raise KVPolicyError(f"Training.diverse must be at least 0 and finite, got {self.diverse}; try 0.1.")
 
 
 class State(NamedTuple):

@@ -341,16 +341,9 @@ def calibrate_echoes(
         KVPolicyError: If the model is not supported, a share or a size is out of range, the text is longer than the
             model, or `out` holds something else.
     """
-    calibrator = HeadCalibrator(
-        probe="razor",
-        random=random,
-        repeats=repeats,
-        echo=echo,
-        induction=induction,
-        seed=seed,
-        sinks=sinks,
-        recent=recent,
-    )
+    shares = {"echo": echo, "induction": induction}
+    kept = {"sinks": sinks, "recent": recent}
+    calibrator = HeadCalibrator(probe="razor", random=random, repeats=repeats, seed=seed, **shares, **kept)
     return calibrate(calibrator, model, (), out, name=name, progress=progress, force=force)
 
 

@@ -148,7 +148,8 @@ def repeated_text(model: nn.Module, random: int, repeats: int, seed: int) -> tup
     """The token ids of the text, [n] int64, and the position of the first random one, which is 0 or 1."""
     config: Any = model.config.get_text_config()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
     named = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
-    special = {int(each) for found in named if found is not None for each in (found if _is_many(found) else [found])}
+    several = (found if isinstance(found, list | tuple) else [found] for found in named if found is not None)
+    special = {int(each) for found in several for each in found}
     usable = torch.tensor([token for token in range(int(config.vocab_size)) if token not in special], device="cpu")
     generator = torch.Generator().manual_seed(seed)
     rounds = -(-random // len(usable))
@@ -216,13 +217,9 @@ def warn_if_even(found: Mapping[int, EchoScores], random: int, repeats: int) -> 
 
 
 def check_shares(echo: float, induction: float) -> None:
-    """Refuse shares that are none."""
+    """Refuse shares that are out of range."""
     if not (0 <= echo <= 1 and 0 <= induction <= 1 and 0 < echo + induction <= 1):
         raise KVPolicyError(
             "The shares of heads by echo and induction must be from 0 to 1, and their sum more than 0 and at most 1, "
             f"got {echo} and {induction}; try {ECHO} and {INDUCTION}."
         )
-
-
-def _is_many(found: object) -> bool:
-    return isinstance(found, list | tuple)

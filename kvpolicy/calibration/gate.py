@@ -9,11 +9,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from kvpolicy.calibration.listener import check_finite, listening
 from kvpolicy.calibration.run import Run
-from kvpolicy.calibration.samples import tokens_per_window
+from kvpolicy.calibration.samples import sampled, tokens_per_window
 from kvpolicy.protocols import View
 from kvpolicy.selectors.gate_files import Inner, LayerGate
 from kvpolicy.selectors.kvzip import KVzip
@@ -74,24 +73,22 @@ def scored_windows(
     """
     plan = first_of(Replay, KVzip(plus=True).statistics)
     assert plan is not None
-    chance = torch.Generator().manual_seed(seed)
-    for ids, count in zip(tqdm(windows, desc="scores", disable=not progress), counts, strict=True):
-        tokens = torch.randperm(len(ids), generator=chance, device="cpu")[:count].sort().values
+    for ids, sample in sampled(windows, counts, seed, "scores", progress):
         found: dict[int, Sample] = {}
 
-        def look(seen: Results, view: View, tokens: Tensor = tokens, found: Any = found) -> None:
+        def look(seen: Results, view: View, sample: Tensor = sample, found: Any = found) -> None:
             replayed = seen[Replay]
             assert replayed is not None
             inputs = seen[ModuleCall].hidden_states[0]
             scores = replayed[0]
-            at = tokens.to(inputs.device)
+            at = sample.to(inputs.device)
             labels = scores.index_select(1, at).log().clamp_min(FLOOR).mT
             found[view.layer_idx] = Sample(inputs.index_select(0, at).float().cpu(), labels.cpu())
 
         with listening(model, (ModuleCall(), plan), look) as run:
             run(ids)
-        for layer, sample in found.items():
-            check_finite("collected numbers", f"the inputs or scores of layer {layer}", sample.inputs, sample.labels)
+        for layer, own in found.items():
+            check_finite("collected numbers", f"the inputs or scores of layer {layer}", *own)
         yield found
 
 

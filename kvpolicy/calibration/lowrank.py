@@ -16,11 +16,6 @@ from kvpolicy.calibration.samples import fisher_information
 from kvpolicy.protocols import View
 from kvpolicy.statistics import ModuleCall, Results, UnrotatedKeys, Vectors
 
-MIN_TOKENS = 128
-"""The minimum number of tokens: directions of fewer say little about other text."""
-
-KEY_SPACES = ("rotated", "unrotated")
-
 
 class Moments(NamedTuple):
     """First and second moments of vectors of each KV head, or of each group of heads, fp64.

@@ -6,19 +6,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.listener import check_finite, listening
-from kvpolicy.calibration.samples import tokens_per_window
+from kvpolicy.calibration.samples import sampled, tokens_per_window
 from kvpolicy.protocols import View
 from kvpolicy.statistics import ModuleCall, Results
 
 TOKENS = 3000
 """Tokens whose queries are used, as the authors have it."""
-
-MIN_TOKENS = 128
-"""The minimum number of tokens: a direction of fewer queries says little about other text."""
 
 
 def query_filters(queries: Tensor, heads: int) -> Tensor:
@@ -83,18 +79,14 @@ def sample_queries(
         torch.Size([8, 20, 32])
     """
     windows = as_windows(windows)
-    generator = torch.Generator().manual_seed(seed)
     found: dict[int, list[Tensor]] = {}
-    counts = tokens_per_window(windows, tokens)
-    for ids, count in zip(tqdm(windows, desc="queries", disable=not progress), counts, strict=True):
-        sample = torch.randperm(len(ids), generator=generator, device="cpu")[:count].sort().values
+    for ids, sample in sampled(windows, tokens_per_window(windows, tokens), seed, "queries", progress):
 
         def look(seen: Results, view: View, sample: Tensor = sample) -> None:
             queries = seen[ModuleCall].queries
             assert queries is not None
-            queries = queries[0]  # [Hq, P, D]
-            sampled = queries.index_select(1, sample.to(queries.device))
-            found.setdefault(view.layer_idx, []).append(sampled.float().cpu())
+            chosen = queries[0].index_select(1, sample.to(queries.device))  # [Hq, n, D]
+            found.setdefault(view.layer_idx, []).append(chosen.float().cpu())
 
         with listening(model, (ModuleCall(),), look) as run:
             run(ids)

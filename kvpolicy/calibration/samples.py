@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,16 +86,13 @@ def collect(
     reader = _Reader(model, key_spaces, fisher)
     windows = _with_tokens(windows)
     kept: dict[str, dict[int, list[Tensor]]] = {}
-    generator = torch.Generator().manual_seed(seed)
     with eval_mode(model):
-        counts = tokens_per_window(windows, tokens)
-        for ids, count in zip(tqdm(windows, desc="collect", disable=not progress), counts, strict=True):
+        for ids, sample in sampled(windows, tokens_per_window(windows, tokens), seed, "collect", progress):
             # The same tokens in all layers and parts, so that each weight of `fisher` belongs to its key or value.
-            sample = torch.randperm(len(ids), generator=generator, device="cpu")[:count].sort().values
             for part, vectors in reader.run(ids).items():
                 for layer, x in vectors.items():
-                    sampled = x.index_select(-2, sample.to(x.device)).float().cpu()
-                    kept.setdefault(part, {}).setdefault(layer, []).append(sampled)
+                    chosen = x.index_select(-2, sample.to(x.device)).float().cpu()
+                    kept.setdefault(part, {}).setdefault(layer, []).append(chosen)
     return Samples(**_joined(kept))
 
 
@@ -154,6 +151,15 @@ def tokens_per_window(windows: Sequence[Tensor], tokens: int) -> list[int]:
     [5, 3]
     """
     return [min(len(ids), -(-tokens // len(windows))) for ids in windows]
+
+
+def sampled(
+    windows: Sequence[Tensor], counts: Sequence[int], seed: int, what: str, progress: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Windows, each with the indices of as many of its tokens as `counts` says, drawn at random and ascending."""
+    generator = torch.Generator().manual_seed(seed)
+    for ids, count in zip(tqdm(windows, desc=what, disable=not progress), counts, strict=True):
+        yield ids, torch.randperm(len(ids), generator=generator, device="cpu")[:count].sort().values
 
 
 def _joined(kept: dict[str, dict[int, list[Tensor]]]) -> dict[str, dict[int, Tensor]]:

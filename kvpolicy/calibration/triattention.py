@@ -14,9 +14,6 @@ from kvpolicy.protocols import View
 from kvpolicy.selectors.center_files import Centers
 from kvpolicy.statistics import ModuleCall, Moments, Results, Rotation
 
-MIN_TOKENS = 128
-"""The minimum number of tokens: a mean of fewer queries says little about other text."""
-
 
 def query_centers(model: nn.Module, windows: Sequence[Tensor], *, progress: bool = False) -> dict[int, Centers]:
     """Run windows of tokens through a model, and average the queries of each query head.

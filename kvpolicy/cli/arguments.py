@@ -120,6 +120,14 @@ Config = Annotated[
 ]
 """A model, or only its config, as an argument. The default of the parameter is `TINY`."""
 
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="tiny, a folder, a GGUF file, or a model name on the Hub.", autocompletion=complete_model
+    ),
+]
+"""A model to load, as an argument."""
+
 Model = Annotated[
     str,
     typer.Option(
@@ -141,6 +149,11 @@ Device = Annotated[
     str, typer.Option("--device", metavar="DEVICE", help="Device, such as cuda. By default an accelerator, if any.")
 ]
 """The default, an empty string, is an accelerator if one is available, or the CPU."""
+
+AnswersFile = Annotated[
+    str, typer.Option("--text", metavar="FILE", help="JSONL with prompt and answer in each line, or plain text.")
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="INT", help="Random seed of the choice of texts.")]
 
 PromptTokens = Annotated[
     int, typer.Option("--prompt", min=0, metavar="TOKENS", help="For plain text: length of a prompt; 0 for 1024.")
@@ -286,16 +299,10 @@ def hold_of(hold_codes: bool) -> Literal["plain", "codes"]:
 
 
 def tile_of(text: str) -> Any:
-    """Read a tile size.
-
-    Args:
-        text: A number of tokens, `auto`, or `none`.
-
-    Returns:
-        An integer, `auto`, or None, as `kvpolicy.attach` takes it.
+    """Read a tile size, as `kvpolicy.attach` takes it.
 
     Raises:
-        KVPolicyError: If it is something else.
+        KVPolicyError: If it is no number of tokens, `auto` or `none`.
 
     >>> tile_of("4k"), tile_of("auto"), tile_of("none")
     (4096, 'auto', None)
@@ -309,12 +316,7 @@ def tile_of(text: str) -> Any:
 
 
 def prompt_length(given: int | None, new: int, trained: int | None) -> int:
-    """The prompt length to plan for.
-
-    Args:
-        given: The value that the user gave, or None.
-        new: Number of tokens to generate.
-        trained: Positions that the model was trained for; None if they are not limited.
+    """The prompt length to plan for: the given one, or what fits with `new` tokens into the positions trained for.
 
     >>> prompt_length(None, 1024, 131072), prompt_length(None, 1024, 2048), prompt_length(9, 1024, 2048)
     (4096, 1024, 9)
@@ -331,14 +333,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def parse_fractions(option: str, text: str) -> tuple[float, ...]:
-    """Parse a list of fractions separated by commas.
-
-    Args:
-        option: The name of the option, for the error message.
-        text: Its value.
-
-    Raises:
-        KVPolicyError: If a part is not a number.
+    """Parse the value of an option, a list of fractions separated by commas.
 
     >>> parse_fractions("--shares", "0.05,1.0")
     (0.05, 1.0)
@@ -350,14 +345,7 @@ def parse_fractions(option: str, text: str) -> tuple[float, ...]:
 
 
 def parse_integers(option: str, text: str) -> tuple[int, ...]:
-    """Parse a list of integers separated by commas.
-
-    Args:
-        option: The name of the option, for the error message.
-        text: Its value.
-
-    Raises:
-        KVPolicyError: If a part is not an integer.
+    """Parse the value of an option, a list of integers separated by commas.
 
     >>> parse_integers("--value-chunks", "1,2,4")
     (1, 2, 4)

@@ -23,13 +23,7 @@ DISTORTION = {
 
 
 def facts_by_layer(given: Any, planned: Any, model: Any) -> dict[str, Any]:
-    """The facts of `explain` about a policy that differs by layer, for JSON.
-
-    Args:
-        given: The policy as it was given.
-        planned: Its `CachePlan`.
-        model: The description of the model, from `describe`.
-    """
+    """The facts of `explain` about a policy that differs by layer, given as `given` and planned, for JSON."""
     policy = planned.policy
     curves = load_tuned(given.source.file) if isinstance(given, TunedPolicy) else None
     # Why the tuner chose the policy of each layer, where a file of curves says it.

@@ -388,16 +388,7 @@ class SpeculatedText:
 def speculate_text(
     model: Any, tokenizer: Any, ids: Any, policy: str, gamma: int, options: GenerationOptions
 ) -> SpeculatedText:
-    """Generate a text with drafts.
-
-    Args:
-        model: A model without a policy.
-        tokenizer: Its tokenizer.
-        ids: The prompt, [1, P].
-        policy: The spec of the policy that drafts.
-        gamma: Tokens to draft before each verification.
-        options: Options of the generation.
-    """
+    """Generate a text behind the prompt [1, P], with `gamma` drafts under a policy before each verification."""
     from kvpolicy.hf.speculation import speculate
 
     end = model.generation_config.eos_token_id

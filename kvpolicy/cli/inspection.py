@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.cli.formatting import paragraph, ranges, size, width
@@ -116,10 +116,6 @@ class Inspection:
     def as_dict(self) -> dict[str, Any]:
         """Return numbers and strings that can be serialized as JSON."""
         whole = ("model", "policy", "prompt", "seen", "nbytes", "full_nbytes", "moved", "all_moved", "note", "measured")
-        layers = [
-            {name: getattr(layer, name) for name in ("index", "cosine", "budget", "kept", "nbytes")}
-            for layer in self.layers
-        ]
         tokens = [
             {name: getattr(span, name) for name in ("position", "text", "seen", "kept", "layers")}
             for span in self.spans
@@ -127,7 +123,7 @@ class Inspection:
         return {name: getattr(self, name) for name in whole} | {
             "unmanaged": self.unmanaged,
             "states": list(self.states),
-            "layers": layers,
+            "layers": [asdict(layer) for layer in self.layers],
             "tokens": tokens,
         }
 
@@ -167,8 +163,10 @@ def inspect_prompt(
     if importance and handle.policy.layer_metric == "cosine":
         cosines = cosines_of(cache)
         measured = DURING_PREFILL
-    elif importance:
-        cosines = _measure_layers(model, tokenizer, ids, tile)
+    elif importance:  # with an allocator that needs the cosines, as `kvpolicy.profile` does
+        second, _ = _generate(model, tokenizer, ids, "squeeze+window@1.0", 1, tile)
+        assert second.cache is not None
+        cosines = cosines_of(second.cache)
         measured = SECOND_PASS
     # The text as far as the cache has seen it: the last generated token is not in it.
     seen = int(cache.policy_layers[0].length[0])
@@ -198,13 +196,6 @@ def inspect_prompt(
 def cosines_of(cache: PolicyCache) -> list[float]:
     """Return the measured cosine of each layer under the policy, for the first row."""
     return [float(cosine) for cosine in cache.cosines()[0]]
-
-
-def _measure_layers(model: Any, tokenizer: Any, ids: Any, tile: TileSize) -> list[float]:
-    """Measure the cosines with an allocator that needs them, as `kvpolicy.profile` does."""
-    handle, _ = _generate(model, tokenizer, ids, "squeeze+window@1.0", 1, tile)
-    assert handle.cache is not None
-    return cosines_of(handle.cache)
 
 
 def _generate(model: Any, tokenizer: Any, ids: Any, policy: str, new: int, tile: TileSize) -> tuple[Handle, list[int]]:
@@ -240,12 +231,7 @@ MARKS = " .:-=+#"
 
 
 def show(inspection: Inspection, layer: int | None = None) -> None:
-    """Print the layers, and the text with the kept tokens.
-
-    Args:
-        inspection: The inspection.
-        layer: The layer whose tokens are shown; by default the average over all layers is shown.
-    """
+    """Print the layers, and the text with the tokens that a layer keeps; by default the average over all layers."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, width=width(), highlight=False, markup=False, emoji=False, soft_wrap=False)
@@ -277,12 +263,7 @@ def heading(inspection: Inspection) -> list[str]:
 
 
 def layer_lines(inspection: Inspection, ascii_only: bool = False) -> list[str]:
-    """Return one line per layer: cosine, budget, kept tokens, and a bar of the kept tokens with the mean marked.
-
-    Args:
-        inspection: The inspection.
-        ascii_only: Whether to draw the bars with ASCII characters.
-    """
+    """Return one line per layer: cosine, budget, kept tokens, and a bar of the kept tokens with the mean marked."""
     mean = inspection.kept
     longest = max(mean, *(layer.mean for layer in inspection.layers), 1.0)
     header = f"{'layer':>5}  {'cosine':>6}  {'budget':>7}  {'kept':>7}  "
@@ -317,12 +298,7 @@ def _bar(layer: Layer, mean: float, longest: float, columns: int, ascii_only: bo
 
 
 def marked(lines: list[list[Piece]], position: int | None = None) -> Iterator[str]:
-    """Yield each line of a text, followed by a line of marks.
-
-    Args:
-        lines: The result of `kvpolicy.reporting.token_spans.wrapped`.
-        position: The position of a layer among those under the policy, or None for all.
-    """
+    """Yield each line of a text, followed by a line of marks: of one layer under the policy, or of all."""
     for line in lines:
         yield "".join(text for text, _ in line)
         marks = (MARKS[level(share_of(span, position))] * cells(text) for text, span in line)

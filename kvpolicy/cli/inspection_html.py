@@ -23,15 +23,7 @@ NO_MATPLOTLIB = "The page has no plots, because matplotlib is not installed: pip
 
 
 def write_page(inspection: Inspection, path: str) -> None:
-    """Write the page to a file, which is replaced if it exists.
-
-    Args:
-        inspection: The inspection.
-        path: The path of the file.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Write the page to a file, which is replaced if it exists."""
     replace_file(Path(path), page(inspection).encode())
 
 

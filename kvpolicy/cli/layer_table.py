@@ -80,14 +80,7 @@ Bandwidth = Annotated[
 
 
 def parse_rate(option: str, text: str) -> int:
-    """Read bytes per second.
-
-    Args:
-        option: The name of the option, for the error message.
-        text: Its value.
-
-    Raises:
-        KVPolicyError: If it is no such rate.
+    """Read the value of an option, bytes per second.
 
     >>> parse_rate("--link", "25GB/s"), parse_rate("--link", "1 GiB/s")
     (25000000000, 1073741824)
@@ -104,21 +97,6 @@ def parse_rate(option: str, text: str) -> int:
     return rate
 
 
-def check_link(planned: Any, link: str | None, bandwidth: str | None) -> None:
-    """Refuse rates that say nothing about a plan.
-
-    Raises:
-        KVPolicyError: If the policy has nothing in host memory, or a bandwidth is given without a link.
-    """
-    if bandwidth is not None and link is None:
-        raise KVPolicyError(f"--bandwidth must be given together with --link, got {bandwidth!r} alone; try 25GB/s.")
-    if link is not None and not planned.host_nbytes:
-        raise KVPolicyError(
-            f"--link must be given for a policy with keys and values in host memory, got {planned.policy}; try "
-            "full+quest:host=true."
-        )
-
-
 def transfer_facts(planned: Any, link: str | None, bandwidth: str | None, weights: int = 0) -> dict[str, Any] | None:
     """The bytes and seconds of a step's copies, for JSON; None without a link.
 
@@ -131,9 +109,15 @@ def transfer_facts(planned: Any, link: str | None, bandwidth: str | None, weight
     Raises:
         KVPolicyError: If a rate is no rate, or says nothing about the plan.
     """
-    check_link(planned, link, bandwidth)
     if link is None:
+        if bandwidth is not None:
+            raise KVPolicyError(f"--bandwidth must be given together with --link, got {bandwidth!r} alone; try 25GB/s.")
         return None
+    if not planned.host_nbytes:
+        raise KVPolicyError(
+            f"--link must be given for a policy with keys and values in host memory, got {planned.policy}; try "
+            "full+quest:host=true."
+        )
     rate = parse_rate("--link", link)
     read = weights + planned.moved
     fast = None if bandwidth is None else parse_rate("--bandwidth", bandwidth)

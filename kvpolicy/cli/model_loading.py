@@ -317,7 +317,10 @@ def files_of(policy: Policy) -> list[str]:
     >>> files_of(Policy.parse("squeeze+kvcrush/h2o+kivi@0.2"))
     []
     """
-    return [name for name in _strings(policy.to_dict()) if name and _exists(name)]
+    from kvpolicy.policy import TunedPolicy
+
+    content = policy.source if isinstance(policy, TunedPolicy) else policy.to_dict()
+    return [name for name in _strings(content) if name and _exists(name)]
 
 
 def _strings(value: Any) -> Iterator[str]:

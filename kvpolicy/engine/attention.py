@@ -6,7 +6,6 @@ reducers (a sum over all queries, the rows of the newest ones) are applied to it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention_part import Part
-from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.engine.row_spans import columns_from, rows_by_columns
 from kvpolicy.kernels.mixed_values import mixed_values
-from kvpolicy.kernels.products import matmul, thin_mix
-from kvpolicy.protocols import Estimated
 from kvpolicy.statistics.windows import TILE_ELEMENTS, Past, ScoreTransform, hidden_columns
 
 MASK_ELEMENTS = 1 << 24
@@ -26,9 +22,6 @@ MASK_ELEMENTS = 1 << 24
 
 MASK_ROWS = 256
 """The most queries of such a call: fused attention computes what its mask hides, half as many keys for each query."""
-
-Rest = Callable[[Tensor], Estimated]
-"""Estimates the slots that are not read, from the normalizer of those that are; see `Estimates.estimate_rest`."""
 
 
 def attend(
@@ -215,95 +208,3 @@ def _attend_scores(
             mixed = mixed.float() + weights[..., -1:] * beside.output[:, :, :, start:stop]
         grouped_out[:, :, :, start:stop] = mixed
     return out
-
-
-def attend_slots(
-    q: Tensor,
-    exact: tuple[Tensor, Tensor],
-    coded: CodecView | ChosenSlots | None,
-    occupied: Tensor,
-    transform: ScoreTransform,
-    want_weights: bool,
-    counts: Tensor | None = None,
-    scanned: Tensor | None = None,
-    rest: Rest | None = None,
-    beside: Part | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend from one token per row to slots.
-
-    Args:
-        q: [B, Hq, 1, D].
-        exact: Keys and values of the full-precision slots, [B, H, E, D] and [B, H, E, D'], as in `attend`.
-        coded: The coded slots, which follow them; S slots in all.
-        occupied: Which slots hold a token, [B, H, S] bool.
-        transform: From products to attention weights.
-        want_weights: Whether to return the attention weights.
-        counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one.
-        scanned: Products of the queries with the keys of the coded slots, or of all slots if none is coded, [B, H, G,
-            n] fp32, if they are known; changed in place.
-        rest: Estimates what is not read, beside the coded slots, or beside all slots if none is coded.
-        beside: Attention of the queries [B, H, G, 1, D] to other keys, which takes part in the softmax, without `rest`.
-
-    Returns:
-        The output [B, Hq, 1, D'], and the attention weights [B, H, G, S] fp32, or None.
-    """
-    keys = exact[0]
-    values = exact[1] if exact[1].shape[3] else keys  # as `mixed_values`
-    grouped = q.squeeze(2).unflatten(1, (occupied.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
-    plain = not want_weights and transform.softcap is None and transform.sinks is None and coded is None
-    plain = plain and scanned is None and rest is None and beside is None
-    # The mask of the fused function has the dtype of the queries, in which bf16 would round the counts.
-    if plain and (counts is None or q.dtype == torch.float32):
-        visible = occupied if counts is None else counts.masked_fill(~occupied, -torch.inf)
-        mask = visible[:, :, None].expand(-1, -1, grouped.shape[2], -1)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=transform.scale)
-        return out.flatten(1, 2).unsqueeze(2), None
-    # Scored and mixed part by part: joining keys would copy the whole cache in every step, and torch 2.13's inductor
-    # then loses the write of the new token (eager and aot_eager do not).
-    known = None if scanned is None else transform.finish(scanned)
-    score = known if known is not None and coded is None else transform.scores(grouped, keys)
-    if coded is not None:
-        of_codes = map(transform.finish, coded.score(grouped)) if known is None else [known]
-        score = torch.cat([score, *of_codes], -1)
-    if counts is not None:
-        score = score + counts[:, :, None]
-    score = score.masked_fill(~occupied[:, :, None], -torch.inf)
-    others_add: Tensor | None = None
-    if rest is not None:
-        buffer = keys.shape[2] if coded is not None else 0  # it is always read, and no reader divides it
-        weights, others_add = with_rest(score, score[..., buffer:], transform, rest)
-    elif beside is not None:  # other keys are one more column, whose score is their normalizer
-        every = transform.weights(torch.cat([score, beside.normalizer], -1))
-        weights = every[..., :-1]
-        others_add = every[..., -1:] * beside.output.squeeze(3)
-    else:
-        weights = transform.weights(score)
-    first, *others = weights.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
-    mixed = matmul(first, values)
-    if coded is not None:
-        # Added in fp32 and rounded once.
-        mixed = sum(coded.mix(others), mixed.float())
-    if others_add is not None:
-        mixed = mixed.float() + others_add
-    return mixed.to(values.dtype).flatten(1, 2).unsqueeze(2), weights
-
-
-def with_rest(score: Tensor, of_entries: Tensor, transform: ScoreTransform, rest: Rest) -> tuple[Tensor, Tensor]:
-    """Attention weights of slots, and what the slots that stand for the others add to the output.
-
-    Args:
-        score: Scores of the slots that are read, [B, H, G, n] fp32.
-        of_entries: Those of them that belong to entries of a reader.
-        transform: From scores to attention weights.
-        rest: Estimates what is not read.
-
-    Returns:
-        [B, H, G, n] and [B, H, G, D] fp32.
-    """
-    estimated = rest(of_entries.logsumexp(-1))
-    # One softmax over both, so that learned sinks take part once.
-    every = torch.cat([score, estimated.scores], -1)
-    # Masked again, since the softmax of nothing is NaN.
-    weights = transform.weights(every).masked_fill(every == -torch.inf, 0)
-    own, others = weights.split([score.shape[-1], estimated.scores.shape[-1]], -1)
-    return own, thin_mix(others, estimated.values)

@@ -168,7 +168,7 @@ class CodedPageBody:
         return Past(torch.cat([keys, tensors.keys], 2), torch.cat([values, tensors.values], 2), occupied, counts)
 
     def step_targets(self) -> Targets:
-        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
+        """The tensors that a decode step writes to, by name, and the slots of each head."""
         tensors = self._layer.tensors
         heads = self._heads
         # Before "positions": the slot of an evicted token is emptied before the new one is written.

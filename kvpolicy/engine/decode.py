@@ -1,31 +1,67 @@
-"""One decode step: which slot the new token takes, what the selector is to see of it, and the update of its state."""
+"""One decode step behind its attention: what the selector is to see of the new token, and the update of its state."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.selection import finite_priority
+from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.state import map_state, select_rows, tensors
-from kvpolicy.protocols import Reranks, Selector, State, View
+from kvpolicy.kernels.mixed_values import read_values
+from kvpolicy.protocols import NewToken, Reranks, Selector, State, View
 from kvpolicy.statistics import Results
+from kvpolicy.statistics.query_moments import plain_queries
 
 NO_SLOT = "the cache has no free slot: call cache.tick() between steps"
 NO_PAGE = "a head has no page for its new token: its head allocator must give every head at least 1"
 NO_ROOM = "the cache has no room left: call cache.tick() between steps"
 
-
-def eviction_scores(selector: Selector, state: State, view: View) -> Tensor:
-    """The position of each token of lowest priority, -1 for all others, [B, H, S]: of ties the latest is evicted."""
-    # The minimum is found by equality, and NaN equals nothing: without `finite_priority`, any slot could be the victim.
-    # If all tokens are protected, empty slots tie with them at inf, but lose by their position of -1.
-    priority = finite_priority(selector.priority(state, view)).masked_fill(~view.valid, torch.inf)
-    return view.positions.masked_fill(priority != priority.amin(-1, keepdim=True), -1)
+assert_async: Callable[[Tensor, str], None] = torch._assert_async  # pyright: ignore
+"""Fails if a condition on the device does not hold, without waiting for it; stays in a compiled graph."""
 
 
-def assert_async(condition: Tensor, message: str) -> None:
-    """Fail if a condition on the device does not hold, without waiting for it; stays in a compiled graph."""
-    torch._assert_async(condition, message)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+class Step(NamedTuple):
+    """A token of each row that has its slot.
+
+    Attributes:
+        token: The token as the selector sees it; None if it does not look at vectors.
+        valid: Which rows have a token, [B, 1] bool; None if all have.
+        view: The slots.
+        weights: Attention of the token, [B, H, G, S] fp32; None if the selector does not look at it.
+    """
+
+    token: NewToken | None
+    valid: Tensor | None
+    view: View
+    weights: Tensor | None
+
+    def beside(self, weights: Tensor | None) -> Step:
+        """The same with the weights [B, H, G', S] of a layer that reads the same keys; its queries are not taken.
+
+        A selector may hold queries of each query head of the layer.
+        """
+        both = None if self.weights is None or weights is None else torch.cat([self.weights, weights], 2)
+        return self._replace(weights=both)
+
+
+def new_token(spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scores: Tensor | None) -> NewToken:
+    """The token of a decode step, for a selector that looks at it.
+
+    Args:
+        spec: The parts of the layer.
+        q: Its queries, [B, Hq, 1, D].
+        k: Its key, [B, H, 1, D].
+        v: Its value, [B, H, 1, D].
+        positions: Its position, [B, 1] int32.
+        scores: Its scores by the input of the layer, [B, H, 1] fp32; None if the selector does not ask for them.
+    """
+    queries = q.detach()
+    plain = plain_queries(queries, positions, spec.rope) if spec.step_moments else None
+    taken, unrotated = (None if t is None else t.squeeze(2).unflatten(1, (k.shape[1], -1)) for t in (queries, plain))
+    return NewToken(k.detach(), read_values(k, v, spec.latent).detach(), taken, unrotated, scores)
 
 
 def update_state(selector: Selector, state: State, weights: Tensor | None, view: View, valid: Tensor | None) -> None:

@@ -104,7 +104,7 @@ class ExactPageBody:
         return Past(table.slots(tensors.keys), table.slots(tensors.values), occupied, counts)
 
     def step_targets(self) -> Targets:
-        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
+        """The tensors that a decode step writes to, by name, and the slots of each head."""
         tensors = self._layer.tensors
         written = slots_per_step(self._layer) * self._layer.shape.heads
         vectors = {"keys": tensors.keys, "values": tensors.values}

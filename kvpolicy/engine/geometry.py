@@ -54,10 +54,6 @@ class Geometry(Protocol):
 
     # a decode step, traceable
 
-    def view(self) -> View:
-        """The slots as the selector sees them in a step."""
-        ...
-
     def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
         """Find a slot for each head's new token, evicting one where the budget is full.
 
@@ -108,7 +104,7 @@ class Geometry(Protocol):
     # taking steps back
 
     def step_targets(self) -> Targets:
-        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
+        """The tensors that a decode step writes to, by name, and the slots of each head."""
         ...
 
     def refresh(self, slots: Tensor) -> None:

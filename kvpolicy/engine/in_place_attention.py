@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Rest, with_rest
+from kvpolicy.engine.columns import Rest, with_rest
 from kvpolicy.kernels.row_sums import row_sums
 from kvpolicy.statistics.windows import ScoreTransform
 

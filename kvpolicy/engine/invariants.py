@@ -8,15 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.index_reader import IndexReader
+from kvpolicy.engine.journal import UNDO_LOG
 from kvpolicy.engine.layer_group import LayerGroup
+from kvpolicy.engine.layer_slots import LayerSlots
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layer_tensors import PageTensors
 from kvpolicy.engine.reading import by_entry, read_shape, row_entries
 from kvpolicy.engine.row_limits import has_dictionary, stage_slots, with_tokens
+from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_state
 from kvpolicy.engine.state import tensors as all_tensors
-from kvpolicy.engine.undo_log import UNDO_LOG
+from kvpolicy.protocols import Changed
 
 _TOLERANCE = 1e-3
 """Relative error of a sum of tokens that are stored as logarithms in fp32."""
@@ -54,7 +56,7 @@ def check_invariants(store: LayerStore, *, keeps_newest: bool = True) -> None:
     else:
         _check_slots(store)
     if store.slots is not None:
-        _check_index(store, store.slots.index)
+        _check_index(store, store.slots)
     if store.contents.group is not None:
         _check_group(store, store.contents.group)
     if store.tensors.positions.numel():  # there are no slots while a first prompt is held
@@ -265,7 +267,7 @@ def _check_group(store: LayerStore, group: LayerGroup) -> None:
     _require(held, store, "the layers of a group hold the same tokens in the same slots")
 
 
-def _check_index(store: LayerStore, index: IndexReader) -> None:
+def _check_index(store: LayerStore, slots: SlotGeometry) -> None:
     """The reader's index of entries with a token equals an index that is made from the slots now."""
     layer = store.contents
     tensors = store.tensors
@@ -273,7 +275,7 @@ def _check_index(store: LayerStore, index: IndexReader) -> None:
     if not reads:
         return
     shape = read_shape(store.spec.reader, store.spec.codec, layer.layout, store.layer_idx)
-    _require(shape == index.shape, store, "what is read follows from the layout")
+    _require(shape == slots.index.shape, store, "what is read follows from the layout")
     if shape is None:
         return
     limit = row_entries(store.spec.reader, store.spec.codec, shape, layer.expected_len)
@@ -282,7 +284,7 @@ def _check_index(store: LayerStore, index: IndexReader) -> None:
         return
     fresh = reads._replace(index=map_state(torch.clone, reads.index))
     entries = torch.arange(shape.entries, device=tensors.positions.device).expand(*tensors.positions.shape[:2], -1)
-    index.refresh(shape, fresh, entries)
+    store.spec.reader.update(fresh.index, LayerSlots(layer, slots.codes, shape), Changed(entries))
     empty = by_entry(shape, tensors.positions).amax(-1) < 0  # what the index holds of such an entry is never read
     for now, then in zip(all_tensors(reads.index), all_tensors(fresh.index), strict=True):
         by_entries = now.shape[:3] == empty.shape

@@ -39,13 +39,13 @@ def layer_attention(pending: PendingPrompt, needs: AttentionNeeds, ranks: Ranks,
     found: dict[str, Tensor] = {}
     queries = none
     if first_of(RecentQueries, needs.statistics) is not None:
-        recent = pending.statistic(RecentQueries)
+        recent = first_of(RecentQueries, pending.statistics)
         assert recent is not None and recent.window is not None, "the allocator requested the newest queries"
         window = newest_of(recent.window, needs.queries)
         queries = (window.at >= 0).sum(-1)
         found |= _over_window(pending, window, needs)
     if "total" in needs.reductions:
-        summed = pending.statistic(AttentionSum)
+        summed = first_of(AttentionSum, pending.statistics)
         assert summed is not None and summed.total is not None, "the allocator requested the sum of attention"
         found["total"] = summed.total[..., summed.total.shape[-1] - pending.columns :]  # behind slots of other rows
     if "value_size" in needs.reductions:

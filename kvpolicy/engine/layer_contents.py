@@ -15,12 +15,11 @@ from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.pages import RowPages
-from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.reading import load_basis
 from kvpolicy.engine.row_limits import with_tokens
-from kvpolicy.engine.selection import Ranking, rank_candidates
-from kvpolicy.engine.sizes import RankSchedule, SizeHistory, Sizes, crop_obstacle, map_numbers
-from kvpolicy.engine.undo_log import UNDO_LOG, UndoLog
+from kvpolicy.engine.state import map_numbers
+from kvpolicy.engine.undo_log import UndoLog
 from kvpolicy.protocols import (
     SINGLE_RANK,
     Calibration,
@@ -28,14 +27,12 @@ from kvpolicy.protocols import (
     LayerShape,
     Layout,
     Ranks,
-    State,
     View,
     rerank_every,
     traits_for,
 )
-from kvpolicy.statistics import Forward, Statistic, union
-from kvpolicy.statistics.input_scores import Gate, score_inputs
-from kvpolicy.statistics.windows import Past
+from kvpolicy.statistics import Statistic, union
+from kvpolicy.statistics.input_scores import Gate
 from kvpolicy.text.errors import KVPolicyError
 
 NUMBERS = ("capacity", "expected_len", "reserved", "largest_block", "scale", "may_exceed_plan")
@@ -64,9 +61,7 @@ class LayerContents:
         free_steps: Steps until the layer must demote tokens, or needs more slots.
         steps_unsorted: Steps since slots were sorted, if the reader wants them sorted.
         link: The link that every read of a decode step goes through.
-        undo: Undo log of the steps since the mark; None without a mark.
-        records_digest: Whether the undo log records the digest of the mask.
-        sizes: Sizes of the layer before its prompts, for crops.
+        undo: The log to which steps write what they overwrite; None without a mark, and while block work is done.
         row_pages: Pages of each row, as it would have them alone in a batch; None in a layer without head budgets.
         group: The layers that store a part of what they hold together with this one; None if it is alone.
         number: Its number in the group.
@@ -95,8 +90,6 @@ class LayerContents:
         self.steps_unsorted = 0
         self.link = Link(spec.host)
         self.undo: UndoLog | None = None
-        self.records_digest = False
-        self.sizes = SizeHistory(not crop_obstacle(spec))
         self.row_pages: RowPages | None = None
         self.group: LayerGroup | None = None
         self.number = 0
@@ -182,33 +175,11 @@ class LayerContents:
         salience = self.spec.reader_traits.salience
         return bool(reads and reads.index) and salience is not None and not salience.is_calibrated
 
-    def view(self, budget: Tensor | None = None) -> View:
-        """The slots as the selector sees them, with `budget` [B], by default that of the rows."""
+    def view(self) -> View:
+        """The slots as the selector sees them in a step; in pages, with the budget of an average head."""
         tensors = self.tensors
-        budget = tensors.budget if budget is None else budget
+        budget = tensors.budget if tensors.pages is None else tensors.pages.average
         return View(tensors.positions, tensors.length, budget, self.spec.layer_idx, self.ranks)
-
-    def rank(
-        self, held: tuple[Tensor, State], prompt: PendingPrompt, past: Past | None, seen_before: Tensor, keep: Tensor
-    ) -> Ranking:
-        """Rank the slots `held`, which have positions and states, and the tokens of a prompt; see `rank_candidates`."""
-        return rank_candidates(
-            self.spec.selector,
-            *held,
-            prompt,
-            past,
-            seen_before=seen_before,
-            keep=keep,
-            layer_idx=self.spec.layer_idx,
-            ranks=self.ranks,
-            projection=self.spec.projection,
-            latent=self.spec.latent,
-        )
-
-    def score_inputs(self, forward: Forward | None) -> Tensor | None:
-        """Scores of new tokens by the input of the layer, [B, H, P] fp32; None unless `InputScores`."""
-        scorer = self.spec.input_scorer
-        return None if scorer is None else score_inputs(scorer, self.gate, forward)
 
     def set_budget(self, budget: Tensor) -> None:
         """Let each row hold `budget` [B] tokens."""
@@ -231,11 +202,8 @@ class LayerContents:
         self.capacity = max(*self.expected_len, self.capacity)
 
     def nbytes_by_kind(self) -> dict[str, int]:
-        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts and undo log if any."""
-        if not self.is_initialized:
-            return {}
-        kinds = self.tensors.nbytes_by_kind()
-        return kinds if self.undo is None else kinds | {UNDO_LOG: self.undo.nbytes}
+        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts if any."""
+        return self.tensors.nbytes_by_kind() if self.is_initialized else {}
 
     # columns
 
@@ -269,7 +237,6 @@ class LayerContents:
         self.tensors.map_rows(fn)
         self.expected_len = map_numbers(fn, self.expected_len)
         self.schedule.map_rows(fn)
-        self.sizes.map_rows(fn)
         if self.row_pages is not None:
             self.row_pages = RowPages(*(fn(t) for t in self.row_pages))
 
@@ -278,12 +245,6 @@ class LayerContents:
         """Whether some tensors may be changed in inference mode only."""
         # Rows may be selected outside of it, which replaces all tensors but this one, or inside of it later.
         return self.tensors.columns.is_inference() or self.tensors.length.is_inference()
-
-    def note_sizes(self, new: int = 0) -> None:
-        """Note the sizes of the layer before they change for a prompt of `new` columns that were counted already."""
-        if self.sizes.is_kept:
-            sizes = (self.layout.exact, self.capacity, list(self.expected_len), self.tensors.budget.tolist())
-            self.sizes.entries.append(Sizes(self.columns - new, *sizes))
 
     def fix_addresses(self) -> None:
         """Mark every tensor as static for CUDA graphs, after any of them was replaced."""

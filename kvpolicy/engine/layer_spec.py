@@ -61,6 +61,7 @@ class LayerSpec:
         step_attention: Whether the selector is given the attention of each generated token.
         step_vectors: Whether it is given the keys and values of each generated token.
         step_moments: Whether it is given the queries of each generated token without their rotation.
+        sees_steps: Whether it is shown each generated token, by its attention, its vectors or its scores.
         input_scorer: Scores tokens by the input of the layer; None if the selector does not ask for that.
         needs_call: Whether the selector needs the arguments of the attention module.
         undoes_rotation: Whether the selector must know how keys are rotated.
@@ -92,6 +93,7 @@ class LayerSpec:
     step_attention: bool = field(init=False)
     step_vectors: bool = field(init=False)
     step_moments: bool = field(init=False)
+    sees_steps: bool = field(init=False)
     input_scorer: InputScorer | None = field(init=False)
     needs_call: bool = field(init=False)
     undoes_rotation: bool = field(init=False)
@@ -103,24 +105,22 @@ class LayerSpec:
     host: bool = field(init=False)
     merges_in_steps: bool = field(init=False)
 
-    @property
-    def sees_steps(self) -> bool:
-        """Whether the selector is shown each generated token."""
-        return self.step_attention or self.step_vectors or self.input_scorer is not None
-
     def __post_init__(self) -> None:
         """Ask the parts once for what a step needs to know of them."""
         asked = self.selector.statistics
         vectors = first_of(Vectors, asked)
         scores = first_of(InputScores, asked)
+        step_attention = first_of(GeneratedAttention, asked) is not None
+        step_vectors = vectors is not None and vectors.generated
         facts = {
             "grows": self.decode == "grow",
             "key_rope": self.rope if self.codec.traits.key_space == "unrotated" else None,
             "statistics": asked,
             "prompt_statistics": union(asked, self.merger.statistics),
-            "step_attention": first_of(GeneratedAttention, asked) is not None,
-            "step_vectors": vectors is not None and vectors.generated,
+            "step_attention": step_attention,
+            "step_vectors": step_vectors,
             "step_moments": first_of(Moments, asked) is not None,
+            "sees_steps": step_attention or step_vectors or scores is not None,
             "input_scorer": None if scores is None else scores.scorer,
             "needs_call": first_of(ModuleCall, asked) is not None,
             "undoes_rotation": any(each.undoes_rotation for each in asked),

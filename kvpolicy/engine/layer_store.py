@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kvpolicy.engine import decode, merging
 from kvpolicy.engine.attention import attend
-from kvpolicy.engine.decode import update_state
+from kvpolicy.engine.decode import Step, new_token, update_state
 from kvpolicy.engine.due_rows import due_rows, only_rows
 from kvpolicy.engine.geometry import Geometry, step_bytes
 from kvpolicy.engine.host import on_host
+from kvpolicy.engine.journal import UNDO_LOG, Journal
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
@@ -22,20 +23,19 @@ from kvpolicy.engine.pages import of_pages
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics, note_statistics, see_prompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
-from kvpolicy.engine.rollback import copied_tensors, note_counters, undoable
 from kvpolicy.engine.row_limits import RowBudget
-from kvpolicy.engine.selection import worth_of
+from kvpolicy.engine.selection import rank_candidates, worth_of
 from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.engine.slot_geometry import SlotGeometry
-from kvpolicy.engine.state import map_slots, map_state
-from kvpolicy.engine.step import Step, new_token
+from kvpolicy.engine.state import map_slots
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.trimming import can_trim, trim
 from kvpolicy.kernels.mixed_values import read_values
 from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import SINGLE_RANK, LayerBounds, LayerShape, Layout, Ranks
 from kvpolicy.statistics import AttentionSum, Candidates, Forward, Results, Rotation, Vectors
+from kvpolicy.statistics.input_scores import score_inputs
 from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform
 
@@ -53,6 +53,7 @@ class LayerStore:
         contents: The tensors and numbers of the layer.
         geometry: The arrangement of the slots.
         slots: The same if all heads have equally many slots; None if each head has a budget.
+        journal: What the layer can take back.
         prefix: Slots of another layer, of one row, that every row attends to before its own; None without.
     """
 
@@ -63,6 +64,7 @@ class LayerStore:
         self.contents = LayerContents(spec)
         self.slots = SlotGeometry(self.contents) if spec.heads is None else None
         self.geometry: Geometry = self.slots or PageGeometry(self.contents)
+        self.journal = Journal(self.contents, self.geometry)
         self.prefix: SharedPrefix | None = None
 
     def initialize(
@@ -222,7 +224,7 @@ class LayerStore:
             massive: The prompt's tokens with the largest activations, [B, P] bool, if the codec pins them.
             rope_offset: Offset of the rotary positions from the rows' positions, [B], if keys are ever unrotated.
         """
-        self.contents.note_sizes(pending.columns)
+        self.journal.note_sizes(pending.columns)
         self.record(pending, rope_offset)
         if self.spec.undoes_rotation:
             pending = pending._replace(rotation=KeyRotation(self.spec.rope, rope_offset))
@@ -259,7 +261,7 @@ class LayerStore:
         seen_before = self.tensors.length
         past = self.past() if pending.reads_past else None
         keep = keep.to(seen_before.device)
-        ranking = self.contents.rank(self.geometry.held_slots(), pending, past, seen_before, keep)
+        ranking = rank_candidates(self.contents, self.geometry.held_slots(), pending, past, seen_before, keep)
         return self.contents.ranks.all_heads(worth_of(self.spec.selector, ranking))
 
     def record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
@@ -316,19 +318,18 @@ class LayerStore:
         layer = self.contents
         tensors = layer.tensors
         if layer.undo is not None:
-            layer.undo.begin(copied_tensors(layer))
+            layer.undo.begin(self.journal.copied())
         position = tensors.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
         tensors.length.add_(1 if valid is None else valid[:, 0].long())
         layer.add_columns(1)
         # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
         # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
-        view = self.geometry.view()
+        view = layer.view()
         layer.link.start()
         # What selectors and mergers read to evict goes through no link: only attention and its index are counted.
         slot, merge = self.geometry.free_slot(view, valid)
         # The slot still has the statistics of the token that it held before.
-        state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.state)
-        counts = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.counts)
+        state, counts = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), (tensors.state, tensors.counts))
         data = SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts)
         if merge is not None:
             slot, data = merging.with_merge(slot, data, merge)
@@ -339,10 +340,14 @@ class LayerStore:
         layer.link.stop()
         if layer.undo is not None:
             layer.undo.end()
-        scores = layer.score_inputs(forward)
-        if scores is not None and tensors.pages is not None:  # states lie in pages, each of one head
-            scores = of_pages(scores.expand(-1, k.shape[1], -1), tensors.paged().owner)
-        token = new_token(self.spec, q, k, v, position[:, 0], scores)
+        scores = None
+        if self.spec.input_scorer is not None:
+            scores = score_inputs(self.spec.input_scorer, layer.gate, forward)
+            if tensors.pages is not None:  # states lie in pages, each of one head
+                scores = of_pages(scores.expand(-1, k.shape[1], -1), tensors.pages.owner)
+        token = None
+        if self.spec.step_vectors or scores is not None:
+            token = new_token(self.spec, q, k, v, position[:, 0], scores)
         return out, Step(token, valid, view, weights if self.spec.step_attention else None)
 
     def read(self, q: Tensor, transform: ScoreTransform, step: Step) -> tuple[Tensor, Step]:
@@ -366,7 +371,7 @@ class LayerStore:
         wanted = self.spec.step_attention
         if self.prefix is None or self.slots is None:
             return self.geometry.attend(q, transform, wanted)
-        return self.slots.index.attend(q, transform, wanted, self.prefix.attend_step(q, transform))
+        return self.slots.reads.attend(q, transform, wanted, self.prefix.attend_step(q, transform))
 
     def end_step(self, step: Step) -> None:
         """Let the selector see a step."""
@@ -388,22 +393,24 @@ class LayerStore:
         """Count one decode step: rank the slots again where it is time, and demote a block if a buffer is full."""
         layer = self.contents
         # A counter on the host: asking the device how full the buffers are would synchronize in every step.
-        if layer.schedule.count_step():
-            with undoable(layer, self.geometry):
+        layer.schedule.steps -= 1
+        if layer.schedule.steps < 1:
+            with self.journal.block_work():
                 self.rerank()
         layer.free_steps -= 1
         if self.slots is not None and self.slots.index.count_unsorted_step():
-            with undoable(layer, self.geometry):
+            with self.journal.block_work():
                 self.slots.index.renew()
         if layer.free_steps < 1:
             self.demote()
-        note_counters(layer)
+        if layer.undo is not None:
+            self.journal.note_numbers()
 
     def demote(self) -> None:
         """Demote blocks until no head's full-precision buffer is full, in the rows where one is."""
         due = due_rows(self.geometry.full_rows())
         if due:
-            with undoable(self.contents, self.geometry):
+            with self.journal.block_work():
                 while due:
                     for rows in due:
                         with only_rows(self.contents, rows):
@@ -440,7 +447,8 @@ class LayerStore:
         if self.contents.free_steps >= 1:
             return 0
         needed = self.geometry.tokens_needed()
-        with undoable(self.contents, self.geometry, ahead=1):
+        with self.journal.block_work(ahead=1):
+            self.journal.note_sizes()
             added = self.geometry.extend(needed)
             self.demote()
         return added
@@ -450,6 +458,7 @@ class LayerStore:
         lacking = self.geometry.tokens_lacking(new)
         if not any(lacking):
             return 0
+        self.journal.note_sizes()
         added = self.geometry.extend(lacking)
         self.demote()
         return added
@@ -480,7 +489,8 @@ class LayerStore:
 
     def nbytes_by_kind(self) -> dict[str, int]:
         """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; others if any."""
-        return self.contents.nbytes_by_kind()
+        kinds = self.contents.nbytes_by_kind()
+        return kinds | {UNDO_LOG: self.journal.nbytes} if self.journal.entries else kinds
 
     @property
     def nbytes(self) -> int:
@@ -491,6 +501,7 @@ class LayerStore:
         """Replace every per-row tensor by `fn` of it, which selects or repeats rows."""
         if self.is_initialized:
             self.contents.map_rows(fn)
+            self.journal.map_rows(fn)
             self.geometry.fix_addresses()
 
     def leave_inference_mode(self) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.engine.columns import CodedColumns
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import Selection
@@ -182,7 +182,7 @@ def slot_tokens(
     slots: Tensor,
     there: Tensor,
     exact: tuple[Tensor, Tensor],
-    coded: CodecView | None,
+    coded: CodedColumns | None,
     positions: Tensor,
     counts: State,
 ) -> Tokens:

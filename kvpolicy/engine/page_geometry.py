@@ -23,7 +23,7 @@ from kvpolicy.engine.page_slots import tokens_by_head
 from kvpolicy.engine.pages import Pages, RowPages, buffer_pages, owned_by, page_table, row_pages
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget
-from kvpolicy.engine.selection import HeadBudgets, select_tokens
+from kvpolicy.engine.selection import HeadBudgets, rank_candidates, select_tokens
 from kvpolicy.engine.token_batch import BEYOND, SlotData
 from kvpolicy.engine.undo_log import Targets
 from kvpolicy.protocols import LayerShape, Layout, State, View
@@ -100,7 +100,7 @@ class PageGeometry:
         past = self.past() if pending.reads_past or merges else None
         # The ranking has no name here, so that its statistics are freed before the tokens are placed.
         selected = select_tokens(
-            layer.rank(self.held_slots(), pending, past, seen_before, room.keep), pending.idle, room.heads
+            rank_candidates(layer, self.held_slots(), pending, past, seen_before, room.keep), pending.idle, room.heads
         )
         held = self._pages_by_head() // self._pieces()
         if selected.head_pages is None:
@@ -165,17 +165,13 @@ class PageGeometry:
         self._body.write(slots, data, mask)
 
     def step_targets(self) -> Targets:
-        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
+        """The tensors that a decode step writes to, by name, and the slots of each head."""
         return self._body.step_targets()
 
     def refresh(self, slots: Tensor) -> None:
         """Update what is computed from slots after they were written back: nothing."""
 
     # a decode step
-
-    def view(self) -> View:
-        """The slots as the selector sees them in a step, with the budget of an average head."""
-        return self._layer.view(self._layer.tensors.paged().average)
 
     def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
         """A slot for each head's new token, [B, H, 1], as the pages count them, and where an evicted one goes."""

@@ -155,7 +155,7 @@ def set_per_slot(layer: LayerContents, state: State) -> None:
 
 
 def paged_targets(layer: LayerContents) -> Targets:
-    """The tensors in pages that a decode step writes to, but for keys and values; see `UndoLog.make_room`."""
+    """The tensors in pages that a decode step writes to, but for keys and values."""
     written = slots_per_step(layer) * layer.shape.heads
     paged = {f"state.{n}": t for n, t in enumerate(slot_tensors(per_slot(layer)))}
     return {name: (flat_pages(t), written) for name, t in (paged | {"positions": layer.tensors.positions}).items()}

@@ -5,13 +5,14 @@ Keys that all queries see need no mask then, and the normalizer of some keys alo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention_part import Part
-from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.engine.columns import Columns
 from kvpolicy.kernels.mixed_values import mixed_values
 from kvpolicy.kernels.products import matmul
 from kvpolicy.statistics.windows import ScoreTransform
@@ -57,7 +58,7 @@ def attend_causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
 def attend_occupied(
     queries: Tensor,
     exact: tuple[Tensor, Tensor],
-    coded: CodecView | None,
+    coded: Sequence[Columns],
     occupied: Tensor | None,
     transform: ScoreTransform,
     counts: Tensor | None = None,
@@ -77,17 +78,16 @@ def attend_occupied(
     """
     keys = exact[0]
     values = mixed_values(*exact)
-    if coded is None and occupied is None and counts is None and has_parts(queries, keys, values, transform):
+    if not coded and occupied is None and counts is None and has_parts(queries, keys, values, transform):
         return Part(*_FUSED(queries, keys, values, 0.0, False, scale=transform.scale))
-    score = transform.scores(queries, keys)
-    if coded is not None:
-        score = torch.cat([score, *map(transform.finish, coded.score(queries))], -1)
+    scores = [transform.scores(queries, keys), *(transform.finish(part.score(queries)) for part in coded)]
+    score = torch.cat(scores, -1) if coded else scores[0]
     if counts is not None:
         score = score + counts[:, :, None]
     if occupied is not None:
         score = score.masked_fill(~occupied[:, :, None], -torch.inf)
     normalizer = score.logsumexp(-1)
     weights = torch.exp(score - normalizer[..., None])
-    first, *others = weights.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
+    first, *others = weights.to(values.dtype).split([part.shape[-1] for part in scores], -1)
     mixed = matmul(first, values).float()
-    return Part(mixed if coded is None else sum(coded.mix(others), mixed), normalizer)
+    return Part(sum((part.mix(own) for part, own in zip(coded, others, strict=True)), mixed), normalizer)

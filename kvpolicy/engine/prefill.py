@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,11 @@ from kvpolicy.engine.replayed_queries import ReplayedQueries
 from kvpolicy.engine.state import owned
 from kvpolicy.engine.trimmed_tokens import TrimmedTokens
 from kvpolicy.kernels.rotary import KeyRotation
-from kvpolicy.protocols import Calibration, Codec, Ranks
-from kvpolicy.statistics import Context, Forward
-from kvpolicy.statistics.statistic import Projection, Statistic, first_of
+from kvpolicy.protocols import Calibration, Codec
+from kvpolicy.statistics import Forward
+from kvpolicy.statistics.statistic import Statistic, first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform, token_positions
 from kvpolicy.text.errors import KVPolicyError
-
-Kind = TypeVar("Kind")
 
 
 class PendingPrompt(NamedTuple):
@@ -96,47 +94,6 @@ class PendingPrompt(NamedTuple):
         """Whether the statistics of this prompt need the keys of the slots before it."""
         return self.forward is not None or any(each.reads_past for each in self.statistics)
 
-    def statistic(self, kind: type[Kind]) -> Kind | None:
-        """The statistic of a kind; None if it was not gathered."""
-        return first_of(kind, self.statistics)
-
-    def results(
-        self,
-        past: Past | None,
-        positions: Tensor,
-        *,
-        layer_idx: int,
-        ranks: Ranks,
-        projection: Projection | None = None,
-        latent: int = 0,
-    ) -> dict[type[Statistic[Any]], Any]:
-        """The results of its statistics over past slots and its tokens.
-
-        Args:
-            past: The slots, if `reads_past`.
-            positions: Positions of slots and tokens, [B, H, S + P] int32.
-            layer_idx: Index of the layer.
-            ranks: The ranks that hold the layer's other heads.
-            projection: Reads the output projection, if a statistic needs it.
-            latent: How many numbers of a key are its value, where none is held; else 0.
-        """
-        context = Context(
-            keys=self.keys,
-            values=self.values,
-            valid=self.valid,
-            transform=self.transform,
-            past=past,
-            positions=positions,
-            layer_idx=layer_idx,
-            ranks=ranks,
-            latent=latent,
-            rotation=self.rotation,
-            projection=projection,
-            call=self.forward,
-            replay=self.replay,
-        )
-        return {type(each): each.reduced(context) for each in self.statistics}
-
     @property
     def flags(self) -> Tensor:
         """Which tokens are not padding, [B, P] bool."""
@@ -185,7 +142,7 @@ class PendingPrompt(NamedTuple):
                 f"{self.transform} and {reader.transform}; try another model."
             )
         heads = self.values.shape[1]
-        pairs = ((each, reader.statistic(type(each))) for each in self.statistics)
+        pairs = ((each, first_of(type(each), reader.statistics)) for each in self.statistics)
         found = (each if other is None else each.beside(other, heads) for each, other in pairs)
         return self._replace(statistics=tuple(found))
 

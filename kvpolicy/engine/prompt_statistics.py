@@ -12,6 +12,8 @@ from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.statistics import AttentionSum, Coming, Forward, InputScores, Statistic, Tile, union
 from kvpolicy.statistics.channel_sums import ChannelSums
+from kvpolicy.statistics.input_scores import score_inputs
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import ScoreTransform
 
 
@@ -49,7 +51,9 @@ def see_prompt(
     `attn_sum` is its attention summed over the queries, [B, Hq, S + P] fp32, if the selector needs it.
     """
     statistics = PromptStatistics(layer, valid, q.shape[2], held)
-    statistics.add(q.detach(), k.detach(), 0, layer.score_inputs(forward))
+    scorer = layer.spec.input_scorer
+    scores = None if scorer is None else score_inputs(scorer, layer.gate, forward)
+    statistics.add(q.detach(), k.detach(), 0, scores)
     forward = forward._replace(queries=q.detach()) if forward is not None and layer.spec.needs_call else None
     return statistics.prompt(k.detach(), v.detach(), transform, forward, attn_sum)
 
@@ -126,6 +130,6 @@ def note_statistics(layer: LayerContents, pending: PendingPrompt) -> None:
     if limits is None:
         return
     for each, held in zip(layer.spec.codec_statistics, limits.statistics, strict=True):
-        found = pending.statistic(type(each))
+        found = first_of(type(each), pending.statistics)
         if found is not None:
             held.copy_(found.kept(held, layer.ranks))

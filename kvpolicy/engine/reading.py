@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.clusters import ClusterTokens, need_in_clusters
 from kvpolicy.engine.state import fields
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.in_memory import in_memory
 from kvpolicy.kernels.largest import largest
-from kvpolicy.protocols import Codec, Codes, Index, Layout, Ranks, Reader
+from kvpolicy.protocols import Codec, Codes, Index, Layout, Ranks, Read, Reader
 from kvpolicy.statistics.channel_sums import AbsoluteSums
 
 _NEWEST = 3.0
@@ -97,25 +96,6 @@ class Board:
         self.positions: Tensor | None = None
 
 
-class Chosen(NamedTuple):
-    """Slots that a step reads.
-
-    Attributes:
-        slots: [B, H, n] int64.
-        chosen: Whether the slot belongs to the entries that are read, [B, H, n] bool; it may still be empty.
-        entries: Their entries, [B, H, k] int64; None if another layer chose.
-        read: Which of these entries are read, [B, H, k] bool.
-        scores: Scores of all entries, as `Estimates` takes them, [B, H, G, X] fp32; None if nothing is estimated. With
-            clusters, those of what is not read of each cluster, [B, H, G, C].
-    """
-
-    slots: Tensor
-    chosen: Tensor
-    entries: Tensor | None = None
-    read: Tensor | None = None
-    scores: Tensor | None = None
-
-
 def reads_part(reader: Reader, layer_idx: int) -> bool:
     """Whether a layer may read fewer than all slots."""
     return reader.traits.source(layer_idx) is not None
@@ -161,7 +141,7 @@ def _chosen_shape(reader: Reader, codec: Codec, layout: Layout) -> ReadShape | N
     slots = _paged_slots(layout)
     if not slots:
         return None
-    rebuilds = reader.traits.rebuilt is not None  # keys that are all read too, so that a short row is as in a batch
+    rebuilds = reader.traits.rebuilds is not None  # keys that are all read too, so that a short row is as in a batch
     wanted = min(reader.count(slots), slots)
     if wanted == slots and not rebuilds:
         return None
@@ -249,7 +229,8 @@ def alloc_reads(
     entries = 0 if shape is None else shape.entries
     limit = torch.zeros(batch, dtype=torch.int64, device=device)
     index = reader.alloc(batch, heads, entries, head_dim, dtype, device) if chooses(reader, layer_idx) else ()
-    offset = torch.zeros(batch, dtype=torch.int64, device=device) if index and reader.traits.rebuilt else ()
+    rebuilds = index and reader.traits.rebuilds is not None
+    offset = torch.zeros(batch, dtype=torch.int64, device=device) if rebuilds else ()
     if not reader.traits.shares(layer_idx):
         return ReadState(limit, index, rope_offset=offset)
     positions, slots = (torch.zeros(batch, heads, shown, dtype=torch.int32, device=device) for _ in range(2))
@@ -348,35 +329,31 @@ def need_of(score: Tensor, live: Tensor, ranks: Ranks) -> Tensor:
 def choose(
     shape: ReadShape,
     limit: Tensor,
-    score: Tensor,
+    needs: Callable[[Tensor], Tensor],
     positions: Tensor,
     length: Tensor,
     recent: int,
-    ranks: Ranks,
     in_slots_order: bool = False,
     *,
     sinks: int = 0,
-    clusters: ClusterTokens | None = None,
-) -> Chosen:
+) -> Read:
     """The slots of the entries that are needed most; ties go to the earlier position.
 
     Args:
         shape: Read plan of the layer.
         limit: Entries that each row reads, [B] int64.
-        score: Scores of the entries, scaled and capped, [B, H, G, X] fp32; with `clusters`, those of clusters.
+        needs: How much entries are needed, [B, H, X] fp32, by which of them hold a token, [B, H, X] bool.
         positions: Positions of all slots, [B, H, S] int32.
         length: Tokens that each row has seen, [B] int64.
         recent: The newest tokens whose entries are always read.
-        ranks: The ranks that hold the other query heads of these KV heads.
         in_slots_order: Whether to return the slots in their order in memory, and not the most needed entry first.
         sinks: Entries with a token at a position below it are always read.
-        clusters: The clusters of the entries; None if entries are scored.
     """
     held = by_entry(shape, positions)
     newest = within_entries(torch.amax, held)
     earliest = within_entries(torch.amin, torch.where(held >= 0, held, BEYOND))
     live = newest >= 0
-    need = need_of(score, live, ranks) if clusters is None else need_in_clusters(score, clusters, ranks)
+    need = needs(live)
     outside = positions[..., : shape.parts[0][0]]  # a codec's full-precision buffer; parts reach to the last slot
     first = torch.cat([earliest, torch.where(outside >= 0, outside, BEYOND)], -1).amin(-1, keepdim=True)
     last = length.int()[:, None, None] - 1
@@ -392,25 +369,25 @@ def choose(
         entries, order = entries.sort(-1)
         kept = kept.gather(-1, order)
     slots, inside = entry_slots(shape, entries)
-    return Chosen(slots.flatten(2), (inside & kept[..., None]).flatten(2), entries, kept)
+    return Read(slots.flatten(2), (inside & kept[..., None]).flatten(2), entries, kept)
 
 
-def show(choice: Choice, chosen: Chosen, positions: Tensor) -> None:
+def show(choice: Choice, chosen: Read, positions: Tensor) -> None:
     """Write what a layer chose of its slots, with `positions` [B, H, S] int32, where the layers behind it read it."""
     choice.positions.copy_(positions.gather(-1, chosen.slots).masked_fill(~chosen.chosen, -1))
     choice.slots.copy_(chosen.slots)
 
 
-def every_slot(layout: Layout, positions: Tensor) -> Chosen:
+def every_slot(layout: Layout, positions: Tensor) -> Read:
     """All slots that a reader divides, of a layer with `positions` [B, H, S] int32; the newest tokens first."""
     start = layout.exact if sum(layout.coded) else 0
     slots = positions[..., start:].sort(-1, descending=True).indices + start
-    return Chosen(slots, torch.ones_like(slots, dtype=torch.bool))
+    return Read(slots, torch.ones_like(slots, dtype=torch.bool))
 
 
 def follow(
     shape: ReadShape, limit: Tensor, choice: Choice, positions: Tensor, length: Tensor, same_slots: bool
-) -> Chosen:
+) -> Read:
     """The slots of the tokens that another layer chose, as far as this one holds them, and of the newest token.
 
     Args:
@@ -426,7 +403,7 @@ def follow(
         slots = choice.slots.long()
         # Compared nevertheless, so that no other token is ever read in the place of the chosen one.
         found = (choice.positions >= 0) & (positions.gather(-1, slots) == choice.positions)
-        return Chosen(slots, found & within)
+        return Read(slots, found & within)
     held = by_entry(shape, positions).squeeze(-1).contiguous()
     wanted, order = choice.positions.sort(-1)
     place = torch.searchsorted(wanted, held).clamp_max(wanted.shape[-1] - 1)
@@ -440,7 +417,7 @@ def follow(
     # A head holds a position once, so there are no ties but of slots that are not read.
     top = rank.topk(shape.chosen, -1, largest=False)
     slots, inside = entry_slots(shape, top.indices)
-    return Chosen(slots.flatten(2), inside.flatten(2) & (top.values < BEYOND) & within)
+    return Read(slots.flatten(2), inside.flatten(2) & (top.values < BEYOND) & within)
 
 
 def channel_salience(sums: AbsoluteSums, count: Tensor, ranks: Ranks) -> Tensor:

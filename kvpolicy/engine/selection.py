@@ -7,19 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.state import empty_slots, join_states, map_slots, map_state, select_rows, tensors
 from kvpolicy.protocols import (
     HeadAllocator,
     HeadRequest,
     HoldsAttention,
-    Ranks,
     Selector,
     State,
     View,
 )
-from kvpolicy.statistics import RecentQueries, Results, WindowAttention
-from kvpolicy.statistics.statistic import Projection
+from kvpolicy.statistics import Context, RecentQueries, Results, WindowAttention
 from kvpolicy.statistics.windows import Past
 from kvpolicy.text.errors import KVPolicyError
 
@@ -97,39 +96,45 @@ class Ranking(NamedTuple):
 
 
 def rank_candidates(
-    selector: Selector,
-    positions: Tensor,
-    state: State,
+    layer: LayerContents,
+    held: tuple[Tensor, State],
     prompt: PendingPrompt,
     past: Past | None,
-    *,
     seen_before: Tensor,
     keep: Tensor,
-    layer_idx: int,
-    ranks: Ranks,
-    projection: Projection | None = None,
-    latent: int = 0,
 ) -> Ranking:
     """Rank the slots of a layer and the tokens of a prompt.
 
     Args:
-        selector: The selector.
-        positions: Positions of the slots, [B, H, S] int32.
-        state: The selector's state of the slots.
+        layer: The layer.
+        held: Positions of its slots, [B, H, S] int32, and the selector's state of them.
         prompt: The new tokens.
         past: Every slot, decoded, if `PendingPrompt.reads_past`; None without slots.
         seen_before: Tokens that each row had seen before the prompt, [B] int64.
         keep: The most tokens to keep of each row, [B] int64.
-        layer_idx: Index of the layer.
-        ranks: The ranks that hold the layer's other heads.
-        projection: Reads the output projection, if the selector needs the norms of values behind it.
-        latent: How many numbers of a key are its value, where none is held; else 0.
     """
+    selector = layer.spec.selector
+    positions, state = held
     slots = positions.shape[-1]
     new_positions = prompt.positions(seen_before)[:, None].expand(-1, positions.shape[1], -1)
     positions = torch.cat([positions, new_positions], -1)
     state = join_states(state, empty_slots(state, new_positions.shape[-1]))
-    found = prompt.results(past, positions, layer_idx=layer_idx, ranks=ranks, projection=projection, latent=latent)
+    context = Context(
+        keys=prompt.keys,
+        values=prompt.values,
+        valid=prompt.valid,
+        transform=prompt.transform,
+        past=past,
+        positions=positions,
+        layer_idx=layer.spec.layer_idx,
+        ranks=layer.ranks,
+        latent=layer.spec.latent,
+        rotation=prompt.rotation,
+        projection=layer.spec.projection,
+        call=prompt.forward,
+        replay=prompt.replay,
+    )
+    found = {type(each): each.reduced(context) for each in prompt.statistics}
     # From before the reordering below: mergers take it with the slots first, like all other fields of `Selection`.
     window = found.get(RecentQueries)
     order = None
@@ -140,7 +145,7 @@ def rank_candidates(
         positions, state = positions.gather(-1, order), map_slots(lambda t: t.gather(-1, order), state)
         found = {type(each): each.reordered(found[type(each)], order) for each in prompt.statistics}
     length = prompt.lengths(seen_before)
-    view = View(positions, length, keep, layer_idx, ranks, alike=not slots, added=length - seen_before)
+    view = View(positions, length, keep, layer.spec.layer_idx, layer.ranks, alike=not slots, added=length - seen_before)
     after = _in_dtypes_of(state, selector.observe(state, Results(found), view))
     priority = finite_priority(selector.priority(after, view))
     return Ranking(view, state, after, priority, order, window)
@@ -183,6 +188,14 @@ def finite_priority(priority: Tensor) -> Tensor:
     """A priority in which NaN ranks above every number and below inf, so that a broken token is not lost silently."""
     # Not `nan_to_num`, which inductor (torch 2.13) does not vectorize.
     return torch.where(priority == priority, priority, torch.finfo(priority.dtype).max)
+
+
+def eviction_scores(selector: Selector, state: State, view: View) -> Tensor:
+    """The position of each token of lowest priority, -1 for all others, [B, H, S]: of ties the latest is evicted."""
+    # The minimum is found by equality, and NaN equals nothing: without `finite_priority`, any slot could be the victim.
+    # If all tokens are protected, empty slots tie with them at inf, but lose by their position of -1.
+    priority = finite_priority(selector.priority(state, view)).masked_fill(~view.valid, torch.inf)
+    return view.positions.masked_fill(priority != priority.amin(-1, keepdim=True), -1)
 
 
 def _in_dtypes_of(before: State, state: State) -> State:

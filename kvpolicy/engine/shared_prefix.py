@@ -86,7 +86,7 @@ class SharedPrefix:
         plain = transform._replace(sinks=None)
         rows = max(TILE_ELEMENTS // (keys.shape[1] * keys.shape[2]), 16)
         queries = _together(q, self._heads).split(rows, 2)
-        parts = [attend_occupied(some, (keys, values), None, occupied, plain, counts) for some in queries]
+        parts = [attend_occupied(some, (keys, values), (), occupied, plain, counts) for some in queries]
         output, normalizer = (torch.cat(each, 2) for each in zip(*parts, strict=True))
         return _apart(Part(output, normalizer), q.shape[0], q.shape[2])
 

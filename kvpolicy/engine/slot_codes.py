@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.codec_view import CodecView, StagePart
+from kvpolicy.engine.columns import CodedColumns, StageColumns
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.row_limits import has_dictionary
 from kvpolicy.engine.state import map_slots, map_state
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.kernels.rotary import SlotRotary
-from kvpolicy.protocols import StageStore
+from kvpolicy.protocols.codec import NO_STATISTICS, StageStore
 from kvpolicy.statistics.windows import Past
 
 
@@ -22,9 +22,22 @@ class SlotCodes:
         """Read the slots of `layer`."""
         self._layer = layer
 
-    def view(self) -> CodecView | None:
+    def view(self) -> CodedColumns | None:
         """The coded slots as a decode step attends to them; None if there are none."""
-        return CodecView(self._stage_parts()) if sum(self._layer.layout.coded) else None
+        layer = self._layer
+        tensors = layer.tensors
+        rope = layer.spec.key_rope
+        columns: list[StageColumns] = []
+        start = layer.layout.exact
+        for stage, size in enumerate(layer.layout.coded):
+            if size:
+                rotary = None
+                if rope is not None and tensors.limits is not None:
+                    positions = tensors.positions[..., start : start + size]
+                    rotary = SlotRotary(rope, positions, tensors.length - 1, tensors.limits.rope_offset)
+                columns.append(StageColumns(layer.spec.stages[stage], self.stage_store(stage), rotary, size, start))
+                start += size
+        return CodedColumns(columns) if columns else None
 
     def past(self) -> Past | None:
         """Every slot, decoded; None if there are none."""
@@ -34,23 +47,11 @@ class SlotCodes:
         if tensors.host:  # without stages, so that one copy is enough
             keys, values = (t.to(tensors.device, copy=True) for t in (tensors.keys, tensors.values))
             return Past(keys, values, tensors.positions >= 0, tensors.log_counts)
-        parts = [(tensors.keys, tensors.values), *CodecView(self._stage_parts()).read(tensors.keys.dtype)]
+        coded = self.view()
+        parts = [(tensors.keys, tensors.values), *(coded.read(tensors.keys.dtype) if coded is not None else ())]
         keys = torch.cat([pair[0] for pair in parts], 2)
         values = torch.cat([pair[1] for pair in parts], 2)
         return Past(keys, values, tensors.positions >= 0, tensors.log_counts)
-
-    def _stage_parts(self) -> list[StagePart]:
-        return [
-            StagePart(
-                self._layer.spec.stages[stage],
-                self.stage_store(stage),
-                self._slot_rotary(stage),
-                size,
-                self.stage_slots(stage).start,
-            )
-            for stage, size in enumerate(self._layer.layout.coded)
-            if size
-        ]
 
     def stage_slots(self, stage: int) -> slice:
         """The slots of a stage."""
@@ -63,19 +64,12 @@ class SlotCodes:
         layer = self._layer
         tensors = layer.tensors
         limits = tensors.limits
-        kept = (
-            {} if limits is None else dict(zip(map(type, layer.spec.codec_statistics), limits.statistics, strict=True))
-        )
+        kept = NO_STATISTICS
+        if limits is not None and limits.statistics:
+            kept = dict(zip(map(type, layer.spec.codec_statistics), limits.statistics, strict=True))
+        atoms = self.atoms() if layer.reserved else None
         shared = None if layer.group is None else layer.group.shared(stage)
-        return StageStore(tensors.codes[stage], layer.calibrations[stage], self.atoms(), kept, shared=shared)
-
-    def _slot_rotary(self, stage: int) -> SlotRotary | None:
-        tensors = self._layer.tensors
-        rope = self._layer.spec.key_rope
-        if rope is None or tensors.limits is None:
-            return None
-        positions = tensors.positions[..., self.stage_slots(stage)]
-        return SlotRotary(rope, positions, tensors.length - 1, tensors.limits.rope_offset)
+        return StageStore(tensors.codes[stage], layer.calibrations[stage], atoms, kept, shared=shared)
 
     def atoms(self) -> tuple[Tensor, Tensor] | None:
         """Keys, in the codec's key space, and values of the dictionary slots, [B, H, W, D]; 0 for an empty slot."""

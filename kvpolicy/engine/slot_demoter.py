@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvpolicy.engine import decode, demotion, token_batch
 from kvpolicy.engine.demotion import DemotionOrder
-from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.layer_index import LayerIndex
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.row_limits import has_dictionary, is_pinned, row_block_of
 from kvpolicy.engine.slot_codes import SlotCodes
@@ -20,7 +20,7 @@ from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
 class SlotDemoter:
     """Places the tokens of a prompt, and demotes tokens to the stages of a layer when its buffer is full."""
 
-    def __init__(self, layer: LayerContents, codes: SlotCodes, writer: SlotWriter, index: IndexReader) -> None:
+    def __init__(self, layer: LayerContents, codes: SlotCodes, writer: SlotWriter, index: LayerIndex) -> None:
         """Demote tokens of `layer`."""
         self._layer = layer
         self._spec = layer.spec

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvpolicy.engine import layout, merging
 from kvpolicy.engine.attention_part import Part
-from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores
-from kvpolicy.engine.index_reader import IndexReader
+from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async
 from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.layer_index import LayerIndex, StepReads
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.layout import grown_codes, grown_layout, grown_slots, grown_state
 from kvpolicy.engine.link import Link
@@ -26,7 +26,7 @@ from kvpolicy.engine.merging import SlotMerge
 from kvpolicy.engine.partial_attention import attend_occupied
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget, has_dictionary, pin_tokens
-from kvpolicy.engine.selection import Selection, finite_priority, select_tokens
+from kvpolicy.engine.selection import Selection, eviction_scores, finite_priority, rank_candidates, select_tokens
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.slot_demoter import SlotDemoter, assign_slots
 from kvpolicy.engine.slot_writer import SlotWriter
@@ -36,6 +36,7 @@ from kvpolicy.engine.trimming import ranked_again
 from kvpolicy.engine.undo_log import Targets
 from kvpolicy.protocols import LayerShape, Layout, State, Tokens, View
 from kvpolicy.statistics.channel_sums import ChannelSums
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform
 
 
@@ -45,7 +46,8 @@ class SlotGeometry:
     Attributes:
         layer: The layer.
         codes: Reads the slots.
-        index: Attends to the slots that the layer's reader chooses.
+        index: The index of the layer's reader.
+        reads: Attends to the slots that the reader chooses.
         writer: Writes to the slots.
     """
 
@@ -54,7 +56,8 @@ class SlotGeometry:
         self.layer = layer
         self._spec = layer.spec
         self.codes = SlotCodes(layer)
-        self.index = IndexReader(layer, self.codes)
+        self.index = LayerIndex(layer, self.codes)
+        self.reads = StepReads(layer, self.codes, self.index)
         self.writer = SlotWriter(layer, self.codes, self.index)
         self._demoter = SlotDemoter(layer, self.codes, self.writer, self.index)
 
@@ -84,7 +87,6 @@ class SlotGeometry:
         """
         layer = self.layer
         tensors = layer.tensors
-        layer.note_sizes(pending.columns)
         self.index.is_current = False
         seen_before = tensors.length
         # Unlike in a step, not in place: `seen_before` is the same tensor and must keep the old lengths.
@@ -94,7 +96,9 @@ class SlotGeometry:
         keep = budget.keep.to(tensors.positions.device)
         # The ranking has no name here, so that its statistics are freed before the tokens are placed.
         if pending.trimmed is None:
-            selected = select_tokens(layer.rank(self.held_slots(), pending, past, seen_before, keep), pending.idle)
+            selected = select_tokens(
+                rank_candidates(layer, self.held_slots(), pending, past, seen_before, keep), pending.idle
+            )
         else:
             selected = select_tokens(ranked_again(self._spec.selector, pending.trimmed, keep), pending.idle)
         keys = pending.keys
@@ -116,7 +120,7 @@ class SlotGeometry:
         data = self._demoter.place(batch, pending.idle, first)
         assign_slots(tensors, data)
         tensors.keys, tensors.values = data.keys, data.values
-        sums = pending.statistic(ChannelSums)
+        sums = first_of(ChannelSums, pending.statistics)
         salience = self.index.prompt_salience(None if sums is None else sums.sums, tensors.length - seen_before)
         placed = torch.ones_like(first) if pending.idle is None else ~pending.idle
         self.index.rebuild(first, salience, placed)
@@ -174,7 +178,7 @@ class SlotGeometry:
         self.writer.write(slots, data, mask)
 
     def step_targets(self) -> Targets:
-        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
+        """The tensors that a decode step writes to, by name, and the slots of each head."""
         return self.writer.step_targets()
 
     def refresh(self, slots: Tensor) -> None:
@@ -184,24 +188,20 @@ class SlotGeometry:
 
     # a decode step
 
-    def view(self) -> View:
-        """The slots as the selector sees them in a step."""
-        return self.layer.view()
-
     def attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
-        """Attend from one token per row to the slots that the reader chooses; see `IndexReader.attend`."""
-        return self.index.attend(q, transform, want_weights)
+        """Attend from one token per row to the slots that the reader chooses; see `StepReads.attend`."""
+        return self.reads.attend(q, transform, want_weights)
 
     def attend_part(self, queries: Tensor, transform: ScoreTransform, *, whole: bool) -> Part:
         """Attend from many queries of each head to every slot, codes as codes; see `Geometry.attend_part`."""
         tensors = self.layer.tensors
         exact = (tensors.keys, tensors.values)
         occupied = None if whole else tensors.positions >= 0
-        return attend_occupied(queries, exact, self.codes.view(), occupied, transform, tensors.log_counts)
+        return attend_occupied(queries, exact, self.codes.view() or (), occupied, transform, tensors.log_counts)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads, and writes to host memory."""
-        self.index.count_read(link)
+        self.reads.count_read(link)
         self.writer.count_stored(link)
 
     def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
@@ -216,8 +216,8 @@ class SlotGeometry:
             # Of several free slots, any will do: the order of slots has no meaning. Scores have no ties at the top,
             # since a head holds a position once.
             slot = torch.where(full, scores, ~occupied).argmax(-1, keepdim=True)
-            merge = self._merge_evicted(slot, full, valid, view)
-            if layer.can_run_out:
+            merge = self._merge_evicted(slot, full, valid, view) if self._spec.merges_in_steps else None
+            if layer.may_exceed_plan:
                 assert_async((full | ~occupied.all(-1, keepdim=True)).all(), NO_SLOT)
             return slot, merge
         merge = None
@@ -228,24 +228,22 @@ class SlotGeometry:
         else:
             # The evicted token may be coded, and the new one is not: they are in different slots.
             victim = eviction_scores(self._spec.selector, tensors.state, view).argmax(-1, keepdim=True)
-            merge = self._merge_evicted(victim, full, None, view)
+            if self._spec.merges_in_steps:
+                merge = self._merge_evicted(victim, full, None, view)
             self.writer.write(victim, None, full)
         free = tensors.positions[..., : layer.layout.exact] < 0
         if layer.reserved:
             free = free & self.codes.open_slots()
-        if layer.can_run_out:
-            assert_async(free.any(-1).all(), NO_SLOT)
+        assert_async(free.any(-1).all(), NO_SLOT)
         return free.to(torch.uint8).argmax(-1, keepdim=True), merge
 
-    def _merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> SlotMerge | None:
+    def _merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> SlotMerge:
         """Merge the token in slot `victim` [B, H, 1] into another one, in the heads where it is `evicted` [B, H, 1].
 
-        Nothing is written: what is returned is written with the new token. None if nothing is merged in decoding.
+        Nothing is written: what is returned is written with the new token.
         """
         layer = self.layer
         tensors = layer.tensors
-        if not self._spec.merges_in_steps:
-            return None
         if valid is not None:
             evicted = evicted & valid[:, :, None]
         exact = (tensors.keys, tensors.values)
@@ -307,7 +305,6 @@ class SlotGeometry:
         """Add so many slots to each row; in a growing cache, a row may hold as many tokens as it has slots."""
         layer = self.layer
         tensors = layer.tensors
-        layer.note_sizes()
         old = layer.capacity
         layer.expected_len = [length + tokens for length, tokens in zip(layer.expected_len, more, strict=True)]
         if max(layer.expected_len) > layer.capacity:
@@ -315,7 +312,7 @@ class SlotGeometry:
             self._lengthen()
         slots = tensors.budget.new_tensor(layer.expected_len)
         self._set_budget(torch.maximum(tensors.budget, slots) if self._spec.grows else tensors.budget)
-        self.index.find_missing_clusters()
+        self.index.complete()
         self.fix_addresses()
         return layer.capacity - old
 

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_group import Block
+from kvpolicy.engine.layer_index import LayerIndex
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.state import slot_tensors
@@ -21,7 +21,7 @@ from kvpolicy.kernels.slot_writes import gather_slots, write_slots
 class SlotWriter:
     """Writes tokens to the full-precision buffer and to the stages of a layer."""
 
-    def __init__(self, layer: LayerContents, codes: SlotCodes, index: IndexReader) -> None:
+    def __init__(self, layer: LayerContents, codes: SlotCodes, index: LayerIndex) -> None:
         """Write to the slots of `layer`, and let `index` know."""
         self._layer = layer
         self._codes = codes
@@ -95,7 +95,7 @@ class SlotWriter:
         return 2 if self._layer.spec.merges_in_steps else 1
 
     def step_targets(self) -> Targets:
-        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
+        """The tensors that a decode step writes to, by name, and the slots of each head."""
         layer = self._layer
         tensors = layer.tensors
         written = self._written
@@ -118,13 +118,13 @@ def write_masked(
         slots: Slots of each head, [B, H, n] int64.
         data: [B, H, n, ...].
         mask: Which of the slots are written, [B, H, n] bool; None for all.
-        undo: The undo log of the layer, if it has one.
+        undo: The undo log of the layer, if steps are recorded.
     """
     if mask is not None:
         # A masked token writes back what its slot holds. This is safe because `slots` are distinct within a head,
         # masked or not, or have the same data and mask: a masked duplicate of a written slot could undo the write.
         written = mask.reshape(*mask.shape, *(1,) * (target.dim() - 3))
         data = torch.where(written, data, gather_slots(target, slots))
-    if undo is not None and undo.has_room:  # block work is undone by a copy of the layer
+    if undo is not None:
         undo.record(name, target, slots)
     write_slots(target, slots, data)

@@ -99,6 +99,11 @@ def carry_over(target: Tensor, held: Tensor) -> None:
         target[:, :, : held.shape[2]] = held
 
 
+def map_numbers(fn: Callable[[Tensor], Tensor], numbers: list[int]) -> list[int]:
+    """Select or repeat numbers of rows that are held on the host, one for each row, as `fn` does with tensors."""
+    return fn(torch.tensor(numbers, device="cpu")).tolist()
+
+
 def owned(t: Tensor) -> Tensor:
     """A tensor in memory of its own, so that it does not keep a larger one alive; itself if it is."""
     return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.selection import Ranking, finite_priority, highest
+from kvpolicy.engine.selection import Ranking, finite_priority, highest, rank_candidates
 from kvpolicy.engine.state import map_slots, owned, select_rows
 from kvpolicy.engine.token_batch import TokenBatch
 from kvpolicy.engine.trimmed_tokens import TrimmedTokens
@@ -66,7 +66,7 @@ def trim(layer: LayerContents, held: tuple[Tensor, State], pending: PendingPromp
         return pending
     # The first time, the selector observes the prompt; later, it ranks what it has observed under the smaller bound.
     if trimmed is None:
-        ranking = layer.rank(held, pending, None, layer.tensors.length, most)
+        ranking = rank_candidates(layer, held, pending, None, layer.tensors.length, most)
         view = ranking.view
         priority = ranking.priority
         idle = pending.idle

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from transformers.cache_utils import EncoderDecoderCache
 
 from kvpolicy.hf import forward_calls, forward_checks
 from kvpolicy.hf.attachment import (
@@ -33,7 +34,7 @@ from kvpolicy.hf.attachment import (
 from kvpolicy.hf.attention_interface import PREFIX, attached, configs_of, replace_falcon_forward, swap_implementation
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import OLD, cache_name, check_cache_name, check_version, rename_cache
-from kvpolicy.hf.discovery import Site, Sites, around, find_sites, is_falcon, sample_weights
+from kvpolicy.hf.discovery import Site, Sites, around, find_sites, is_falcon, rope_owner, sample_weights
 from kvpolicy.hf.edit_checks import move_obstacle
 from kvpolicy.hf.generation_hooks import RecentCache, offer_cache
 from kvpolicy.hf.identity import identity
@@ -74,6 +75,18 @@ _LOCK = threading.RLock()
 """Held while a policy is attached or detached: both change configs and modules that threads share."""
 
 
+class _Running(threading.local):
+    """What runs in a thread. Hooks belong to the model, and several threads may run it, each with a cache of its own.
+
+    Attributes:
+        cache: The cache of the forward; None while none runs, as in a compiled step.
+        chosen: The rows and columns of the forward that begins, and its tile size, once this was chosen.
+    """
+
+    cache: PolicyCache | None = None
+    chosen: tuple[torch.Size, int | None] | None = None
+
+
 class Handle:
     """A policy that is attached to a model; as a context manager, it detaches the policy at the end.
 
@@ -92,8 +105,7 @@ class Handle:
         self._recent = RecentCache()
         self._model = model
         self._undo: list[Callable[[], None]] = []
-        # Hooks belong to the model, and several threads may run it, each with a cache of its own.
-        self._thread = threading.local()
+        self._running = _Running()
         forward_checks.check_adapters(model)
         check_supported(model.config)
         sites = find_sites(model)
@@ -219,8 +231,12 @@ class Handle:
         self._undo.append(swap_implementation(self._model))
         self._undo.append(sites.decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
         self._undo.append(sites.decoder.register_forward_hook(self._after).remove)
-        self._deltas = RopeDeltas(self._model, sites.decoder)
-        self._undo += self._deltas.connect()
+        owner = rope_owner(self._model, sites.decoder)
+        self._deltas = None if owner is None else RopeDeltas(owner)
+        if self._deltas is not None:
+            self._undo.append(self._deltas.connect())
+        self._learned = forward_checks.learned_positions(sites.decoder)
+        self._makes_both = forward_calls.makes_both_caches(sites.decoder)
         self._names = list(inspect.signature(sites.decoder.forward).parameters)
         self._cache_name = cache_name(sites.decoder)
         for outer in around(self._model, sites.decoder):
@@ -237,7 +253,7 @@ class Handle:
             if site.layer_idx not in self._attachment.model_shape.evictable:  # has no budget and no codec
                 continue
             if self.policy.layer_metric == "cosine":
-                self._undo += measure(site, lambda: self._running)
+                self._undo += measure(site, lambda: self._running.cache)
             if self.policy.at(site.layer_idx).codec.traits.pins == "massive":
                 self._look(site)
         if self._attachment.tile == AUTO and tile_obstacle(sites.layers):
@@ -254,30 +270,30 @@ class Handle:
 
     def _tile_size(self) -> int | None:
         """The tile size of this thread's forward; None if its layers take all tokens at once, or none runs."""
-        return None if self._running is None else self._running.tile_size
+        cache = self._running.cache
+        return None if cache is None else cache.tile_size
 
     def _look(self, site: Site) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            cache = self._running
-            if cache is not None and cache.wants_massive:
+            cache = self._running.cache
+            if cache is not None and cache.forward.wants_massive:
                 cache.note_massive(site.layer_idx, active_stream(site, args[0] if args else kwargs["hidden_states"]))
 
         self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
 
-    @property
-    def _running(self) -> PolicyCache | None:
-        """The cache of this thread's forward, if one runs; none does in a compiled step."""
-        return getattr(self._thread, "cache", None)
-
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make sure that a forward has a cache under the policy."""
-        if self._running is not None:  # it was broken off, and is not this forward's to finish
-            self._thread.cache = None
+        if self._running.cache is not None:  # it was broken off, and is not this forward's to finish
+            self._running.cache = None
         if torch.compiler.is_compiling():
             return forward_calls.check_step(module, args, kwargs)
-        args, kwargs = forward_checks.by_name(self._names, args, kwargs)
+        if len(args) > 1:
+            args, kwargs = forward_checks.by_name(self._names, args, kwargs)
         rename_cache(kwargs, self._cache_name)
-        given = cache = forward_calls.self_attention_cache(module, kwargs.get(self._cache_name))
+        given = kwargs.get(self._cache_name)
+        if self._makes_both and isinstance(given, EncoderDecoderCache):
+            given = given.self_attention_cache
+        cache = given
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         defer_masks(False)
@@ -298,9 +314,13 @@ class Handle:
             forward_calls.check_stock(cache)
             cache = kwargs[self._cache_name] = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):
-            self._check_own(cache)
+            if cache.attachment.active and cache.attachment is not self._attachment:
+                raise KVPolicyError(
+                    "The cache must belong to this model, got one that was made for another model; try "
+                    "kvpolicy.PolicyCache(model)."
+                )
             mask = forward_checks.own_mask(module, kwargs.get("attention_mask"))
-            forward_checks.check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
+            forward_checks.check_call(self._model, cache, tokens, {**kwargs, "attention_mask": mask}, self._learned)
             limit = self._attachment.trained_positions
             if (
                 limit is not None
@@ -308,24 +328,25 @@ class Handle:
                 and self._attachment.first_warning("positions")
             ):
                 warn_beyond_trained(self._model, limit)
-            self._warn_of_chunks(cache, tokens, mask)
-            # Dividing a budget makes a new plan, by which `_after` knows that a prompt was compressed.
-            plan = cache.plan
+            if tokens.shape[1] > 1:
+                self._warn_of_chunks(cache, tokens, mask)
             cache.begin(tokens, mask, kwargs.get("position_ids"))
-            self._recent.note(cache)
-            self._deltas.note(cache, tokens.shape[0], answers=self._recent.answers(cache))
-            self._choose_tile(cache, tokens)
-            self._thread.cache = cache
-            self._thread.plan = plan
+            answers = self._recent.note(cache)
+            if self._deltas is not None:
+                self._deltas.note(cache, tokens.shape[0], answers=answers)
+            if tokens.shape[1] > 1:  # else layers take the token at once
+                self._choose_tile(cache, tokens)
+            self._running.cache = cache
             # Last, since a call that was refused has not used the stock cache, which may be passed again.
-            forward_calls.note_replaced(given)
+            if given is not None and given is not cache:
+                forward_calls.note_replaced(given)
         return args, kwargs
 
     def _warn_of_chunks(self, cache: PolicyCache, tokens: Tensor, mask: Any) -> None:
         """Warn once if a chunk of an announced prompt is compressed by its own last queries."""
         policy = cache.policy
         new = tokens.shape[1]
-        if new == 1 or cache.prompt is None or self._attachment.chunks == HOLD or policy.replay is not None:
+        if cache.prompt is None or self._attachment.chunks == HOLD or policy.replay is not None:
             return
         every = [each for own in policy.distinct for each in own.selector.statistics]
         if not any(isinstance(each, RecentQueries | NewestQueries) for each in every):
@@ -346,13 +367,13 @@ class Handle:
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         size = self._attachment.tile_size(tokens) if isinstance(tokens, Tensor) else None
-        self._thread.chosen = (tokens.shape[:2], size) if isinstance(tokens, Tensor) else None
+        self._running.chosen = (tokens.shape[:2], size) if isinstance(tokens, Tensor) else None
         defer_masks(size is not None)
 
     def _choose_tile(self, cache: PolicyCache | PassingCache, tokens: Tensor) -> None:
         """Set how many tokens layers take at a time in the forward of `tokens` [B, P(, hidden)] that begins."""
         cache.tile = cache.tile_size = None
-        chosen, self._thread.chosen = getattr(self._thread, "chosen", None), None
+        chosen, self._running.chosen = self._running.chosen, None
         if not isinstance(cache, PassingCache) or cache.takes_tiles:
             # The free memory may have changed since, and the masks are made already: one choice for both.
             if chosen is not None and chosen[0] == tokens.shape[:2]:
@@ -363,22 +384,16 @@ class Handle:
                 log_tile(tokens.shape[1], cache.tile_size)
         defer_masks(cache.tile_size is not None)
 
-    def _check_own(self, cache: PolicyCache) -> None:
-        if cache.attachment.active and cache.attachment is not self._attachment:
-            raise KVPolicyError(
-                "The cache must belong to this model, got one that was made for another model; try "
-                "kvpolicy.PolicyCache(model)."
-            )
-
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Do what had to wait for every layer; in a compiled step nothing runs, and nothing waits."""
-        running = self._running
-        if running is not None:
+        cache = self._running.cache
+        if cache is not None:
             # Before `finish`, which may replay a prompt through the same decoder, and so through these hooks.
-            self._thread.cache = None
-            running.finish(module)
-            if running.plan is not self._thread.plan:
-                log_compressed(running)
+            self._running.cache = None
+            forward = cache.forward
+            cache.finish(module)
+            if forward.tokens is not None:  # a budget was divided, and a prompt compressed
+                log_compressed(cache)
 
 
 @named_arguments

@@ -226,6 +226,14 @@ class Attachment:
         return self
 
 
+def detached() -> KVPolicyError:
+    """The error for a cache whose policy is not attached to its model anymore."""
+    return KVPolicyError(
+        "The cache's policy must be attached to its model, got a detached one; try to attach a policy, and to make a "
+        "new cache."
+    )
+
+
 def _pins_massive(policy: Policy, layer_idx: int) -> bool:
     """Whether the codec of a layer keeps the tokens with the largest activations in full precision."""
     return policy.at(layer_idx).codec.traits.pins == "massive"

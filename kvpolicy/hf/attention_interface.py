@@ -29,8 +29,13 @@ from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
 from kvpolicy.engine.attention import attend
 from kvpolicy.engine.host import outside_autocast
+from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.discovery import home
-from kvpolicy.hf.masks import DeferredMask, are_deferred, check_blocks, is_token, under_mask
+from kvpolicy.hf.latent import LatentAttention
+from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.masks import DeferredMask, are_deferred, is_token, under_mask
+from kvpolicy.hf.passing_cache import PassingCache
+from kvpolicy.statistics import Forward
 from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyError
 
@@ -89,8 +94,8 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
-    policy_cache: Any = None,
-    policy_call: Any = None,
+    policy_cache: CacheForward | PassingCache | LatentAttention | None = None,
+    policy_call: Forward | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through a layer's slots, or as the stock function does for a layer without.
@@ -105,8 +110,8 @@ def attention_forward(
         dropout: Probability of attention dropout.
         scaling: Factor of the scores.
         softcap: Cap of the scores, or None.
-        policy_cache: The `PolicyCache` that holds the layer's slots, or None.
-        policy_call: The module's arguments as a `Forward`, if the selector needs them.
+        policy_cache: The `PolicyCache` that holds the layer's slots, or what attends in its place; else None.
+        policy_call: The module's arguments, if the selector needs them.
         **kwargs: Arguments that the stock function takes.
 
     Returns:
@@ -131,7 +136,7 @@ def attention_forward(
         )
     attention = attend
     if attention_mask is not None and attention_mask.dim() != 2:
-        check_blocks(policy_cache, module, attention_mask, query.shape[2])
+        _check_blocks(policy_cache, module, attention_mask, query.shape[2])
         own = partial(_stock_attention(stock, module), module, attention_mask=attention_mask)
         how = {"scaling": scaling, "softcap": softcap, **kwargs}
         attention = under_mask(lambda q, k, v: own(query=q, key=k, value=v, **how)[0])
@@ -143,7 +148,9 @@ def attention_forward(
             f"{query.shape[1]} heads in {type(module).__name__}, which were not sharded with the heads; try the model "
             "on one rank."
         )
-    if key.shape[:3] != value.shape[:3] or not _pairs(query.shape[1], key.shape[1]):
+    # Each KV head has as many query heads; a rank of several may have none of either.
+    rest = query.shape[1] % key.shape[1] if key.shape[1] else query.shape[1]
+    if key.shape[:3] != value.shape[:3] or rest:
         raise KVPolicyError(
             "Query heads must be a multiple of the key heads, and value heads must be as many as key heads, got "
             f"{query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads in {type(module).__name__}; "
@@ -168,7 +175,10 @@ def attention_forward(
         layer_idx: Any = module.layer_idx
         with outside_autocast(query.device):
             given = (query, key, value, attention_mask, transform, policy_call)
-            out = policy_cache.attend(layer_idx, *given, *(() if attention is attend else (attention,)))
+            if attention is not attend and isinstance(policy_cache, CacheForward):
+                out = policy_cache.attend(layer_idx, *given, attention)
+            else:
+                out = policy_cache.attend(layer_idx, *given)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -193,6 +203,32 @@ def _check_arguments(module: nn.Module, kwargs: dict[str, Any], allowed: tuple[s
                 f"Attention must be called without {name!r} under a policy, which does not support it, got it from "
                 f"{type(module).__name__}; try another model, or detach."
             )
+
+
+def _check_blocks(
+    policy_cache: CacheForward | PassingCache | LatentAttention | None, module: nn.Module, mask: Tensor, new: int
+) -> None:
+    """Refuse a mask of more than padding where tokens stand before the new ones, or layers take tiles.
+
+    Args:
+        policy_cache: What attends for the module.
+        module: The attention module.
+        mask: Its mask, [B, 1, P, N].
+        new: P.
+
+    Raises:
+        KVPolicyError: Naming what stands before.
+    """
+    layer: Any = None
+    if isinstance(policy_cache, CacheForward) and policy_cache.tile is None:
+        layer = policy_cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    stands = not isinstance(layer, PolicyLayer) or layer.holds_tokens
+    if stands or mask.dim() != 4 or mask.shape[-1] != new:
+        raise KVPolicyError(
+            f"The attention mask must be 2-D under a policy, got {mask.dim()} dimensions, as for image tokens that "
+            "attend to later ones, of which a whole picture must be in the first forward; try pictures in one prompt "
+            "without tile, or text alone."
+        )
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -229,11 +265,6 @@ def _stock_mask(stock: str, query: Tensor, key: Tensor, valid: Tensor | None) ->
     )
 
 
-def _pairs(queries: int, heads: int) -> bool:
-    """Whether each KV head has as many query heads; a rank of several may have none of either."""
-    return queries % heads == 0 if heads else queries == 0
-
-
 def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tensor, None]]:
     eager = getattr(sys.modules[home(module).__module__], "eager_attention_forward", None)
     stock = "sdpa" if eager is None else stock  # Falcon's eager attention is no function
@@ -242,8 +273,6 @@ def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tenso
 
 def _is_causal(mask_function: Callable[..., Any], q_length: int) -> bool:
     """Whether a mask hides later tokens and nothing else, also if a model adds the blocks of pictures to text alone."""
-    if mask_function is causal_mask_function:
-        return True
     if torch.compiler.is_compiling():
         return False
     joined = _nonlocals(mask_function, or_masks).get("mask_functions", ())
@@ -281,7 +310,7 @@ def policy_mask(
     Masks of other kinds than the plain causal one (sliding windows) are the stock function's, 4-D; where layers take
     tiles, each tile makes its own.
     """
-    if not _is_causal(mask_function, q_length):
+    if mask_function is not causal_mask_function and not _is_causal(mask_function, q_length):
         make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
         sees_ahead = "allow_is_bidirectional_skip" in kwargs  # in a part that looks at pictures, and takes no tiles
         if not torch.compiler.is_compiling() and are_deferred() and not sees_ahead:

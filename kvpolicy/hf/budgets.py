@@ -22,11 +22,11 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.trimming import trimmed_from
 from kvpolicy.hf.attachment import Attachment
 from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.hf.plan import Prefilling, build_plan
+from kvpolicy.hf.plan import Prefilling, beside, build_plan
 from kvpolicy.hf.running_forward import RunningForward
 from kvpolicy.planning.notes import leaves_few
 from kvpolicy.planning.planner import bound_layers, divide
-from kvpolicy.planning.result import CachePlan
+from kvpolicy.planning.result import SHARED, CachePlan
 from kvpolicy.planning.tokens import Tokens, expect_tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Allocator, LayerBounds, MeasuresAttention
@@ -374,3 +374,19 @@ def counted(plan: CachePlan, layers: list[PolicyLayer]) -> CachePlan:
             for own, layer in zip(plan.layers, layers, strict=True)
         ),
     )
+
+
+def with_prefix(plan: CachePlan, layers: list[PolicyLayer], rows: int) -> CachePlan:
+    """A plan of what rows add, and of the prefix that they share; unchanged without one.
+
+    Args:
+        plan: The plan.
+        layers: The layers under the policy.
+        rows: Rows of the cache.
+    """
+    prefixes = [layer.prefix for layer in layers]
+    if prefixes[0] is None or SHARED in plan.layers[0].nbytes:
+        return plan
+    slots = [prefix.slots for prefix in prefixes if prefix is not None]
+    full = sum(layer.prefix_full_nbytes for layer in layers) * rows
+    return beside(plan, [each.nbytes for each in slots], [each.step_nbytes for each in slots], full, slots[0].length)

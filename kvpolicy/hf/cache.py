@@ -12,21 +12,19 @@ from torch import Tensor, nn
 
 from kvpolicy.engine.editing import move_tokens
 from kvpolicy.engine.host import on_host
-from kvpolicy.engine.sizes import map_numbers
-from kvpolicy.engine.state import HOST
-from kvpolicy.hf import history
-from kvpolicy.hf.attachment import attachment_of
+from kvpolicy.engine.state import HOST, map_numbers
+from kvpolicy.hf.attachment import attachment_of, detached
 from kvpolicy.hf.budgets import Measured
 from kvpolicy.hf.cache_file import rank_path, write
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.edit_checks import check_rows, check_shift
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.model_spec import resolve_for
-from kvpolicy.hf.running_forward import ForwardGuard
 from kvpolicy.hf.saved_cache import describe_cache, load_cache
 from kvpolicy.hf.seen_text import extend_digest, remove_from_digest
-from kvpolicy.hf.shared_fork import behind, full_prefix_nbytes, own_policy, refuse_prefix, refuse_windows, share
+from kvpolicy.hf.shared_fork import behind, own_policy, refuse_prefix, refuse_windows, share
 from kvpolicy.hf.states import stock_nbytes
+from kvpolicy.hf.taking_back import crop, roll_back, set_mark
 from kvpolicy.planning.memory import resident_bytes
 from kvpolicy.policy import Policy
 from kvpolicy.reporting import report
@@ -86,11 +84,6 @@ class PolicyCache(CacheForward):
     _repr_html_ = report.cache_html
 
     @property
-    def is_initialized(self) -> bool:
-        """Whether the cache has seen a token."""
-        return any(layer.is_initialized for layer in self.policy_layers)
-
-    @property
     def mask_digest(self) -> Tensor | None:
         """Digest of the columns that each row has seen, [B] int64; None before the first forward."""
         return self.policy_layers[0].mask_digest
@@ -112,7 +105,7 @@ class PolicyCache(CacheForward):
         for layer in self.policy_layers:
             if layer.is_initialized:
                 own += int(layer.length.sum()) * layer.store.shape.token_nbytes
-                own += len(layer.length) * full_prefix_nbytes(layer)
+                own += len(layer.length) * layer.prefix_full_nbytes
         return own + sum(self.unmanaged_bytes().values())
 
     @property
@@ -170,7 +163,7 @@ class PolicyCache(CacheForward):
                 f"own must be None without shared=True, got {own!r}; try fork(rows, shared=True, own=own)."
             )
         other = copy.deepcopy(self)
-        other.history.is_shared = False
+        other.journal.is_shared = False
         if rows is not None:
             indices = check_rows(rows, self.batch_size)
             other.batch_select_indices(indices)
@@ -195,12 +188,12 @@ class PolicyCache(CacheForward):
             PIE (arXiv:2407.03157), positional integrity encoding. Difference: nothing is recomputed here; what replaces
             a removed span is passed to the model as further tokens.
         """
-        self.history.refuse_changes("shift()")
+        self.journal.refuse_changes("shift()")
         refuse_prefix(self, "shift()")
         check_shift(self, from_position, by)
         if not by:
             return
-        self.history.forget()
+        self.journal.forget()
         with torch.no_grad():
             for layer in self.policy_layers:
                 layer.leave_inference_mode()
@@ -248,7 +241,7 @@ class PolicyCache(CacheForward):
             >>> loaded.layers[0].positions.tolist()
             [[[2, 3], [2, 3]]]
         """
-        self.history.refuse_marked("save()")
+        self.journal.refuse_marked("save()")
         refuse_prefix(self, "save()")
         if self.holds_next:
             raise KVPolicyStateError("save() must not follow hold_next(), which no file keeps; try to save before it.")
@@ -278,7 +271,7 @@ class PolicyCache(CacheForward):
         """The numbers of the cache besides those of its layers, as JSON values."""
         told = {"prompt": self._prompt, "new": self.new, "end": self._end}
         told |= {"cosines": self._measured.known, "columns": self.policy_layers[0].get_seq_length()}
-        return told | {"whole": self.history.is_whole}
+        return told | {"whole": self.journal.is_whole}
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`."""
@@ -287,14 +280,12 @@ class PolicyCache(CacheForward):
         self.new = numbers["new"]
         self._end = numbers["end"]
         self._measured.known = numbers["cosines"]
-        self.history.is_whole = numbers.get("whole", False)
+        self.journal.is_whole = numbers.get("whole", False)
 
     def unmanaged_bytes(self) -> dict[int, int]:
         """Bytes that the policy does not manage, by layer: of sliding windows, and of states."""
-        mark = self.history.mark
-        logged = (lambda _: 0) if mark is None else mark.nbytes
         held = {index: stock_nbytes(layer) for index, layer in enumerate(self.layers)}
-        return {index: nbytes + logged(index) for index, nbytes in held.items() if nbytes}
+        return {index: nbytes + self.journal.nbytes(index) for index, nbytes in held.items() if nbytes}
 
     @on_host
     def tick(self) -> None:
@@ -304,10 +295,11 @@ class PolicyCache(CacheForward):
         each step. A block that had to be demoted and was not is an error in the next step, never a lost token. Each
         call counts as a step: behind an uncompiled one, readers that sort their slots every few steps do so sooner.
         """
-        self.history.refuse_shared("tick()")
-        self._count_step()
+        self.journal.refuse_shared("tick()")
         for layer in self.policy_layers:
-            self._make_room(layer)
+            layer.count_step()
+        for layer in self.policy_layers:
+            layer.make_room()
 
     @on_host
     def mark(self, most: int = 8) -> None:
@@ -337,7 +329,7 @@ class PolicyCache(CacheForward):
             >>> cache.layers[0].length.tolist()
             [10]
         """
-        history.set_mark(self, most)
+        set_mark(self, most)
 
     @on_host
     def rollback(self, accepted: int) -> None:
@@ -352,7 +344,7 @@ class PolicyCache(CacheForward):
             KVPolicyError: If more tokens are accepted than were fed.
             KVPolicyStateError: If there is no mark.
         """
-        history.roll_back(self, accepted)
+        roll_back(self, accepted)
 
     @on_host
     def crop(self, tokens_to_remove: int) -> None:
@@ -368,14 +360,14 @@ class PolicyCache(CacheForward):
             KVPolicyError: If a part of the policy, or an eviction, cannot be undone; the message names it.
         """
         refuse_prefix(self, "crop()")
-        history.crop(self, tokens_to_remove)
+        crop(self, tokens_to_remove)
 
     def expect(self, prompt: Tensor | Sequence[int] | int | None, new: int) -> None:
         """Announce a prompt and `new` more tokens: a growing cache makes room for them at once.
 
         A shared prefix is a part of the prompt.
         """
-        self.history.refuse_changes("expect()")
+        self.journal.refuse_changes("expect()")
         whole, self.new = expected(prompt, new)
         own = behind(whole, self.policy_layers[0])
         self.prompt = longest(self.prompt, own)
@@ -385,7 +377,7 @@ class PolicyCache(CacheForward):
             return
         for layer in self.policy_layers:
             if layer.is_initialized and layer.store.spec.grows:
-                self._make_room(layer, new)
+                layer.make_room(new)
 
     def hold_next(self) -> None:
         """Add the next forward whole: all its tokens are kept, beyond the budget, until the prompt after it.
@@ -411,8 +403,8 @@ class PolicyCache(CacheForward):
             >>> cache.layers[0].positions[0, 0].sort().values.tolist()
             [2, 3, 4, 5, 6]
         """
-        self.history.refuse_changes("hold_next()")
-        self.guard.check_idle("hold_next()")
+        self.journal.refuse_changes("hold_next()")
+        self.forward.check_idle("hold_next()")
         if not self.is_initialized or not self.has_prompt or not bool((self.policy_layers[0].length > 0).all()):
             raise KVPolicyStateError(
                 "Every row of the cache must hold a whole prompt before hold_next(), got one that does not; try to run "
@@ -437,19 +429,29 @@ class PolicyCache(CacheForward):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Pass keys and values to the layer."""
-        self._check_attached()
-        self.guard.check_update()
-        self.history.note_window(layer_idx, self.layers[layer_idx])
-        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        """Pass keys and values to the layer.
+
+        Raises:
+            KVPolicyError: If the policy was detached, or no forward of the cache's own model runs.
+        """
+        if not self.attachment.active:
+            raise detached()
+        if not self.forward.runs and not torch.compiler.is_compiling():
+            raise KVPolicyError(
+                "The model must be the one whose policy the cache belongs to, got one without a policy; try to attach "
+                "one to it, and to make its cache with kvpolicy.PolicyCache(model)."
+            )
         layer: Any = self.layers[layer_idx]
-        if not isinstance(layer, PolicyLayer):  # a sliding layer keeps a view of the whole prompt: release it
-            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        if isinstance(layer, PolicyLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        # A sliding layer keeps a view of the whole prompt: release it.
+        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
         return states
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Take rows `indices` [B']."""
-        self.history.refuse_changes("batch_select_indices()")
+        self.journal.refuse_changes("batch_select_indices()")
         super().batch_select_indices(indices)
         self._map_rows(lambda t: t[indices.to(t.device)])
 
@@ -459,12 +461,12 @@ class PolicyCache(CacheForward):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        self.history.refuse_changes("batch_repeat_interleave()")
+        self.journal.refuse_changes("batch_repeat_interleave()")
         super().batch_repeat_interleave(repeats)
         self._map_rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def _map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
-        self.history.map_rows(fn)
+        self.journal.map_rows(fn)
         prompt = self.prompt
         if prompt is not None and prompt.dim():
             self.prompt = fn(prompt)
@@ -478,17 +480,10 @@ class PolicyCache(CacheForward):
         """
         refuse_windows(self)
         super().reset()
-        self.history = self.history.begun(self.policy_layers[0].prefix_columns)
+        self.journal = self.journal.begun(self.policy_layers[0].prefix_columns)
         self.plan = None
         self.prompt = self.new = None
-        self.guard = ForwardGuard()
         self._end = None
         self._measured = Measured()
         self.holds_next = False
         self.forget_forward()
-
-    @property
-    def batch_size(self) -> int:
-        """Rows, -1 before the first forward."""
-        first = self.policy_layers[0]
-        return first.length.shape[0] if first.is_initialized else -1

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.editing import check_movable
+from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.key_probe import adds_positions
 from kvpolicy.hf.rotary_lookup import first_not_undone
@@ -40,11 +41,11 @@ def check_rows(given: Any, batch: int) -> Tensor:
     return rows
 
 
-def check_shift(cache: Any, start: int, by: int) -> None:
+def check_shift(cache: CacheForward, start: int, by: int) -> None:
     """Refuse a shift before anything is changed.
 
     Args:
-        cache: A `PolicyCache`.
+        cache: The cache.
         start: The first position that moves.
         by: How far.
 

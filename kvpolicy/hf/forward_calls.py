@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, LAYER_NAMES, passed_cache
-from kvpolicy.hf.cropping import policy_obstacle
 from kvpolicy.hf.discovery import home
+from kvpolicy.hf.journal import obstacle_of
 from kvpolicy.hf.latent import LatentAttention, TakesLatents
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
@@ -20,7 +20,7 @@ from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.policy import Policy
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.statistics import Forward
-from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 
 _OWN_LAYERS = ("assistant_early_exit", "use_mtp")
 """Ways of drafting that run a part of the model, through a cache of some of its layers."""
@@ -37,7 +37,7 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
             if isinstance(layer, PolicyLayer):
                 spec = layer.store.spec
-                if spec.needs_call and not torch.compiler.is_compiling() and not cache.is_step:
+                if spec.needs_call and not torch.compiler.is_compiling() and not cache.forward.is_step:
                     kwargs["policy_call"] = _module_call(cache, module, args, kwargs)
                 elif spec.input_scorer is not None:
                     kwargs["policy_call"] = _module_input(module, args, kwargs)
@@ -90,11 +90,17 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "holds for its replay; try to pass all of the announced tokens first."
         )
     if isinstance(cache, PolicyCache):
-        cache.history.refuse_shared("A compiled step")
-        if cache.history.mark is not None and cache.attachment.model_shape.states:
+        cache.journal.refuse_shared("A compiled step")
+        if cache.journal.mark is not None and cache.attachment.model_shape.states:
             raise KVPolicyError(
                 "A step must not be compiled under a mark if layers have states, which are copied before each step, "
                 "got a compiled one; try it uncompiled."
+            )
+        windows = cache.attachment.model_shape.unmanaged
+        if cache.journal.mark is not None and windows:
+            raise KVPolicyStateError(
+                "A step must not be compiled under a mark if layers have sliding windows, which are logged on the "
+                f"host, got one in layer {min(windows)}; try it uncompiled."
             )
         if cache.policy_layers[0].awaits_prompt:
             raise KVPolicyError(
@@ -113,13 +119,12 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
 
 
-def self_attention_cache(decoder: nn.Module, cache: Any) -> Any:
-    """The part of a cache for self-attention, where the model around a decoder makes an EncoderDecoderCache itself.
+def makes_both_caches(decoder: nn.Module) -> bool:
+    """Whether the model around a decoder makes an EncoderDecoderCache itself, of which the decoder needs one part.
 
     BERT and its kin do so although they are decoders alone; in any other model such a cache is a mistake.
     """
-    makes_both = hasattr(sys.modules[home(decoder).__module__], "EncoderDecoderCache")
-    return cache.self_attention_cache if makes_both and isinstance(cache, EncoderDecoderCache) else cache
+    return hasattr(sys.modules[home(decoder).__module__], "EncoderDecoderCache")
 
 
 def check_stock(cache: Any) -> None:
@@ -143,10 +148,9 @@ def check_stock(cache: Any) -> None:
         )
 
 
-def note_replaced(cache: Any) -> None:
-    """Mark a stock cache that a call was given, if it was: it stays empty, and so do its copies."""
-    if type(cache) is DynamicCache:
-        setattr(cache, _REPLACED, True)
+def note_replaced(cache: Cache) -> None:
+    """Mark a stock cache that a call was given: it stays empty, and so do its copies."""
+    setattr(cache, _REPLACED, True)
 
 
 def check_asked(policy: Policy, generation_config: Any, mode: Any) -> None:
@@ -166,7 +170,7 @@ def check_asked(policy: Policy, generation_config: Any, mode: Any) -> None:
             "assistant_model, or kvpolicy.speculate(model, policy, input_ids)."
         )
     drafts = getattr(generation_config, "is_assistant", False)
-    if (assisted or drafts) and (policy_obstacle(policy) or not all(_keeps_all(own) for own in policy.distinct)):
+    if (assisted or drafts) and (obstacle_of(policy) or not all(_keeps_all(own) for own in policy.distinct)):
         role = "of the assistant model " if drafts else ""
         raise KVPolicyError(
             f"Assisted decoding must have a policy {role}that neither evicts nor encodes, since a draft may be "
@@ -212,7 +216,7 @@ def check_text(cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[str, Any]
         args: The positional arguments of `generate`.
         kwargs: The others.
     """
-    known = cache.history.known
+    known = cache.journal.known
     given = (args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids"))
     ids = next((each for each in given if isinstance(each, Tensor)), None)
     if known is None or ids is None or ids.dim() != 2 or ids.is_floating_point():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments behind the first by their names, however a cache or a mask was passed."""
     named = dict(zip(names[1:], args[1:], strict=False))
-    if len(args) < 2 or len(args) > len(names) or named.keys() & kwargs.keys():
+    if len(args) > len(names) or named.keys() & kwargs.keys():
         return args, kwargs  # nothing to name, or an error that Python words better
     return args[:1], {**named, **kwargs}
 
@@ -71,15 +71,25 @@ def lacks_weights(model: nn.Module) -> bool:
     return not is_offloaded and any(parameter.is_meta for parameter in model.parameters())
 
 
-def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens: Tensor, call: dict[str, Any]) -> None:
+def learned_positions(decoder: nn.Module) -> int | None:
+    """How many positions a decoder has learned embeddings of; None if it has no such table."""
+    if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in TABLES):
+        return None
+    config: Any = decoder.config  # of a model of several parts, the whole config has no such number
+    return int(config.max_position_embeddings)
+
+
+def check_call(
+    model: nn.Module, cache: PolicyCache, tokens: Tensor, call: dict[str, Any], learned: int | None = None
+) -> None:
     """Refuse a forward that would fail deep inside, or succeed with a wrong answer.
 
     Args:
         model: The attached model.
-        decoder: The module that runs the forward.
         cache: The call's cache.
         tokens: Ids or embeddings, [B, P(, D)].
         call: The call's other arguments.
+        learned: How many positions the model has learned embeddings of, or None.
 
     Raises:
         KVPolicyError: Naming what is wrong and how to go on.
@@ -106,7 +116,8 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
             "The model and its tokens must be on a device that holds numbers, got tokens on the meta device; try "
             "from_pretrained, or kvpolicy.plan(model, policy), which needs no weights."
         )
-    if not cache.is_initialized and lacks_weights(model):
+    first = cache.policy_layers[0]
+    if not first.is_initialized and lacks_weights(model):
         raise KVPolicyError(
             "The model must have its weights for a forward, got some on the device meta; try from_pretrained, or "
             "kvpolicy.plan(model, policy), which needs none."
@@ -117,14 +128,20 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
             f"The prompt must have at least one token, got {rows} row(s) of {new}; try more, or, with a cache that has "
             "seen some, the whole conversation for generate and the new tokens alone for the model."
         )
-    if cache.batch_size not in (-1, rows):
+    held = len(first.store.tensors.length) if first.is_initialized else rows
+    if held != rows:
         raise KVPolicyError(
-            f"The call must have the {cache.batch_size} row(s) of its cache, got {rows}; try a new cache, or "
+            f"The call must have the {held} row(s) of its cache, got {rows}; try a new cache, or "
             "cache.batch_select_indices to choose rows."
         )
     if call.get("attention_mask") is not None:
         _check_mask(cache, call["attention_mask"], rows, new)
-    _check_limit(decoder, cache, new, call)
+    # A lookup behind the last one fails on a CPU, and breaks a CUDA device.
+    if learned is not None and (end := _end(cache, new, call)) > learned:
+        raise KVPolicyError(
+            f"Positions must be below {learned}, the number that the model has learned, got {end - 1}; try a shorter "
+            "text, since kept tokens keep their positions."
+        )
     if new > 1 and depends_on_length(config):
         check_angles(config, cache, _end(cache, new, call))
 
@@ -168,19 +185,6 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
             raise KVPolicyError(f"{said}, or the earlier mask with the new columns after it.")
         if new == 1:  # without waiting for the device
             assert_async(same.all(), f"{said}.")
-
-
-def _check_limit(decoder: Any, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
-    """Learned position embeddings end: a lookup behind that fails on a CPU, and breaks a CUDA device."""
-    if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in TABLES):
-        return
-    limit = int(decoder.config.max_position_embeddings)  # of a model of several parts, the whole config has none
-    end = _end(cache, new, call)
-    if end > limit:
-        raise KVPolicyError(
-            f"Positions must be below {limit}, the number that the model has learned, got {end - 1}; try a shorter "
-            "text, since kept tokens keep their positions."
-        )
 
 
 def exceeds(cache: PolicyCache, limit: int, new: int, call: dict[str, Any]) -> bool:

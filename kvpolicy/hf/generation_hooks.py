@@ -40,6 +40,16 @@ class Answer:
         self.end: int | None = None
 
 
+class _Generating(threading.local):
+    """What generates in a thread: several threads may run a model, each with a generation of its own.
+
+    Attributes:
+        answer: The outermost generation, or None.
+    """
+
+    answer: Answer | None = None
+
+
 class RecentCache:
     """The most recent cache that a model ran with: that of an answer of `generate`, or else that of a forward.
 
@@ -53,48 +63,40 @@ class RecentCache:
     def __init__(self) -> None:
         """Nothing ran yet."""
         self.cache: PolicyCache | None = None
-        self._thread = threading.local()  # several threads may run a model, each with a generation of its own
-
-    @property
-    def answer(self) -> Answer | None:
-        """The outermost generation of this thread, if one runs."""
-        return getattr(self._thread, "answer", None)
+        self._generating = _Generating()
 
     @contextmanager
     def generating(self) -> Generator[Answer | None]:
         """The time of one generation; yields what is known of it, or None if it runs within another one."""
-        if self.answer is not None:
+        if self._generating.answer is not None:
             yield None
             return
-        answer = self._thread.answer = Answer()
+        answer = self._generating.answer = Answer()
         try:
             yield answer
         finally:
-            self._thread.answer = None
+            self._generating.answer = None
 
     def expect(self, cache: PolicyCache, end: int | None) -> None:
         """Note the cache that a generation is about to begin with, and at how many columns it ends."""
-        answer = self.answer
+        answer = self._generating.answer
         if answer is not None and answer.cache is None:
             answer.cache = cache
             answer.end = end
 
-    def answers(self, cache: PolicyCache) -> bool:
-        """Whether a cache is that of the answer of this thread's generation."""
-        return self.answer is not None and self.answer.cache is cache
-
     def end_of(self, cache: PolicyCache) -> int | None:
         """Columns at which the generation on a cache ends; None if unknown."""
-        answer = self.answer
+        answer = self._generating.answer
         return answer.end if answer is not None and answer.cache is cache else None
 
-    def note(self, cache: Any) -> None:
-        """Note the cache of a forward that has begun."""
-        answer = self.answer
+    def note(self, cache: PolicyCache) -> bool:
+        """Note the cache of a forward that has begun; returns whether it is that of the answer of a generation."""
+        answer = self._generating.answer
         if answer is not None and answer.cache is None:
             answer.cache = cache
         if answer is None or answer.cache is cache:
             self.cache = cache
+        return answer is not None and answer.cache is cache
 
 
 def restart(cache: PolicyCache, inputs: dict[str, Any], end: int | None) -> None:
@@ -115,9 +117,9 @@ def restart(cache: PolicyCache, inputs: dict[str, Any], end: int | None) -> None
     columns = tokens.shape[1]
     _check_whole(cache, inputs, columns)
     _check_state(cache)
-    known = cache.history.known
+    known = cache.journal.known
     cache.reset()
-    cache.history.known = known
+    cache.journal.known = known
     new = None if end is None else max(end - columns, 0)
     cache.prompt, cache.new = expected(forward_calls.row_lengths(inputs, columns), new)
 
@@ -134,9 +136,9 @@ def _check_whole(cache: PolicyCache, inputs: dict[str, Any], columns: int) -> No
 
 def _check_state(cache: PolicyCache) -> None:
     what = "A forward that runs the whole text again, since the angles of the rotary embedding have changed,"
-    cache.history.refuse_changes(what)
+    cache.journal.refuse_changes(what)
     held = "a shared prefix" if cache.policy_layers[0].prefix_columns else ""
-    if cache.holds_next or cache.history.is_whole:
+    if cache.holds_next or cache.journal.is_whole:
         held = "a prompt after hold_next()"
     if held:
         raise KVPolicyStateError(
@@ -154,13 +156,13 @@ def generating_module(model: nn.Module) -> nn.Module:
     return next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
 
 
-def offer_cache(model: nn.Module, recent: RecentCache, deltas: RopeDeltas) -> list[Callable[[], None]]:
+def offer_cache(model: nn.Module, recent: RecentCache, deltas: RopeDeltas | None) -> list[Callable[[], None]]:
     """Let `generate` begin with a cache under the policy that knows how many tokens will come, and end with it.
 
     Args:
         model: The model that the policy is attached to.
         recent: Where the cache of the answer is noted.
-        deltas: The offsets of its positions, which a given cache has of its own.
+        deltas: The offsets of its positions, which a given cache has of its own; None in a model without any.
 
     Returns:
         How to undo it.
@@ -206,7 +208,7 @@ def offer_cache(model: nn.Module, recent: RecentCache, deltas: RopeDeltas) -> li
     return undo
 
 
-def _noting(generate: Callable[..., Any], recent: RecentCache, deltas: RopeDeltas) -> Callable[..., Any]:
+def _noting(generate: Callable[..., Any], recent: RecentCache, deltas: RopeDeltas | None) -> Callable[..., Any]:
     """Let `generate` note the cache of its answer, and take what it is given of a text that it goes on with.
 
     Before transformers 5.24, which refuses `cache=` as unused, it takes that name too.
@@ -219,7 +221,8 @@ def _noting(generate: Callable[..., Any], recent: RecentCache, deltas: RopeDelta
         given = passed_cache(kwargs)
         if isinstance(given, PolicyCache):
             forward_calls.check_text(given, args, kwargs)
-            deltas.show(given)
+            if deltas is not None:
+                deltas.show(given)
         with recent.generating() as answer:
             result = generate(*args, **kwargs)
             cache = output_cache(result)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpolicy.engine.host import on_host
+from kvpolicy.engine.host import on_host, outside_autocast
+from kvpolicy.engine.journal import crop_obstacle
 from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layout import fix_addresses
@@ -18,9 +18,8 @@ from kvpolicy.engine.link import StepBytes
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.reading import Board
-from kvpolicy.engine.rollback import roll_back
 from kvpolicy.engine.shared_prefix import SharedPrefix
-from kvpolicy.engine.sizes import crop_obstacle, map_numbers
+from kvpolicy.engine.state import map_numbers
 from kvpolicy.hf.seen_text import extend_digest
 from kvpolicy.hf.tiles import PromptTile
 from kvpolicy.hf.transcript import Transcript
@@ -29,8 +28,10 @@ from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.result import SHARED
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape, Layout, Ranks
+from kvpolicy.reporting.logging import log_extended
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.statistics import Forward
+from kvpolicy.statistics.input_scores import score_inputs
 from kvpolicy.statistics.statistic import Projection
 from kvpolicy.statistics.windows import ScoreTransform
 
@@ -86,6 +87,7 @@ class PolicyLayer(CacheLayerMixin):
 
     Attributes:
         store: The layer's slots.
+        is_read: Whether later layers read its keys, since they have none.
         prefix: What its rows share before their own tokens, or None.
         pending: The prompt that awaits its budget or its replay, or None.
         tiles: The prompt that the layer takes in tiles at the moment, or None.
@@ -93,7 +95,6 @@ class PolicyLayer(CacheLayerMixin):
         rope_offset: Offset of the rotary positions from the rows' positions, [B], if it awaits a later chunk or a
             replay, and the selector needs keys without their rotation.
         transcript: Its transcript, in the first layer of a cache, if it awaits a replay; else None.
-        mask_digest: Digest of the columns seen by each row, [B] int64, in the first layer of a cache; else None.
         rope_deltas: Offset of the positions behind each row's pictures, in the first layer of a cache; None without
             any, see `kvpolicy.hf.rope_deltas`. On the host, as other numbers of rows.
     """
@@ -118,18 +119,21 @@ class PolicyLayer(CacheLayerMixin):
         board: Board | None = None,
         group: tuple[LayerGroup, int] | None = None,
         *,
+        is_read: bool = False,
         holds_codes: bool = False,
     ) -> None:
         """Make an empty layer; `make_store` is called again for every reset.
 
         `board` is where a layer shows what it chose to read, to the layers behind it that read the same. `group` are
-        the layers that store a part of what they hold together with this one, and its number there. A prompt that waits
-        is held in codes if `holds_codes`, for which the codec must encode every token by itself.
+        the layers that store a part of what they hold together with this one, and its number there. Other layers
+        read its keys if `is_read`. A prompt that waits is held in codes if `holds_codes`, for which the codec must
+        encode every token by itself.
         """
         self._make_store = make_store
         self._board = board
         self._group = group
         self._holds_codes = holds_codes
+        self.is_read = is_read
         self.prefix: LayerPrefix | None = None
         self.reset()
 
@@ -151,11 +155,15 @@ class PolicyLayer(CacheLayerMixin):
         self.massive: Tensor | None = None
         self.rope_offset: Tensor | None = None
         self.transcript: Transcript | None = None
-        self.mask_digest: Tensor | None = None
         self.rope_deltas: list[int] | None = None if self.prefix is None else self.prefix.rope_deltas
         digest = None if self.prefix is None else self.prefix.begin(self.store)
         if digest is not None:
             self.hold_digest(digest)
+
+    @property
+    def mask_digest(self) -> Tensor | None:
+        """Digest of the columns seen by each row, [B] int64, in the first layer of a cache; else None."""
+        return self.store.journal.digest
 
     @property
     def layer_idx(self) -> int:
@@ -224,6 +232,17 @@ class PolicyLayer(CacheLayerMixin):
         block = self.store.contents.waiting_nbytes
         return kinds | ({"waiting prompt": sum(part.nbytes for part in waiting) + block} if waiting or block else {})
 
+    def make_room(self, new: int | None = None) -> None:
+        """Add slots if they are needed: for the next step, or for `new` tokens."""
+        with outside_autocast(self.store.tensors.length.device):
+            added = self.store.ensure_capacity() if new is None else self.store.reserve(new)
+        log_extended(self.layer_idx, added, self.store.contents.capacity)
+
+    def count_step(self) -> None:
+        """Count one decode step; see `LayerStore.count_step`."""
+        with outside_autocast(self.store.tensors.length.device):
+            self.store.count_step()
+
     @property
     def holds_tokens(self) -> bool:
         """Whether new tokens attend to others: in slots, of a prompt that waits, or of a shared prefix."""
@@ -248,6 +267,11 @@ class PolicyLayer(CacheLayerMixin):
     def prefix_kept(self) -> float:
         """Tokens of the shared prefix that a head holds, as a mean; 0 without one."""
         return 0.0 if self.prefix is None else float(self.prefix.source.geometry.tokens_by_head().float().mean())
+
+    @property
+    def prefix_full_nbytes(self) -> int:
+        """Bytes of the prefix's tokens in a stock cache, of one row; 0 without a prefix."""
+        return 0 if self.prefix is None else self.prefix.slots.length * self.store.shape.token_nbytes
 
     def hold(self, pending: PendingPrompt, massive: Tensor | None, rope_offset: Tensor | None) -> None:
         """Keep a prompt until it was replayed.
@@ -282,13 +306,59 @@ class PolicyLayer(CacheLayerMixin):
             pending = pending.encoded(self.store.spec.codec, self.store.contents.calibrations[0])
         self.pending = pending.owned()
 
-    def release(self) -> tuple[PendingPrompt, dict[str, Tensor | None]]:
-        """The prompt that waits and the facts about it that `hold` noted, all of which the layer lets go of."""
+    def release(self) -> tuple[PendingPrompt, Tensor | None, Tensor | None]:
+        """The prompt that waits, and `massive` and `rope_offset` of it, all of which the layer lets go of."""
         pending = self.pending
-        facts = {"massive": self.massive, "rope_offset": self.rope_offset}
+        massive = self.massive
+        rope_offset = self.rope_offset
         assert pending is not None
         self.pending = self.massive = self.rope_offset = None
-        return pending.decoded(), facts
+        return pending.decoded(), massive, rope_offset
+
+    @on_host
+    def attend_tile(
+        self,
+        tile: PromptTile,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        transform: ScoreTransform,
+        call: Forward | None,
+        ranks: Ranks,
+    ) -> Tensor:
+        """Attend from one tile of a prompt, and keep it; `end_tiles` must follow behind the last one.
+
+        Args:
+            tile: The tile.
+            q: [B, Hq, T, D].
+            k: [B, H, T, D].
+            v: [B, H, T, D].
+            transform: From products to attention weights.
+            call: The arguments of the attention module, if the selector needs them.
+            ranks: The ranks that hold the layer's other heads.
+
+        Returns:
+            [B, Hq, T, D].
+        """
+        store = self.store
+        if tile.start == 0:
+            if not store.is_initialized:
+                store.initialize(k, ranks, q.shape[1] // k.shape[1], v.shape[3])
+            valid = None if tile.valid is None else tile.valid.to(k.device)
+            self.tiles = store.begin_tiles(q, k, tile.columns, valid, self.pending)
+        assert self.tiles is not None
+        scorer = store.spec.input_scorer
+        scores = None if scorer is None else score_inputs(scorer, store.contents.gate, call)
+        out = self.tiles.attend(q, k, v, transform, scores)
+        if call is not None and store.spec.needs_call:
+            self.tiles.note_forward(call, q, tile.whole)
+        return out
+
+    def end_tiles(self) -> PromptTiles:
+        """The prompt that the layer has taken in tiles, which it lets go of."""
+        tiles, self.tiles = self.tiles, None
+        assert tiles is not None
+        return tiles
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make a layer without slots, on the device of its first keys."""
@@ -302,7 +372,7 @@ class PolicyLayer(CacheLayerMixin):
         """Columns seen, padding included: transformers counts positions from it."""
         if not self.is_initialized:
             return 0
-        before = self.prefix_columns
+        before = 0 if self.prefix is None else self.prefix.columns
         if torch.compiler.is_compiling():
             columns = self.store.tensors.columns
             return columns + before if before else columns  # pyright: ignore[reportReturnType]  # a tensor, as in static layers
@@ -348,67 +418,18 @@ class PolicyLayer(CacheLayerMixin):
 
     def extend_digest(self, valid: Tensor | None, columns: int) -> None:
         """Add columns to the digest of the mask; see `kvpolicy.hf.seen_text`."""
-        if self.mask_digest is None:
+        journal = self.store.journal
+        if journal.digest is None:
             self.hold_digest(torch.zeros_like(self.store.tensors.length))
-        assert self.mask_digest is not None
-        undo = self.store.contents.undo
-        if undo is not None:
-            undo.record_digest(self.mask_digest)
-        extend_digest(self.mask_digest, valid, columns)
-
-    def rollback(self, accepted: int) -> None:
-        """Undo all decode steps since the mark but the first `accepted`."""
-        digest = roll_back(self.store.contents, self.store.geometry, accepted)
-        if digest is not None and self.mask_digest is not None:
-            self.mask_digest.copy_(digest)
+        assert journal.digest is not None
+        extend_digest(journal.digest, valid, columns)
 
     @on_host
     def hold_digest(self, digest: Tensor) -> None:
         """Hold a digest of the columns seen, [B] int64."""
-        self.mask_digest = digest
+        self.store.journal.digest = digest
         fix_addresses([digest])  # a compiled step writes to it, as to the slots
 
     def __repr__(self) -> str:
         """The slots, and how they are stored."""
         return repr(self.store).replace(type(self.store).__name__, type(self).__name__, 1)
-
-
-@on_host
-def attend_tile(
-    cache: Any,
-    layer: PolicyLayer,
-    tile: PromptTile,
-    vectors: tuple[Tensor, Tensor, Tensor],
-    transform: ScoreTransform,
-    forward: Forward | None,
-    ranks: Ranks,
-) -> Tensor:
-    """Attend from one tile, and store it; see `CacheForward.attend`.
-
-    Args:
-        cache: The layer's cache.
-        layer: The layer.
-        tile: The tile.
-        vectors: Its queries, keys and values.
-        transform: From products to attention weights.
-        forward: The arguments of the attention module, if the selector needs them.
-        ranks: The ranks that hold the layer's other heads.
-    """
-    q, k, v = vectors
-    store = layer.store
-    if tile.start == 0:
-        if not store.is_initialized:
-            store.initialize(k, ranks, q.shape[1] // k.shape[1], v.shape[3])
-        valid = None if tile.valid is None else tile.valid.to(k.device)
-        layer.tiles = store.begin_tiles(q, k, tile.columns, valid, layer.pending)
-    tiles = layer.tiles
-    assert tiles is not None
-    out = tiles.attend(q, k, v, transform, store.contents.score_inputs(forward))
-    if forward is not None and store.spec.needs_call:
-        tiles.note_forward(forward, q, tile.whole)
-    if tile.is_last:
-        layer.tiles = None
-        cache.end_prompt(layer, tiles.prompt(transform), partial(tiles.shown, store.contents))
-        if layer is cache.policy_layers[0]:
-            layer.extend_digest(tiles.valid, tile.columns)
-    return out

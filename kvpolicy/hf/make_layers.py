@@ -49,6 +49,7 @@ def make_layers(attachment: Attachment, policy: Policy) -> list[Any]:
             lambda: make_store(own, index, rope, projection, shape.shape),
             board,
             groups.get(index),
+            is_read=index in last,
             holds_codes=attachment.hold == CODES,
         )
 

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform, attend
-from kvpolicy.text.errors import KVPolicyError
 
 _thread = threading.local()
 
@@ -68,29 +67,6 @@ class DeferredMask:
 
 Stock = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attends under the model's own mask: queries, keys and values [B, H, P, D] to an output [B, P, Hq, D]."""
-
-
-def check_blocks(policy_cache: Any, module: nn.Module, mask: Tensor, new: int) -> None:
-    """Refuse a mask of more than padding where tokens stand before the new ones, or layers take tiles.
-
-    Args:
-        policy_cache: What attends for the module.
-        module: The attention module.
-        mask: Its mask, [B, 1, P, N].
-        new: P.
-
-    Raises:
-        KVPolicyError: Naming what stands before.
-    """
-    layers = getattr(policy_cache, "layers", None)
-    layer: Any = None if layers is None else layers[module.layer_idx]  # pyright: ignore[reportArgumentType]
-    stands = getattr(layer, "holds_tokens", True) or policy_cache.tile is not None
-    if stands or mask.dim() != 4 or mask.shape[-1] != new:
-        raise KVPolicyError(
-            f"The attention mask must be 2-D under a policy, got {mask.dim()} dimensions, as for image tokens that "
-            "attend to later ones, of which a whole picture must be in the first forward; try pictures in one prompt "
-            "without tile, or text alone."
-        )
 
 
 def is_token(mask: Tensor) -> Tensor:

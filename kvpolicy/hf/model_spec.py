@@ -91,14 +91,6 @@ class ModelShape:
         sizes = len(self.evictable), self.heads, self.shape.head_dim
         return ModelInfo(*sizes, weights, tuple(self.evictable), self.depth, self.widths.hidden)
 
-    def is_read(self, index: int) -> bool:
-        """Whether other layers read the keys of a layer."""
-        return index in self.owners.values()
-
-    def attends_by_policy(self, index: int) -> bool:
-        """Whether a layer attends to slots under the policy: its own, or those of the layer whose keys it reads."""
-        return self.owners.get(index, index) in self.evictable
-
     @property
     def heads(self) -> int:
         """KV heads of a layer on all ranks."""
@@ -417,8 +409,7 @@ def check_values(policy: Policy, shape: LayerShape) -> None:
                 f"The codec must encode keys and values separately for {_described(shape)}, got {own.codec}; try "
                 "tokenwise, kivi, turboquant or bfp."
             )
-        traits = own.reader.traits
-        if not shape.latent and (traits.estimates or traits.clusters):
+        if not shape.latent and own.reader.traits.estimates_rest:
             raise KVPolicyError(
                 f"The reader must need no summaries of values for {_described(shape)}, got {own.reader}; try quest."
             )

@@ -22,12 +22,12 @@ def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Calla
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = running()
-        if cache is not None and cache.wants_cosines:
-            cache.guard.residuals[site.layer_idx] = args[0] if args else kwargs["hidden_states"]
+        if cache is not None and cache.forward.wants_cosines:
+            cache.forward.residuals[site.layer_idx] = args[0] if args else kwargs["hidden_states"]
 
     def observe(added: Callable[[Tensor], Tensor]) -> None:
         cache = running()
-        residual = None if cache is None else cache.take_residual(site.layer_idx)
+        residual = None if cache is None else _take_residual(cache, site.layer_idx)
         if cache is not None and residual is not None:
             cache.observe(site.layer_idx, residual, added(residual))
 
@@ -42,6 +42,17 @@ def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Calla
         attention_output(site).register_forward_hook(after) if norm is None else norm.register_forward_pre_hook(behind)
     )
     return [stream_input(site).register_forward_pre_hook(before, with_kwargs=True).remove, seen.remove]
+
+
+def _take_residual(cache: PolicyCache, layer_idx: int) -> Tensor | None:
+    """The input of a layer that is being measured, [B, P, hidden], or that of its tile; None if none is."""
+    residuals = cache.forward.residuals
+    tile = cache.tile
+    # Popped, so that the inputs of measured layers do not pile up during a forward.
+    residual = residuals.pop(layer_idx, None) if tile is None or tile.is_last else residuals.get(layer_idx)
+    if tile is None or residual is None or residual.shape[1] != tile.columns:
+        return residual  # a norm inside the layer has seen one tile
+    return tile.cut(residual)
 
 
 def stream_input(site: Site) -> nn.Module:

@@ -16,30 +16,28 @@ from torch import Tensor, nn
 
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import passed_cache
-from kvpolicy.hf.discovery import ROPE_DELTAS, rope_owner
+from kvpolicy.hf.discovery import ROPE_DELTAS
 from kvpolicy.hf.forward_checks import by_name
 
 
 class RopeDeltas:
-    """The offsets of a model's positions, exchanged with its caches; nothing happens in a model without any."""
+    """The offsets of a model's positions, exchanged with its caches."""
 
-    def __init__(self, model: nn.Module, decoder: nn.Module) -> None:
-        """Find the module around a decoder that keeps the offsets."""
-        self._owner = rope_owner(model, decoder)
+    def __init__(self, owner: nn.Module) -> None:
+        """Exchange those that a module around a decoder keeps."""
+        self._owner = owner
         self._thread = threading.local()
         # What the model counts from, and the same on the host: neither is copied while nothing changes, as in steps.
         self._shown: tuple[Tensor | None, list[int] | None] = (None, None)
 
-    def connect(self) -> list[Callable[[], None]]:
+    def connect(self) -> Callable[[], None]:
         """Let each forward count from the offsets of its cache; returns how to undo it."""
-        if self._owner is None:
-            return []
         self._names = list(inspect.signature(self._owner.forward).parameters)
-        return [self._owner.register_forward_pre_hook(self._before, with_kwargs=True).remove]
+        return self._owner.register_forward_pre_hook(self._before, with_kwargs=True).remove
 
-    def show(self, cache: Any) -> None:
-        """Let the model count from the offsets of a cache that has seen a prompt."""
-        if self._owner is None or not isinstance(cache, PolicyCache) or not cache.is_initialized:
+    def show(self, cache: PolicyCache) -> None:
+        """Let the model count from the offsets of a cache, if it has seen a prompt."""
+        if not cache.is_initialized:
             return
         first = cache.policy_layers[0]
         shown, deltas = self._shown
@@ -63,14 +61,14 @@ class RopeDeltas:
         counts, self._thread.counts = getattr(self._thread, "counts", None), None
         if counts is None:  # the decoder was called alone
             return
-        if counts or not cache.is_initialized or (answers and not cache.is_step):
+        if counts or not cache.is_initialized or (answers and not cache.forward.is_step):
             cache.policy_layers[0].rope_deltas = self._of_rows(rows)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _, named = by_name(self._names, args, kwargs)
+        named = by_name(self._names, args, kwargs)[1] if len(args) > 1 else kwargs
         cache = passed_cache(named)
         counts = named.get("position_ids") is None
-        if counts:
+        if counts and isinstance(cache, PolicyCache):
             self.show(cache)
         if torch.compiler.is_compiling():
             return

@@ -138,7 +138,7 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     own = cache.policy_layers[0]
     own.hold_digest(held["digest"].to(own.length.device))
     own.rope_deltas = held[ROPE_DELTAS].tolist() if header.get("has_rope_deltas") else None
-    cache.history.known = KnownTokens.of(held[TOKENS]) if header["has_tokens"] else None
+    cache.journal.known = KnownTokens.of(held[TOKENS]) if header["has_tokens"] else None
     plan = header["plan"]
     prefill = attachment.model_shape.prefill
     cache.plan = None if plan is None else plan_from_dict(cache.policy, plan, prefill)
@@ -184,7 +184,7 @@ def _device(model: nn.Module, layer_idx: int) -> torch.device:
 def _check_complete(cache: Any) -> None:
     if not cache.is_initialized:
         raise KVPolicyError("A cache must have seen a prompt to be saved, got an empty one.")
-    if cache.guard.running or not cache.has_prompt:
+    if cache.forward.runs or not cache.has_prompt:
         raise KVPolicyError(
             "A cache must have compressed its prompt to be saved, got one with an incomplete prompt; try after the "
             "last chunk."

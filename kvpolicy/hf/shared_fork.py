@@ -10,25 +10,25 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine.shared_prefix import SharedPrefix
+from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.edit_checks import check_rows
 from kvpolicy.hf.layer import LayerPrefix, PolicyLayer
 from kvpolicy.hf.model_spec import resolve_for
-from kvpolicy.hf.plan import beside, check_own, check_readable
+from kvpolicy.hf.plan import check_own, check_readable
 from kvpolicy.hf.states import States
-from kvpolicy.planning.result import SHARED, CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 
 
-def check_shareable(cache: Any) -> None:
+def check_shareable(cache: CacheForward) -> None:
     """Refuse a cache whose slots cannot be shared; nothing is changed.
 
     Raises:
         KVPolicyError: If it has several rows, or a part of its policy does not allow it.
         KVPolicyStateError: If it is in the middle of something, or shares a prefix itself.
     """
-    cache.guard.check_idle("fork()")
-    cache.history.refuse_marked("fork(shared=True)")
+    cache.forward.check_idle("fork()")
+    cache.journal.refuse_marked("fork(shared=True)")
     if not cache.is_initialized or not cache.has_prompt or cache.holds_next:
         raise KVPolicyStateError(
             "A cache must hold a whole prompt for its slots to be shared, got one that does not; try to run the prompt "
@@ -47,7 +47,7 @@ def check_shareable(cache: Any) -> None:
     check_readable(cache.policy)
 
 
-def refuse_prefix(cache: Any, what: str) -> None:
+def refuse_prefix(cache: CacheForward, what: str) -> None:
     """Refuse the call `what` on a cache behind a shared prefix.
 
     Raises:
@@ -60,7 +60,7 @@ def refuse_prefix(cache: Any, what: str) -> None:
         )
 
 
-def refuse_windows(cache: Any) -> None:
+def refuse_windows(cache: CacheForward) -> None:
     """Refuse a reset to the end of a shared prefix where layers have windows or states, which have moved on.
 
     Raises:
@@ -79,7 +79,7 @@ OWN = "full"
 """The policy of what rows add behind a shared prefix: they keep all of it, in full precision."""
 
 
-def own_policy(cache: Any, own: Policy | str | None) -> Policy:
+def own_policy(cache: CacheForward, own: Policy | str | None) -> Policy:
     """The policy of what rows add behind the slots of a cache.
 
     Raises:
@@ -94,7 +94,7 @@ def own_policy(cache: Any, own: Policy | str | None) -> Policy:
     return wanted
 
 
-def share(cache: Any, other: Any, rows: Tensor | Sequence[int] | None) -> None:
+def share(cache: CacheForward, other: CacheForward, rows: Tensor | Sequence[int] | None) -> None:
     """Let an empty cache begin behind the slots of a cache with one row, which may not change from now on.
 
     Args:
@@ -111,21 +111,21 @@ def share(cache: Any, other: Any, rows: Tensor | Sequence[int] | None) -> None:
         # Windows and states move on in every row, so that they are copied.
         if isinstance(layer, DynamicSlidingWindowLayer):
             other.layers[index] = _window(layer, count)
-        own = other.layers[index]
+        own: Any = other.layers[index]
         if isinstance(layer, PolicyLayer):
             _share_slots(cache, layer, own, count)
         if isinstance(layer, States):  # last, since slots that begin behind a prefix forget everything else
             own.adopt_states(layer, count)
-    known = cache.history.known
-    other.history.known = None if known is None else known.map_rows(lambda rows: rows[indices.to(rows.device)])
-    cache.history.is_shared = True
+    known = cache.journal.known
+    other.journal.known = None if known is None else known.map_rows(lambda rows: rows[indices.to(rows.device)])
+    cache.journal.is_shared = True
 
 
-def _share_slots(cache: Any, layer: PolicyLayer, own: PolicyLayer, rows: int) -> None:
+def _share_slots(cache: CacheForward, layer: PolicyLayer, own: PolicyLayer, rows: int) -> None:
     """Let a layer of another cache begin behind the slots of one of this cache."""
     store = layer.store
     slots = SharedPrefix(store.contents, store.geometry)
-    seen = int(cache.mask_digest[0]) if layer is cache.policy_layers[0] else None
+    seen = None if layer.mask_digest is None else int(layer.mask_digest[0])
     deltas = None if layer.rope_deltas is None else layer.rope_deltas * rows
     own.share(LayerPrefix(store, slots, rows, layer.get_seq_length(), seen, deltas))
 
@@ -136,27 +136,6 @@ def _window(layer: DynamicSlidingWindowLayer, rows: int) -> DynamicSlidingWindow
     if layer.keys is not None and layer.values is not None:
         window.keys, window.values = (t.expand(rows, -1, -1, -1).clone() for t in (layer.keys, layer.values))
     return window
-
-
-def with_prefix(plan: CachePlan, layers: list[PolicyLayer], rows: int) -> CachePlan:
-    """A plan of what rows add, and of the prefix that they share; unchanged without one.
-
-    Args:
-        plan: The plan.
-        layers: The layers under the policy.
-        rows: Rows of the cache.
-    """
-    prefixes = [layer.prefix for layer in layers]
-    if prefixes[0] is None or SHARED in plan.layers[0].nbytes:
-        return plan
-    slots = [prefix.slots for prefix in prefixes if prefix is not None]
-    full = sum(map(full_prefix_nbytes, layers)) * rows
-    return beside(plan, [each.nbytes for each in slots], [each.step_nbytes for each in slots], full, slots[0].length)
-
-
-def full_prefix_nbytes(layer: PolicyLayer) -> int:
-    """Bytes of the prefix's tokens in a stock cache, of one row; 0 without a prefix."""
-    return 0 if layer.prefix is None else layer.prefix.slots.length * layer.store.shape.token_nbytes
 
 
 def behind(prompt: Tensor | None, layer: PolicyLayer) -> Tensor | None:

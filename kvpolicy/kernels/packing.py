@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+PARTS = {bits: [8] * (bits // 8) + [part for part in (4, 2, 1) if bits % 8 & part] for bits in range(1, 17)}
+"""Widths that divide 8 and sum to each number of bits, the largest first."""
+
 
 def packed_width(width: int, bits: int) -> int:
     """The number of bytes that `width` codes of `bits` bits take.
@@ -13,7 +16,7 @@ def packed_width(width: int, bits: int) -> int:
     >>> packed_width(128, 3), packed_width(5, 4)
     (48, 3)
     """
-    return sum(-(-width * part // 8) for part in _parts(bits))
+    return sum(-(-width * part // 8) for part in PARTS[bits])
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -37,7 +40,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     packed: list[Tensor] = []
     shift = 0
     dtype = torch.int32 if _in_compiled_cpu_code(codes) else torch.uint8
-    for part in _parts(bits):
+    for part in PARTS[bits]:
         part_codes = codes if part == bits else (codes >> shift) & (2**part - 1)
         packed.append(_pack_part(part_codes.to(dtype), part).to(torch.uint8))
         shift += part
@@ -64,9 +67,13 @@ def unpack(packed: Tensor, bits: int, width: int | None = None) -> Tensor:
     codes: Tensor | None = None
     start = 0
     shift = 0
-    for part in _parts(bits):
-        size = packed_width(width, part)
-        part_codes = _unpack_part(packed[..., start : start + size], part)[..., :width]
+    dtype = torch.int32 if _in_compiled_cpu_code(packed) else torch.uint8
+    for part in PARTS[bits]:
+        size = -(-width * part // 8)
+        part_codes = packed[..., start : start + size]
+        if part < 8:
+            part_codes = torch.cat(_split_bytes(part_codes.to(dtype), part), -1).to(torch.uint8)
+        part_codes = part_codes[..., :width]
         # Shifted codes of more than 8 bits do not fit uint8.
         part_codes = part_codes if bits <= 8 else part_codes.int()
         codes = part_codes if codes is None else codes | (part_codes << shift)
@@ -82,14 +89,14 @@ def unpack_float(packed: Tensor, bits: int, width: int | None = None) -> Tensor:
     >>> unpack_float(torch.tensor([49, 66], dtype=torch.uint8), 4).tolist()
     [1.0, 2.0, 3.0, 4.0]
     """
-    if not _in_compiled_cpu_code(packed) or len(_parts(bits)) > 1 or bits == 8:
+    if not _in_compiled_cpu_code(packed) or len(PARTS[bits]) > 1 or bits == 8:
         return unpack(packed, bits, width).float()
     return torch.cat([part.float() for part in _split_bytes(packed.int(), bits)], -1)[..., :width]
 
 
 def fills_bytes(packed: Tensor, bits: int, width: int) -> bool:
     """Whether each width that `bits` is a sum of fills its bytes, so that `unpack_places` splits the codes."""
-    return bits <= 8 and packed.shape[-1] * 8 == width * bits and all(width * part % 8 == 0 for part in _parts(bits))
+    return bits <= 8 and packed.shape[-1] * 8 == width * bits and all(width * part % 8 == 0 for part in PARTS[bits])
 
 
 def unpack_places(packed: Tensor, bits: int) -> list[Tensor]:
@@ -109,7 +116,7 @@ def unpack_places(packed: Tensor, bits: int) -> list[Tensor]:
     """
     if bits == 8:
         return [packed]
-    parts = _parts(bits)
+    parts = PARTS[bits]
     count = packed.shape[-1]
     size = count * min(parts) // bits
     packed = packed.int()  # inductor (torch 2.13) shifts bytes one by one on a CPU
@@ -125,12 +132,6 @@ def unpack_places(packed: Tensor, bits: int) -> list[Tensor]:
     return codes
 
 
-def _parts(bits: int) -> list[int]:
-    """Widths that divide 8 and sum to `bits`, the largest first."""
-    assert 1 <= bits <= 16, "codes have 1 to 16 bits"
-    return [8] * (bits // 8) + [part for part in (4, 2, 1) if bits % 8 & part]
-
-
 def _pack_part(codes: Tensor, bits: int) -> Tensor:
     """Pack codes of 1, 2, 4 or 8 bits, [..., D] of an integer type."""
     per_byte = 8 // bits
@@ -141,14 +142,6 @@ def _pack_part(codes: Tensor, bits: int) -> Tensor:
     for place, chunk in enumerate(higher, 1):
         packed = packed | (chunk << (bits * place))
     return packed
-
-
-def _unpack_part(packed: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return packed
-    if _in_compiled_cpu_code(packed):
-        return torch.cat(_split_bytes(packed.int(), bits), -1).to(torch.uint8)
-    return torch.cat(_split_bytes(packed, bits), -1)
 
 
 def _split_bytes(packed: Tensor, bits: int) -> list[Tensor]:

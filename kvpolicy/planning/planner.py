@@ -58,6 +58,7 @@ def divide_by_layer(
         KVPolicyError: If the budget is too small; the message names the smallest one that works.
     """
     if isinstance(policy.budget, str):
+        # Bytes are those of all rows on this rank, so that one factor holds for the whole batch.
         limit = bytes_of(policy.budget) - unmanaged_nbytes
         keep, smallest = _fit(policy, policy.budget, prompt, end, shapes, indices, limit)
         if keep is None:
@@ -66,6 +67,7 @@ def divide_by_layer(
                 f"under {policy}, got {policy.budget}."
             )
         return expect_tokens(policy, keep, prompt, end)
+    # Other budgets are those of each row alone; rows of equal lengths share one search.
     each: list[Tensor] = []
     known: dict[tuple[int, int], Tensor] = {}
     for row in range(len(prompt)):
@@ -73,6 +75,7 @@ def divide_by_layer(
         own_end = None if end is None else end[row : row + 1]
         lengths = int(own), -1 if own_end is None else int(own_end)
         if lengths not in known:
+            # On all ranks together, so that a row keeps the same on any number of them.
             known[lengths] = _row(policy, own, own_end, [whole] * len(shapes), indices)
         each.append(known[lengths])
     return expect_tokens(policy, torch.cat(each), prompt, end)

@@ -187,8 +187,8 @@ def check_together(policy: Any) -> None:
             reads_all=isinstance(policy.reader, ReadAll),
         )
     )
-    rebuilt = policy.reader.traits.rebuilt
-    if rebuilt is not None and rebuilt.joint_heads and not same_in_heads(policy.selector):
+    rebuilds = policy.reader.traits.rebuilds
+    if rebuilds is not None and rebuilds.joint_heads and not same_in_heads(policy.selector):
         raise KVPolicyError(
             f"The selector must keep the same tokens in every head to be combined with {policy.reader}, whose heads "
             f"share coefficients, got {policy.selector}; try full, window or streaming, or joint=false."
@@ -314,7 +314,7 @@ def check_reader(reader: Reader, selector: Selector, codec: Codec, merger: Merge
             f"The selector {selector} must see the newest token's attention to every kept token, got the reader "
             f"{reader}, which leaves most of them unread; try snapkv or h2o."
         )
-    if reader.traits.rebuilt is not None and codec.stages:
+    if reader.traits.rebuilds is not None and codec.stages:
         raise KVPolicyError(
             f"The codec must be plain for the reader {reader}, which rebuilds keys from coefficients of its own, got "
             f"{codec}; try quest."

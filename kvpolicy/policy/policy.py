@@ -298,7 +298,7 @@ class Policy:
         """
         if any(own.codec.traits.key_space == "unrotated" for own in self.distinct):
             return "codec"
-        if any(own.reader.traits.rebuilt for own in self.distinct):
+        if any(own.reader.traits.rebuilds for own in self.distinct):
             return "reader"
         every = [each for own in self.distinct for each in own.selector.statistics]
         return "selector" if any(each.undoes_rotation or isinstance(each, Moments) for each in every) else ""

@@ -17,8 +17,8 @@ LayerMetric = Literal["", "cosine", "curve", "attention"]
 """The metric of layers: none, how little attention changes the residual stream, the worth of their tokens, or numbers
 of their attention.
 
-It is measured in a row's first prompt, or in the first chunk of it. Of curves, the share of the budget that each layer got
-by them is kept for later prompts, and so it is of more than one number of attention.
+It is measured in a row's first prompt, or in the first chunk of it. Of curves, the share of the budget that each layer
+got by them is kept for later prompts, and so it is of more than one number of attention.
 """
 
 Reduction = Literal["mean", "variance", "entropy", "total", "value_size", "worth"]
@@ -171,7 +171,7 @@ class LayerAttention(NamedTuple):
 
 @runtime_checkable
 class MeasuresAttention(Protocol):
-    """An optional ability of an allocator, with the metric `attention` or `curve`: it measures a layer by its attention.
+    """An optional ability of an allocator, with the metric `attention` or `curve`: it measures layers by attention.
 
     With the metric `curve`, it compares what tokens of all layers are worth: it asks for `worth`, and `measure` returns
     a curve, the worth of each further token per head, [B, N] in falling order.

@@ -259,9 +259,9 @@ class RotaryView(Protocol):
 class Stage(Protocol):
     """A part of a layer's slots in which every token is coded in the same way.
 
-    Every tensor of the codes is [B, H or 1, X, ...], or of fewer heads if these share codes, where X counts slots, groups
-    of slots, or something that does not depend on them; the tensors of a longer stage begin like those of a shorter
-    one. All methods but `load_calibration` and `alloc` are traceable: no host sync, no data-dependent shape.
+    Every tensor of the codes is [B, H or 1, X, ...], or of fewer heads if these share codes, where X counts slots,
+    groups of slots, or something that does not depend on them; the tensors of a longer stage begin like those of a
+    shorter one. All methods but `load_calibration` and `alloc` are traceable: no host sync, no data-dependent shape.
     """
 
     __slots__ = ()

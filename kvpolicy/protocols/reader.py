@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels.ranks import Ranks
 from kvpolicy.protocols.codec import ALL_HEADS, ModelInfo
 
 Index = Any
@@ -19,33 +21,32 @@ class ReaderTraits(NamedTuple):
     Attributes:
         dense: How many of the model's first layers read every slot.
         recent: The newest tokens whose entries are always read; that of the newest one always is.
-        sinks: Tokens at positions below it are always read, if they are kept, besides the newest ones.
         ordered: Whether entries are pages of slots that should hold neighbors, so that slots are kept in the order of
             their positions.
         resort: After how many decode steps the slots are sorted again where tokens are evicted, if `ordered`, and
-            clusters, or a basis of keys, are found again.
+            the index is made again, if a part of it is `fitted`.
         host: Whether keys and values lie in host memory, in the layers that read a part of them.
+        estimates_rest: Whether tokens that are not read take part in attention, by summaries of values; else they have
+            no weight.
         salience: Says how salient channels are, which `fit` is then given; None if it is not.
         basis: Loads the basis that the index is of coordinates in; None without one.
-        scan: Says what `score` reads of every key; None if it reads the index alone.
-        estimates: Estimates what is not read; None if that has no weight.
-        clusters: Finds the clusters that `score` scores; None if it scores entries.
-        rebuilt: Computes the keys that a step reads from the index; None if they are read as they are stored.
+        scan: Says how much of every key `score` reads; None if it reads the index alone.
+        fitted: Says when a part of the index is to be found again from all keys of a row; None if no part is.
+        rebuilds: Says how keys are rebuilt that `choose` does not read as they are stored; None if it reads all so.
         choosers: Says which layers choose, also for those behind them; None if every layer chooses for itself.
     """
 
     dense: int = 0
     recent: int = 1
-    sinks: int = 0
     ordered: bool = False
     resort: int = 256
     host: bool = False
+    estimates_rest: bool = False
     salience: Salience | None = None
     basis: LoadsBasis | None = None
     scan: KeyScan | None = None
-    estimates: Estimates | None = None
-    clusters: Clusters | None = None
-    rebuilt: RebuildsKeys | None = None
+    fitted: Fitted | None = None
+    rebuilds: RebuildsKeys | None = None
     choosers: Choosers | None = None
 
     @property
@@ -100,7 +101,7 @@ class KeyScan(Protocol):
         ...
 
     def channels_read(self, head_dim: int) -> int:
-        """How many channels of a key are read; then there is no index of keys, and `refresh` is not called."""
+        """How many channels of a key are read."""
         ...
 
 
@@ -139,112 +140,33 @@ class LoadsBasis(Protocol):
         ...
 
 
-class Clusters(Protocol):
-    """Clusters of similar keys, to which entries belong: see `ReaderTraits.clusters`.
+class Fitted(Protocol):
+    """The part of an index that is found from all keys of a row, such as clusters: see `ReaderTraits.fitted`.
 
-    Entries are single slots, and `score` returns the scores of C clusters, [B, H, G, C]. A step reads the entries of
-    the best clusters, the earlier positions of the last one. Clusters are found from all keys of a layer: after each
-    prompt, and again after `ReaderTraits.resort` decode steps. In between, `refresh` assigns new keys to them.
-
-    If it estimates, what is not read of a cluster takes part in attention as one slot, that has the score and the mean
-    value of the cluster, and stands for as many tokens. `Estimates` is not needed for that.
+    `Reader.update` finds it of the rows that had a prompt, and of all rows after `ReaderTraits.resort` decode steps.
     """
 
-    @property
-    def estimates_rest(self) -> bool:
-        """Whether what is not read takes part in attention."""
-        ...
-
-    def fit_clusters(self, index: Index, keys: Tensor, values: Tensor, positions: Tensor, rows: Tensor) -> None:
-        """Find the clusters of some rows, in place; `refresh` of all entries follows. Not traceable.
+    def is_missing(self, index: Index, slots: SlotAccess, steps: int) -> bool:
+        """Whether the index must be made again because a row has no such part. May wait for the device.
 
         Args:
             index: The index.
-            keys: The keys of all entries, as attention sees them, [B, H, X, D]; undefined in empty slots.
-            values: Their values, [B, H, X, D].
-            positions: Their positions, [B, H, X] int32; -1 in empty slots.
-            rows: Which rows, [B] bool; the others keep what they have.
+            slots: The slots of the layer.
+            steps: Decode steps since it was found; 0 if the layer was just given more slots.
         """
-        ...
-
-    def has_clusters(self, index: Index) -> Tensor:
-        """Whether clusters of a row were found, [B] bool."""
-        ...
-
-    def assigned(self, index: Index) -> Tensor:
-        """The cluster of each entry, [B, H, X] int64, below C; of an empty slot any."""
-        ...
-
-    def centers(self, index: Index) -> Any:
-        """The tensors, in (nested) tuples, that `refresh` reads to assign a key."""
-        ...
-
-    def mean_values(self, index: Index) -> Tensor:
-        """The mean value of each cluster, [B, H, C, D], finite everywhere; only called if the reader estimates."""
         ...
 
 
 class RebuildsKeys(Protocol):
-    """Keys that a step computes from the index when it reads them: see `ReaderTraits.rebuilt`.
+    """Keys that a step computes from the index instead of reading them: see `ReaderTraits.rebuilds`.
 
-    The index holds a basis of the keys of each head without their rotary embedding, and the coefficients of each key in
-    it. A step rebuilds the keys of the slots that it reads, and the engine rotates them to their positions. Only the
-    keys of the newest tokens (`ReaderTraits.recent`), and of those at the first positions (`ReaderTraits.sinks`), are
-    read as they are stored. The basis is found from all keys of a layer: after each prompt, and again after
-    `ReaderTraits.resort` decode steps. In between, new keys get coefficients in it.
-
-    With `joint_heads`, the basis is of the keys of all heads of a token, one behind the other, and coefficients are
-    those of a token.
-
-    Needs equally many slots in full precision in every head, so no codec. All methods but `fit_basis` and `has_basis`
-    are traceable.
+    Needs equally many slots in full precision in every head, so no codec, and keys without their rotary embedding:
+    `SlotAccess.unrotated` and `SlotAccess.rotated` work in such layers only.
     """
 
     @property
     def joint_heads(self) -> bool:
-        """Whether the heads of a layer share a basis, so that they must hold the same tokens in the same slots."""
-        ...
-
-    def fit_basis(self, index: Index, moments: Tensor, rows: Tensor) -> None:
-        """Find the basis of some rows, in place; `project` of all entries follows. Not traceable.
-
-        Args:
-            index: The index.
-            moments: Sums of the outer products of the unrotated keys of each head, [B, H, D, D] fp64; of all heads with
-                `joint_heads`, [B, 1, H * D, H * D].
-            rows: Which rows, [B] bool; the others keep what they have.
-        """
-        ...
-
-    def has_basis(self, index: Index) -> Tensor:
-        """Whether the basis of a row was found, [B] bool."""
-        ...
-
-    def project(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
-        """Compute the coefficients of the keys of some entries, in place, after `Reader.refresh` of them.
-
-        Args:
-            index: The index.
-            entries: Which entries, [B, H, n] int64; where one is given twice, so are its keys.
-            keys: Their keys without rotary embedding, [B, H, n, page, D] fp32; undefined where `occupied` is not set.
-            occupied: Which of these slots hold a token, [B, H, n, page] bool.
-        """
-        ...
-
-    def rebuild_keys(self, index: Index, slots: Tensor) -> Tensor:
-        """The keys of slots [B, H, n] int64 without rotary embedding, [B, H, n, D] fp32; of an empty slot any."""
-        ...
-
-    def scored(self, index: Index) -> Any:
-        """The tensors, in (nested) tuples, that `score` reads."""
-        ...
-
-    def basis(self, index: Index) -> Any:
-        """The tensors, in (nested) tuples, that `project` and `rebuild_keys` read whole."""
-        ...
-
-    def coefficients(self, index: Index) -> Tensor:
-        """The coefficients, of which each head reads those of its slots, [B, H or 1, S, ...] with S slots at least."""
+        """Whether the heads of a layer must hold the same tokens in the same slots."""
         ...
 
 
@@ -272,40 +194,148 @@ class Estimated(NamedTuple):
     values: Tensor
 
 
-class Estimates(Protocol):
-    """Slots that take part in attention for those that are not read: see `ReaderTraits.estimates`.
+class Read(NamedTuple):
+    """What a step reads of a layer, besides a codec's full-precision buffer.
 
-    The index also has summaries of values: one for every block of `block` neighboring entries. Like entries, they are
-    recomputed when one of their slots is overwritten. Both methods are traceable, as `score` is.
+    Attributes:
+        slots: Slots of the layer, [B, H, n] int64.
+        chosen: Whether a slot belongs to the entries that are read, [B, H, n] bool; it may still be empty.
+        entries: Their entries, [B, H, k] int64; None if another layer chose.
+        read: Which of these entries are read, [B, H, k] bool.
+        keys: Computes the keys of these slots, [B, H, n, D]; None if they are read as they are stored.
+        rest: Estimates what is not read, from the logarithm of the sum of the exponentials of the scores of all slots
+            that are read of entries, [B, H, G] fp32; None if that has no weight.
     """
 
-    @property
-    def block(self) -> int:
-        """How many neighboring entries share a summary of their values."""
+    slots: Tensor
+    chosen: Tensor
+    entries: Tensor | None = None
+    read: Tensor | None = None
+    keys: Callable[[], Tensor] | None = None
+    rest: Callable[[Tensor], Estimated] | None = None
+
+
+class Changed(NamedTuple):
+    """What changed in a layer since its index was made.
+
+    Attributes:
+        entries: The entries whose slots were written, [B, H, n] int64, where one may be given twice; None if the index
+            is made again, of all entries, which happens between steps.
+        placed: Rows for which what is fitted is found again, [B] bool; None for none but those that lack it.
+        emptied: Slots of the layer [B, H, n] int64 some of which were emptied, where none was written; else None.
+    """
+
+    entries: Tensor | None = None
+    placed: Tensor | None = None
+    emptied: Tensor | None = None
+
+
+class SlotAccess(Protocol):
+    """The slots of a layer as its reader sees them. In a step, the bytes of what is asked for are counted.
+
+    Attributes:
+        positions: Positions of all slots, [B, H, S] int32; -1 for an empty one.
+        length: Tokens that each row has seen, [B] int64.
+        ranks: The ranks that hold the other heads of the layer.
+        entries: How many entries there are.
+        slots_read: Slots of entries that a step reads of each head.
+        products: The products with every key, which `ReaderTraits.scan` must declare.
+    """
+
+    positions: Tensor
+    length: Tensor
+    ranks: Ranks
+    entries: int
+    slots_read: int
+    products: Products
+
+    def tiles(self, entries: Tensor | None, block: int = 1) -> Sequence[Tensor]:
+        """The blocks of `block` neighboring entries that hold `entries`, or all, a part [B, H, n] int64 at a time."""
         ...
 
-    def summarize(self, index: Index, blocks: Tensor, values: Tensor, occupied: Tensor) -> None:
-        """Recompute the summaries of blocks, in place.
+    def of_entries(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """The slots of entries [B, H, n], [B, H, n * page] int64, and which hold a token of it, [B, H, n, page] bool.
 
-        Args:
-            index: The index.
-            blocks: Which blocks, [B, H, n] int64; where one is given twice, so are its values.
-            values: The values of their slots, m for each block, [B, H, n, m, D]; undefined where `occupied` is not set.
-            occupied: Which of these slots hold a token, [B, H, n, m] bool.
+        An entry may have fewer slots than a page, at the end of a codec's stage. Its last one is then repeated.
         """
         ...
 
-    def estimate_rest(self, index: Index, scores: Tensor, read: Tensor, normalizer: Tensor) -> Estimated:
-        """Slots that stand for the entries that are not read.
+    def entries_of(self, slots: Tensor) -> Tensor:
+        """The entries of slots [B, H, n] of the layer; any for a slot that belongs to none."""
+        ...
+
+    def keys(self, at: Tensor) -> Tensor:
+        """The keys of slots [B, H, n], as attention sees them, [B, H, n, D]; undefined in empty slots."""
+        ...
+
+    def values(self, at: Tensor) -> Tensor:
+        """The vectors that attention mixes of slots [B, H, n], [B, H, n, D]; undefined in empty slots."""
+        ...
+
+    def coordinates(self, vectors: Tensor) -> Tensor:
+        """Vectors [B, H, n, D] in the basis of `ReaderTraits.basis`, [B, H, n, r] fp32; as they are without one."""
+        ...
+
+    def unrotated(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys [B, H, n, D] at positions [B, H, n] without their rotary embedding, fp32."""
+        ...
+
+    def rotated(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys [B, H, n, D] fp32 without a rotary embedding at positions [B, H, n], as attention sees them, fp32."""
+        ...
+
+    def scores(self, raw: Tensor) -> Tensor:
+        """Products of the queries, [B, H, G, X] fp32, scaled and capped as attention does it, in place."""
+        ...
+
+    def log_tokens(self) -> Tensor:
+        """Logarithm of the tokens that each entry holds, [B, H, X] fp32; -inf for an entry without one."""
+        ...
+
+    def best(self, scores: Tensor, sinks: int = 0) -> Read:
+        """The entries with the largest attention weights, for the query head that weights them most.
+
+        The entries of the newest tokens and of the first kept one are always read. Ties go to the earlier position.
 
         Args:
-            index: The index.
-            scores: The result of `Reader.score`, scaled and capped, plus the logarithm of the tokens that each entry
-                holds, [B, H, G, X] fp32; -inf for an entry without a token.
-            read: Which entries are read, [B, H, X] bool.
-            normalizer: Logarithm of the sum of the exponentials of the scores of all slots that are read of entries, as
-                attention computes them, [B, H, G] fp32.
+            scores: Scores of the entries, scaled and capped, [B, H, G, X] fp32.
+            sinks: Entries with a token at a position below it are always read too.
         """
+        ...
+
+    def most_needed(self, need: Tensor, sinks: int = 0) -> Read:
+        """As `best`, by numbers [B, H, X] fp32 below 1; undefined for empty entries."""
+        ...
+
+    def missing(self, found: Tensor, placed: Tensor | None) -> Tensor:
+        """Rows with tokens for which something is to be found, [B] bool, as each row would alone.
+
+        Args:
+            found: Rows for which it was found, [B] bool.
+            placed: `Changed.placed`.
+        """
+        ...
+
+    def whole(self, parts: Any) -> None:
+        """Count the reading of all of a tensor, or of each tensor in (nested) tuples."""
+        ...
+
+    def rows(self, source: Tensor, count: int) -> None:
+        """Count the reading of `count` vectors of each head of `source` [B, H, S, ...]."""
+        ...
+
+    def written(self, parts: Any = (), keys: bool = True, block: int = 0) -> None:
+        """Count what `Reader.update` reads for the tokens that a step writes; see `Reader.count_step`.
+
+        Args:
+            parts: Tensors that it reads whole.
+            keys: Whether it reads the keys of their entries.
+            block: Of how many entries it reads all values, for each of theirs; 0 for none.
+        """
+        ...
+
+    def stored_keys(self, count: int) -> None:
+        """Count the reading of `count` keys of each head; see `Reader.count_step`."""
         ...
 
 
@@ -320,12 +350,12 @@ class Reader(Protocol):
 
     A codec's full-precision buffer is small, and is always read whole: there, the slots of a layer are the coded ones.
 
-    Shapes: X entries, n of which are refreshed. `refresh` and `score` are traceable: no host sync, no data-dependent
-    shape.
+    Shapes: X entries, n of which are refreshed. `refresh`, `score` and `choose` are traceable: no host sync, no
+    data-dependent shape; so is `update` of some entries.
 
-    A class that inherits from it has single tokens as entries and no index, and needs `count` and `score`. An object
-    that has all members is accepted whatever its class. What it does otherwise, it hands over as an object of its
-    `traits`.
+    A class that inherits from it has single tokens as entries and no index, and needs `count` and `score`. One that
+    keeps an index in another way than by entries, or reads other things than stored keys and values, overrides
+    `update`, `choose` and `count_step`. An object that has all members is accepted whatever its class.
     """
 
     __slots__ = ()
@@ -366,6 +396,21 @@ class Reader(Protocol):
             rows: Which rows had their first prompt, [B] bool; the others keep what they have.
         """
 
+    def update(self, index: Index, slots: SlotAccess, changed: Changed) -> None:
+        """Bring the index up to date, in place; by default, `refresh` the entries that were written.
+
+        Args:
+            index: The index.
+            slots: The slots of the layer.
+            changed: What changed.
+        """
+        if changed.emptied is not None:  # what an index holds of an empty slot is never read
+            return
+        for entries in slots.tiles(changed.entries):
+            at, occupied = slots.of_entries(entries)
+            keys = slots.coordinates(slots.keys(at))
+            self.refresh(index, entries, keys.unflatten(2, occupied.shape[2:]), occupied)
+
     def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """Recompute entries, in place.
 
@@ -375,6 +420,26 @@ class Reader(Protocol):
             keys: Their keys, as attention sees them, [B, H, n, page, D]; undefined where `occupied` is not set.
             occupied: Which of these slots hold a token, [B, H, n, page] bool.
         """
+
+    def choose(self, index: Index, slots: SlotAccess, queries: Tensor) -> Read:
+        """Choose what a step reads; by default, the entries that `score` scores highest.
+
+        Args:
+            index: The index.
+            slots: The slots of the layer.
+            queries: [B, H, G, D], in the basis if there is one.
+        """
+        slots.whole(index)
+        return slots.best(slots.scores(self.score(index, queries, slots.products)))
+
+    def count_step(self, index: Index, slots: SlotAccess) -> None:
+        """Count what `update` and `choose` read in a step, besides what `traits.scan` declares and what is chosen.
+
+        A plan counts with tensors on the device `meta`, and must predict what a step reads. By default that is the
+        index, and the keys of the entry that is written.
+        """
+        slots.whole(index)
+        slots.written(keys=bool(index))
 
     def score(self, index: Index, queries: Tensor, products: Products) -> Tensor:
         """An estimate of the largest product of each query with the keys of each entry.
@@ -391,6 +456,6 @@ class Reader(Protocol):
                 `traits.scan` must declare, or some channels of them.
 
         Returns:
-            [B, H, G, X] fp32; of clusters instead of entries with `ReaderTraits.clusters`.
+            [B, H, G, X] fp32.
         """
         ...

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import Estimated, ReaderTraits
-from kvpolicy.readers.common import Amount, TokenReader, amount, page_means, slots_of_page
+from kvpolicy.readers.common import Amount, amount, page_means, slots_of_page
+from kvpolicy.readers.summaries import SummaryReader
 from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
@@ -28,7 +29,7 @@ class CentroidIndex(NamedTuple):
 
 
 @strategy
-class Centroids(TokenReader):
+class Centroids(SummaryReader):
     """Read the pages whose mean key has the largest product with the query, and estimate the others.
 
     The slots are divided into pages. Of each page, the index holds the mean key, as attention sees keys, and the mean
@@ -94,13 +95,13 @@ class Centroids(TokenReader):
             recent=self.recent,
             ordered=self.page != 1,
             resort=self.resort,
-            estimates=self if self.estimate else None,
+            estimates_rest=self.estimate,
         )
 
     @property
     def block(self) -> int:
         """A page has a mean value of its own."""
-        return 1
+        return 1 if self.estimate else 0
 
     def page_size(self, slots: int) -> int:
         return slots_of_page(self.page, slots)
@@ -120,11 +121,11 @@ class Centroids(TokenReader):
         return thin_products(queries, index.keys)
 
     def summarize(self, index: CentroidIndex, blocks: Tensor, values: Tensor, occupied: Tensor) -> None:
-        """Compute the mean values of some pages; see `Estimates`."""
-        assert isinstance(index.values, Tensor)  # only called if the traits ask for it
+        """Compute the mean values of some pages; see `SummaryReader`."""
+        assert isinstance(index.values, Tensor)  # only called if there are blocks
         write_slots(index.values, blocks, page_means(values, occupied).to(index.values.dtype))
 
     def estimate_rest(self, index: CentroidIndex, scores: Tensor, read: Tensor, normalizer: Tensor) -> Estimated:
-        """One slot for each page that is not read; see `Estimates`."""
+        """One slot for each page that is not read; see `SummaryReader`."""
         assert isinstance(index.values, Tensor)
         return Estimated(scores.masked_fill(read[:, :, None], -torch.inf), index.values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
-from kvpolicy.protocols import ReaderTraits
+from kvpolicy.protocols import Changed, Estimated, Read, ReaderTraits, SlotAccess
+from kvpolicy.readers.clusters import ClusterTokens, need_in_clusters
 from kvpolicy.readers.common import LONG, Amount, TokenReader, amount, slots_of_page
 from kvpolicy.text.strategy import AutoInt, least, strategy
 
@@ -114,20 +116,15 @@ class Retrieval(TokenReader):
 
     @property
     def traits(self) -> ReaderTraits:
-        """Clusters, and a mean value for each."""
+        """Clusters, which are found from all keys, and a mean value for each."""
         return ReaderTraits(
             dense=self.dense,
-            sinks=self.sinks,
             recent=self.recent,
             resort=self.rebuild,
-            clusters=self,
+            fitted=self,
+            estimates_rest=self.estimate,
             host=self.host,
         )
-
-    @property
-    def estimates_rest(self) -> bool:
-        """As `estimate` says."""
-        return self.estimate
 
     def clusters(self, slots: int) -> int:
         """The most clusters that a head may need, with `slots` slots or fewer of them filled."""
@@ -161,7 +158,10 @@ class Retrieval(TokenReader):
     def fit_clusters(
         self, index: RetrievalIndex, keys: Tensor, values: Tensor, positions: Tensor, rows: Tensor
     ) -> None:
-        """Find the clusters of some rows; see `Clusters`."""
+        """Find the clusters of `rows` [B] bool, in place, from the keys and values of all slots, [B, H, X, D].
+
+        Those of slots at position -1 are undefined. Values count only if something is estimated.
+        """
         most = index.used.shape[-1]
         directions, used = self._directions(keys, positions, most)
         # Rounded first: tokens are assigned by the directions that are held.
@@ -200,21 +200,27 @@ class Retrieval(TokenReader):
         return directions, used
 
     def has_clusters(self, index: RetrievalIndex) -> Tensor:
-        """Whether clusters of a row were found, [B] bool; see `Clusters`."""
+        """Whether clusters of a row were found, [B] bool."""
         return index.used.flatten(1).any(-1)
 
-    def assigned(self, index: RetrievalIndex) -> Tensor:
-        """The cluster of each slot, [B, H, X] int64; see `Clusters`."""
-        return index.assigned.squeeze(-1).long()
+    def is_missing(self, index: RetrievalIndex, slots: SlotAccess, steps: int) -> bool:
+        """Whether a row has no clusters that is read in part from now on, since it was given more slots."""
+        return not steps and bool(slots.missing(self.has_clusters(index), None).any())
 
-    def centers(self, index: RetrievalIndex) -> tuple[Tensor, Tensor]:
-        """The directions; see `Clusters`."""
-        return index.directions, index.used
-
-    def mean_values(self, index: RetrievalIndex) -> Tensor:
-        """The mean value of each cluster, [B, H, C, D]; see `Clusters`."""
-        assert isinstance(index.values, Tensor)  # only called if the traits ask for it
-        return index.values
+    def update(self, index: RetrievalIndex, slots: SlotAccess, changed: Changed) -> None:
+        """Find clusters if the index is made again, and assign the keys that changed to them."""
+        if changed.emptied is not None:
+            return
+        if changed.entries is None:
+            rows = slots.missing(self.has_clusters(index), changed.placed)
+            if bool(rows.any()):
+                every = torch.arange(slots.entries, device=rows.device).expand(*index.used.shape[:2], -1)
+                at, _ = slots.of_entries(every)
+                keys = slots.keys(at)
+                values = slots.values(at) if self.estimate else keys
+                self.fit_clusters(index, keys, values, slots.positions.gather(-1, at), rows)
+        slots.whole((index.directions, index.used))
+        TokenReader.update(self, index, slots, changed)
 
     def refresh(self, index: RetrievalIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """Assign some keys to clusters; see `Reader.refresh`."""
@@ -225,6 +231,28 @@ class Retrieval(TokenReader):
     def score(self, index: RetrievalIndex, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
         """The products with the centers of the clusters, [B, H, G, C] fp32."""
         return thin_products(queries, index.directions) * index.lengths.squeeze(-1)[:, :, None]
+
+    def choose(self, index: RetrievalIndex, slots: SlotAccess, queries: Tensor) -> Read:
+        """Read the tokens of the best clusters, and estimate what is not read of each cluster."""
+        slots.whole(index)
+        scores = slots.scores(self.score(index, queries, slots.products))
+        assigned = index.assigned.squeeze(-1).long()
+        clusters = ClusterTokens.counted(assigned, slots.log_tokens(), scores.shape[-1])
+        read = slots.most_needed(need_in_clusters(scores, clusters, slots.ranks), self.sinks)
+        if not self.estimate:
+            return read
+        assert read.entries is not None and read.read is not None
+        of_rest = scores + clusters.unread(read.entries, read.read).log()[:, :, None]
+        return read._replace(rest=partial(self._rest, index, of_rest))
+
+    def _rest(self, index: RetrievalIndex, scores: Tensor, normalizer: Tensor) -> Estimated:
+        """What is not read of each cluster, as a slot with its mean value, whatever the weight of the others is."""
+        assert isinstance(index.values, Tensor)  # only called if something is estimated
+        return Estimated(scores, index.values)
+
+    def count_step(self, index: RetrievalIndex, slots: SlotAccess) -> None:
+        slots.whole(index)
+        slots.written((index.directions, index.used))
 
 
 def segments(tokens: int) -> int:

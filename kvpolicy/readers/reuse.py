@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import Index, ModelInfo, Products, Reader, ReaderTraits
+from kvpolicy.protocols import Changed, Index, ModelInfo, Products, Read, Reader, ReaderTraits, SlotAccess
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.readers.exact import ExactTopK
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
@@ -106,12 +106,12 @@ class Reuse(Reader):
                 f"Reuse.base must be a reader that chooses a part in every layer, got {self.base}; try ExactTopK()."
             )
         traits = self.base.traits
-        if traits.estimates is not None or (traits.clusters is not None and traits.clusters.estimates_rest):
+        if traits.estimates_rest:
             raise KVPolicyError(
                 f"Reuse.base must be a reader without estimates of unread tokens, got {self.base}; try "
                 "sparq:correct=false or exact."
             )
-        if traits.rebuilt is not None:
+        if traits.rebuilds is not None:
             raise KVPolicyError(
                 f"Reuse.base must be a reader that reads keys as they are stored, got {self.base}; try quest."
             )
@@ -173,6 +173,15 @@ class Reuse(Reader):
 
     def fit(self, index: Index, salience: Tensor, rows: Tensor) -> None:
         self.base.fit(index, salience, rows)
+
+    def update(self, index: Index, slots: SlotAccess, changed: Changed) -> None:
+        self.base.update(index, slots, changed)
+
+    def choose(self, index: Index, slots: SlotAccess, queries: Tensor) -> Read:
+        return self.base.choose(index, slots, queries)
+
+    def count_step(self, index: Index, slots: SlotAccess) -> None:
+        self.base.count_step(index, slots)
 
     def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         self.base.refresh(index, entries, keys, occupied)

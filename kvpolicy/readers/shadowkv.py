@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,10 +11,13 @@ from torch import Tensor
 
 from kvpolicy.kernels.products import coordinates, of_tokens, thin_products
 from kvpolicy.kernels.slot_writes import flat_slots, write_slots
-from kvpolicy.protocols import ModelInfo, ReaderTraits
+from kvpolicy.protocols import Changed, ModelInfo, Read, ReaderTraits, SlotAccess
 from kvpolicy.readers.common import Amount, TokenReader, amount, page_means
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, least, strategy
+
+_TILE = 512
+"""Slots of each head whose keys are unrotated at a time to find a basis."""
 
 
 class ShadowIndex(NamedTuple):
@@ -109,11 +113,11 @@ class ShadowKV(TokenReader):
         """Pages of neighbors, unless a page is one slot, whose keys are rebuilt."""
         return ReaderTraits(
             dense=self.dense,
-            sinks=self.sinks,
             recent=self.recent,
             ordered=self.page != 1,
             resort=self.rebuild,
-            rebuilt=self,
+            fitted=self,
+            rebuilds=self,
             host=self.host,
         )
 
@@ -145,22 +149,58 @@ class ShadowKV(TokenReader):
         return ShadowIndex(*(torch.zeros(batch, *size, dtype=dtype, device=device) for size in sizes))
 
     def fit_basis(self, index: ShadowIndex, moments: Tensor, rows: Tensor) -> None:
-        """Take the eigenvectors with the largest eigenvalues; see `RebuildsKeys`."""
+        """Find the basis of `rows` [B] bool, in place: the eigenvectors of `moments` with the largest eigenvalues.
+
+        These are sums of outer products of unrotated keys, [B, H, D, D] fp64, or [B, 1, H * D, H * D] with `joint`.
+        """
         rank = index.vectors.shape[-1]
         # Ascending; they are the right singular vectors of the keys.
         found = torch.linalg.eigh(moments).eigenvectors[..., -rank:]
         index.vectors.copy_(torch.where(rows[:, None, None, None], found.to(index.vectors.dtype), index.vectors))
 
     def has_basis(self, index: ShadowIndex) -> Tensor:
-        """Whether the basis of a row was found, [B] bool; see `RebuildsKeys`."""
+        """Whether the basis of a row was found, [B] bool."""
         return index.vectors.flatten(1).any(-1)
+
+    def is_missing(self, index: ShadowIndex, slots: SlotAccess, steps: int) -> bool:
+        """Whether a row has no basis, as one that begins in a step: its first `recent` tokens are read as stored."""
+        return steps > 0 and steps % self.recent == 0 and bool(slots.missing(self.has_basis(index), None).any())
+
+    def update(self, index: ShadowIndex, slots: SlotAccess, changed: Changed) -> None:
+        """Find the basis if the index is made again, and compute landmarks and coefficients of what changed."""
+        if changed.emptied is not None:
+            return
+        if changed.entries is None:
+            rows = slots.missing(self.has_basis(index), changed.placed)
+            if bool(rows.any()):
+                self.fit_basis(index, self._moments(slots), rows)
+        for entries in slots.tiles(changed.entries):
+            at, occupied = slots.of_entries(entries)
+            keys = slots.keys(at)
+            self.refresh(index, entries, keys.unflatten(2, occupied.shape[2:]), occupied)
+            slots.whole(index.vectors)
+            plain = slots.unrotated(keys, slots.positions.gather(-1, at))
+            self.project(index, entries, plain.unflatten(2, occupied.shape[2:]), occupied)
+
+    def _moments(self, slots: SlotAccess) -> Tensor:
+        """Sums of the outer products of the unrotated keys of each head, or of all heads together, as `fit_basis`."""
+        every = torch.arange(slots.positions.shape[-1], device=slots.positions.device)
+        total: Tensor | int = 0
+        for at in every.expand(slots.positions.shape).split(_TILE, -1):
+            positions = slots.positions.gather(-1, at)
+            # In fp64, so that the sum does not depend on the order of the slots.
+            keys = slots.unrotated(slots.keys(at), positions).double().masked_fill((positions < 0)[..., None], 0)
+            keys = of_tokens(keys) if self.joint else keys
+            total = keys.mT @ keys + total
+        assert isinstance(total, Tensor)
+        return total
 
     def refresh(self, index: ShadowIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """Compute the landmarks of some pages; see `Reader.refresh`."""
         write_slots(index.landmarks, entries, page_means(keys, occupied).to(index.landmarks.dtype))
 
     def project(self, index: ShadowIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
-        """Compute the coefficients of the keys of some pages; see `RebuildsKeys`."""
+        """Compute the coefficients of some pages, in place, as `refresh`, from fp32 keys without rotary embedding."""
         plain = keys.masked_fill(~occupied[..., None], 0).flatten(2, 3)
         if self.joint:  # whose entries are those of every head
             plain = of_tokens(plain)
@@ -169,7 +209,7 @@ class ShadowKV(TokenReader):
         write_slots(index.coefficients, entries, found.flatten(3).to(index.coefficients.dtype))
 
     def rebuild_keys(self, index: ShadowIndex, slots: Tensor) -> Tensor:
-        """The unrotated keys of some slots, [B, H, n, D] fp32; see `RebuildsKeys`."""
+        """The unrotated keys of slots [B, H, n] int64, [B, H, n, D] fp32; undefined for empty slots."""
         held = self.coefficients(index)
         batch, heads, _ = slots.shape
         # Heads that share coefficients choose slots of their own.
@@ -177,16 +217,8 @@ class ShadowKV(TokenReader):
         of_slots = held.flatten(0, 2).index_select(0, flat).view(*slots.shape, -1)
         return of_slots.float() @ index.vectors.reshape(batch, heads, -1, of_slots.shape[-1]).float().mT
 
-    def scored(self, index: ShadowIndex) -> Tensor:
-        """The landmarks; see `RebuildsKeys`."""
-        return index.landmarks
-
-    def basis(self, index: ShadowIndex) -> Tensor:
-        """The basis; see `RebuildsKeys`."""
-        return index.vectors
-
     def coefficients(self, index: ShadowIndex) -> Tensor:
-        """The coefficients of each slot, [B, H or 1, S, r]; see `RebuildsKeys`."""
+        """The coefficients of each slot, [B, H or 1, S, r]."""
         batch, heads, entries, _ = index.coefficients.shape
         # -1 would be ambiguous without entries.
         return index.coefficients.view(batch, heads, entries * self.page, index.vectors.shape[-1])
@@ -194,6 +226,45 @@ class ShadowKV(TokenReader):
     def score(self, index: ShadowIndex, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
         """The products with the landmarks, [B, H, G, X] fp32."""
         return thin_products(queries, index.landmarks)
+
+    def choose(self, index: ShadowIndex, slots: SlotAccess, queries: Tensor) -> Read:
+        """Read the pages of the best landmarks, with rebuilt keys."""
+        slots.whole(index.landmarks)
+        read = slots.best(slots.scores(self.score(index, queries, slots.products)), self.sinks)
+        return read._replace(keys=partial(self._keys, index, slots, read))
+
+    def _keys(self, index: ShadowIndex, slots: SlotAccess, read: Read) -> Tensor:
+        """The keys of the slots that a step reads, [B, H, n, D], in the dtype of the keys.
+
+        The newest tokens and those at the first positions have their own keys, and the others have rebuilt ones.
+        """
+        self._count_keys(index, slots)
+        positions = slots.positions.gather(-1, read.slots)
+        keys = slots.rotated(self.rebuild_keys(index, read.slots), positions).to(index.landmarks.dtype)
+        last = slots.length.int()[:, None, None] - 1
+        stored = ((positions > last - self.recent) | (positions < self.sinks)) & read.chosen & (positions >= 0)
+        # Without slots that are named twice, no head has more of them, so that all are among these.
+        at = stored.float().topk(self._stored(slots), -1).indices
+        vectors = at[..., None].expand(*at.shape, keys.shape[-1])
+        own = slots.keys(read.slots.gather(-1, at))
+        return keys.scatter(2, vectors, torch.where(stored.gather(-1, at)[..., None], own, keys.gather(2, vectors)))
+
+    def count_step(self, index: ShadowIndex, slots: SlotAccess) -> None:
+        slots.whole(index.landmarks)
+        slots.written(index.vectors)
+        self._count_keys(index, slots)
+        slots.stored_keys(self._stored(slots))
+
+    def _count_keys(self, index: ShadowIndex, slots: SlotAccess) -> None:
+        """Count what a step reads to rebuild keys."""
+        slots.whole(index.vectors)
+        held = self.coefficients(index)
+        # Heads that share coefficients choose slots of their own.
+        slots.rows(held, slots.slots_read * (index.landmarks.shape[1] // held.shape[1]))
+
+    def _stored(self, slots: SlotAccess) -> int:
+        """How many keys of each head a step reads as they are stored."""
+        return min(self.recent + self.sinks, slots.slots_read)
 
     def _size(self, heads: int, head_dim: int) -> tuple[int, int]:
         """How many bases there are for so many heads, and the channels that each is of."""

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import write_slots
-from kvpolicy.protocols import Estimated, ModelInfo, Products, ReaderTraits
-from kvpolicy.readers.common import Amount, TokenReader, amount
+from kvpolicy.protocols import Changed, Estimated, ModelInfo, Products, ReaderTraits, SlotAccess
+from kvpolicy.readers.common import Amount, amount
+from kvpolicy.readers.summaries import SummaryReader
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, least, strategy
 
@@ -28,7 +29,7 @@ class SparQIndex(NamedTuple):
 
 
 @strategy
-class SparQ(TokenReader):
+class SparQ(SummaryReader):
     """Read the tokens whose keys have the largest product with the query in its own largest channels.
 
     A query has most of its length in few channels, and the products in these channels say which tokens it attends to. A
@@ -83,9 +84,8 @@ class SparQ(TokenReader):
 
     @property
     def traits(self) -> ReaderTraits:
-        """The engine asks for estimates of what is not read, unless the output is not corrected."""
-        estimates = self if self.correct else None
-        return ReaderTraits(dense=self.dense, recent=self.recent, scan=self, estimates=estimates)
+        """Some channels of every key are read, and the others are estimated, unless the output is not corrected."""
+        return ReaderTraits(dense=self.dense, recent=self.recent, scan=self, estimates_rest=self.correct)
 
     @property
     def is_whole(self) -> bool:
@@ -95,7 +95,7 @@ class SparQ(TokenReader):
     @property
     def block(self) -> int:
         """Values whose sum is held."""
-        return _BLOCK
+        return _BLOCK if self.correct else 0
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if a key has fewer channels than are read."""
@@ -118,6 +118,14 @@ class SparQ(TokenReader):
             torch.zeros(batch, heads, -(-entries // _BLOCK), head_dim, device=device, dtype=torch.float32)
         )
 
+    def update(self, index: SparQIndex, slots: SlotAccess, changed: Changed) -> None:
+        """Sum values alone: there is no index of keys."""
+        self.update_summaries(index, slots, changed)
+
+    def count_step(self, index: SparQIndex | tuple[()], slots: SlotAccess) -> None:
+        slots.whole(index)
+        slots.written(keys=False, block=self.block)
+
     def score(self, index: SparQIndex | tuple[()], queries: Tensor, products: Products) -> Tensor:
         """The products in the largest channels, as large as those in all channels are expected to be, [B, H, G, X]."""
         size = queries.float().abs()
@@ -131,12 +139,12 @@ class SparQ(TokenReader):
         return products(queries, channels) / covered.sqrt()[..., None]
 
     def summarize(self, index: SparQIndex, blocks: Tensor, values: Tensor, occupied: Tensor) -> None:
-        """Sum the values of some blocks; see `Estimates`."""
+        """Sum the values of some blocks; see `SummaryReader`."""
         total = values.double().masked_fill(~occupied[..., None], 0).sum(3)
         write_slots(index.sums, blocks, total.float())
 
     def estimate_rest(self, index: SparQIndex, scores: Tensor, read: Tensor, normalizer: Tensor) -> Estimated:
-        """One slot with the mean value, and the weight of all that is not read; see `Estimates`."""
+        """One slot with the mean value, and the weight of all that is not read; see `SummaryReader`."""
         of_read = scores.masked_fill(~read[:, :, None], -torch.inf).logsumexp(-1)
         of_rest = scores.masked_fill(read[:, :, None], -torch.inf).logsumexp(-1)
         # exp(of_rest - of_read) is how much of the weight is not read, over how much is, as far as few channels say.

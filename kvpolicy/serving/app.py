@@ -15,6 +15,7 @@ import json
 import re
 import socket
 import time
+import types
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -244,18 +245,10 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-class _Rest:
-    """Awaitable for the rest of a coroutine that has begun, which `await` would refuse by itself.
-
-    Args:
-        coroutine: The coroutine.
-    """
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._coroutine = coroutine
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._coroutine.__await__()
+@types.coroutine
+def _rest(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """The rest of a coroutine that has begun, which `await` would refuse by itself."""
+    return (yield from coroutine.__await__())
 
 
 async def begin_in_thread(executor: Executor, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -269,7 +262,7 @@ async def begin_in_thread(executor: Executor, coroutine: Coroutine[Any, Any, Any
         The result of the coroutine.
     """
     ended, value = await asyncio.get_running_loop().run_in_executor(executor, _begin, coroutine)
-    return value if ended else await _Rest(coroutine)
+    return value if ended else await _rest(coroutine)
 
 
 def _begin(coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:

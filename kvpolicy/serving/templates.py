@@ -112,11 +112,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 def as_list(name: str, value: Any) -> list[Any]:
-    """A field of a request that must be a list.
-
-    Raises:
-        KVPolicyError: If it is none.
-    """
+    """Check that a field of a request is a list."""
     if not isinstance(value, list):
         raise KVPolicyError(f"{name} must be a list, got {kind(value)}.")
     return value

@@ -410,8 +410,8 @@ def _check_products(part: Codec, layer: Any) -> None:
     queries = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     results = zip(
         stages,
-        coded.score(queries),
-        coded.mix(weights_by_stage),
+        [columns.score(queries) for columns in coded],
+        [columns.mix(weights) for columns, weights in zip(coded, weights_by_stage, strict=True)],
         decoded,
         weights_by_stage,
         occupied_by_stage,

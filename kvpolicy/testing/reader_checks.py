@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs.plain import Plain
+from kvpolicy.engine.layer_slots import LayerSlots
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.reading import by_entry
+from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import map_state, tensors
-from kvpolicy.kernels.products import of_tokens
-from kvpolicy.protocols import (
-    Clusters,
-    Estimated,
-    Estimates,
-    Index,
-    Reader,
-    RebuildsKeys,
-)
+from kvpolicy.protocols import Read, Reader
+from kvpolicy.selectors.full import KeepAll
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.testing.part_checks import describe
 
 _TOKENS = 1000
@@ -31,38 +31,33 @@ def check_reader(part: Reader) -> None:
         assert fits, f"{part}: count must be a multiple of the page, {page}, or all {slots} slots, got {count!r}"
     if part.count(_TOKENS) == _TOKENS:
         return
-    page = part.page_size(_TOKENS)
     # What a reader of coordinates is given has as many channels as its basis has directions.
     loads = part.traits.basis
     basis = None if loads is None else loads.load_basis(0, "cpu")
     dim = 16 if basis is None else basis.shape[1]
-    width = 16 if basis is None else basis.shape[2]
     actual, planned = (
         [(list(each.shape), each.dtype) for each in tensors(part.alloc(2, 2, 5, dim, torch.float32, device))]
         for device in ("cpu", "meta")
     )
     assert actual == planned, f"{part}: an index must have the same sizes on the device meta, got {planned}"
+    if type(part).update is Reader.update and type(part).choose is Reader.choose:
+        _check_entries(part, dim, 16 if basis is None else basis.shape[2])
+    _check_layer(part, 2 if basis is None or len(basis) == 1 else len(basis), dim)
+
+
+def _check_entries(part: Reader, dim: int, width: int) -> None:
+    """Check `refresh` and `score` of a reader of keys with `width` channels."""
+    page = part.page_size(_TOKENS)
     generator = torch.Generator().manual_seed(3)
     keys = torch.randn(2, 2, 5, page, width, generator=generator)
     queries = torch.randn(2, 2, 2, width, generator=generator)
     occupied = torch.rand(2, 2, 5, page, generator=generator) < 0.7
     every = torch.arange(5).expand(2, 2, -1)
-    shown = _score(part, dim, keys, occupied, every, queries)
+    index = part.alloc(2, 2, 5, dim, torch.float32, "cpu")
+    part.refresh(index, every, keys, occupied)
+    shown = part.score(index, queries, _ProductsOf(keys.flatten(2, 3)))
     is_score = shown.dtype == torch.float32 and shown.shape[:3] == (2, 2, 2)
     assert is_score, f"{part}: score must be float32 [B, H, G, X], got {describe(shown)}"
-    if part.traits.estimates is not None:
-        _check_estimates(part, part.traits.estimates, dim)
-    if part.traits.clusters is not None:
-        _check_clusters(part, part.traits.clusters, dim, keys, occupied, shown)
-    if part.traits.rebuilt is not None:
-        _check_rebuilt(part, part.traits.rebuilt)
-    if part.traits.scan is not None:
-        return
-    junk = torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan))
-    same = torch.equal(_score(part, dim, junk, occupied, every, queries), shown)
-    assert same, f"{part}: refresh must ignore slots without a token, got other scores with NaN there"
-    index = _fitted(part, dim, keys, occupied)
-    part.refresh(index, every, keys, occupied)
     before = map_state(torch.clone, index)
     part.refresh(index, every[..., 3:4], keys[:, :, 3:4] * 2, occupied[:, :, 3:4])
     for now, then in zip(tensors(index), tensors(before), strict=True):
@@ -71,23 +66,6 @@ def check_reader(part: Reader) -> None:
     part.refresh(index, every[..., 3:4], keys[:, :, 3:4], occupied[:, :, 3:4])
     for now, then in zip(tensors(index), tensors(before), strict=True):
         assert torch.equal(now, then), f"{part}: refresh must compute an entry from its keys, got a trace of others"
-
-
-def _score(part: Reader, dim: int, keys: Tensor, occupied: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
-    """Scores of entries with these keys, in a model of the head dimension `dim`."""
-    index = _fitted(part, dim, keys, occupied)
-    part.refresh(index, entries, keys, occupied)
-    return part.score(index, queries, _ProductsOf(keys.flatten(2, 3)))
-
-
-def _fitted(part: Reader, dim: int, keys: Tensor, occupied: Tensor) -> Index:
-    """An index of five entries, whose clusters are those of the keys if the reader has some."""
-    index = part.alloc(2, 2, 5, dim, torch.float32, "cpu")
-    clusters = part.traits.clusters
-    if clusters is not None:
-        positions = torch.arange(5, dtype=torch.int32).where(occupied.squeeze(-1), -1)
-        clusters.fit_clusters(index, keys.squeeze(3), keys.squeeze(3), positions, torch.ones(2, dtype=torch.bool))
-    return index
 
 
 class _ProductsOf:
@@ -106,86 +84,58 @@ class _ProductsOf:
         return of_heads.mean(2)
 
 
-def _check_clusters(part: Reader, found: Clusters, dim: int, keys: Tensor, occupied: Tensor, shown: Tensor) -> None:
-    """Check that entries belong to clusters that are scored, and that mean values are finite."""
-    index = _fitted(part, dim, torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan)), occupied)
-    part.refresh(index, torch.arange(5).expand(2, 2, -1), keys, occupied)
-    assigned = found.assigned(index)
-    fits = assigned.shape == (2, 2, 5) and assigned.dtype == torch.int64
-    assert fits, f"{part}: assigned must be int64 [B, H, X], got {describe(assigned)}"
-    clusters = shown.shape[-1]
-    inside = bool(((assigned >= 0) & (assigned < clusters)).all())
-    assert inside, f"{part}: assigned must be a cluster that is scored, got {clusters} scores and {assigned.tolist()}"
-    has = found.has_clusters(index)
-    assert has.tolist() == [True, True], f"{part}: has_clusters must be set after fit_clusters, got {has.tolist()}"
-    if found.estimates_rest:
-        values = found.mean_values(index)
-        usable = values.shape == (2, 2, clusters, dim) and bool(values.isfinite().all())
-        assert usable, f"{part}: mean_values must be finite [B, H, C, D], got {describe(values)} or NaN"
-
-
-def _check_estimates(part: Reader, estimates: Estimates, dim: int) -> None:
-    """Check that a summary depends on the values of its own tokens alone, and that the estimates are finite."""
-    size = estimates.block
-    entries = 2 * size + 1
+def _check_layer(part: Reader, heads: int, dim: int) -> None:
+    """Check `update` and `choose` in a layer of two rows, one of them with padding, that has empty slots."""
+    layer_idx = next(idx for idx in range(_TOKENS) if part.traits.source(idx) == idx)
+    store = LayerStore(LayerSpec(layer_idx, KeepAll(), Plain(), "grow", reader=part))
     generator = torch.Generator().manual_seed(4)
-    values = torch.randn(2, 2, 3, size * part.page_size(_TOKENS), dim, generator=generator)
-    occupied = torch.rand(2, 2, *values.shape[2:4], generator=generator) < 0.7
-    occupied[:, :, 1] = False
-    scores = torch.randn(2, 2, 2, entries, generator=generator)
-    scores[..., size : 2 * size] = -torch.inf
-    read = torch.rand(2, 2, entries, generator=generator) < 0.3
-    read[..., 0] = True
-    every = torch.arange(3).expand(2, 2, -1)
-
-    def estimated(given: Tensor) -> Estimated:
-        index = part.alloc(2, 2, entries, dim, torch.float32, "cpu")
-        estimates.summarize(index, every, given, occupied)
-        estimates.summarize(index, every[..., 1:], given[:, :, 1:], occupied[:, :, 1:])
-        return estimates.estimate_rest(index, scores, read, scores.new_zeros(2, 2, 2))
-
-    shown = estimated(values)
-    slots = shown.scores.shape[-1]
-    fits = shown.scores.shape == (2, 2, 2, slots) and shown.values.shape == (2, 2, slots, dim)
-    assert fits, f"{part}: estimates must be [B, H, G, R] and [B, H, R, D], got {[list(t.shape) for t in shown]}"
-    usable = shown.scores.dtype == torch.float32 and not bool(shown.scores.isnan().any() or shown.values.isnan().any())
-    assert usable, f"{part}: estimates must be float32 numbers, got {describe(shown.scores)} or NaN"
-    junk = estimated(torch.where(occupied[..., None], values, torch.full_like(values, torch.nan)))
-    same = all(map(torch.equal, junk, shown))
-    assert same, f"{part}: summarize must ignore slots without a token, got other estimates with NaN there"
-
-
-def _check_rebuilt(part: Reader, rebuilt: RebuildsKeys) -> None:
-    """Check that keys are rebuilt from their own coefficients, and exactly where they lie in few directions."""
-    page = part.page_size(_TOKENS)
-    generator = torch.Generator().manual_seed(5)
-    # All along one direction in each head, by the same factors, so that one coefficient tells them.
-    factors = torch.randn(2, 1, 5 * page, 1, generator=generator).expand(-1, 2, -1, -1)
-    keys = (factors * torch.randn(2, 2, 1, 16, generator=generator)).unflatten(2, (5, page))
-    occupied = (torch.rand(2, 1, 5, page, generator=generator) < 0.7).expand(-1, 2, -1, -1)
-    index = part.alloc(2, 2, 5, 16, torch.float32, "cpu")
-    assert rebuilt.has_basis(index).tolist() == [False, False], f"{part}: has_basis must not be set before fit_basis"
-    flat = keys.masked_fill(~occupied[..., None], 0).flatten(2, 3).double()
-    flat = of_tokens(flat) if rebuilt.joint_heads else flat
-    rebuilt.fit_basis(index, flat.mT @ flat, torch.tensor([True, False]))
-    assert rebuilt.has_basis(index).tolist() == [True, False], (
-        f"{part}: fit_basis must find the basis of its rows alone"
+    queries, keys, values = (
+        torch.randn(2, each, _TOKENS, dim, generator=generator) for each in (2 * heads, heads, heads)
     )
-    rebuilt.fit_basis(index, flat.mT @ flat, torch.tensor([False, True]))
-    every = torch.arange(5).expand(2, 2, -1)
-    rebuilt.project(index, every, torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan)), occupied)
-    before = map_state(torch.clone, index)
-    rebuilt.project(index, every[..., 3:4], keys[:, :, 3:4], occupied[:, :, 3:4])
-    same = all(torch.equal(now, then) for now, then in zip(tensors(index), tensors(before), strict=True))
-    assert same, f"{part}: project must compute an entry from its keys, got a trace of others"
-    slots = torch.randperm(5 * page, generator=generator).expand(2, 2, -1)
-    found = rebuilt.rebuild_keys(index, slots)
-    fits = found.shape == (2, 2, 5 * page, 16) and found.dtype == torch.float32
-    assert fits, f"{part}: rebuild_keys must be float32 [B, H, n, D], got {describe(found)}"
-    live = occupied.flatten(2)[:, :, slots[0, 0]]
-    close = torch.allclose(found[live], keys.flatten(2, 3)[:, :, slots[0, 0]][live], atol=1e-4)
-    assert close, f"{part}: rebuild_keys must be the keys where these lie in one direction, got others"
-    held = rebuilt.coefficients(index)
-    assert held.shape[1] in (1, 2) and held.shape[2] >= 5 * page, (
-        f"{part}: coefficients must be [B, H or 1, S, ...] of {5 * page} slots at least, got {describe(held)}"
-    )
+    valid = torch.arange(_TOKENS) >= torch.tensor([[0], [7]])
+    transform = ScoreTransform(dim**-0.5)
+    store.initialize(keys)
+    _, pending = store.attend_prompt(queries, keys, values, valid, transform)
+    keep = valid.sum(-1)
+    extra = torch.full_like(keep, 7)
+    store.compress(pending, RowBudget(keep, extra, keep + extra))
+    assert store.slots is not None
+    shape, held, reads = store.slots.index.shape, store.tensors, store.tensors.reads
+    if shape is None or not reads:
+        return
+    before = map_state(torch.clone, reads.index)
+    empty = held.positions < 0
+    held.keys[empty] = torch.nan
+    held.values[empty] = torch.nan
+    store.slots.index.fill()
+    live = by_entry(shape, held.positions).amax(-1) >= 0
+    for now, then in zip(tensors(reads.index), tensors(before), strict=True):
+        by_entries = now.shape[:3] == live.shape
+        same = torch.equal(now[live], then[live]) if by_entries else torch.equal(now, then)
+        assert same, f"{part}: update must ignore slots without a token, got another index with NaN there"
+    slots = LayerSlots(store.contents, store.slots.codes, shape, transform)
+    read = part.choose(reads.index, slots, slots.coordinates(queries[:, :, -1].unflatten(1, (heads, 2))))
+    _check_read(part, read, shape.slots, held.positions, held.length)
+
+
+def _check_read(part: Reader, read: Read, count: int, positions: Tensor, length: Tensor) -> None:
+    """Check what a step of two queries for each head reads of slots at `positions` [2, H, S]."""
+    of_heads = positions.shape[:2]
+    fits = read.slots.shape == read.chosen.shape == (*of_heads, count) and read.slots.dtype == torch.int64
+    assert fits, f"{part}: choose must read {count} slots of each head as int64, got {describe(read.slots)}"
+    inside = bool(((read.slots >= 0) & (read.slots < positions.shape[-1])).all())
+    assert inside, f"{part}: choose must read slots of the layer, got {read.slots.tolist()}"
+    newest = positions.gather(-1, read.slots) == length[:, None, None] - 1
+    assert bool((newest & read.chosen).any(-1).all()), f"{part}: choose must read the newest token, got other tokens"
+    if read.keys is not None:
+        keys = read.keys()
+        is_each = keys.shape[:3] == (*of_heads, count) and bool(keys[read.chosen].isfinite().all())
+        assert is_each, f"{part}: keys must be finite [B, H, n, D], got {describe(keys)} or NaN"
+    if read.rest is not None:
+        found = read.rest(torch.zeros(*of_heads, 2))
+        slots = found.scores.shape[-1]
+        fits = found.scores.shape == (*of_heads, 2, slots) and found.values.shape[:3] == (*of_heads, slots)
+        assert fits, f"{part}: estimates must be [B, H, G, R] and [B, H, R, D], got {[list(t.shape) for t in found]}"
+        usable = found.scores.dtype == torch.float32 and not bool(found.scores.isnan().any())
+        assert usable, f"{part}: estimates must be float32 scores, got {describe(found.scores)} or NaN"
+        assert bool(found.values.isfinite().all()), f"{part}: estimated values must be finite, got NaN or inf"

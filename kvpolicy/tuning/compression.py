@@ -49,7 +49,7 @@ class LayerPrompt(NamedTuple):
     device: torch.device
 
     def to(self, device: torch.device | None) -> LayerPrompt:
-        """The same with queries, keys, values and the input of attention on a device; as it is without one."""
+        """Move queries, keys, values and the input of attention to a device; unchanged if it is None."""
         if device is None:
             return self
         queries, keys, values = (t.to(device) for t in (self.queries, self.keys, self.values))

@@ -142,11 +142,7 @@ def reference_logits(
 
 
 def check_windows(windows: Sequence[Window], reference: Sequence[Tensor] | None) -> None:
-    """Refuse no windows, and a reference of other ones.
-
-    Raises:
-        KVPolicyError: If it is so.
-    """
+    """Raise KVPolicyError if there are no windows, or the reference is of windows of other lengths."""
     if not windows:
         raise KVPolicyError("There must be windows to score a policy on, got none; try a longer text.")
     sizes = None if reference is None else [len(logits) for logits in reference]

@@ -91,21 +91,12 @@ def layer_kls(
     The prompt is run once, and the answer once for each layer and candidate. Queries, keys and values of the prompt are
     held for all layers meanwhile: with `tile` in the memory of the host, from where a layer's are copied when needed.
 
-    Args:
-        model: A causal language model without a policy attached.
-        windows: See `output_errors`.
-        candidates: See `output_errors`.
-        progress: Called after each window.
-        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
+    The arguments, and what is refused, are those of `output_errors`.
 
     Returns:
         KL(full || compressed) in nats, mean over the predictions of all answer tokens but the first (if there is one
         token alone, the prediction that it makes), [W, L, C] fp64 on the CPU; NaN where a candidate's budget is too
         small for a prompt.
-
-    Raises:
-        KVPolicyError: If the model, a window or a candidate cannot be measured.
-        KVPolicyTypeError: If a window has no token ids, or a candidate is no policy.
 
     Examples:
         >>> import kvpolicy
@@ -126,19 +117,10 @@ def joint_kls(
 ) -> Tensor:
     """Measure what each candidate in all layers at once does to the predictions of an answer.
 
-    Args:
-        model: A causal language model without a policy attached.
-        windows: See `output_errors`.
-        candidates: See `output_errors`.
-        progress: Called after each window.
-        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
+    The arguments, and what is refused, are those of `output_errors`.
 
     Returns:
         The KL divergence as of `layer_kls`, [W, C] fp64 on the CPU.
-
-    Raises:
-        KVPolicyError: If the model, a window or a candidate cannot be measured.
-        KVPolicyTypeError: If a window has no token ids, or a candidate is no policy.
 
     Examples:
         >>> import kvpolicy
@@ -160,19 +142,10 @@ def kls(
 ) -> Tensor:
     """Measure both at once, so that prompts are run, and candidates compressed, once: `joint_kls` before `layer_kls`.
 
-    Args:
-        model: A causal language model without a policy attached.
-        windows: See `output_errors`.
-        candidates: See `output_errors`.
-        progress: Called after each window.
-        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
+    The arguments, and what is refused, are those of `output_errors`.
 
     Returns:
         The KL divergences, of all layers at once and of each layer alone, [W, 1 + L, C] fp64 on the CPU.
-
-    Raises:
-        KVPolicyError: If the model, a window or a candidate cannot be measured.
-        KVPolicyTypeError: If a window has no token ids, or a candidate is no policy.
 
     Examples:
         >>> import kvpolicy

@@ -94,10 +94,12 @@ def tune(
         "measure": measure,
         "candidates": [policy.to_dict() for policy in policies],
     }
+    # A finished file of the same run is the result; one of another run is refused before the model runs.
     check_is_file(out)
     finished = None if force else _finished(Path(out), facts)
     if finished is not None:
         return finished
+    # Each window is noted as soon as it is measured, so that an interrupted run continues behind it.
     steps = Steps(Path(f"{out}.unfinished"), facts)
     rows: list[Tensor] = []
     for number, window in enumerate(windows):
@@ -106,6 +108,7 @@ def tune(
         )
         if progress is not None:
             progress(number + 1, len(windows))
+    # One number for each layer and candidate: the mean over windows, with its standard error.
     mean, spread = _statistics(torch.stack(rows), measure)
     curves = Curves(
         model=own,

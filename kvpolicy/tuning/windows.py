@@ -251,7 +251,7 @@ def _plain(tokenizer: Any, text: str) -> list[int]:
 
 
 def _following(tokenizer: Any, before: str, text: str) -> list[int]:
-    """The tokens of a text behind another one; as if it stood alone if it would change the other's tokens."""
+    """The tokens of a text behind another one; tokenized alone if it changes the tokens before it."""
     if not text:
         return []
     first = _plain(tokenizer, before)

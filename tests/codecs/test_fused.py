@@ -19,7 +19,7 @@ from kvpolicy.codecs import uniform
 from kvpolicy.codecs.common import SingleStage
 from kvpolicy.codecs.uniform import is_fused
 from kvpolicy.distortion import coded_store
-from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.engine.columns import CodedColumns
 from kvpolicy.engine.state import tensors
 from kvpolicy.kernels import compiled, words
 from kvpolicy.kernels.rotary import Rope
@@ -78,7 +78,7 @@ RANKED = ("zipcache", "mikv")
 
 def view(
     codec: str, dim: int, folder: Path, dtype: torch.dtype = torch.float32, tokens: int = 160, device: str = "cpu"
-) -> CodecView:
+) -> CodedColumns:
     """A layer of two rows that keeps all tokens."""
     generator = torch.Generator().manual_seed(dim)
     config = LlamaConfig(hidden_size=dim, num_attention_heads=1, max_position_embeddings=4096)
@@ -94,6 +94,18 @@ def view(
     return found
 
 
+def sizes(coded: CodedColumns) -> list[int]:
+    return [columns.size for columns in coded]
+
+
+def score(coded: CodedColumns, queries: Tensor) -> list[Tensor]:
+    return [columns.score(queries) for columns in coded]
+
+
+def mix(coded: CodedColumns, weights: list[Tensor]) -> list[Tensor]:
+    return [columns.mix(own) for columns, own in zip(coded, weights, strict=True)]
+
+
 FORMS = [(16, torch.float32), (80, torch.bfloat16)], [(80, torch.float32), (16, torch.bfloat16)]
 TAKEN = [(codec, *form) for number, codec in enumerate(CODECS) for form in FORMS[number % 2]]
 
@@ -104,13 +116,13 @@ def test_fused_reads_are_those_of_decoding(
 ) -> None:
     coded = view(codec, dim, tmp_path, dtype)
     queries = torch.randn(2, 3, 2, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    weights = [torch.randn(2, 3, 2, size, generator=torch.Generator().manual_seed(2)) for size in coded.sizes]
+    weights = [torch.randn(2, 3, 2, size, generator=torch.Generator().manual_seed(2)) for size in sizes(coded)]
     weights = [each.softmax(-1).to(dtype) for each in weights]
-    wanted = [*coded.score(queries), *coded.mix(weights)]
+    wanted = [*score(coded, queries), *mix(coded, weights)]
     largest = [float(each.abs().max()) for each in wanted[: len(weights)]]
     largest += [float(pair[1].abs().max()) for pair in coded.read(torch.float32)]
     called = call_directly(monkeypatch)
-    found = [*coded.score(queries), *coded.mix(weights)]
+    found = [*score(coded, queries), *mix(coded, weights)]
     assert len(called) == CODECS[codec]
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for got, want, most in zip(found, wanted, largest, strict=True):
@@ -187,10 +199,10 @@ def test_compiled_reads_are_those_of_decoding(codec: str, tmp_path: Path, monkey
     monkeypatch.setattr(compiled, "_failures", [])
     coded = view(codec, 128, tmp_path, tokens=compiled.MIN_SLOTS + 200)
     queries = torch.randn(2, 3, 2, 128, generator=torch.Generator().manual_seed(1))
-    weights = [torch.randn(2, 3, 2, sum(coded.sizes), generator=torch.Generator().manual_seed(2)).softmax(-1)]
+    weights = [torch.randn(2, 3, 2, sum(sizes(coded)), generator=torch.Generator().manual_seed(2)).softmax(-1)]
     with compiled.switched(True):
-        found = coded.score(queries)[0], coded.mix(weights)[0]
-    wanted = coded.score(queries)[0], coded.mix(weights)[0]
+        found = score(coded, queries)[0], mix(coded, weights)[0]
+    wanted = score(coded, queries)[0], mix(coded, weights)[0]
     (decoded,) = coded.read(torch.float32)
     for got, want, largest in zip(found, wanted, (wanted[0].abs().max(), decoded[1].abs().max()), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(largest))
@@ -207,9 +219,9 @@ def test_a_compiled_step_reads_as_an_eager_one(codec: str, tmp_path: Path, monke
     compile_all(monkeypatch)
     coded = view(codec, 16, tmp_path)
     queries = torch.randn(2, 3, 2, 16, generator=torch.Generator().manual_seed(1))
-    weights = [torch.randn(2, 3, 2, sum(coded.sizes), generator=torch.Generator().manual_seed(2)).softmax(-1)]
-    wanted = [*coded.score(queries), *coded.mix(weights)]
-    step = torch.compile(lambda q, w: [*coded.score(q), *coded.mix(w)], backend="aot_eager", fullgraph=True)
+    weights = [torch.randn(2, 3, 2, sum(sizes(coded)), generator=torch.Generator().manual_seed(2)).softmax(-1)]
+    wanted = [*score(coded, queries), *mix(coded, weights)]
+    step = torch.compile(lambda q, w: [*score(coded, q), *mix(coded, w)], backend="aot_eager", fullgraph=True)
     for got, want in zip(step(queries, weights), wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * max(1, float(want.abs().max())))
 
@@ -225,12 +237,12 @@ def test_a_gpu_reads_codes_as_decoding_does(
     coded = view(codec, 64, tmp_path, dtype, device="cuda")
     generator = torch.Generator().manual_seed(1)
     queries = torch.randn(2, 3, 2, 64, generator=generator).to("cuda", dtype)
-    weights = [torch.randn(2, 3, 2, size, generator=generator).softmax(-1).to("cuda", dtype) for size in coded.sizes]
-    wanted = [*coded.score(queries), *coded.mix(weights)]
+    weights = [torch.randn(2, 3, 2, size, generator=generator).softmax(-1).to("cuda", dtype) for size in sizes(coded)]
+    wanted = [*score(coded, queries), *mix(coded, weights)]
     largest = [float(each.abs().max()) for each in wanted[: len(weights)]]
     largest += [float(pair[1].abs().max()) for pair in coded.read(torch.float32)]
     compile_all(monkeypatch, "inductor")
-    found = [*coded.score(queries), *coded.mix(weights)]
+    found = [*score(coded, queries), *mix(coded, weights)]
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for got, want, most in zip(found, wanted, largest, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=most * tolerance)
@@ -245,6 +257,6 @@ def test_a_gpu_makes_the_same_codes(codec: str, tmp_path: Path, monkeypatch: pyt
     wanted = view(codec, 64, tmp_path, device="cuda")
     compile_all(monkeypatch, "inductor")
     found = view(codec, 64, tmp_path, device="cuda")
-    for mine, its in zip(found._parts, wanted._parts, strict=True):
+    for mine, its in zip(found, wanted, strict=True):
         for got, want in zip(tensors(mine.store.codes), tensors(its.store.codes), strict=True):
             assert torch.equal(got, want), (got.shape, float((got != want).float().mean()))

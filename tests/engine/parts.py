@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.index_reader import IndexReader
+from kvpolicy.codecs.plain import Plain
+from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.layer_index import LayerIndex
+from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.slot_geometry import SlotGeometry
@@ -52,8 +55,8 @@ def slots_of(store: LayerStore) -> SlotGeometry:
     return store.slots
 
 
-def index_of(store: LayerStore) -> IndexReader:
-    """What attends to the slots of a layer without head budgets."""
+def index_of(store: LayerStore) -> LayerIndex:
+    """The index of a layer without head budgets."""
     return slots_of(store).index
 
 
@@ -107,6 +110,11 @@ class Ranking:
 
     def statistic(self, seen: Results, view: View) -> Tensor | None:
         return None
+
+
+def contents_of(selector: Ranking) -> LayerContents:
+    """A layer without keys whose slots `selector` ranks."""
+    return LayerContents(LayerSpec(0, selector, Plain()))
 
 
 class Floats(NamedTuple):

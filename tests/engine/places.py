@@ -11,10 +11,11 @@ import sys
 import torch
 from torch import Tensor
 
-from kvpolicy.engine import rollback, snapshot
+from kvpolicy.engine import snapshot
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.protocols import SINGLE_RANK
+from kvpolicy.readers.shadowkv import ShadowKV
 from tests.engine.elsewhere import DEVICE, elsewhere, local, traffic
 from tests.engine.parts import index_of
 from tests.readers.bench import HEADS, Layer, draw
@@ -48,9 +49,9 @@ def live(policy: str, device: torch.device) -> tuple[Layer, list[Tensor]]:
     outs.append(layer.prompt(*there(*draw(5, 77, batch=2))))
     steps(5, 40, 2)
     layer.store.map_rows(lambda t: t[torch.tensor([1, 0, 1], device=t.device)])
-    rollback.mark(layer.store.contents, layer.store.geometry, 4)
+    layer.store.journal.mark(4)
     steps(4, 60, 3)
-    rollback.roll_back(layer.store.contents, layer.store.geometry, 2)
+    layer.store.journal.roll_back(2)
     layer.store = reloaded(layer, device)
     steps(2, 80, 3)
     return layer, local(outs)
@@ -64,8 +65,9 @@ def check_traffic(layer: Layer, rows: int) -> None:
     shape = index_of(layer.store).shape
     numbers = 0
     if layer.store.spec.host:  # of the new token, of its page, and of what was chosen
-        traits = layer.policy.reader.traits
-        own = traits.recent + traits.sinks if traits.rebuilt else 0  # keys that are read as they are stored
+        reader = layer.policy.reader
+        # Keys that are read as they are stored.
+        own = reader.traits.recent + reader.sinks if isinstance(reader, ShadowKV) else 0
         numbers = 1 + (0 if shape is None else shape.page + shape.slots + own)
     assert traffic["back", False] == 8 * rows * HEADS * numbers
 

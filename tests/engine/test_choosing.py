@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def wanted(shape: ReadShape, limit: Tensor, drawn: tuple[Tensor, Tensor, Tensor]
 
 def read(shape: ReadShape, limit: Tensor, drawn: tuple[Tensor, Tensor, Tensor], recent: int, **more: Any) -> Any:
     score, positions, length = drawn
-    found = choose(shape, limit, score, positions, length, recent, SINGLE_RANK, **more)
+    found = choose(shape, limit, partial(need_of, score, ranks=SINGLE_RANK), positions, length, recent, **more)
     kept = found.chosen & (positions.gather(-1, found.slots) >= 0)
     slots = [[slots[own] for slots, own in zip(*of_row, strict=True)] for of_row in zip(found.slots, kept, strict=True)]
     places = [
@@ -123,13 +124,17 @@ def test_one_head_and_one_row(kind: str) -> None:
 @pytest.mark.parametrize("shape", [SHAPES[1], pytest.param(SHAPES[3], marks=pytest.mark.slow)])
 def test_compiled_choices_are_the_same(shape: ReadShape) -> None:
     torch.compiler.reset()
-    compiled: Any = torch.compile(choose, fullgraph=True, dynamic=False)
+
+    def by_score(score: Tensor, positions: Tensor, length: Tensor, in_order: bool) -> Any:
+        return choose(shape, limit, partial(need_of, score, ranks=SINGLE_RANK), positions, length, 1, in_order)
+
+    compiled: Any = torch.compile(by_score, fullgraph=True, dynamic=False)
     limit = torch.tensor([shape.chosen, 3, 1])
     for kind in ("ties", "equal"):  # needs that differ clearly, or not at all, however they are rounded
         drawn = draw(shape, kind)
         for in_order in (False, True):
-            want = choose(shape, limit, *drawn, 1, SINGLE_RANK, in_order)
-            got = compiled(shape, limit, *drawn, 1, SINGLE_RANK, in_order)
+            want = by_score(*drawn, in_order)
+            got = compiled(*drawn, in_order)
             assert torch.equal(got.chosen, want.chosen)
             assert torch.equal(got.slots[got.chosen], want.slots[want.chosen])
     torch.compiler.reset()

@@ -7,7 +7,8 @@ import torch
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.engine.decode import assert_async, eviction_scores, update_state
+from kvpolicy.engine.decode import assert_async, update_state
+from kvpolicy.engine.selection import eviction_scores
 from kvpolicy.protocols import View
 from tests.conformance.access import addresses, kept_positions
 from tests.conformance.models import build

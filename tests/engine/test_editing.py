@@ -15,11 +15,11 @@ import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.editing import check_movable, keeps_all
+from kvpolicy.engine.editing import check_movable
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
-from kvpolicy.hf import cropping
+from kvpolicy.hf import journal
 from kvpolicy.text.errors import KVPolicyStateError, KVPolicyTypeError
 from tests.conformance.access import kept_positions, store_of
 from tests.conformance.models import build
@@ -286,7 +286,7 @@ def test_an_unpadded_first_prompt_is_cropped_too() -> None:
         cache.crop(-4)
         cache.crop(-4)
         store = store_of(cache, 0)
-        assert keeps_all(store)
+        assert store.journal.keeps_all()
         assert cache.get_seq_length() == 4 == int(cache.policy_layers[0].store.tensors.columns)
         fresh = PolicyCache(model)
         forward(model, ids, mask, 0, 4, fresh)
@@ -372,7 +372,7 @@ def test_a_loaded_or_shifted_cache_did_not_see_its_prompts(tmp_path: Path) -> No
 
 def test_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered is cropped as ever."""
-    monkeypatch.setattr(cropping, "REMEMBERED", 2)
+    monkeypatch.setattr(journal, "REMEMBERED", 2)
     model = build("llama")
     ids, mask = make_batch([PROMPT], [PROMPT, 20])
     ends = [PROMPT, *range(PROMPT + 2, PROMPT + 14, 2)]
@@ -381,7 +381,7 @@ def test_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         for each in (cache, twin):
             for start, stop in itertools.pairwise([0, *ends] if each is cache else [0, *ends[:-2]]):
                 forward(model, ids, mask, start, stop, each)
-        assert len(cache.history.prompts) == 2 and len(store_of(cache, 0).contents.sizes.entries) <= 4
+        assert len(cache.journal.prompts) == 2 and len(store_of(cache, 0).journal.sizes) <= 4
         with pytest.raises(KVPolicyError, match="got an earlier position"):
             cache.crop(-5)
         cache.crop(-4)
@@ -475,4 +475,4 @@ def test_a_layer_that_kept_its_first_tokens_alone_does_not_keep_all(budget: int,
     keep = torch.tensor([budget])
     store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))
     assert store.tensors.positions[0, 0].tolist()[:PROMPT] == [*range(min(budget, PROMPT))]
-    assert keeps_all(store) == kept
+    assert store.journal.keeps_all() == kept

@@ -14,7 +14,6 @@ from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.even import Even
 from kvpolicy.engine.decode import NO_PAGE
 from kvpolicy.engine.invariants import check_invariants
-from kvpolicy.engine.rollback import mark, roll_back
 from kvpolicy.protocols import HeadRequest, ModelInfo
 from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.testing.part_checks import check_divided
@@ -56,13 +55,13 @@ def walk(seed: int, merger: str = "drop") -> None:
 
 def reject(run: Run, tokens: int) -> None:
     """Write a draft of some tokens, and take it back."""
-    mark(run.store.contents, run.store.geometry, tokens)
+    run.store.journal.mark(tokens)
     for _ in range(tokens):
         run.store.append(*run.draw(1), None, ScoreTransform(SCALE))
         run.store.count_step()
         run.store.ensure_capacity()
         check_invariants(run.store)
-    roll_back(run.store.contents, run.store.geometry, 0)
+    run.store.journal.roll_back(0)
     run.check()
 
 

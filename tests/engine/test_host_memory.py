@@ -101,7 +101,7 @@ def copied(layer: Layer, rows: int) -> tuple[int, int]:
     if count >= slots:
         return each * 2 * slots, each * 2
     # Of chosen keys that are rebuilt, only those that are read as they are stored.
-    keys = reader.recent + reader.sinks if reader.traits.rebuilt else count
+    keys = reader.recent + reader.sinks if reader.traits.rebuilds else count
     return each * (keys + count + page), each * 2  # the keys of the page that was written, to bound it again
 
 

@@ -66,7 +66,7 @@ def test_attention_to_occupied_slots(softcap: float | None, occupancy: list[bool
     values = drawn(2, 1, HEADS, 9, DIM)
     counts = drawn(3, 1, HEADS, 9).abs() if counted else None
     occupied = None if occupancy is None else torch.tensor(occupancy).expand(1, HEADS, 9)
-    found = attend_occupied(q, (keys, values), None, occupied, ScoreTransform(0.4, softcap), counts)
+    found = attend_occupied(q, (keys, values), (), occupied, ScoreTransform(0.4, softcap), counts)
     score = q.double() @ keys.double().mT * 0.4
     if softcap is not None:
         score = torch.tanh(score / softcap) * softcap

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.protocols import SINGLE_RANK
+from kvpolicy.engine.selection import rank_candidates
 from kvpolicy.selectors.scissorhands import BelowMean
-from kvpolicy.statistics import AttentionSum, Forward, QueryMoments
+from kvpolicy.statistics import AttentionSum, Forward, QueryMoments, Results
 from kvpolicy.statistics.channel_sums import AbsoluteSums, LargestQueries
 from kvpolicy.statistics.recent_queries import RecentQueries
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform
-from tests.engine.parts import gathered, generator, newest_queries
+from tests.engine.parts import Ranking, contents_of, gathered, generator, newest_queries
 
 WINDOW = QueryWindow(torch.zeros(3, 4, 2, 8), torch.zeros(3, 2, dtype=torch.int64))
 VALID = [[True] * 5, [False, False, True, True, True], [True, False, True, False, False]]
@@ -79,23 +80,28 @@ def test_chunks_are_joined_to_the_whole_prompt(first: int) -> None:
     joined = chunk(slice(first)).joined(chunk(slice(first, None)))
     for name in ("keys", "values", "valid"):
         assert torch.equal(getattr(joined, name), getattr(whole, name)), name
-    found = joined.statistic(LargestQueries)
+    found = first_of(LargestQueries, joined.statistics)
     assert found is not None and found.absmax is not None
     assert torch.equal(found.absmax, keys[:, :, 0].maximum(keys[:, :, first])), "statistics are joined pair by pair"
-    assert joined.statistic(RecentQueries) is None
+    assert first_of(RecentQueries, joined.statistics) is None
 
 
-def seen_alone(pending: PendingPrompt) -> dict[type, Any]:
+def seen_alone(pending: PendingPrompt) -> Results:
     """What a selector sees of a first prompt."""
-    positions = pending.positions(torch.zeros(len(pending.keys), dtype=torch.int64))[:, None].expand(-1, 2, -1)
-    return pending.results(None, positions, layer_idx=0, ranks=SINGLE_RANK)
+    selector = Ranking()
+    none = torch.zeros(len(pending.keys), dtype=torch.int64)
+    held = torch.empty(len(none), 2, 0, dtype=torch.int32), selector.alloc(len(none), 2, 0, "cpu")
+    rank_candidates(contents_of(selector), held, pending, None, none, none)
+    return selector.seen[0]
 
 
 def test_what_a_selector_sees_is_that_of_all_statistics() -> None:
-    assert seen_alone(prompt()) == {}
+    every = (AttentionSum, RecentQueries, BelowMean, LargestQueries)
+    nothing = seen_alone(prompt())
+    assert not any(kind in nothing for kind in every)
     found = {"attn_sum": torch.ones(3, 4, 5), "query_absmax": torch.ones(3, 2, 8)}
     seen = seen_alone(prompt(None, None, window=WINDOW, below_mean=WINDOW, **found))
-    assert set(seen) == {AttentionSum, RecentQueries, BelowMean, LargestQueries}
+    assert all(kind in seen for kind in every)
     assert seen[AttentionSum] is found["attn_sum"] and seen[LargestQueries] is None, "selectors do not see channels"
     assert seen[RecentQueries].weights.shape == (*seen[BelowMean].shape[:2], WINDOW.at.shape[1], 5)
     assert seen[RecentQueries].sinks is None

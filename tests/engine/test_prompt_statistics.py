@@ -40,7 +40,7 @@ def test_the_newest_queries_of_each_row_are_kept(pieces: list[int]) -> None:
     for size in pieces:
         statistics.add(q[:, :, start : start + size], k[:, :, start : start + size], start)
         start += size
-    found = statistics.prompt(k, k, ScoreTransform(1.0), None, None).statistic(RecentQueries)
+    found = first_of(RecentQueries, statistics.prompt(k, k, ScoreTransform(1.0), None, None).statistics)
     assert found is not None and found.window is not None
     window = found.window
     assert window.at.tolist() == [[7, 8, 9], [1, 2, 4], [-1, -1, 9]]
@@ -61,7 +61,7 @@ def test_the_largest_queries_of_all_pieces() -> None:
     statistics = PromptStatistics(store.contents, valid, 6)
     for start in (0, 3):
         statistics.add(q[:, :, start : start + 3], q[:, :1, start : start + 3], start)
-    found = statistics.prompt(q[:, :1], q[:, :1], ScoreTransform(1.0), None, None).statistic(LargestQueries)
+    found = first_of(LargestQueries, statistics.prompt(q[:, :1], q[:, :1], ScoreTransform(1.0), None, None).statistics)
     assert found is not None and found.absmax is not None and found.absmax.tolist() == [[[7, 5]]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,12 @@ from kvpolicy.engine.reading import (
 from kvpolicy.protocols import SINGLE_RANK, Layout
 from kvpolicy.statistics.channel_sums import absolute_sums
 from tests.engine.parts import generator
+
+
+def by_score(score: Tensor, ranks: Any = SINGLE_RANK) -> Any:
+    """How much entries are needed by their scores."""
+    return partial(need_of, score, ranks=ranks)
+
 
 ONE = ReadShape(3, 2, ((0, 8),))
 TWO = ReadShape(3, 2, ((5, 7), (12, 4)))
@@ -94,7 +101,7 @@ def test_the_newest_the_first_and_recent_ones_come_first() -> None:
     score = torch.tensor([[[[0.0, -9, 5, 99, -8, -7, 1, 2]]]])
 
     def read(limit: int, recent: int) -> list[int]:
-        found = choose(shape, torch.tensor([limit]), score, positions, torch.tensor([10]), recent, SINGLE_RANK)
+        found = choose(shape, torch.tensor([limit]), by_score(score), positions, torch.tensor([10]), recent)
         return positions[0, 0][found.slots[0, 0][found.chosen[0, 0]]].tolist()
 
     assert read(4, 1) == [9, 0, 7, 5]
@@ -109,16 +116,16 @@ def test_the_first_token_may_be_in_the_buffer() -> None:
     shape = ReadShape(1, 2, ((3, 4),))
     score = torch.tensor([[[[-9.0, 0, 2, 1]]]])
     for held, want in ((positions, [5, 6]), (positions.masked_fill(positions == 0, -1), [3, 5])):
-        found = choose(shape, torch.tensor([2]), score, held, torch.tensor([10]), 1, SINGLE_RANK)
+        found = choose(shape, torch.tensor([2]), by_score(score), held, torch.tensor([10]), 1)
         assert sorted(held[0, 0][found.slots[0, 0][found.chosen[0, 0]]].tolist()) == want
 
 
 def test_empty_entries_are_never_read() -> None:
     positions = torch.tensor([[[3, -1, -1, -1, -1, -1, 1, -1]]], dtype=torch.int32)
-    found = choose(ONE, torch.tensor([2]), torch.zeros(1, 1, 1, 3), positions, torch.tensor([4]), 1, SINGLE_RANK)
+    found = choose(ONE, torch.tensor([2]), by_score(torch.zeros(1, 1, 1, 3)), positions, torch.tensor([4]), 1)
     assert sorted(found.slots[0, 0][found.chosen[0, 0]].tolist()) == [0, 1, 2, 6, 7]
     wide = ONE._replace(chosen=3)
-    found = choose(wide, torch.tensor([3]), torch.zeros(1, 1, 1, 3), positions, torch.tensor([4]), 1, SINGLE_RANK)
+    found = choose(wide, torch.tensor([3]), by_score(torch.zeros(1, 1, 1, 3)), positions, torch.tensor([4]), 1)
     assert sorted(found.slots[0, 0][found.chosen[0, 0]].tolist()) == [0, 1, 2, 6, 7]
 
 
@@ -134,7 +141,7 @@ def test_a_broken_number_chooses_slots_that_exist(broken: float) -> None:
     positions = torch.arange(8, dtype=torch.int32)[None, None]
     shape = ReadShape(1, 3, ((0, 8),))
     score = torch.full((1, 1, 2, 8), broken)
-    found = choose(shape, torch.tensor([3]), score, positions, torch.tensor([8]), 1, SINGLE_RANK)
+    found = choose(shape, torch.tensor([3]), by_score(score), positions, torch.tensor([8]), 1)
     assert sorted(found.slots[0, 0].tolist()) == [0, 1, 7] and bool(found.chosen.all())
 
 
@@ -185,9 +192,9 @@ def test_query_heads_of_other_ranks_decide_too() -> None:
     score = torch.tensor([[[[0.0, 5, 0, 0, 0, 0, 0, 0]]]])
     shape = ReadShape(1, 2, ((0, 8),))
     # Position 8 is the newest, and in none of the slots.
-    found = choose(shape, torch.tensor([2]), score, positions, torch.tensor([9]), 0, ranks)
+    found = choose(shape, torch.tensor([2]), by_score(score, ranks), positions, torch.tensor([9]), 0)
     assert sorted(found.slots[0, 0].tolist()) == [0, 7], "the first token, and that of the other rank"
-    alone = choose(shape, torch.tensor([2]), score, positions, torch.tensor([9]), 0, SINGLE_RANK)
+    alone = choose(shape, torch.tensor([2]), by_score(score), positions, torch.tensor([9]), 0)
     assert sorted(alone.slots[0, 0].tolist()) == [0, 1]
 
 

@@ -73,5 +73,5 @@ def test_a_whole_turn_leaves_the_plan_and_the_budget_from_before(policy: str) ->
         budgets = [layer.budget.clone() for layer in cache.policy_layers]
         forward(model, ids, mask, PROMPT + 2, PROMPT + 7, cache)
         cache.crop(-5)
-        assert cache.plan == plan and len(cache.history.prompts) == 1
+        assert cache.plan == plan and len(cache.journal.prompts) == 1
         assert all(torch.equal(layer.budget, own) for layer, own in zip(cache.policy_layers, budgets, strict=True))

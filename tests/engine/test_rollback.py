@@ -15,7 +15,6 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, KVPolicyStateError, Policy, PolicyCache
-from kvpolicy.engine.rollback import mark, roll_back
 from tests.conformance.bench import Bench, draw
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
@@ -169,10 +168,10 @@ def test_a_layer_alone() -> None:
     for each in (bench, twin):
         each.forward(*ones)
     layer = bench.layer
-    mark(layer.contents, layer.geometry, 3)
+    layer.journal.mark(3)
     for number in range(3):
         bench.forward(*draw(1, number, batch=2), valid=torch.tensor([[True], [number != 1]]))
-    assert roll_back(layer.contents, layer.geometry, 1) is None
+    layer.journal.roll_back(1)
     twin.forward(*draw(1, 0, batch=2), valid=torch.tensor([[True], [True]]))
     first = dict(tensors_of(layer))
     second = dict(tensors_of(twin.layer))

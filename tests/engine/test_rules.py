@@ -21,16 +21,16 @@ from tests.sampling import each_once, product
 @product("selector,codec", SELECTORS, CODECS, sample=each_once(["snapkv", "h2o", "window", "tova"], CODECS))
 def test_a_query_attends_to_the_budget(selector: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 1: to the budget exactly, the current token counted, in every step and head."""
-    from kvpolicy.engine import index_reader
+    from kvpolicy.engine import layer_index
 
     seen: list[Tensor] = []
-    real = index_reader.attend_slots
+    real = layer_index.attend_columns
 
-    def attend_slots(q: Tensor, exact: Any, coded: Any, live: Tensor, *rest: Any, **options: Any) -> Any:
+    def attend_columns(q: Tensor, exact: Any, coded: Any, live: Tensor, *rest: Any, **options: Any) -> Any:
         seen.append(live.sum(-1))
         return real(q, exact, coded, live, *rest, **options)
 
-    monkeypatch.setattr(index_reader, "attend_slots", attend_slots)
+    monkeypatch.setattr(layer_index, "attend_columns", attend_columns)
     model = build("llama")
     with kvpolicy.attach(model, words("squeeze", selector, codec)):
         cache = PolicyCache(model)

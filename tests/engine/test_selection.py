@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import Selection, finite_priority, rank_candidates, select_tokens
 from kvpolicy.kernels.rotary import KeyRotation
-from kvpolicy.protocols import SINGLE_RANK, View
+from kvpolicy.protocols import View
 from kvpolicy.selectors.blocks import BlockAttention
 from kvpolicy.selectors.scissorhands import BelowMean
 from kvpolicy.statistics import (
@@ -29,7 +29,7 @@ from kvpolicy.statistics import (
 from kvpolicy.statistics.replay import NOT_REPLAYED
 from kvpolicy.statistics.windows import Past, ScoreTransform
 from tests.conformance.fakes import Roll, undo
-from tests.engine.parts import Ranking, Worth, candidates_of, gathered, generator, newest_queries, shuffled
+from tests.engine.parts import Ranking, Worth, candidates_of, contents_of, gathered, generator, newest_queries, shuffled
 from tests.sampling import product
 
 ROWS = 3
@@ -61,17 +61,7 @@ def select(
     selector: Ranking, positions: Tensor, pending: PendingPrompt, keep: list[int], past: Past | None = None
 ) -> Selection:
     state = Worth(positions.float(), positions.long())
-    ranking = rank_candidates(
-        selector,  # pyright: ignore[reportArgumentType]
-        positions,
-        state,
-        pending,
-        past,
-        seen_before=SEEN_BEFORE,
-        keep=torch.tensor(keep),
-        layer_idx=0,
-        ranks=SINGLE_RANK,
-    )
+    ranking = rank_candidates(contents_of(selector), (positions, state), pending, past, SEEN_BEFORE, torch.tensor(keep))
     return select_tokens(ranking, pending.idle)
 
 
@@ -121,18 +111,9 @@ def test_one_head_and_one_token() -> None:
     keys = torch.zeros(1, 1, 1, DIM)
     pending = PendingPrompt(keys, keys, None, ScoreTransform(1.0))
     empty = torch.empty(1, 1, 0, dtype=torch.int32)
-    ranking = rank_candidates(
-        Ranking(),  # pyright: ignore[reportArgumentType]
-        empty,
-        Worth(torch.empty(1, 1, 0), torch.empty(1, 1, 0, dtype=torch.int64)),
-        pending,
-        None,
-        seen_before=torch.tensor([0]),
-        keep=torch.tensor([1]),
-        layer_idx=0,
-        ranks=SINGLE_RANK,
-    )
-    got = select_tokens(ranking)
+    state = Worth(torch.empty(1, 1, 0), torch.empty(1, 1, 0, dtype=torch.int64))
+    layer = contents_of(Ranking())
+    got = select_tokens(rank_candidates(layer, (empty, state), pending, None, torch.tensor([0]), torch.tensor([1])))
     assert got.chosen.tolist() == [[[True]]] and got.positions.tolist() == [[[0]]]
 
 

@@ -182,14 +182,14 @@ def test_reading_layers_choose_pages_by_their_own_queries(family: str, monkeypat
         owner = cache.policy_layers[1].store.slots
         assert owner is not None and owner.index.shape is not None
         choices: list[Tensor] = []
-        choose = owner.index._choose
+        choose = owner.reads._choose
 
         def noted(*args: Any) -> Any:
             chosen = choose(*args)
             choices.append(chosen.slots.sort(-1).values)
             return chosen
 
-        monkeypatch.setattr(owner.index, "_choose", noted)
+        monkeypatch.setattr(owner.reads, "_choose", noted)
         step(model, cache)
     assert len(choices) == 3
     assert not torch.equal(choices[0], choices[1])

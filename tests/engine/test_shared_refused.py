@@ -106,7 +106,7 @@ def test_own_policies_that_are_refused(own: Any, part: str) -> None:
         text = read_text(model, ids)
         with pytest.raises(KVPolicyError, match=f"own must be a policy that selects tokens .* got (the )?{part}"):
             text.fork(shared=True, own=own)
-        assert not text.history.is_shared
+        assert not text.journal.is_shared
 
 
 def test_wrong_calls() -> None:

@@ -41,7 +41,7 @@ def test_stages_stand_behind_the_buffer() -> None:
     assert codes.stage_slots(0) == slice(exact, exact + first)
     assert codes.stage_slots(1) == slice(exact + first, exact + first + second)
     view = codes.view()
-    assert view is not None and view.sizes == [size for size in (first, second) if size]
+    assert view is not None and [each.size for each in view] == [size for size in (first, second) if size]
     assert codes.stage_store(1).codes is layer.tensors.codes[1]
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Policy
+from kvpolicy.engine.decode import Step
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
-from kvpolicy.engine.step import Step
 from kvpolicy.planning.memory import layer_spec
 from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
@@ -56,5 +56,5 @@ def test_a_layer_that_is_read_is_one_with_more_heads(policy: str) -> None:
             assert torch.equal(alone.tensors.positions, joint.tensors.positions)
             for one, two in zip(tensors(alone.tensors.state), tensors(joint.tensors.state), strict=True):
                 assert torch.allclose(one, two, atol=1e-6)
-        own_choice = joint.slots.index.attend(other, TRANSFORM, False)[0] if joint.slots is not None else None
+        own_choice = joint.slots.reads.attend(other, TRANSFORM, False)[0] if joint.slots is not None else None
         assert own_choice is not None and torch.allclose(second, own_choice, atol=1e-6)

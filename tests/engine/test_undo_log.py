@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.undo_log import Content, UndoLog
+from kvpolicy.engine.undo_log import UndoLog
 from kvpolicy.kernels.slot_writes import write_slots
 
 STEPS = 4
@@ -33,30 +33,15 @@ def steps(log: UndoLog, target: Tensor, copied: Tensor, count: int) -> list[tupl
 def test_undone_steps_leave_no_trace(keep: int) -> None:
     target = torch.randn(2, 3, 2, 5)
     copied = torch.randn(2)
-    log = UndoLog(STEPS)
-    log.make_room({"positions": (target, 2)}, {"copied": copied}, None)
+    log = UndoLog(STEPS, {"positions": (target, 2)}, {"copied": copied})
     seen = steps(log, target, copied, STEPS)
     assert len(log.undo(keep, {"positions": (target, 2)}, {"copied": copied})) == STEPS - keep
     assert torch.equal(target, seen[keep][0]) and torch.equal(copied, seen[keep][1])
 
 
-def test_a_chain_counts_all_its_bytes() -> None:
-    target = torch.zeros(1, 1, 3, 2)
-    first = UndoLog(2)
-    first.make_room({"positions": (target, 1)}, {}, None)
-    # Slots and vectors of two steps, and the counter.
-    assert first.nbytes == 2 * (8 + 8) + 8
-    second = UndoLog(2, 1, 1, Content({"keys": torch.zeros(5), "codes": ((torch.zeros(2),),)}, {"capacity": 3}), first)
-    assert second.nbytes == first.nbytes + 20 + 8
-    second.make_room({"positions": (target, 1)}, {}, torch.zeros(4, dtype=torch.int64))
-    assert second.nbytes == 2 * first.nbytes + 28 + 2 * 4 * 8
-    assert second.fed == 1
-
-
 def test_a_full_log_takes_no_step() -> None:
     target = torch.zeros(1, 1, 3, 2)
-    log = UndoLog(1)
-    log.make_room({"positions": (target, 1)}, {}, None)
+    log = UndoLog(1, {"positions": (target, 1)}, {})
     log.begin({})
     log.end()
     with pytest.raises(RuntimeError, match="more steps than the mark allows"):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
-from kvpolicy.cli.cache_files import check, describe
+from kvpolicy.cli.commands.cache import check, describe
 from kvpolicy.hf import cache_file
 from kvpolicy.hf.cache_header import KEY, read_header
 from tests.conformance.models import build

@@ -35,7 +35,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="counts may be a mask of half precision",
-        file="kvpolicy/engine/attention.py",
+        file="kvpolicy/engine/columns.py",
         old="if plain and (counts is None or q.dtype == torch.float32):",
         new="if plain and (counts is None or q.dtype != torch.float16):",
         tests=("tests/engine/test_attention.py::test_counts_of_thousands_are_not_rounded",),
@@ -43,7 +43,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="counts are rounded to the dtype of the queries",
-        file="kvpolicy/engine/attention.py",
+        file="kvpolicy/engine/columns.py",
         old="score = score + counts[:, :, None]",
         new="score = score + counts.to(q.dtype)[:, :, None]",
         tests=("tests/engine/test_attention.py::test_counts_of_thousands_are_not_rounded",),

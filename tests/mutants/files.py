@@ -95,7 +95,7 @@ MUTATIONS = (
     Mutation(
         name="a cache counts from the offsets of the last prompt on the model",
         file="kvpolicy/hf/rope_deltas.py",
-        old="        if counts:\n            self.show(cache)\n",
+        old="        if counts and isinstance(cache, PolicyCache):\n            self.show(cache)\n",
         new="",
         tests=("tests/files/test_pictures.py",),
     ),

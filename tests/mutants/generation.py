@@ -50,7 +50,7 @@ MUTATIONS = (
     Mutation(
         name="one token left over is a decode step for a scorer",
         file="kvpolicy/hf/forward_calls.py",
-        old="and not cache.is_step:",
+        old="and not cache.forward.is_step:",
         new="and (args[0] if args else kwargs['hidden_states']).shape[1] > 1:",
         tests=("tests/robust/test_tiles.py",),
     ),

@@ -49,37 +49,37 @@ MUTATIONS = (
     ),
     Mutation(
         name="a crop to the beginning of a prompt keeps that prompt",
-        file="kvpolicy/hf/cropping.py",
+        file="kvpolicy/hf/taking_back.py",
         old="while prompts and prompts[-1].before.columns >= columns:",
         new="while prompts and prompts[-1].before.columns > columns:",
         tests=("tests/engine/test_repeated_crops.py",),
     ),
     Mutation(
         name="a crop of a whole turn keeps the end that the turn knew",
-        file="kvpolicy/hf/cropping.py",
-        old="        cache._end = last.end\n",
-        new="",
+        file="kvpolicy/hf/taking_back.py",
+        old="cache.return_to(last.end, last.plan)",
+        new="cache.return_to(cache._end, last.plan)",
         tests=("tests/engine/test_repeated_crops.py",),
     ),
     Mutation(
         name="a shortened turn is remembered in full",
-        file="kvpolicy/hf/cropping.py",
-        old="        prompts[-1] = inside._replace(after=kept)\n",
+        file="kvpolicy/hf/taking_back.py",
+        old="        prompts[-1] = inside._replace(columns=columns - inside.before.columns)\n",
         new="",
         tests=("tests/engine/test_repeated_crops.py",),
     ),
     Mutation(
         name="what a cache remembers of its turns is not selected with the rows",
         file="kvpolicy/hf/cache.py",
-        old="        self.history.map_rows(fn)\n",
+        old="        self.journal.map_rows(fn)\n",
         new="",
         tests=("tests/engine/test_editing.py::test_after_rows_were_selected",),
     ),
     Mutation(
         name="a window under a mark is taken to be full one token late",
-        file="kvpolicy/hf/history.py",
-        old="full = keys.shape[2] >= layer.sliding_window - 1 and",
-        new="full = keys.shape[2] >= layer.sliding_window and",
+        file="kvpolicy/hf/journal.py",
+        old="is_full = window.keys.shape[2] >= window.sliding_window - 1 and",
+        new="is_full = window.keys.shape[2] >= window.sliding_window and",
         tests=("tests/engine/test_rollback.py",),
     ),
     Mutation(
@@ -119,8 +119,8 @@ MUTATIONS = (
     Mutation(
         name="an announced length for all rows is reached by the shortest",
         file="kvpolicy/hf/cache_forward.py",
-        old="int(length.max()) >= int(self.prompt)",
-        new="int(length.min()) >= int(self.prompt)",
+        old="int(length.max()) < int(prompt)",
+        new="int(length.min()) < int(prompt)",
         tests=(
             "tests/engine/test_replay.py::test_one_number_announces_the_longest_row",
             "tests/engine/test_replay.py::test_announced_chunks_are_one_prompt",
@@ -146,8 +146,8 @@ MUTATIONS = (
     Mutation(
         name="the last learned position is refused",
         file="kvpolicy/hf/forward_checks.py",
-        old="    if end > limit:\n",
-        new="    if end >= limit:\n",
+        old="_end(cache, new, call)) > learned:",
+        new="_end(cache, new, call)) >= learned:",
         tests=("tests/engine/test_announcements.py",),
     ),
     Mutation(
@@ -204,8 +204,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="a rollback leaves the host's count of columns",
-        file="kvpolicy/engine/rollback.py",
-        old="    layer.forget_columns()\n",
+        file="kvpolicy/engine/journal.py",
+        old="        layer.forget_columns()\n",
         new="",
         tests=("tests/engine/test_rollback.py::test_sliding_windows_take_tokens_back",),
     ),
@@ -219,8 +219,8 @@ MUTATIONS = (
     Mutation(
         name="a held batch is complete with its shortest row",
         file="kvpolicy/hf/cache_forward.py",
-        old="bool((at_least(length, self.prompt) == length).all())",
-        new="bool((at_least(length, self.prompt) == length).any())",
+        old="bool((at_least(length, prompt) != length).any())",
+        new="bool((at_least(length, prompt) != length).all())",
         tests=("tests/engine/test_replay.py::test_a_shorter_row_waits_for_the_longest",),
     ),
     Mutation(
@@ -239,7 +239,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="an undone step stays in the length of a window",
-        file="kvpolicy/hf/history.py",
+        file="kvpolicy/hf/journal.py",
         old="            layer.cumulative_length -= 1\n",
         new="",
         tests=("tests/engine/test_rollback.py::test_sliding_windows_take_tokens_back",),
@@ -309,23 +309,23 @@ MUTATIONS = (
     ),
     Mutation(
         name="states are not undone",
-        file="kvpolicy/hf/history.py",
-        old="        mark.undo_states(cache.layers, kept)\n",
-        new="",
+        file="kvpolicy/hf/journal.py",
+        old="            layers[index].restore_states(copies)\n",
+        new="            pass\n",
         tests=("tests/engine/test_states.py::test_rollback_restores_states_bit_for_bit",),
     ),
     Mutation(
         name="states go back to the mark however many tokens are accepted",
-        file="kvpolicy/hf/history.py",
-        old="(self.states[keep] if keep < len(self.states) else {})",
-        new="(self.states[0] if keep < len(self.states) else {})",
+        file="kvpolicy/hf/taking_back.py",
+        old="reversed(mark.steps[kept:])",
+        new="reversed(mark.steps)",
         tests=("tests/engine/test_states.py::test_rollback_restores_states_bit_for_bit",),
     ),
     Mutation(
         name="copies of states are not counted under a mark",
-        file="kvpolicy/hf/history.py",
-        old="return windows + sum(t.nbytes for step in self.states for t in step.get(layer_idx, ()))",
-        new="return windows",
+        file="kvpolicy/hf/journal.py",
+        old="for t in (*self.states.get(index, ()), *self.windows.get(index, ()))",
+        new="for t in self.windows.get(index, ())",
         tests=("tests/engine/test_states.py::test_rollback_restores_states_bit_for_bit",),
     ),
     Mutation(
@@ -420,9 +420,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="the digest of a mask misses the padding of tiles",
-        file="kvpolicy/hf/layer.py",
-        old="layer.extend_digest(tiles.valid, tile.columns)",
-        new="layer.extend_digest(None, tile.columns)",
+        file="kvpolicy/hf/cache_forward.py",
+        old="valid, new = tiles.valid, tile.columns",
+        new="valid, new = None, tile.columns",
         tests=("tests/conformance/test_tiles.py",),
     ),
     Mutation(
@@ -449,8 +449,8 @@ MUTATIONS = (
     Mutation(
         name="a copy of a shared text stays shared",
         file="kvpolicy/hf/cache.py",
-        old="other.history.is_shared = False",
-        new="other.history.is_shared = self.history.is_shared",
+        old="other.journal.is_shared = False",
+        new="other.journal.is_shared = self.journal.is_shared",
         tests=("tests/engine/test_shared_fork.py::test_a_copy_of_the_text_goes_on",),
     ),
     Mutation(

@@ -37,9 +37,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="values in host memory are summed by other means",
-        file="kvpolicy/engine/index_reader.py",
-        old="if sums_in_place(group, values):  # as without `host`",
-        new="if False:  # as without `host`",
+        file="kvpolicy/engine/layer_index.py",
+        old="if sums_in_place(q.shape[1] // slots.shape[1], held):",
+        new="if values is None and sums_in_place(q.shape[1] // slots.shape[1], held):",
         tests=TESTS,
     ),
     Mutation(

@@ -94,8 +94,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="a reader sums values that are not held",
-        file="kvpolicy/engine/index_reader.py",
-        old="held = mixed_values(tensors.keys, tensors.values)",
+        file="kvpolicy/engine/layer_index.py",
+        old="held = mixed_values(tensors.keys, held)",
         new="held = tensors.values",
         tests=(SIZES,),
     ),
@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="layers without keys of their own let pictures see earlier tokens alone",
-        file="kvpolicy/hf/masks.py",
+        file="kvpolicy/hf/attention_interface.py",
         old="    if stands or mask.dim() != 4",
         new="    if mask.dim() != 4",
         tests=("tests/engine/test_block_masks.py", "tests/robust/test_families.py"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import Mutation
 
-CLUSTERS = ("tests/readers/test_retrieval.py", "tests/engine/test_clusters.py", "tests/engine/test_layer_clusters.py")
+CLUSTERS = ("tests/readers/test_retrieval.py", "tests/readers/test_clusters.py", "tests/readers/test_found_clusters.py")
 
 MUTATIONS = (
     Mutation(
@@ -19,7 +19,7 @@ MUTATIONS = (
         file="kvpolicy/readers/quest.py",
         old="smallest = keys.masked_fill(empty, torch.inf).amin(3)",
         new="smallest = keys.amin(3)",
-        tests=("tests/readers/test_readers.py", "tests/engine/test_index_reader.py"),
+        tests=("tests/readers/test_readers.py", "tests/engine/test_layer_index.py"),
     ),
     Mutation(
         name="a layer of exactly the long size has short pages",
@@ -33,7 +33,7 @@ MUTATIONS = (
         file="kvpolicy/readers/labels.py",
         old="index.channels.copy_(torch.where(rows[:, None, None], best, index.channels))",
         new="index.channels.copy_(best)",
-        tests=("tests/readers/test_readers.py", "tests/engine/test_index_reader.py"),
+        tests=("tests/readers/test_readers.py", "tests/engine/test_layer_index.py"),
     ),
     Mutation(
         name="a shard has the salience of the first heads",
@@ -58,9 +58,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="queries stay outside of the basis of an index",
-        file="kvpolicy/engine/index_reader.py",
-        old="self._indexed(self._queries(q)), products)",
-        new="self._queries(q)[..., : self._indexed(self._queries(q)).shape[-1]], products)",
+        file="kvpolicy/engine/layer_index.py",
+        old="slots, slots.coordinates(self._queries(q)))",
+        new="slots, self._queries(q)[..., : slots.coordinates(self._queries(q)).shape[-1]])",
         tests=("tests/readers/test_readers.py",),
     ),
     Mutation(
@@ -68,7 +68,7 @@ MUTATIONS = (
         file="kvpolicy/engine/layer_contents.py",
         old="return (*self.calibrations, self.gate, self.basis)",
         new="return (*self.calibrations, self.gate)",
-        tests=("tests/engine/test_index_reader.py::test_a_basis_belongs_to_the_model",),
+        tests=("tests/engine/test_layer_index.py::test_a_basis_belongs_to_the_model",),
     ),
     Mutation(
         name="channels are those of the first query head",
@@ -114,16 +114,16 @@ MUTATIONS = (
     ),
     Mutation(
         name="a page that is estimated weighs as one token",
-        file="kvpolicy/engine/index_reader.py",
-        old="log_tokens(shape, tensors.log_counts, tensors.positions)[:, :, None]",
-        new="log_tokens(shape, tensors.log_counts, tensors.positions)[:, :, None].clamp_max(0)",
+        file="kvpolicy/readers/summaries.py",
+        old="every = scores + slots.log_tokens()[:, :, None]",
+        new="every = scores + slots.log_tokens()[:, :, None].clamp_max(0)",
         tests=("tests/readers/test_readers.py",),
     ),
     Mutation(
         name="a base that estimates is taken",
         file="kvpolicy/readers/reuse.py",
-        old="if traits.estimates is not None or",
-        new="if",
+        old="if traits.estimates_rest:",
+        new="if False:",
         tests=("tests/readers/test_reuse.py",),
     ),
     Mutation(
@@ -131,69 +131,69 @@ MUTATIONS = (
         file="kvpolicy/engine/slot_writer.py",
         old="self._index.refresh_slots(slots, stage, emptied=True)",
         new="self._index.refresh_slots(slots, stage)",
-        tests=("tests/engine/test_index_reader.py", "tests/readers/test_readers.py"),
+        tests=("tests/engine/test_layer_index.py", "tests/readers/test_readers.py"),
     ),
     Mutation(
         name="only the first blocks are summarized where a tile ends before the last",
-        file="kvpolicy/engine/summaries.py",
-        old="for start in range(0, blocks, step):",
-        new="for start in range(0, blocks - 1, step):",
-        tests=("tests/engine/test_index_reader.py",),
+        file="kvpolicy/engine/layer_slots.py",
+        old="torch.arange(-(-self.entries // block), device",
+        new="torch.arange(self.entries // block, device",
+        tests=("tests/engine/test_layer_index.py",),
     ),
     Mutation(
         name="the last block has slots twice",
-        file="kvpolicy/engine/summaries.py",
-        old="occupied = inside & within[..., None] & (",
-        new="occupied = inside & (",
-        tests=("tests/engine/test_index_reader.py", "tests/readers/test_readers.py"),
+        file="kvpolicy/readers/summaries.py",
+        old="(occupied & within[..., None]).flatten(3)",
+        new="occupied.flatten(3)",
+        tests=("tests/engine/test_layer_index.py", "tests/readers/test_readers.py"),
     ),
     Mutation(
         name="decoded values of a summary are not counted",
-        file="kvpolicy/engine/summaries.py",
-        old="self.count_coded(self._layer.link, shape, slots.shape[-1])",
-        new="_ = self.count_coded",
-        tests=("tests/engine/test_index_reader.py",),
+        file="kvpolicy/engine/layer_slots.py",
+        old="self._count_values(at.shape[-1])",
+        new="_ = self._count_values",
+        tests=("tests/engine/test_layer_index.py",),
     ),
     Mutation(
         name="whole keys are counted where channels are read",
-        file="kvpolicy/engine/key_products.py",
+        file="kvpolicy/engine/layer_slots.py",
         old="self._layer.link.count_channels(keys, channels.shape[-1])",
         new="self._layer.link.whole(keys)",
-        tests=("tests/engine/test_index_reader.py",),
+        tests=("tests/engine/test_layer_index.py",),
     ),
     Mutation(
         name="codes are scored in all channels",
-        file="kvpolicy/engine/key_products.py",
+        file="kvpolicy/engine/layer_slots.py",
         old="queries = queries.masked_fill(~inside[:, :, None], 0)",
         new="queries = queries.masked_fill(inside[:, :, None] & ~inside[:, :, None], 0)",
         tests=("tests/readers/test_readers.py",),
     ),
     Mutation(
         name="a full-precision buffer counts as read entries",
-        file="kvpolicy/engine/attention.py",
-        old="with_rest(score, score[..., buffer:], transform, rest)",
+        file="kvpolicy/engine/columns.py",
+        old="with_rest(score, score[..., start:], transform, rest)",
         new="with_rest(score, score, transform, rest)",
         tests=("tests/readers/test_readers.py",),
     ),
     Mutation(
         name="learned sinks weigh nothing against estimates",
-        file="kvpolicy/engine/attention.py",
+        file="kvpolicy/engine/columns.py",
         old="weights = transform.weights(every).masked_fill(every == -torch.inf, 0)",
         new="weights = torch.softmax(every, -1).masked_fill(every == -torch.inf, 0)",
         tests=("tests/readers/test_readers.py",),
     ),
     Mutation(
         name="estimates of a head without a token are not numbers",
-        file="kvpolicy/engine/attention.py",
+        file="kvpolicy/engine/columns.py",
         old="weights = transform.weights(every).masked_fill(every == -torch.inf, 0)",
         new="weights = transform.weights(every)",
         tests=("tests/engine/test_in_place_attention.py",),
     ),
     Mutation(
         name="an entry of merged tokens is estimated as one token",
-        file="kvpolicy/engine/index_reader.py",
-        old="log_tokens(shape, tensors.log_counts, tensors.positions)",
-        new="log_tokens(shape, None, tensors.positions)",
+        file="kvpolicy/engine/layer_slots.py",
+        old="log_tokens(self._shape, self._layer.tensors.log_counts, self.positions)",
+        new="log_tokens(self._shape, None, self.positions)",
         tests=("tests/readers/test_readers.py",),
     ),
     Mutation(
@@ -231,8 +231,8 @@ MUTATIONS = (
         new="torch.where(within, number, -1).amax(-1)",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
@@ -242,8 +242,8 @@ MUTATIONS = (
         new="unit(means).float()",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
@@ -253,8 +253,8 @@ MUTATIONS = (
         new="vectors.double().nan_to_num()",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
@@ -264,8 +264,8 @@ MUTATIONS = (
         new="new.to(held.dtype) + 0 * chosen",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
@@ -275,8 +275,8 @@ MUTATIONS = (
         new="clustered = positions >= 0",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
@@ -286,8 +286,8 @@ MUTATIONS = (
         new="resort=2**30",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
@@ -297,52 +297,52 @@ MUTATIONS = (
         new="shorter = min(slots, 1)",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
         name="what is read of a cluster is estimated too",
-        file="kvpolicy/engine/layer_clusters.py",
-        old="clusters.unread(found.entries, found.read).log()",
+        file="kvpolicy/readers/retrieval.py",
+        old="clusters.unread(read.entries, read.read).log()",
         new="clusters.total.log()",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
         name="a cluster counts once, however many tokens it holds",
-        file="kvpolicy/engine/clusters.py",
+        file="kvpolicy/readers/clusters.py",
         old="(score + clusters.total.log()[:, :, None])",
         new="(score + 0 * clusters.total[:, :, None])",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
         name="a head without a token needs what is not a number",
-        file="kvpolicy/engine/clusters.py",
+        file="kvpolicy/readers/clusters.py",
         old="torch.where(need == need, need, 0.0)",
         new="need",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
         name="directions are read again and not counted",
-        file="kvpolicy/engine/index_reader.py",
-        old="self._link.whole(self._clusters.centers(reads.index))",
-        new="_ = self._clusters.centers(reads.index)",
+        file="kvpolicy/readers/retrieval.py",
+        old="slots.whole((index.directions, index.used))",
+        new="_ = (index.directions, index.used)",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
@@ -352,30 +352,30 @@ MUTATIONS = (
         new="pass",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
         name="a row that is read whole has clusters",
-        file="kvpolicy/engine/layer_clusters.py",
-        old="return rows & rows.new_tensor(restricted)",
-        new="return rows",
+        file="kvpolicy/engine/layer_slots.py",
+        old="return rows & rows.new_tensor(restricted_rows(",
+        new="return rows | False & rows.new_tensor(restricted_rows(",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
         name="a row that is read in part from now on has no clusters",
         file="kvpolicy/engine/slot_geometry.py",
-        old="self.index.find_missing_clusters()",
-        new="_ = self.index.find_missing_clusters",
+        old="self.index.complete()",
+        new="_ = self.index.complete",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
     Mutation(
@@ -385,8 +385,8 @@ MUTATIONS = (
         new="always | (earliest <= sinks)",
         tests=(
             "tests/readers/test_retrieval.py",
-            "tests/engine/test_clusters.py",
-            "tests/engine/test_layer_clusters.py",
+            "tests/readers/test_clusters.py",
+            "tests/readers/test_found_clusters.py",
         ),
     ),
 )

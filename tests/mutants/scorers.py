@@ -227,15 +227,15 @@ MUTATIONS = (
     Mutation(
         name="a later prompt is measured again",
         file="kvpolicy/hf/cache_forward.py",
-        old="return self.policy.layer_metric in metrics and unbegun is not None and bool(unbegun.any())",
-        new="return self.policy.layer_metric in metrics and unbegun is not None",
+        old="and unbegun is not None and bool(unbegun.any())",
+        new="and unbegun is not None",
         tests=("tests/allocators/test_curves.py",),
     ),
     Mutation(
         name="a held forward of one token is a step",
         file="kvpolicy/hf/cache_forward.py",
-        old="return self._forward.holds or self._forward.adds_whole",
-        new="return self._forward.holds",
+        old="first.holds_prompt and not self.holds_next",
+        new="first.holds_prompt",
         tests=("tests/engine/test_hold_next.py",),
     ),
     Mutation(

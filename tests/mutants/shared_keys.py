@@ -15,8 +15,8 @@ MUTATIONS = (
     Mutation(
         name="a prompt is compressed before later layers read it",
         file="kvpolicy/hf/cache_forward.py",
-        old="            self._forward.shown[layer.layer_idx] = show(pending, layer.pending)",
-        new="            self.compress(layer, layer.store.end_prompt(pending, layer.pending))",
+        old="                forward.shown[layer_idx] = show(pending, layer.pending)",
+        new="                self.compress(layer, store.end_prompt(pending, layer.pending))",
         tests=("tests/engine/test_shared_keys.py::test_layers_that_read_see_what_their_owner_holds",),
     ),
     Mutation(
@@ -65,9 +65,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="a reading layer may be left out of a forward",
-        file="kvpolicy/hf/model_spec.py",
-        old="        return self.owners.get(index, index) in self.evictable",
-        new="        return index in self.evictable",
+        file="kvpolicy/hf/cache_forward.py",
+        old="isinstance(self.layers[owners.get(index, index)], PolicyLayer)",
+        new="isinstance(self.layers[index], PolicyLayer)",
         tests=("tests/engine/test_shared_keys.py::test_a_reading_layer_that_is_left_out_is_noticed",),
     ),
     Mutation(

@@ -21,13 +21,13 @@ from kvpolicy import Policy, PolicyCache
 from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.codecs._files import save
-from kvpolicy.engine import selection
 from kvpolicy.engine.state import tensors
 from kvpolicy.parallel.runtime import share
 from kvpolicy.planning.curves import save_layers
 from kvpolicy.selectors.center_files import CENTER_FILES
 from kvpolicy.selectors.filter_files import FILTER_FILES
 from kvpolicy.selectors.gate_files import GATE_FILES
+from kvpolicy.statistics import output_norms
 from kvpolicy.statistics.output_norms import absolute_norms
 from tests.conformance.access import Attend, attending, kept_positions, stage_codes
 from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random, centers, filters, gates
@@ -109,7 +109,7 @@ def divided(heads: Heads, rank: int, world: int) -> Generator[None]:
         """The norms by this rank's columns of the projection of the whole model."""
         return absolute_norms(values, projection.unflatten(1, (heads.queries, -1))[:, queries].flatten(1))
 
-    with attending(around, replays=True), mock.patch.object(selection, "absolute_norms", sliced):
+    with attending(around, replays=True), mock.patch.object(output_norms, "absolute_norms", sliced):
         yield
 
 

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Policy
-from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.invariants import check_invariants
+from kvpolicy.engine.layer_index import StepReads
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.engine.reading import Board, Chosen
+from kvpolicy.engine.reading import Board
 from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.protocols import Read
 from kvpolicy.registry import name_of
 from kvpolicy.statistics.windows import ScoreTransform
-from tests.engine.parts import index_of
+from tests.engine.parts import index_of, slots_of
 from tests.reference.readers import Held, estimated
 from tests.reference.versions import version
 
@@ -55,7 +56,7 @@ class Layer:
         self.budgets = budgets
         self.new = new
         self.transform = ScoreTransform(DIM**-0.5, softcap, sinks)
-        self.read: Chosen | None = None
+        self.read: Read | None = None
         self.steps = 0
         self.fitted: list[list[Any]] = []
 
@@ -92,23 +93,23 @@ class Layer:
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         """Take in one token, and note what was read for it."""
-        index: Any = index_of(self.store)
+        reads: Any = slots_of(self.store).reads
 
-        def note(*given: Any) -> Chosen:
-            chosen = IndexReader._choose(index, *given)
+        def note(*given: Any) -> Read:
+            chosen = StepReads._choose(reads, *given)
             self.read = chosen
             return chosen
 
-        def note_followed(*given: Any) -> Chosen:
-            chosen = IndexReader._follow(index, *given)
+        def note_followed(*given: Any) -> Read:
+            chosen = StepReads._follow(reads, *given)
             self.read = chosen
             return chosen
 
         self.read = None
-        index._choose = note
-        index._follow = note_followed
+        reads._choose = note
+        reads._follow = note_followed
         out = self.store.append(q, k, v, valid, self.transform)
-        del index._choose, index._follow
+        del reads._choose, reads._follow
         return out
 
     def between(self) -> None:

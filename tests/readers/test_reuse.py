@@ -16,7 +16,7 @@ from kvpolicy.protocols import ModelInfo
 from kvpolicy.registry import name_of
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
-from tests.engine.parts import index_of
+from tests.engine.parts import index_of, slots_of
 from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw, slow_output
 from tests.reference.readers import count_of, ranked
 from tests.reference.readers.reuse import DEFAULTS, chooser, followed
@@ -127,7 +127,7 @@ def test_the_same_slots_are_not_searched_for() -> None:
         store = layers[1].store
         board: Any = index_of(store).board
         index_of(store).same_slots = False
-        searched = index_of(store)._follow(index_of(store).shape, store.tensors.reads, board.choice)  # pyright: ignore[reportArgumentType]
+        searched = slots_of(store).reads._follow(index_of(store).shape, store.tensors.reads, board.choice)  # pyright: ignore[reportArgumentType]
         index_of(store).same_slots = True
         layers[1].read = searched
         assert [layers[1].positions_read(0, head) for head in range(HEADS)] == read

@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kvpolicy import Policy
+from kvpolicy.engine.decode import new_token
 from kvpolicy.engine.layer_spec import LayerSpec
-from kvpolicy.engine.step import new_token
 from kvpolicy.kernels.rotary import KeyRotation, Rope
 from kvpolicy.statistics import Vectors
 from kvpolicy.statistics.query_moments import Moments, plain_queries, sum_moments
@@ -57,16 +57,14 @@ def test_without_a_rotary_embedding_queries_are_plain() -> None:
     assert plain.dtype == torch.float32 and torch.equal(plain, q.half().float())
     shown = LayerSpec(0, Ranking(statistics=(Vectors(generated=True), Moments(0))), Policy.parse("full").codec)
     token = new_token(shown, q.half(), k, v, torch.zeros(2, 1), None)
-    assert token is not None and token.query is not None and token.plain_query is not None
+    assert token.query is not None and token.plain_query is not None
     assert torch.equal(token.plain_query.flatten(1, 2), q.half().float().squeeze(2))
     assert torch.equal(token.query.flatten(1, 2), q.half().squeeze(2))
     plain = new_token(
         replace(shown, selector=Ranking(statistics=(Vectors(generated=True),))), q, k, v, torch.zeros(2, 1), None
     )
-    assert plain is not None and plain.plain_query is None
-    assert (
-        new_token(replace(shown, selector=Ranking(statistics=(Moments(0),))), q, k, v, torch.zeros(2, 1), None) is None
-    )
+    assert plain.plain_query is None
+    assert not replace(shown, selector=Ranking(statistics=(Moments(0),))).sees_steps
     assert torch.equal(KeyRotation(None).mean(k, torch.tensor([3, 4]), 5), k)
 
 

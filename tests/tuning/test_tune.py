@@ -27,7 +27,7 @@ MODEL = llama(num_hidden_layers=4, head_dim=32)
 TOKEN = 4 * 2 * 2 * 32 * 4
 """Bytes of a token in all layers."""
 SPECS = ["window@0.2", "window@0.6", "h2o+tokenwise:bits=4@0.5", "streaming:sinks=8@0.1"]
-"""The budget of the last is too small for a short prompt."""
+"""The budget of the last is too small for a short prompt, which is kept whole."""
 
 
 def window(seed: int, prompt: int = 40, answer: int = 4, question: int = 2) -> Window:
@@ -66,9 +66,19 @@ def test_curves_are_means_over_windows(measure: Any, tmp_path: Path) -> None:
         factor = ((together + 1e-5) / (rows.mean(0).sum(0) + 1e-5)).clamp_min(1)
     close(curves.distortion, rows.mean(0) * factor)
     close(curves.spread, rows.std(0) / 3**0.5 * factor)
-    assert curves.distortion[0][3] is None and curves.text["prompt"] == 40 and curves.text["new"] == 6
+    assert (
+        curves.distortion[0][3] == pytest.approx(0, abs=1e-9)
+        and curves.text["prompt"] == 40
+        and curves.text["new"] == 6
+    )
     if measure == "joint":  # a candidate in all layers adds up to what it does in all layers
         assert sum(row[0] or 0 for row in curves.distortion) == pytest.approx(float(together[0]), rel=1e-3)
+
+
+def test_a_budget_that_is_too_small_has_no_distortion(tmp_path: Path) -> None:
+    specs = ["window@0.5", "streaming:sinks=8@0.01"]
+    curves = tune(MODEL, [window(0, prompt=520)], tmp_path / "a.json", candidates=specs, measure="output")
+    assert [[point is None for point in row] for row in curves.distortion] == [[False, True]] * 4
 
 
 def test_layers_that_stand_in_for_one_another() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy_vllm.engine import Engine
 
 VOCABULARY = 64
@@ -220,7 +221,7 @@ def _go_on(model: Any, cache: Any, question: Sequence[int], seen: int, tokens: i
 
     def step(token: int) -> Tensor:
         at = torch.tensor([[next(places)]])
-        logits: Tensor = model(torch.tensor([[token]]), cache=cache, position_ids=at).logits
+        logits: Tensor = model(torch.tensor([[token]]), position_ids=at, **cache_argument(model, cache)).logits
         return logits[0, -1].float().log_softmax(-1)
 
     scores = [step(token) for token in question][-1]

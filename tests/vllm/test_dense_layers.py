@@ -13,6 +13,7 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.hf.cache_file import CacheFile, read
+from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.dense_cache import check_dense, dense_layers, moved, skeleton
 from tests.conformance.models import build
 from tests.conformance.policies import CODECS, words
@@ -66,7 +67,7 @@ def test_attention_to_moved_keys_is_that_of_the_cache(family: str, parts: list[s
         plain: Any = transformers.DynamicCache([(each.keys[None], each.values[None]) for each in dense(path, model)])
         at = torch.tensor([[plain.get_seq_length()]])
         assert at < 45
-        found = model(token, cache=plain, position_ids=at).logits
+        found = model(token, position_ids=at, **cache_argument(model, plain)).logits
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -77,7 +78,7 @@ def test_what_is_kept_is_what_a_plain_cache_has_at_these_positions(family: str, 
     path = save(model, POLICIES[0], ids, tmp_path / "doc.safetensors")
     plain: Any = transformers.DynamicCache()
     with torch.no_grad():
-        model(torch.tensor([ids]), cache=plain)
+        model(torch.tensor([ids]), **cache_argument(model, plain))
         with kvpolicy.attach(model, POLICIES[0]):
             cache = PolicyCache.load(model, path)
     for layer, own, whole in zip(dense(path, model, move=False), cache.policy_layers, plain.layers, strict=True):
@@ -96,7 +97,7 @@ def test_documents_are_those_of_a_model_with_a_shifted_text(tmp_path: Path) -> N
     def first_keys(start: int) -> Tensor:
         cache: Any = transformers.DynamicCache()
         with torch.no_grad():
-            model(ids, cache=cache, position_ids=torch.arange(start, start + 30)[None])
+            model(ids, position_ids=torch.arange(start, start + 30)[None], **cache_argument(model, cache))
         return cache.layers[0].keys[0]
 
     torch.testing.assert_close(moved(first_keys(200), 150, rope), first_keys(50), atol=1e-4, rtol=1e-4)

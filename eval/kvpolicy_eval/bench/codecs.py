@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from kvpolicy import Policy
 from kvpolicy.distortion import coded_store
-from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.engine.columns import CodedColumns
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.kernels.rotary import Rope
 from kvpolicy.protocols import Codec
@@ -82,13 +82,13 @@ class Case:
         self.layer = self.encode()
         coded = None if self.layer.slots is None else self.layer.slots.codes.view()
         assert coded is not None, f"{codec} encodes none of {tokens} tokens"
-        self.coded: CodecView = coded
-        self.weights = [part.contiguous() for part in self._weights().split(coded.sizes, -1)]
+        self.coded: CodedColumns = coded
+        self.weights = [part.contiguous() for part in self._weights().split([columns.size for columns in coded], -1)]
 
     def _weights(self) -> Tensor:
         """Random attention weights over the encoded tokens."""
         generator = torch.Generator(self.query.device).manual_seed(1)
-        shape = (*self.query.shape[:3], sum(self.coded.sizes))
+        shape = (*self.query.shape[:3], sum(columns.size for columns in self.coded))
         return torch.softmax(torch.randn(shape, generator=generator, device=self.query.device), -1)
 
     def encode(self) -> LayerStore:
@@ -97,11 +97,11 @@ class Case:
 
     def score(self) -> list[Tensor]:
         """Scores of all encoded tokens."""
-        return self.coded.score(self.query)
+        return [columns.score(self.query) for columns in self.coded]
 
     def mix(self) -> list[Tensor]:
         """Weighted sum of all encoded tokens."""
-        return self.coded.mix(self.weights)
+        return [columns.mix(own) for columns, own in zip(self.coded, self.weights, strict=True)]
 
 
 def _rope(device: str) -> Rope:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvpolicy import Policy, registry
+from kvpolicy import LowRank, Policy, registry
 from kvpolicy.text.grammar import first_name
 
 VARIANTS = {
@@ -61,7 +61,8 @@ def selector_for(codec: str, usual: str) -> str:
         >>> selector_for("lowrank:head_group=4", "snapkv")
         'streaming'
     """
-    is_grouped = groups_layers(codec) or Policy.parse(with_ranking(codec)).codec.traits.joint_heads
+    together = Policy.parse(with_ranking(codec)).codec
+    is_grouped = groups_layers(codec) or (isinstance(together, LowRank) and together.head_group > 1)
     refused = is_grouped and first_name(usual) not in ("full", "window", "streaming")
     return "streaming" if refused else usual
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvpolicy import registry
-from kvpolicy.engine.index_reader import IndexReader
-from kvpolicy.engine.reading import Chosen
+from kvpolicy.engine.layer_index import StepReads
+from kvpolicy.protocols import Read
 from kvpolicy_eval.common.conversation import run
 from kvpolicy_eval.pictures.scene import Kept, embedded, scene
 from kvpolicy_eval.pictures.selectors import AXIS, layers, parts
@@ -36,16 +36,16 @@ def read(policy: str) -> tuple[Tensor, int]:
     """
     model, _ = embedded()
     ids = scene().ids
-    chosen: dict[int, Chosen] = {}
-    find = IndexReader._read  # pyright: ignore[reportPrivateUsage]
+    chosen: dict[int, Read] = {}
+    find = StepReads._read  # pyright: ignore[reportPrivateUsage]
 
-    def note(self: Any, *given: Any) -> tuple[Chosen | None, Tensor | None]:
+    def note(self: Any, *given: Any) -> tuple[Read | None, Tensor | None]:
         found = find(self, *given)
         if found[0] is not None:
             chosen[self._spec.layer_idx] = found[0]
         return found
 
-    watched: Any = IndexReader
+    watched: Any = StepReads
     watched._read = note
     try:
         cache = run(model, policy, [ids[:, :-1], ids[:, -1:]], new=1).cache
@@ -59,7 +59,7 @@ def read(policy: str) -> tuple[Tensor, int]:
     return share, round(100 * report.moved / report.all_moved)
 
 
-def _share(positions: Tensor, found: Chosen, length: int) -> Tensor:
+def _share(positions: Tensor, found: Read, length: int) -> Tensor:
     """The share of the heads that read each position."""
     total = torch.zeros(length)
     for head, slots in enumerate(found.slots[0]):

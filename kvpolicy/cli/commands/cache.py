@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,11 @@ from kvpolicy.cli.commands.generate import Chat, PromptFile, PromptText
 from kvpolicy.cli.formatting import Group, as_json, paragraph, size, terms
 from kvpolicy.cli.model_loading import check_length, encode, files_of, read_prompt
 from kvpolicy.text.output import check_output
+
+if TYPE_CHECKING:
+    from kvpolicy.hf.attachment import Hold
+    from kvpolicy.hf.tile_size import TileSize
+    from kvpolicy.policy import Policy
 
 app = typer.Typer(
     cls=Group, help="Save the cache of a text to a file, and describe and verify such files.", rich_markup_mode=None
@@ -53,7 +58,6 @@ def make(
     """
     tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
     text, _ = read_prompt(prompt, file, model, whole=True)
-    from kvpolicy.cli.cache_files import make_file
     from kvpolicy.cli.model_loading import load
     from kvpolicy.hf.cache_header import read_header
     from kvpolicy.policy import Policy
@@ -65,8 +69,8 @@ def make(
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat, answer=False)  # a chat goes on with a question
     check_length(loaded, ids.shape[1], 0)
-    how: Any = {"tile": tile_size, "hold": arguments.hold_of(hold_codes)}
-    facts = make_file(loaded, ids, wanted, out, "zlib" if compress else None, **how)
+    hold = arguments.hold_of(hold_codes)
+    facts = make_file(loaded, ids, wanted, out, "zlib" if compress else None, tile=tile_size, hold=hold)
     if json:
         print(as_json("cache make", facts))
         return
@@ -78,8 +82,6 @@ def make(
 @app.command()
 def info(file: CacheFile, json: arguments.Json = False) -> None:
     """Describe a file, from its header alone."""
-    from kvpolicy.cli.cache_files import describe
-
     facts = describe(file)
     print(as_json("cache info", facts) if json else _render(facts))
 
@@ -87,32 +89,88 @@ def info(file: CacheFile, json: arguments.Json = False) -> None:
 @app.command()
 def verify(file: CacheFile, json: arguments.Json = False) -> None:
     """Read a file whole, and check that it is as it was written."""
-    from kvpolicy.cli.cache_files import check
-
     facts = check(file)
     print(as_json("cache verify", facts) if json else f"{file} is as it was written: {facts['tensors']} tensors.")
-
-
-def _held(fewest: int, most: int) -> str:
-    return f"{most:,} tokens in every head" if fewest == most else f"{fewest:,} to {most:,} tokens in a head"
 
 
 def _render(facts: dict[str, Any]) -> str:
     share = f", {facts['nbytes'] / facts['full_nbytes']:.3f} of the full cache" if facts["full_nbytes"] else ""
     ranks = facts["ranks"]
     ids = "with ids" if facts["has_tokens"] else "without ids"
+    fewest, most = facts["held"] or (0, 0)
+    held = f"{most:,} tokens in every head" if fewest == most else f"{fewest:,} to {most:,} tokens in a head"
     pairs = [
         ("file", f"{facts['file']}, {size(facts['file_nbytes'])}"),
         ("policy", facts["policy"]),
         ("model", f"{facts['model']} ({facts['model_type']}), {facts['dtype']}"),
-        (
-            "tokens",
-            f"{facts['columns']:,} in {facts['rows']} row(s), {ids}",
-        ),
+        ("tokens", f"{facts['columns']:,} in {facts['rows']} row(s), {ids}"),
         ("cache", f"{size(facts['nbytes'])}{share}"),
-        *([("held", _held(*facts["held"]))] if facts["held"] else []),
+        *([("held", held)] if facts["held"] else []),
         ("written by", f"kvpolicy {facts['kvpolicy']}, format {facts['format']}"),
     ]
     if ranks["size"] > 1:
         pairs.append(("rank", f"{ranks['rank'] + 1} of {ranks['size']}"))
     return terms(pairs)
+
+
+def make_file(
+    model: Any, ids: Any, policy: Policy, out: Path, compress: str | None, *, tile: TileSize, hold: Hold
+) -> dict[str, Any]:
+    """Prefill a text [1, P] under a policy, and save its cache: the result of `describe`, and a note for the user."""
+    import torch
+
+    from kvpolicy.hf.attach import attach
+    from kvpolicy.hf.cache import PolicyCache
+    from kvpolicy.hf.cache_names import cache_argument
+
+    ids = ids.to(model.device)
+    with torch.inference_mode(), attach(model, policy, tile=tile, hold=hold) as handle:
+        cache = PolicyCache(model)
+        model(ids, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
+        cache.save(out, tokens=ids.cpu(), compress=compress)
+    return describe(out) | {"note": note_for(handle.policy)}
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Facts from the header of a file; `held` has the fewest and the most tokens of a head, None if unknown."""
+    from kvpolicy.hf.cache_header import read_header
+
+    header = read_header(path)
+    held = [count for pair in header.get("held", {}).values() for count in pair]
+    return {
+        "file": str(path),
+        "file_nbytes": path.stat().st_size,
+        "kvpolicy": header["kvpolicy"],
+        "format": header["format"],
+        "policy": header["spec"],
+        "model": header["model"]["name"],
+        "model_type": header["model"]["type"],
+        "dtype": header["dtype"],
+        "rows": header["rows"],
+        "columns": header["columns"],
+        "has_tokens": header["has_tokens"],
+        "held": [min(held), max(held)] if held else None,
+        "nbytes": header["nbytes"],
+        "full_nbytes": header["full_nbytes"],
+        "compressed": bool(header["packed"]),
+        "ranks": {name: header["ranks"][name] for name in ("rank", "size")},
+    }
+
+
+def check(path: Path) -> dict[str, Any]:
+    """Read a file whole; raises KVPolicyError if it is not as it was written."""
+    from kvpolicy.hf.cache_file import read
+
+    content = read(path)
+    return {"file": str(path), "tensors": len(content.tensors), "verified": True}
+
+
+def note_for(policy: Policy) -> str:
+    """Note for a user who saves a cache under this policy; empty if there is none."""
+    every = [each for one in policy.distinct for each in one.selector.statistics]
+    if not any(each.of_newest for each in every):
+        return ""
+    return (
+        f"The selector of {policy} keeps what the last tokens of the text attend to. If these are a question, the "
+        "cache may not answer another one; try uniform/adakv+kvzip, which does not depend on a question."
+    )

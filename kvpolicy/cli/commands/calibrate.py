@@ -49,6 +49,7 @@ def _command(kind: type[Calibrator]) -> Callable[..., None]:
     """The command of a calibrator, with an option for each of its fields."""
     place, metavar = ("File", "FILE") if ":" in kind.file else ("Folder", "DIR")
     out = typer.Option("--out", metavar=metavar, help=f"{place} to write the {kind.writes} to.")
+    # Each field is an option, except the seed, which has the same place in the help of every command.
     own = {each.name: each for each in fields(kind) if not each.metadata.get("hidden")}  # pyright: ignore[reportArgumentType]
     own.pop("seed", None)
     told = attributes(kind)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli import arguments
-from kvpolicy.cli.arguments import complete_model, complete_policy
+from kvpolicy.cli.arguments import complete_policy
 from kvpolicy.cli.formatting import as_json, counted, paragraph, size, table
 from kvpolicy.text.errors import KVPolicyError
 
@@ -24,17 +24,8 @@ LEGEND = (
 
 
 def compare(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="tiny, a folder, a GGUF file, or a model name on the Hub.",
-            autocompletion=complete_model,
-        ),
-    ],
-    text: Annotated[
-        str, typer.Option("--text", metavar="FILE", help="JSONL with prompt and answer in each line, or plain text.")
-    ],
+    model: arguments.ModelName,
+    text: arguments.AnswersFile,
     policies: Annotated[
         list[str],
         typer.Option(
@@ -51,7 +42,7 @@ def compare(
     tile: arguments.Tile = "auto",
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
-    seed: Annotated[int, typer.Option(metavar="INT", help="Random seed of the choice of texts.")] = 0,
+    seed: arguments.Seed = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not print progress.")] = False,
     json: arguments.Json = False,
 ) -> None:
@@ -74,11 +65,13 @@ def compare(
     from kvpolicy.tuning.verdict import check_margin
     from kvpolicy.tuning.windows import read_windows
 
+    # Whatever can be refused was: from here on, the model is loaded and runs.
     check_margin(margin)
     loaded, tokenizer = load(model, dtype, device)
     found = read_windows(tokenizer, text, prompt=prompt or None, answer=answer or None, limit=windows, seed=seed)
     progress = None if quiet or json else Progress(len(parsed) + 1, sys.stderr)
     reference = reference_logits(loaded, found, tile_size, progress and progress.part("full cache, for KL"))
+    # The first policy is what the others are compared with, on the same windows.
     rows: list[dict[str, Any]] = []
     first = None
     for policy in parsed:

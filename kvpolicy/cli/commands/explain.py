@@ -109,14 +109,12 @@ def _facts(case: Any) -> dict[str, Any]:
 def _part(kind: str, strategy: Any, effect: list[str]) -> dict[str, Any]:
     """Return a part with the strategies that it wraps, and its effect on the model."""
     chain = [strategy]
-    while (inner := _wrapped(chain[-1])) is not None and len(chain) < MAX_WRAPPED:
+    while len(chain) < MAX_WRAPPED:
+        inner = getattr(chain[-1], "base", None) or getattr(chain[-1], "heads", None)
+        if inner is None:
+            break
         chain.append(inner)
     return {"kind": kind, "strategies": [_strategy(each) for each in chain], "here": effect}
-
-
-def _wrapped(strategy: Any) -> Any:
-    """Return the strategy that another one wraps, or None."""
-    return getattr(strategy, "base", None) or getattr(strategy, "heads", None)
 
 
 def _strategy(strategy: Any) -> dict[str, Any]:

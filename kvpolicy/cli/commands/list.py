@@ -52,7 +52,11 @@ def list_(
     groups: dict[Kind | Literal["policy"], list[Entry]] = {}
     for entry in found:
         groups.setdefault(entry.kind, []).append(entry)
-    print("\n\n".join(_group(kind, some, which) for kind, some in groups.items()))
+    blocks: list[str] = []
+    for kind, some in groups.items():
+        head = "A whole policy, which stands alone:" if kind == "policy" else _head(kind)
+        blocks.append("\n".join([head, *(f"\n{_format(entry, full=bool(which))}" for entry in some)]))
+    print("\n\n".join(blocks))
 
 
 def overview() -> str:
@@ -105,22 +109,12 @@ def _entry(kind: Kind, name: str) -> Entry:
         return Entry(kind, name, None, " ".join(str(error).split()))
 
 
-def _group(kind: Kind | Literal["policy"], found: list[Entry], which: str) -> str:
-    head = "A whole policy, which stands alone:" if kind == "policy" else _head(kind)
-    return "\n".join([head, *(f"\n{_format(entry, full=bool(which))}" for entry in found)])
-
-
 def _head(kind: Kind) -> str:
     return paragraph(f"{described(kind).capitalize()}s: {QUESTIONS[kind]}")
 
 
 def _format(entry: Entry, *, full: bool) -> str:
-    """Format a strategy.
-
-    Args:
-        entry: The strategy.
-        full: Whether to include the whole description, and the meaning of each parameter.
-    """
+    """Format a strategy; in `full` with the whole description, and the meaning of each parameter."""
     if entry.described is None:
         return f"  {entry.name}\n{paragraph(f'Cannot be loaded: {entry.error}', 4)}"
     found = entry.described
@@ -136,7 +130,10 @@ def _format(entry: Entry, *, full: bool) -> str:
         lines += [paragraph(part, 4) for part in found.idea.split("\n\n") if part]
     if full and own:
         lines.append("    Parameters:")
-        lines.append(terms([(f"{parameter.name}={parameter.default}", _meaning(parameter)) for parameter in own], 6))
+        meanings = [f"{each.meaning} ({each.kind})" if each.meaning else f"({each.kind})" for each in own]
+        lines.append(
+            terms([(f"{each.name}={each.default}", said) for each, said in zip(own, meanings, strict=True)], 6)
+        )
     elif own:
         lines.append(paragraph("; ".join(map(_brief, own)), 4, 6))
     if found.source:
@@ -149,10 +146,6 @@ def _brief(parameter: Parameter) -> str:
     values = parameter.kind.split("|") if "|" in parameter.kind else []
     others = [value for value in values if value != parameter.default]
     return f"{parameter.name}={parameter.default}" + (f" (or {', '.join(others)})" if others else "")
-
-
-def _meaning(parameter: Parameter) -> str:
-    return f"{parameter.meaning} ({parameter.kind})" if parameter.meaning else f"({parameter.kind})"
 
 
 def _facts(entry: Entry) -> dict[str, Any]:

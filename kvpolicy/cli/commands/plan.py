@@ -99,17 +99,9 @@ def plan(
 
     planned = plan_for(chunk, tile)
     facts: dict[str, Any] = {"model": model, "policy": str(planned.policy), "tp": tp}
-    facts["dtype"] = str(cache_dtype).removeprefix("torch.")
-    facts |= {
-        "backend": backend,
-        **sizes,
-        "chunk": chunk,
-        "tile": tile,
-        "hold": hold,
-        "hold_codes": hold_codes,
-        "memory": capacity,
-        "headroom": free,
-    }
+    facts |= {"dtype": str(cache_dtype).removeprefix("torch."), "backend": backend, **sizes}
+    facts |= {"chunk": chunk, "tile": tile, "hold": hold, "hold_codes": hold_codes}
+    facts |= {"memory": capacity, "headroom": free}
     facts |= figures(planned, usable)
     facts["link"] = transfer_facts(planned, link, bandwidth, planned.weights.nbytes)
     facts["tune"] = tune_command(describe(config, cache_dtype), planned.weights.nbytes, prompt, usable, tp)
@@ -160,12 +152,7 @@ def parse_memory(text: str, option: str = "--memory", example: str = "80GiB or 8
 
 
 def figures(planned: Any, memory: int) -> dict[str, Any]:
-    """Return the bytes of weights, cache and layers, and the largest batches, as a dictionary for JSON.
-
-    Args:
-        planned: A `CachePlan` with weights.
-        memory: Bytes of each rank, without the headroom.
-    """
+    """Return the bytes of a plan with weights, and the largest batches in `memory` bytes of each rank, for JSON."""
     weights = planned.weights
     prefill = {"policy": planned.prefill_nbytes, "full": planned.full_prefill_nbytes}
     return {
@@ -320,11 +307,5 @@ def _totals(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     peak = facts["peak"]["prefill"]
     rows.append(("peak while prefilling", size(peak["policy"]), size(peak["full"])))
     rows.append(("headroom", size(facts["headroom"]), size(facts["headroom"])))
-    rows.append(
-        (
-            f"largest batch in {size(facts['memory'])}",
-            counted(largest["policy"], "row"),
-            counted(largest["full"], "row"),
-        )
-    )
-    return rows
+    own, stock = (counted(largest[cache], "row") for cache in ("policy", "full"))
+    return [*rows, (f"largest batch in {size(facts['memory'])}", own, stock)]

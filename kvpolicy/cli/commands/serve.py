@@ -8,19 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli import arguments
-from kvpolicy.cli.arguments import TINY, check_order, complete_model
+from kvpolicy.cli.arguments import TINY, check_order
 from kvpolicy.text.limits import LEAST_TOKENS
-
-ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="tiny, a folder, a GGUF file, or a model name on the Hub.", autocompletion=complete_model
-    ),
-]
 
 
 def serve(
-    model: ModelName = TINY,
+    model: arguments.ModelName = TINY,
     policy: arguments.Policy = arguments.POLICY,
     least: Annotated[int | None, arguments.least_option("with --prefix, where the policy is that of the file")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 for one that is free.")] = 8000,

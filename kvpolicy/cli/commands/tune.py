@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli import arguments
-from kvpolicy.cli.arguments import complete_model
 from kvpolicy.cli.formatting import as_json, counted, duration, paragraph, table
 from kvpolicy.cli.formatting import size as format_size
 from kvpolicy.text.errors import KVPolicyError
@@ -17,17 +16,8 @@ from kvpolicy.text.output import check_output
 
 
 def tune(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="tiny, a folder, a GGUF file, or a model name on the Hub.",
-            autocompletion=complete_model,
-        ),
-    ],
-    text: Annotated[
-        str, typer.Option("--text", metavar="FILE", help="JSONL with prompt and answer in each line, or plain text.")
-    ],
+    model: arguments.ModelName,
+    text: arguments.AnswersFile,
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="JSON file to write.")],
     budget: Annotated[
         str, typer.Option(metavar="BUDGET", help="Fraction of the full cache's bytes, tokens, or bytes, such as 0.1.")
@@ -63,7 +53,7 @@ def tune(
         str, typer.Option(metavar="DTYPE", help="Dtype of the weights: auto is float32 on a CPU.")
     ] = "auto",
     device: arguments.Device = "",
-    seed: Annotated[int, typer.Option(metavar="INT", help="Random seed of the choice of texts.")] = 0,
+    seed: arguments.Seed = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Disable progress bars.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file for another model, text or options.")] = False,
     json: arguments.Json = False,
@@ -73,6 +63,7 @@ def tune(
     To resume an interrupted run, or to compare at another budget, run the same command again. The file serves any
     budget: tuned:file=FILE@BUDGET.
     """
+    from kvpolicy.cli.model_loading import load
     from kvpolicy.planning.curves import MEASURES, load_tuned
     from kvpolicy.policy import Policy, TunedPolicy
     from kvpolicy.policy.tuned import TunedFile
@@ -94,7 +85,9 @@ def tune(
     grid = make_grid(policies or PARTS, arguments.parse_fractions("--shares", shares) if shares else SHARES)
     if measure not in MEASURES:
         raise KVPolicyError(f"--measure must be one of {', '.join(MEASURES)}, got {measure!r}; try joint.")
-    loaded, tokenizer = _load(model, dtype, device)
+    loaded, tokenizer = load(model, dtype, device)
+    if dtype == "auto" and next(loaded.parameters()).device.type == "cpu":
+        loaded = loaded.float()
     found = read_windows(tokenizer, text, prompt=prompt or None, answer=answer or None, limit=windows, seed=seed)
     tuning, others = (found, []) if no_evidence else split(found, held_out, seed)
     if not quiet and not Path(out).exists():
@@ -124,15 +117,6 @@ def tune(
     print(as_json("tune", facts) if json else _render(facts))
 
 
-def _load(model: str, dtype: str, device: str) -> tuple[Any, Any]:
-    from kvpolicy.cli.model_loading import load
-
-    loaded, tokenizer = load(model, dtype, device)
-    if dtype == "auto" and next(loaded.parameters()).device.type == "cpu":
-        loaded = loaded.float()
-    return loaded, tokenizer
-
-
 def _print_peak(model: Any, policies: list[Any], windows: list[Any], tile: Any) -> None:
     """Print what measuring takes on the device, before anything is measured."""
     from kvpolicy.hf.model_spec import describe
@@ -153,15 +137,8 @@ def _render(facts: dict[str, Any]) -> str:
         rows = [("", "answered", "same token", "KL", "bytes")]
         for name, key in (("tuned", "tuned"), (evidence["rival"], "ordinary")):
             found = evidence[key]
-            rows.append(
-                (
-                    name,
-                    f"{found['correct']:.1%}",
-                    f"{found['top1']:.1%}",
-                    f"{found['kl']:.4f}",
-                    f"{found['nbytes']:,.0f}",
-                )
-            )
+            correct, same = (f"{found[measure]:.1%}" for measure in ("correct", "top1"))
+            rows.append((name, correct, same, f"{found['kl']:.4f}", f"{found['nbytes']:,.0f}"))
         lines += [
             "",
             paragraph(

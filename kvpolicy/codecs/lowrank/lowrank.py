@@ -18,7 +18,7 @@ from kvpolicy.codecs.lowrank import ranks as _ranks
 from kvpolicy.codecs.lowrank.ranks import Ranks
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.codecs.projection import Basis, Projection
-from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, RotaryView, StageStore, Traits
+from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, Others, RotaryView, StageStore, Traits
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.strategy import AutoInt, checked, least, strategy, tiny_or
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Any
 
 import pytest
 
@@ -31,9 +30,8 @@ def test_listed_parts_have_the_kind_of_their_section() -> None:
 
 
 def test_an_own_selector_is_a_selector(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"kvpolicy.selectors": [EntryPoint("mine", f"{__name__}:Mine", "kvpolicy.selectors")]}
-    points: Any = lambda group: found.get(group, [])  # noqa: E731
-    monkeypatch.setattr(registry, "_entry_points", points)
+    point = EntryPoint("mine", f"{__name__}:Mine", "kvpolicy.selectors")
+    monkeypatch.setattr(registry, "_entry_points", lambda: [point])
     monkeypatch.setattr(
         registry, "_load", lambda name, target, load=registry._load: Mine if name == "mine" else load(name, target)
     )

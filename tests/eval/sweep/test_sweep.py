@@ -30,6 +30,8 @@ from tests.eval.sweep.helpers import quietly, sweep
 
 ROOT = Path(__file__).parents[3]
 SMALL = {"policies": ["full", "snapkv"], "budgets": [0.2], "tasks": ["kvpolicy_fewshot"], "limit": 2, "probes": 1}
+REFUSED = "window+lowrank:rank=99@0.2"
+"""A policy that does not fit the model, which is known when it is attached."""
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +50,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweep")
     out = folder / "out"
     with quietly():
-        code = sweep(file(folder, policies=["full", "snapkv", "streaming@0.001"]), out)
+        code = sweep(file(folder, policies=["full", "snapkv", REFUSED]), out)
     assert code == 1, "a cell failed"
     return out
 
@@ -79,10 +81,10 @@ def test_a_cell_has_lm_evals_format(swept: Path) -> None:
 
 def test_the_table_has_costs_intervals_and_errors(swept: Path) -> None:
     rows = {row["method"] + row["budget"]: row for row in read_table(swept / "table.csv")}
-    assert set(rows) == {"full", "snapkv0.2", "streaming0.001"}
+    assert set(rows) == {"full", "snapkv0.2", "window+lowrank:rank=990.2"}
     assert rows["full"]["kv_share"] == "1.0" and 0.15 < float(rows["snapkv0.2"]["kv_share"]) < 0.25
     assert float(rows["full"]["low"]) <= float(rows["full"]["value"]) <= float(rows["full"]["high"])
-    failed = rows["streaming0.001"]
+    failed = rows["window+lowrank:rank=990.2"]
     assert failed["status"] == "failed" and failed["error"].startswith("KVPolicyError: ") and not failed["value"]
     lines = (swept / "table.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["method"] for line in lines] == [row["method"] for row in rows.values()]
@@ -90,14 +92,14 @@ def test_the_table_has_costs_intervals_and_errors(swept: Path) -> None:
 
 def test_what_is_done_is_not_run_again(swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "run_here", lambda *_: pytest.fail("nothing was to be run"))
-    assert sweep(file(tmp_path, policies=["full", "snapkv", "streaming@0.001"]), swept) == 1
+    assert sweep(file(tmp_path, policies=["full", "snapkv", REFUSED]), swept) == 1
 
 
 def test_failed_cells_run_again_when_asked(swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[Cell]] = []
     monkeypatch.setattr(run, "run_here", lambda _config, cells, _folder: asked.append(list(cells)) or 0)
-    sweep(file(tmp_path, policies=["full", "snapkv", "streaming@0.001"]), swept, "--retry")
-    assert [cell.policy for cell in asked[0]] == ["streaming@0.001"]
+    sweep(file(tmp_path, policies=["full", "snapkv", REFUSED]), swept, "--retry")
+    assert [cell.policy for cell in asked[0]] == [REFUSED]
 
 
 def test_other_settings_need_another_folder(swept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +159,7 @@ def test_processes_that_divide_examples_find_what_one_finds(tmp_path: Path) -> N
     paths = os.pathsep.join(str(ROOT / part) for part in ("", "eval", "integrations"))
     environment = os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     environment |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}  # as accelerate launch says it
-    place = file(tmp_path, policies=["full", "streaming@0.001", "window"], probes=0, limit=3)
+    place = file(tmp_path, policies=["full", REFUSED, "window"], probes=0, limit=3)
     found: list[Any] = []
     for processes in ("1", "2"):
         words = ["-m", "kvpolicy_eval.cli", "sweep", str(place), "--out", str(tmp_path / processes)]
@@ -167,7 +169,7 @@ def test_processes_that_divide_examples_find_what_one_finds(tmp_path: Path) -> N
         assert "[3/3]" in ran.stderr, ran.stderr
         rows = read_table(tmp_path / processes / "table.csv")
         found.append([(row["method"], row["value"], row["error"][:30]) for row in rows])
-    assert found[0] == found[1] and found[0][2][2].startswith("KVPolicyError: The budget must")
+    assert found[0] == found[1] and found[0][2][2].startswith("KVPolicyError: LowRank.rank")
 
 
 def test_a_draft_is_no_result(tmp_path: Path) -> None:

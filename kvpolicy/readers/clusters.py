@@ -1,4 +1,4 @@
-"""The clusters of a layer, by which a reader chooses entries; see `kvpolicy.protocols.Clusters`."""
+"""The clusters of a layer, by which a reader chooses entries."""
 
 from __future__ import annotations
 

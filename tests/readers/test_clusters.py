@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from kvpolicy.engine.clusters import ClusterTokens, need_in_clusters
-from kvpolicy.engine.reading import ReadShape, choose
+from kvpolicy.engine.reading import ReadShape, choose, need_of
 from kvpolicy.protocols import SINGLE_RANK
+from kvpolicy.readers.clusters import ClusterTokens, need_in_clusters
 
 
 def test_a_cluster_weighs_as_many_tokens_as_it_holds() -> None:
@@ -33,5 +35,6 @@ def test_tokens_at_the_first_positions_are_always_read() -> None:
     for count, want in ((2, {0, 5}), (3, {0, 1, 5}), (4, {0, 1, 2, 5}), (5, {0, 1, 2, 4, 5})):
         shape = ReadShape(1, count, ((0, 6),))
         length = torch.tensor([6])
-        found = choose(shape, torch.tensor([9]), score, positions, length, 1, SINGLE_RANK, sinks=3)
+        needs = partial(need_of, score, ranks=SINGLE_RANK)
+        found = choose(shape, torch.tensor([9]), needs, positions, length, 1, sinks=3)
         assert {int(positions[0, 0, slot]) for slot in found.slots[0, 0]} == want

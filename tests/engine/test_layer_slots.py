@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy.engine.key_products import KeyProducts
+from kvpolicy.engine.layer_slots import KeyProducts
 from tests.readers.bench import DIM, HEADS, Layer, draw
 
 

@@ -8,9 +8,8 @@ import torch
 
 import kvpolicy
 from kvpolicy import Retrieval
-from kvpolicy.engine import rollback
-from kvpolicy.engine.layer_clusters import LayerClusters
-from tests.engine.parts import index_of
+from kvpolicy.engine.layer_slots import LayerSlots
+from tests.engine.parts import index_of, slots_of
 from tests.readers.bench import Layer, draw
 from tests.reference.readers.retrieval import belongs
 
@@ -24,18 +23,17 @@ def index_held(layer: Layer) -> Any:
 def test_rows_that_are_read_in_part_lack_clusters_until_they_are_found() -> None:
     layer = Layer("full+retrieval:recent=1:read=6:cluster=3", [24], new=2)
     layer.prompt(*draw(24, 1))
-    slots = layer.store.slots
-    assert slots is not None
-    clusters = LayerClusters(layer.store.contents, slots.codes)
     shape = index_of(layer.store).shape
-    assert shape is not None and clusters.are_used
-    assert [clusters.are_missing(each) for each in (shape, None)] == [False, False]
+    assert shape is not None
+    slots = LayerSlots(layer.store.contents, slots_of(layer.store).codes, shape)
+    reader: Any = layer.policy.reader
+    assert not reader.is_missing(index_held(layer), slots, 0)
     before = index_held(layer).directions.clone()
     index_held(layer).used.zero_()
-    assert clusters.are_missing(shape)
-    clusters.find(shape, layer.store.tensors.reads, None)
-    assert torch.equal(index_held(layer).directions, before) and not clusters.are_missing(shape)
-    assert clusters.centers(()) == ()
+    assert reader.is_missing(index_held(layer), slots, 0), "the layer was given slots"
+    assert not reader.is_missing(index_held(layer), slots, 1), "looked for while the index is made"
+    index_of(layer.store).complete()
+    assert torch.equal(index_held(layer).directions, before) and not reader.is_missing(index_held(layer), slots, 0)
 
 
 def test_new_tokens_join_clusters_until_these_are_found_again() -> None:
@@ -109,12 +107,12 @@ def test_a_rollback_brings_clusters_back() -> None:
     layer.step(*draw(1, 2))
     layer.between()
     before = [t.clone() for t in index_held(layer)]
-    rollback.mark(layer.store.contents, layer.store.geometry, 4)
+    layer.store.journal.mark(4)
     for step in range(4):
         layer.step(*draw(1, 10 + step))
         layer.between()
     assert not torch.equal(index_held(layer).directions, before[0])
-    rollback.roll_back(layer.store.contents, layer.store.geometry, 0)
+    layer.store.journal.roll_back(0)
     live = layer.store.tensors.positions >= 0
     for now, then in zip(index_held(layer)[:4], before[:4], strict=True):
         assert torch.equal(now, then)

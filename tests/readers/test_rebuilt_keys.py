@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import KVPolicyError, Policy, PolicyCache
-from kvpolicy.engine import rebuilt_keys, rollback
-from kvpolicy.engine.reading import Chosen
-from kvpolicy.engine.rebuilt_keys import RebuiltKeys
+from kvpolicy import KVPolicyError, Policy, PolicyCache, ShadowKV
+from kvpolicy.engine.layer_slots import LayerSlots
+from kvpolicy.protocols import Read
+from kvpolicy.readers import shadowkv
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.engine.parts import index_of
@@ -36,16 +36,16 @@ def vectors_of(layer: Layer) -> Tensor:
     return reads.index.vectors
 
 
-def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RebuiltKeys, Chosen, Tensor]]:
-    """What steps read from now on: the chosen slots and their keys."""
-    found: list[tuple[RebuiltKeys, Chosen, Tensor]] = []
-    read = RebuiltKeys.read
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Read, Tensor]]:
+    """What steps read from now on: their layer, the chosen slots and their keys."""
+    found: list[tuple[Any, Read, Tensor]] = []
+    keys = ShadowKV._keys
 
-    def noted(self: RebuiltKeys, chosen: Chosen) -> Tensor:
-        found.append((self, chosen, read(self, chosen)))
+    def noted(self: ShadowKV, index: Any, slots: LayerSlots, read: Read) -> Tensor:
+        found.append((slots._layer, read, keys(self, index, slots, read)))
         return found[-1][2]
 
-    monkeypatch.setattr(RebuiltKeys, "read", noted)
+    monkeypatch.setattr(ShadowKV, "_keys", noted)
     return found
 
 
@@ -76,9 +76,9 @@ def test_keys_are_projected_without_their_rotation(
                 model(ids[:, start:stop], attention_mask=mask[:, :stop], cache=cache, use_cache=True, **more)
     shifts = [0, 0] if positions == "own" else [prompt - length for length in lengths]
     assert found
-    for reader, chosen, keys in found[-len(cache.policy_layers) :]:
-        tensors = reader._layer.tensors
-        rope = reader._layer.spec.rope
+    for layer, chosen, keys in found[-len(cache.policy_layers) :]:
+        tensors = layer.tensors
+        rope = layer.spec.rope
         assert rope is not None
         every = range(tensors.keys.shape[1])
         for row in range(2):
@@ -116,12 +116,12 @@ def test_all_coefficients_read_as_stored_keys(family: str, monkeypatch: pytest.M
     ids, mask = make_batch([30, 21], [30] + [1] * 6)
     made: list[Tensor] = []
 
-    def stored(self: RebuiltKeys, chosen: Chosen) -> Tensor:
-        return self._layer.link.rows(self._layer.tensors.keys, chosen.slots)
+    def stored(self: ShadowKV, index: Any, slots: LayerSlots, read: Read) -> Tensor:
+        return slots.keys(read.slots)
 
     for own in (False, True):
         if own:
-            monkeypatch.setattr(RebuiltKeys, "read", stored)
+            monkeypatch.setattr(ShadowKV, "_keys", stored)
         with kvpolicy.attach(model, "h2o+shadowkv:read=8:page=2:rank=8:sinks=0:recent=1:rebuild=3@0.8"):
             cache = PolicyCache(model, new=6)
             logits = [forward(model, ids, mask, 0, 30, cache)]
@@ -135,7 +135,7 @@ def test_moments_are_summed_in_tiles(joint: str, monkeypatch: pytest.MonkeyPatch
     """Also where the last tile is shorter."""
     bases: list[Tensor] = []
     for tile in (512, 5, 1):
-        monkeypatch.setattr(rebuilt_keys, "_TILE", tile)
+        monkeypatch.setattr(shadowkv, "_TILE", tile)
         layer = Layer(f"{SPEC}:joint={joint}", [26, 17], new=2)
         layer.prompt(*draw(26, 1, batch=2), torch.arange(26) >= torch.tensor([[0], [9]]))
         bases.append(vectors_of(layer))
@@ -221,12 +221,12 @@ def test_a_rollback_brings_the_basis_back() -> None:
     layer.between()
     reads: Any = layer.store.tensors.reads
     before = [t.clone() for t in reads.index]
-    rollback.mark(layer.store.contents, layer.store.geometry, 4)
+    layer.store.journal.mark(4)
     for step in range(4):
         layer.step(*draw(1, 10 + step))
         layer.between()
     assert not torch.equal(vectors_of(layer), before[2])
-    rollback.roll_back(layer.store.contents, layer.store.geometry, 0)
+    layer.store.journal.roll_back(0)
     now: Any = layer.store.tensors.reads
     assert torch.equal(now.index.vectors, before[2])
     live = layer.store.tensors.positions[0, 0] >= 0

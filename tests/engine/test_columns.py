@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.codec_view import CodecView, StagePart
+from kvpolicy.engine.columns import CodedColumns, StageColumns
 from kvpolicy.kernels.rotary import Rope, SlotRotary
 from kvpolicy.protocols import StageStore
 from tests.engine.parts import Floats, Uncoded, generator, shuffled
@@ -26,9 +26,9 @@ class Shift(Rope):
         return keys.float() + positions[..., None]
 
 
-def part(size: int, seed: int, rope: SlotRotary | None = None) -> StagePart:
+def part(size: int, seed: int, rope: SlotRotary | None = None) -> StageColumns:
     keys, values = (torch.randn(ROWS, HEADS, size, DIM, generator=generator(seed + side)) for side in (0, 100))
-    return StagePart(Uncoded(), StageStore(Floats(keys, values, torch.zeros(ROWS, HEADS, size, 1))), rope, size)
+    return StageColumns(Uncoded(), StageStore(Floats(keys, values, torch.zeros(ROWS, HEADS, size, 1))), rope, size)
 
 
 def rotary(size: int) -> SlotRotary:
@@ -36,7 +36,7 @@ def rotary(size: int) -> SlotRotary:
     return SlotRotary(Shift(), positions, torch.tensor([50, 60]), torch.tensor([0, 1000]))
 
 
-def seen_keys(given: StagePart) -> Tensor:
+def seen_keys(given: StageColumns) -> Tensor:
     """The keys of a part as attention sees them."""
     if given.rope is None:
         return given.store.codes.keys
@@ -46,21 +46,21 @@ def seen_keys(given: StagePart) -> Tensor:
 
 def test_every_stage_is_scored_and_mixed_by_itself() -> None:
     parts = [part(5, 1), part(1, 2, rotary(1)), part(3, 3, rotary(3))]
-    view = CodecView(parts)
-    assert view.sizes == [5, 1, 3]
     queries = torch.randn(ROWS, HEADS, GROUP, DIM, generator=generator(9))
-    for got, one in zip(view.score(queries), parts, strict=True):
+    known = torch.randn(ROWS, HEADS, GROUP, 9, generator=generator(8))
+    for one, products in zip(CodedColumns(parts).known(known), known.split([5, 1, 3], -1), strict=True):
+        assert torch.equal(one.score(queries), products), "what is known is not computed again"
+    for one in parts:
         want = torch.einsum("bhgd,bhcd->bhgc", queries, seen_keys(one))
-        torch.testing.assert_close(got, want)
-    weights = [torch.rand(ROWS, HEADS, GROUP, size, generator=generator(size)) for size in view.sizes]
-    for got, one, own in zip(view.mix(weights), parts, weights, strict=True):
-        torch.testing.assert_close(got, torch.einsum("bhgc,bhcd->bhgd", own, one.store.codes.values))
+        torch.testing.assert_close(one.score(queries), want)
+        weights = torch.rand(ROWS, HEADS, GROUP, one.size, generator=generator(one.size))
+        torch.testing.assert_close(one.mix(weights), torch.einsum("bhgc,bhcd->bhgd", weights, one.store.codes.values))
 
 
 def test_what_is_read_is_rotated_and_of_the_wanted_dtype() -> None:
     parts = [part(4, 1), part(2, 2, rotary(2))]
     for dtype in (torch.float32, torch.bfloat16):
-        for (keys, values), one in zip(CodecView(parts).read(dtype), parts, strict=True):
+        for (keys, values), one in zip(CodedColumns(parts).read(dtype), parts, strict=True):
             assert keys.dtype == values.dtype == dtype
             assert torch.equal(keys, seen_keys(one).to(dtype))
             assert torch.equal(values, one.store.codes.values.to(dtype))
@@ -73,15 +73,9 @@ def test_single_slots_are_read_from_their_stage() -> None:
     first = 5
     starts = [first, first + 4, first + 5]
     parts = [part(size, size, rotary(size))._replace(start=start) for size, start in zip(sizes, starts, strict=True)]
-    view = CodecView(parts)
+    view = CodedColumns(parts)
     slots = first + shuffled(8, rows=ROWS, heads=HEADS, most=8, seed=0).long()
     whole = [torch.cat(side, 2) for side in zip(*view.read(torch.float32), strict=True)]
     at = (slots - first)[..., None].expand(-1, -1, -1, DIM)
     assert torch.equal(view.keys_at(slots, torch.float32), whole[0].gather(2, at))
     assert torch.equal(view.values_at(slots, torch.float32), whole[1].gather(2, at))
-
-
-def test_no_stage_is_nothing() -> None:
-    view = CodecView([])
-    assert view.sizes == view.mix([]) == view.read(torch.float32) == []
-    assert view.score(torch.zeros(1, 1, 1, DIM)) == []

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvpolicy.engine import layer_slots
 from kvpolicy.engine.reading import ReadShape, by_entry, log_tokens
-from kvpolicy.engine.summaries import Summaries
 from tests.engine.parts import index_of
 from tests.readers.bench import Layer, draw
 
@@ -32,7 +32,7 @@ def test_the_mean_value_is_that_of_the_tokens_that_are_left(base: str) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 40, 1000])
-def test_summaries_are_the_same_in_tiles(most: int) -> None:
+def test_summaries_are_the_same_in_tiles(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last tile has a single block, which is shorter than the others."""
     layer = Layer("full+sparq:read=4", [70])
     layer.prompt(*draw(70, 3))
@@ -41,7 +41,8 @@ def test_summaries_are_the_same_in_tiles(most: int) -> None:
     reads.index.sums.zero_()
     shape = index_of(layer.store).shape
     assert shape is not None and before.shape[2] == 3
-    Summaries(layer.store.contents, layer.store.slots.codes).rebuild(shape, reads, most)  # pyright: ignore
+    monkeypatch.setattr(layer_slots, "REBUILD_SLOTS", most)
+    index_of(layer.store).fill()
     assert torch.equal(reads.index.sums, before)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import DoubleSparsity, PolicyCache
-from kvpolicy.engine import index_reader
-from kvpolicy.engine.index_reader import IndexReader
+from kvpolicy import DoubleSparsity, PolicyCache, Retrieval, SparQ
+from kvpolicy.engine import layer_slots
+from kvpolicy.engine.layer_index import StepReads
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import by_entry, row_entries
@@ -98,7 +98,7 @@ def test_an_index_is_the_same_in_tiles(slots: int, reader: str, monkeypatch: pyt
     for t in tensors(reads.index):
         if t.shape[2] == shape.entries:
             t.zero_()
-    monkeypatch.setattr(index_reader, "REBUILD_SLOTS", slots)
+    monkeypatch.setattr(layer_slots, "REBUILD_SLOTS", slots)
     index_of(layer.store).rebuild()
     assert all(torch.equal(one, other) for one, other in zip(whole, live_entries(layer), strict=True))
 
@@ -311,7 +311,7 @@ def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pyt
     ids, mask = make_batch([40], turns)
     policy = kvpolicy.Policy.parse(text_of(reader, codec))
     scans = policy.reader.traits.scan is not None
-    attend = IndexReader.attend
+    attend = StepReads.attend
     inside: list[bool] = []
     for kind in {type(each) for each in policy.codec.stages}:
         for name in ("keys", "values"):
@@ -326,14 +326,14 @@ def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pyt
 
             monkeypatch.setattr(kind, name, counted)
 
-    def watched(self: IndexReader, *given: Any) -> Any:
+    def watched(self: StepReads, *given: Any) -> Any:
         inside.append(True)
         try:
             return attend(self, *given)
         finally:
             inside.clear()
 
-    monkeypatch.setattr(IndexReader, "attend", watched)
+    monkeypatch.setattr(StepReads, "attend", watched)
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model, new=6)
         talk(model, ids, mask, turns, cache)
@@ -430,11 +430,12 @@ def test_turns_and_unannounced_growth(reader: str) -> None:
     reads: Any = layer.store.tensors.reads
     shape = index_of(layer.store).shape
     assert shape is not None and reads.limit.tolist() == [shape.chosen]
-    estimates = layer.policy.reader.traits.estimates
-    blocks = shape.entries if estimates is None else -(-shape.entries // estimates.block)
-    sizes = [shape.entries, blocks, 3]
-    if layer.policy.reader.traits.clusters:
-        sizes.append(layer.policy.reader.clusters(shape.entries))  # pyright: ignore[reportAttributeAccessIssue]
-    if layer.policy.reader.traits.rebuilt:
+    part = layer.policy.reader
+    sizes = [shape.entries, 3]
+    if isinstance(part, SparQ):
+        sizes.append(-(-shape.entries // part.block))
+    if isinstance(part, Retrieval):
+        sizes.append(part.clusters(shape.entries))
+    if part.traits.rebuilds is not None:
         sizes.append(DIM)
     assert all(t.shape[2] in sizes for t in tensors(reads.index))
