@@ -198,14 +198,15 @@ def check_together(policy: Any) -> None:
             f"The selector must rank a token by itself to be combined with {policy.codec}, which ranks a part of the "
             f"tokens of a head at a time, got {policy.selector}; try snapkv or h2o, or the codec tokenwise."
         )
-    metric = policy.allocator.layer_metric
-    if metric in ("attention", "curve") and not isinstance(policy.allocator, MeasuresAttention):
+    allocator: Allocator = policy.allocator
+    metric = allocator.layer_metric
+    if metric in ("attention", "curve") and not isinstance(allocator, MeasuresAttention):
         raise KVPolicyTypeError(
             f"The allocator must have attention and a method measure(seen) for layer_metric={metric!r}, got "
-            f"{shorten(repr(policy.allocator))}, which lacks one; see kvpolicy.protocols.MeasuresAttention."
+            f"{shorten(repr(allocator))}, which lacks one; see kvpolicy.protocols.MeasuresAttention."
         )
     if metric == "curve":
-        check_curves(policy.allocator, policy.selector)
+        check_curves(allocator, policy.selector)
 
 
 def check_curves(allocator: Allocator, selector: Selector) -> None:

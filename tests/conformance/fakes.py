@@ -51,7 +51,7 @@ class FakeCodes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeStage:
-    """Rounds to multiples of `step`, and clips to the bounds of a group and a head, to atoms and the largest queries."""
+    """Rounds to multiples of `step`, and clips to the bounds of a group and a head, atoms and the largest queries."""
 
     step: float
     group_size: int

@@ -17,6 +17,7 @@ from tests.conformance.policies import SELECTORS, WHOLE_HEADS, words
 from tests.conformance.replay import Twin, Verdict
 from tests.sampling import pairwise, product
 
+ORDERS: list[Literal["age", "priority"]] = ["age", "priority"]
 PINNED: list[Literal["none", "first", "massive", "newest"]] = ["none", "first", "massive", "newest"]
 CAPS = {"one": (), "two": (8,), "small": (4,), "three": (4, 4)}
 PINS = {"none": ("none", 0), "first": ("first", 2), "massive": ("massive", 3), "newest": ("newest", 3)}
@@ -101,7 +102,7 @@ def draw_fake(dice: Random) -> Fake:
     group_size = dice.choice([1, 1, 2, 4])
     pins = dice.choice(PINNED)
     caps = tuple(group_size * dice.randint(1, 4) for _ in range(dice.randint(0, 2)))
-    order = dice.choice(["age", "priority"])
+    order = dice.choice(ORDERS)
     return Fake(
         caps=caps,
         block=group_size * dice.randint(1, 3),

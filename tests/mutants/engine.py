@@ -56,8 +56,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="a selector that scores tokens is combined with a codec that groups layers",
-        file="kvpolicy/policy/combination.py",
-        old="if not positions_only(policy.selector):",
+        file="kvpolicy/codecs/minicache.py",
+        old="if not others.same_in_layers:",
         new="if False:",
         tests=("tests/engine/test_layer_group.py",),
     ),
