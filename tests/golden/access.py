@@ -47,9 +47,7 @@ def _limits(limits: Any) -> Any:
     if limits is None:
         return None
     held = ("block", "residual", "query_absmax", "query_square")
-    return tuple(
-        getattr(limits, name) for name in limits._fields if name not in held or getattr(limits, name).shape[0]
-    )
+    return tuple(getattr(limits, name) for name in limits._fields if name not in held or getattr(limits, name).shape[0])
 
 
 def plan_numbers(plan: Any) -> list[int]:
