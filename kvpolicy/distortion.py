@@ -151,7 +151,7 @@ def _empty_store(
     codec: Codec, layer_idx: int, selector: Selector | None = None, rope: Rope | None = None
 ) -> LayerStore:
     check_part("codec", codec)
-    needs_ranking = codec.traits.demote_by == "priority"
+    needs_ranking = codec.traits.demotion is not None
     selector = selector or (SlidingWindow() if needs_ranking else KeepAll())
     policy = Policy(codec=codec, selector=selector, budget=1.0)
     rope = rope if codec.traits.key_space == "unrotated" else None

@@ -28,10 +28,10 @@ from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import (
     SMALLEST_HEAD,
+    Codec,
     DecodeMode,
     HeadShape,
     Layout,
-    ModelInfo,
     Selector,
     Stage,
     State,
@@ -289,7 +289,7 @@ def test_the_longer_of_two_expected_prompts() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stages:
+class Stages(Codec):
     """A codec whose tokens are encoded one by one, in some stages."""
 
     count: int
@@ -304,9 +304,6 @@ class Stages:
 
     def layout(self, tokens: int) -> Layout:
         return Layout(tokens, (tokens,) * self.count)
-
-    def check(self, model: ModelInfo) -> None:
-        return None
 
 
 def test_head_budgets_need_a_codec_of_one_stage() -> None:

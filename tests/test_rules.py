@@ -27,16 +27,8 @@ PACKAGE = Path(registry.__file__).parent
 TRAITS = (Traits, ReaderTraits, MergerTraits)
 USERS = 3
 
-FLAGS_TO_GO = {
-    "MergerTraits.fits_pages",
-    "Traits.demote_by",
-    "Traits.joint_heads",
-    "Traits.query_absmax",
-    "Traits.query_squares",
-    "Traits.recode_all",
-    "Traits.searches",
-}
-ABILITIES_TO_GO = {"DecodesJointly", "DiffersByLayer", "DrawsCurves", "GroupsLayers"}
+FLAGS_TO_GO: set[str] = set()
+ABILITIES_TO_GO: set[str] = set()
 DOORS = 38
 """Modules of the engine that other rooms import; the goal is 12."""
 
@@ -87,7 +79,7 @@ def abilities() -> Iterator[tuple[registry.Kind, type[Any]]]:
     """The kind and the class of each optional ability: those that the interface of a kind names as such."""
     for kind in registry.BUILT_IN:
         text = str(inspect.getdoc(getattr(protocols, kind.title().replace("_", ""))))
-        for listed in re.findall(r"Optional abilities are\s([^.]*)\.", text):
+        for listed in re.findall(r"ptional abilit(?:ies are|y is)\s([^.]*)\.", text):
             for name in re.findall(r"`(\w+)`", listed):
                 yield kind, getattr(protocols, name)
 

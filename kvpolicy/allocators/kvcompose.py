@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvpolicy.allocators.curves import cut_curves
-from kvpolicy.protocols import Allocator, HeadAllocator, LayerMetric
+from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
 from kvpolicy.text.strategy import strategy
 
 
@@ -44,10 +44,16 @@ class KVCompose(Allocator):
         """Curves of composite tokens."""
         return "curve"
 
-    def curve(self, worth: Tensor, layer_idx: int) -> Tensor:
+    @property
+    def attention(self) -> AttentionNeeds:
+        """The worth of each token."""
+        return AttentionNeeds(("worth",))
+
+    def measure(self, seen: LayerAttention) -> Tensor:
         """The worth of composite tokens, [B, N]: the mean over the heads, in the first layer the largest."""
-        ranked = worth.sort(dim=-1, descending=True).values
-        return ranked.amax(1) if layer_idx == 0 else ranked.double().mean(1).float()
+        assert seen.worth is not None, "kvcompose requests the worth of each token"
+        ranked = seen.worth.sort(dim=-1, descending=True).values
+        return ranked.amax(1) if seen.layer_idx == 0 else ranked.double().mean(1).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         assert metrics is not None, "kvcompose requests the curve of every layer"

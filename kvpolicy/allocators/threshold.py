@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvpolicy.allocators.curves import cut_curves
-from kvpolicy.protocols import Allocator, HeadAllocator, LayerMetric
+from kvpolicy.protocols import Allocator, AttentionNeeds, HeadAllocator, LayerAttention, LayerMetric
 from kvpolicy.text.strategy import strategy
 
 
@@ -43,10 +43,16 @@ class GlobalThreshold(Allocator):
         """Curves of the tokens of all heads."""
         return "curve"
 
-    def curve(self, worth: Tensor, layer_idx: int) -> Tensor:
+    @property
+    def attention(self) -> AttentionNeeds:
+        """The worth of each token."""
+        return AttentionNeeds(("worth",))
+
+    def measure(self, seen: LayerAttention) -> Tensor:
         """The worth of a further token per head, [B, N]: the middle one of the next tokens of all heads together."""
-        heads = worth.shape[1]
-        ranked = worth.flatten(1).sort(dim=-1, descending=True).values
+        assert seen.worth is not None, "global requests the worth of each token"
+        heads = seen.worth.shape[1]
+        ranked = seen.worth.flatten(1).sort(dim=-1, descending=True).values
         return ranked[:, (heads - 1) // 2 :: heads]
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:

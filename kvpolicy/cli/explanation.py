@@ -320,12 +320,12 @@ def _demotion(traits: Traits) -> list[str]:
         sentences.append(f"The newest {_tokens(traits.residual)} always stay in full precision.")
     if traits.pins in _PINNED:
         sentences.append(_PINNED[traits.pins].format(_tokens(traits.pinned)))
-    if traits.recode_all:
+    if traits.demotion is not None and traits.demotion.recodes:
         sentences.append("Whenever the full-precision buffer is full, all tokens are encoded again.")
     elif traits.block:
         sentences.append(f"Tokens are demoted {traits.block:,} at a time.")
-    if traits.demote_by == "priority":
-        sentences.append("Tokens of lowest priority are demoted first.")
+    if traits.demotion is not None and traits.demotion.words:
+        sentences.append(traits.demotion.words)
     if traits.key_space == "unrotated":
         sentences.append("Keys are stored without their rotary embedding.")
     return sentences

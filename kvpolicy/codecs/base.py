@@ -131,7 +131,9 @@ def wrapper_traits(base: Codec, tokens: int | None, residual: AutoInt, block: Au
     if isinstance(base, Plain):
         residual, block = buffer_sizes(tokens, residual=residual, block=block)
         return Traits(block=block, residual=residual, at_once=ENCODED_AT_ONCE)
-    return (base.traits if tokens is None else traits_for(base, tokens))._replace(per_head=None)
+    return (base.traits if tokens is None else traits_for(base, tokens))._replace(
+        per_head=None, by_layer=None, groups=None
+    )
 
 
 def keys_of(store: StageStore) -> StageStore:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpolicy.codecs.buffer import buffer_sizes
 from kvpolicy.codecs.common import mix_by_chunks, put, score_by_chunks, take
+from kvpolicy.codecs.demotion import ByPriority
 from kvpolicy.codecs.uniform import (
     FP16,
     channel_absmax,
@@ -33,6 +34,8 @@ from kvpolicy.protocols import (
     StageStore,
     Traits,
 )
+from kvpolicy.statistics import KeptStatistic
+from kvpolicy.statistics.channel_sums import LargestQueries
 from kvpolicy.text.strategy import AutoInt, between, least, strategy
 
 
@@ -93,9 +96,8 @@ class MiKVStage(Stage):
         codes: MiKVCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
-        assert store.query_absmax is not None, "the traits of MiKV request query_absmax"
         keys = keys.float()
-        balancer = _balancer(store.query_absmax[:, :, None], channel_absmax(keys, write_mask))
+        balancer = _balancer(store.statistics[LargestQueries][:, :, None], channel_absmax(keys, write_mask))
         # `_balancer` rounds to fp16, so that decoding divides by exactly what keys are multiplied by here.
         keys = keys * freeze_scale(codes.channel_scale, balancer, write_mask, occupied)
         size = keys.shape[-1] // codes.key_scale.shape[-1]
@@ -188,7 +190,12 @@ class MiKV(Codec):
 
     def traits_for(self, tokens: int | None) -> Traits:
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
-        return Traits(block=block, residual=residual, demote_by="priority", query_absmax=True)
+        return Traits(block=block, residual=residual, demotion=ByPriority())
+
+    @property
+    def statistics(self) -> tuple[KeptStatistic, ...]:
+        """The largest queries, for the balancer."""
+        return (LargestQueries(),)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -16,7 +16,7 @@ from kvpolicy.codecs.common import ENCODED_AT_ONCE, SingleStage, chunks, put, ta
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.codecs.uniform import FP16
 from kvpolicy.kernels.products import matmul, products
-from kvpolicy.protocols import At, Codec, Layout, ModelInfo, RotaryView, StageStore, Traits
+from kvpolicy.protocols import At, Codec, Layout, ModelInfo, Others, RotaryView, StageStore, Traits
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.strategy import AutoInt, between, checked, least, strategy
 
@@ -145,7 +145,7 @@ class MiniCache(SingleStage):
     def traits_for(self, tokens: int | None) -> Traits:
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         # Fewer tokens than that at a time, but of two layers and in fp64; see `write_side`.
-        return Traits(block=block, residual=residual, at_once=ENCODED_AT_ONCE // 2)
+        return Traits(block=block, residual=residual, at_once=ENCODED_AT_ONCE // 2, groups=self)
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if no two layers of the model are paired."""
@@ -153,6 +153,24 @@ class MiniCache(SingleStage):
             raise KVPolicyError(
                 f"MiniCache.start must leave two layers of the model's {model.depth} to be paired, got {self.start}; "
                 "try 0."
+            )
+
+    def check_others(self, others: Others) -> None:
+        """Refuse parts that may keep other tokens in one layer than in the next, where layers share what they store."""
+        if not others.same_in_layers:
+            raise KVPolicyError(
+                f"The selector must keep the same tokens in every layer and head to be combined with {self}, which "
+                f"stores a part of two layers once, got {others.selector}; try full, window or streaming."
+            )
+        if not others.even_budgets:
+            raise KVPolicyError(
+                f"The allocator must give every layer and head the same budget to be combined with {self}, which "
+                f"stores a part of two layers once, got {others.allocator}; try uniform."
+            )
+        if not others.reads_all:
+            raise KVPolicyError(
+                f"The reader must read every token to be combined with {self}, whose codes are written after both "
+                f"layers of a pair have run, got {others.reader}; try all."
             )
 
     def groups(self, model: ModelInfo) -> tuple[tuple[int, ...], ...]:
@@ -234,10 +252,10 @@ class MiniCacheLayer(SingleStage):
     @property
     def traits(self) -> Traits:
         """The traits of the pair."""
-        return self.pair.traits
+        return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        return self.pair.traits_for(tokens)
+        return self.pair.traits_for(tokens)._replace(groups=None)
 
     def layout(self, tokens: int) -> Layout:
         """The layout of the pair."""

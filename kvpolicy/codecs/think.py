@@ -12,6 +12,8 @@ from kvpolicy.codecs.common import SingleStage, is_empty_head, sum_tokens
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.codecs.uniform import FP16
 from kvpolicy.protocols import At, Codec, ModelInfo, RotaryView, StageStore, Traits
+from kvpolicy.statistics import KeptStatistic
+from kvpolicy.statistics.channel_sums import QuerySquares
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, between, checked, least, strategy
 
@@ -105,8 +107,12 @@ class ThinK(SingleStage):
         return self.traits_for(None)
 
     def traits_for(self, tokens: int | None) -> Traits:
-        own = wrapper_traits(self.base, tokens, self.residual_length, self.block_size)
-        return own._replace(query_squares=self.window)
+        return wrapper_traits(self.base, tokens, self.residual_length, self.block_size)
+
+    @property
+    def statistics(self) -> tuple[KeptStatistic, ...]:
+        """The squares of the newest queries, by which channels are chosen."""
+        return (*self.base.statistics, QuerySquares(self.window))
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if channels are too many for a byte, or the base cannot store such keys or values."""
@@ -137,8 +143,7 @@ class ThinK(SingleStage):
         codes: ThinKCodes = store.codes
         if keys.shape[2] == 0 or occupied.shape[-1] == 0:
             return
-        assert store.query_square is not None, "the traits of ThinK request query_squares"
-        _fit(codes.channels, store.query_square, keys, write_mask, occupied)
+        _fit(codes.channels, store.statistics[QuerySquares], keys, write_mask, occupied)
         inner = inner_of(self.base)
         few = _take_channels(keys, codes.channels)
         inner.write_keys(keys_of(store), few, slots, write_mask, occupied)
@@ -146,9 +151,8 @@ class ThinK(SingleStage):
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, 0 in the channels that are not stored, [B, H, n, D] fp32."""
-        assert store.query_square is not None, "the traits of ThinK request query_squares"
         few = inner_of(self.base).keys(keys_of(store), at)
-        whole = few.new_zeros(*few.shape[:3], store.query_square.shape[-1])
+        whole = few.new_zeros(*few.shape[:3], store.statistics[QuerySquares].shape[-1])
         return whole.scatter(-1, store.codes.channels.long().expand_as(few), few)
 
     def values(self, store: StageStore, at: At) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpolicy.codecs.buffer import buffer_sizes
 from kvpolicy.codecs.common import mix_by_chunks, put, score_by_chunks, take
+from kvpolicy.codecs.demotion import ByPriority
 from kvpolicy.codecs.uniform import (
     FP16,
     channel_absmax,
@@ -165,7 +166,7 @@ class ZipCache(Codec):
 
     def traits_for(self, tokens: int | None) -> Traits:
         sizes = buffer_sizes(tokens, residual=0, block=self.recode_every, largest_block=100, tokens_per_slot=8)
-        return Traits(block=sizes.block, demote_by="priority", recode_all=True)
+        return Traits(block=sizes.block, demotion=ByPriority(recodes=True))
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -18,7 +18,7 @@ class DemotionOrder(NamedTuple):
     """Criteria for the order of demotion in a layer.
 
     Attributes:
-        selector: Ranks tokens where `Traits.demote_by` is `priority`.
+        selector: Ranks tokens where `Traits.demotion` asks for it.
         traits: The traits of the codec.
         limits: The limits of the rows.
         length: Tokens that each row has seen, [B].
@@ -45,15 +45,12 @@ class DemotionOrder(NamedTuple):
             state: The selector's state of the tokens.
             candidates: Which tokens are candidates, [B, H, n] bool.
         """
-        if self.traits.demote_by == "age":
+        if self.traits.demotion is None:
             order = positions.argsort(dim=-1, stable=True)
         else:
-            # Ties leave from the later position, as in eviction: sort by falling position first, then stably.
-            order = positions.argsort(dim=-1, descending=True, stable=True)
             seen = positions.masked_fill(~candidates, -1)
             view = View(seen, self.length, self._precise_tokens(), self.layer_idx, self.ranks)
-            priority = finite_priority(self.selector.priority(state, view))
-            order = order.gather(-1, priority.gather(-1, order).argsort(dim=-1, stable=True))
+            order = self.traits.demotion.order(positions, finite_priority(self.selector.priority(state, view)))
         # Sorted stably by class, so that the order within each class stays.
         last = torch.where(candidates, 0, 2).masked_fill(candidates & self._never_demoted(positions), 1)
         return order.gather(-1, last.gather(-1, order).argsort(dim=-1, stable=True))
@@ -66,11 +63,11 @@ class DemotionOrder(NamedTuple):
         return torch.minimum(precise.clamp_min(self.selector.min_tokens), self.budget)
 
     def _never_demoted(self, positions: Tensor) -> Tensor:
-        """Pinned tokens and, where the priority decides, the newest."""
+        """Pinned tokens and, where it is not the oldest that leave first, the newest."""
         stays = torch.zeros_like(positions, dtype=torch.bool)
         if self.traits.pinned:
             stays = is_pinned(self.limits, positions)
-        if self.traits.demote_by == "priority":
+        if self.traits.demotion is not None:
             newest = self.length[:, None] - residual_of(self.limits, self.traits)
             stays = stays | (positions >= newest[..., None])
         return stays

@@ -236,7 +236,9 @@ def _check_numbers(store: LayerStore, positions: Tensor) -> None:
     if tensors.limits is not None and bool((tensors.budget > 0).any()):
         allocated = [min(pair) for pair in zip(tensors.budget.tolist(), layer.expected_len, strict=True)]
         again = with_tokens(tensors.limits, store.spec.codec, allocated, layer.reserved)
-        fine = all(torch.equal(now, then) for now, then in zip(tensors.limits, again, strict=True))
+        fine = all(
+            torch.equal(now, then) for now, then in zip(all_tensors(tensors.limits), all_tensors(again), strict=True)
+        )
         _require(fine, store, "limits equal those of the budget")
 
 

@@ -25,6 +25,7 @@ from kvpolicy.statistics import (
     GeneratedAttention,
     InputScorer,
     InputScores,
+    KeptStatistic,
     ModuleCall,
     Moments,
     Statistic,
@@ -66,6 +67,7 @@ class LayerSpec:
         undoes_rotation: Whether the selector must know how keys are rotated.
         stages: The stages of the codec.
         codec_traits: Traits of the codec.
+        codec_statistics: The statistics of prompts that the codec keeps.
         merger_traits: Traits of the merger.
         reader_traits: Traits of the reader.
         host: Whether keys and values lie in host memory.
@@ -97,6 +99,7 @@ class LayerSpec:
     undoes_rotation: bool = field(init=False)
     stages: tuple[Stage, ...] = field(init=False)
     codec_traits: Traits = field(init=False)
+    codec_statistics: tuple[KeptStatistic, ...] = field(init=False)
     merger_traits: MergerTraits = field(init=False)
     reader_traits: ReaderTraits = field(init=False)
     host: bool = field(init=False)
@@ -123,6 +126,7 @@ class LayerSpec:
             "undoes_rotation": any(each.undoes_rotation for each in asked),
             "stages": self.codec.stages,
             "codec_traits": self.codec.traits,
+            "codec_statistics": self.codec.statistics,
             "merger_traits": self.merger.traits,
             "reader_traits": self.reader.traits,
             "host": in_host_memory(self.reader, self.layer_idx),

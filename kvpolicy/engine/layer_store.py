@@ -21,7 +21,7 @@ from kvpolicy.engine.link import StepBytes
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.pages import of_pages
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.prompt_statistics import PromptStatistics, note_queries, see_prompt
+from kvpolicy.engine.prompt_statistics import PromptStatistics, note_statistics, see_prompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import rank_candidates, worth_of
@@ -252,7 +252,7 @@ class LayerStore:
     def worth(self, pending: PendingPrompt, keep: Tensor) -> Tensor:
         """The worth of each slot and each token of a prompt, in all heads of the model, [B, H, N] fp32.
 
-        Nothing is changed; see `kvpolicy.protocols.DrawsCurves`.
+        Nothing is changed; see `kvpolicy.protocols.LayerAttention`.
 
         Args:
             pending: The prompt.
@@ -269,8 +269,7 @@ class LayerStore:
         known = self.rope_offset
         if rope_offset is not None and known is not None:
             known.copy_(rope_offset)
-        if self.tensors.limits is not None:
-            note_queries(self.tensors.limits, pending, self.contents.ranks)
+        note_statistics(self.contents, pending)
 
     # a decode step
 

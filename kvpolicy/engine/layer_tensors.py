@@ -202,7 +202,7 @@ class LayerTensors:
             if name not in ("columns", "limits"):
                 self.set_part(name, map_state(fn, part))
         if self.limits is not None:  # a limit that the codec does not need has no rows
-            self.limits = RowLimits(*(fn(t) if t.shape[0] else t for t in self.limits))
+            self.limits = map_state(lambda t: fn(t) if t.shape[0] else t, self.limits)
 
     def of_rows(self, rows: slice | Tensor) -> LayerTensors:
         """The tensors of some rows: views of a range, or copies of the rows with these indices, [n] int64."""
@@ -223,7 +223,7 @@ class LayerTensors:
 
     def nbytes_by_kind(self) -> dict[str, int]:
         """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts and host if any."""
-        counters = [self.length, self.budget, self.columns, *(self.limits or ())]
+        counters = [self.length, self.budget, self.columns, *all_tensors(self.limits or ())]
         merged = (self.counts, self.merged)
         exact = (self.keys, self.values)
         kinds = bytes_by_kind(exact, self.codes, self.positions, self.state, counters, merged, self.reads)

@@ -162,7 +162,7 @@ def _page_slots(codec: Codec, codes: Codes) -> int:
 
 
 class PromptCodes(NamedTuple):
-    """The codes of P tokens of each head. The codec encodes every token by itself, see `Traits.fits_pages`.
+    """The codes of P tokens of each head. The codec encodes every token by itself, see `fits_pages`.
 
     Attributes:
         codec: The codec, of one stage.

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.row_limits import RowLimits
-from kvpolicy.protocols import Ranks, Traits
 from kvpolicy.statistics import AttentionSum, Coming, Forward, InputScores, Statistic, Tile, union
-from kvpolicy.statistics.channel_sums import ChannelSums, LargestQueries, QuerySquares
+from kvpolicy.statistics.channel_sums import ChannelSums
 from kvpolicy.statistics.input_scores import score_inputs
 from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import ScoreTransform
@@ -22,25 +19,20 @@ from kvpolicy.statistics.windows import ScoreTransform
 
 def wanted(layer: LayerContents) -> tuple[Statistic[Any], ...]:
     """The statistics that the parts of a layer need of a prompt, before it begins."""
-    codec = Traits() if layer.tensors.limits is None else layer.spec.codec_traits
-    return layer.prompt_statistics + _of_channels(codec, layer.measures_salience)
+    codec = () if layer.tensors.limits is None else layer.spec.codec_statistics
+    return union(layer.prompt_statistics, codec, _of_reader(layer.measures_salience))
 
 
 def looks_at_queries(spec: LayerSpec) -> bool:
     """Whether a layer's parts look at what queries of a prompt attend to, those of layers that read its keys too."""
-    every = union(spec.prompt_statistics, spec.allocator_statistics)
-    every += _of_channels(spec.codec_traits, spec.reader_traits.salience is not None)
+    of_reader = _of_reader(spec.reader_traits.salience is not None)
+    every = union(spec.prompt_statistics, spec.allocator_statistics, spec.codec_statistics, of_reader)
     return any(each.of_readers for each in every)
 
 
-def _of_channels(codec: Traits, salience: bool) -> tuple[Statistic[Any], ...]:
-    """The statistics of channels that a codec and a reader need."""
-    found: list[Statistic[Any] | None] = [
-        LargestQueries() if codec.query_absmax else None,
-        QuerySquares(codec.query_squares) if codec.query_squares else None,
-        ChannelSums() if salience else None,
-    ]
-    return tuple(each for each in found if each is not None)
+def _of_reader(salience: bool) -> tuple[Statistic[Any], ...]:
+    """The statistics that a reader needs."""
+    return (ChannelSums(),) if salience else ()
 
 
 def see_prompt(
@@ -132,21 +124,12 @@ class PromptStatistics:
         )
 
 
-def note_queries(limits: RowLimits, pending: PendingPrompt, ranks: Ranks) -> None:
-    """Update what the codec is told of a prompt's queries, in place.
-
-    Args:
-        limits: The limits of each row.
-        pending: The prompt.
-        ranks: The ranks that hold the layer's other heads.
-    """
-    queries = first_of(LargestQueries, pending.statistics)
-    if queries is not None and queries.absmax is not None:
-        # Ranks that replicate a KV head have different queries of it, and must still write the same codes.
-        largest = ranks.largest(queries.absmax)
-        limits.query_absmax.copy_(torch.maximum(limits.query_absmax, largest))
-    newest = first_of(QuerySquares, pending.statistics)
-    if newest is not None:
-        square, seen = newest.mean(ranks, limits.query_square.shape[1])
-        # A row without a query in this prompt keeps what it has.
-        limits.query_square.copy_(torch.where(seen[:, None, None], square, limits.query_square))
+def note_statistics(layer: LayerContents, pending: PendingPrompt) -> None:
+    """Update what the codec keeps of a prompt's statistics, in place."""
+    limits = layer.tensors.limits
+    if limits is None:
+        return
+    for each, held in zip(layer.spec.codec_statistics, limits.statistics, strict=True):
+        found = first_of(type(each), pending.statistics)
+        if found is not None:
+            held.copy_(found.kept(held, layer.ranks))

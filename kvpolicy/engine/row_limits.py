@@ -42,9 +42,7 @@ class RowLimits(NamedTuple):
             for every token of their head.
         pins: Positions that stay in full precision, [B, H or 1, pinned] int32, -1 for none.
         rope_offset: Offset of the rotary positions from a row's positions, [B] int64; empty unless keys are unrotated.
-        query_absmax: Largest absolute query of each channel, [B, H, D] fp32; empty unless the codec needs it.
-        query_square: Mean square of each channel of the newest queries of the last prompt, [B, H, D] fp32; empty unless
-            the codec needs it.
+        statistics: The tensors of the codec's statistics, in their order; see `KeptStatistic`.
     """
 
     flush_threshold: Tensor
@@ -53,8 +51,7 @@ class RowLimits(NamedTuple):
     stage_capacity: Tensor
     pins: Tensor
     rope_offset: Tensor
-    query_absmax: Tensor
-    query_square: Tensor
+    statistics: tuple[Tensor, ...]
 
 
 def buffer_slots(codec: Codec, tokens: int) -> int:
@@ -87,12 +84,7 @@ def alloc_limits(
         stage_capacity=torch.zeros(0 if paged else batch, stages, dtype=torch.int64, device=device),
         pins=torch.full((batch, pin_heads, traits.pinned), -1, dtype=torch.int32, device=device),
         rope_offset=torch.zeros(batch if unrotated else 0, dtype=torch.int64, device=device),
-        query_absmax=torch.zeros(
-            batch if traits.query_absmax else 0, heads, head_dim, device=device, dtype=torch.float32
-        ),
-        query_square=torch.zeros(
-            batch if traits.query_squares else 0, heads, head_dim, device=device, dtype=torch.float32
-        ),
+        statistics=tuple(each.empty(batch, heads, head_dim, device) for each in codec.statistics),
     )
 
 

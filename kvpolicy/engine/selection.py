@@ -178,7 +178,7 @@ def select_tokens(ranking: Ranking, idle: Tensor | None = None, heads: HeadBudge
 
 
 def worth_of(selector: Selector, ranking: Ranking) -> Tensor:
-    """The worth of each candidate beside those of other layers, [B, H, N] fp32; see `DrawsCurves`."""
+    """The worth of each candidate beside those of other layers, [B, H, N] fp32; see `LayerAttention`."""
     priority = ranking.priority
     worth = selector.attention(ranking.state) if isinstance(selector, HoldsAttention) else priority
     return worth.masked_fill(priority == torch.inf, torch.inf).masked_fill(~ranking.view.valid, -torch.inf)

@@ -11,7 +11,7 @@ from kvpolicy.engine.row_limits import has_dictionary
 from kvpolicy.engine.state import map_slots, map_state
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.kernels.rotary import SlotRotary
-from kvpolicy.protocols import StageStore
+from kvpolicy.protocols.codec import NO_STATISTICS, StageStore
 from kvpolicy.statistics.windows import Past
 
 
@@ -64,12 +64,12 @@ class SlotCodes:
         layer = self._layer
         tensors = layer.tensors
         limits = tensors.limits
-        traits = layer.spec.codec_traits
-        absmax = limits.query_absmax if limits is not None and traits.query_absmax else None
-        square = limits.query_square if limits is not None and traits.query_squares else None
+        kept = NO_STATISTICS
+        if limits is not None and limits.statistics:
+            kept = dict(zip(map(type, layer.spec.codec_statistics), limits.statistics, strict=True))
         atoms = self.atoms() if layer.reserved else None
         shared = None if layer.group is None else layer.group.shared(stage)
-        return StageStore(tensors.codes[stage], layer.calibrations[stage], atoms, absmax, square, shared=shared)
+        return StageStore(tensors.codes[stage], layer.calibrations[stage], atoms, kept, shared=shared)
 
     def atoms(self) -> tuple[Tensor, Tensor] | None:
         """Keys, in the codec's key space, and values of the dictionary slots, [B, H, W, D]; 0 for an empty slot."""

@@ -269,7 +269,8 @@ class SlotGeometry:
 
     def demote(self) -> None:
         """Demote a block of every head with a full buffer, or code all of its tokens again."""
-        if self._spec.codec_traits.recode_all:
+        demotion = self._spec.codec_traits.demotion
+        if demotion is not None and demotion.recodes:
             self._demoter.recode()
         else:
             self._demoter.demote_block()

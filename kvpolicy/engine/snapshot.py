@@ -22,6 +22,10 @@ MOST_CAPACITY = 2
 """Tokens that a layer was made for, for each of its slots: pages are fewer by rounding."""
 
 
+ALWAYS_IN_FILES = ("limits.query_absmax", "limits.query_square")
+"""Tensors that a file has for every codec with stages, empty where they are not kept, as in earlier versions."""
+
+
 class Snapshot(NamedTuple):
     """The content of a layer's store.
 
@@ -37,9 +41,12 @@ class Snapshot(NamedTuple):
 def take(store: LayerStore) -> Snapshot:
     """The content of a store that holds a prompt."""
     layer = store.contents
-    tensors = dict(pair for name, part in store.tensors.parts().items() for pair in named_tensors(part, name))
-    shape = [store.tensors.length.shape[0], layer.shape.heads, store.tensors.keys.shape[-1]]
-    return Snapshot(tensors, {"shape": shape, "group": layer.shape.group, **store.geometry.numbers()})
+    tensors = dict(pair for name, part in store.tensors.parts().items() for pair in _parts_in_file(store, part, name))
+    batch, heads, dim = store.tensors.length.shape[0], layer.shape.heads, store.tensors.keys.shape[-1]
+    if store.tensors.limits is not None:
+        none = torch.empty(0, heads, dim, dtype=torch.float32, device=store.tensors.device)
+        tensors = {name: none for name in ALWAYS_IN_FILES} | tensors
+    return Snapshot(tensors, {"shape": [batch, heads, dim], "group": layer.shape.group, **store.geometry.numbers()})
 
 
 def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
@@ -67,7 +74,7 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
     except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise _damaged(f"numbers of layer {store.layer_idx} that do not fit ({error})") from error
     for name, part in expected.items():
-        given = iter([_fitting(snapshot.tensors, path, like) for path, like in named_tensors(part, name)])
+        given = iter([_fitting(snapshot.tensors, path, like) for path, like in _parts_in_file(store, part, name)])
 
         own = torch.device("cpu") if store.tensors.host and name in HOST_PARTS else device
 
@@ -107,6 +114,14 @@ def _check_numbers(store: LayerStore) -> None:
     pages = layer.tensors.pages
     if pages is not None and bool(((pages.owner < 0) | (pages.owner > layer.shape.heads)).any()):
         raise _damaged(f"pages in layer {store.layer_idx} of heads that it does not have")
+
+
+def _parts_in_file(store: LayerStore, part: State, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a part with their names in files, which a codec's statistics have chosen themselves."""
+    kept = enumerate(store.spec.codec_statistics)
+    names = {f"limits.statistics.{number}": f"limits.{each.file_name}" for number, each in kept if each.file_name}
+    for path, tensor in named_tensors(part, name):
+        yield names.get(path, path), tensor
 
 
 def named_tensors(state: State, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from kvpolicy.hf.tile_size import TileSize, tile_size
 from kvpolicy.kernels.rotary import Rope
 from kvpolicy.parallel.runtime import Sharing
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import SINGLE_RANK, LayerShape, ModelInfo, Ranks
+from kvpolicy.protocols import SINGLE_RANK, LayerShape, ModelInfo, Ranks, fits_pages
 from kvpolicy.statistics import OutputNorms
 from kvpolicy.statistics.statistic import Projection, first_of
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
@@ -82,7 +82,7 @@ def check_held_codes(hold: Hold, policy: Policy, shape: LayerShape) -> None:
         KVPolicyError: Naming the codec.
     """
     codecs = [own.codec for own in policy.distinct]
-    codec = next((each for each in codecs if not each.traits.fits_pages or len(each.stages) != 1), None)
+    codec = next((each for each in codecs if not fits_pages(each)), None)
     if hold == CODES and codec is not None:
         raise KVPolicyError(
             f"The codec must encode every token by itself for hold='codes', got {codec}; try tokenwise, or "

@@ -29,7 +29,7 @@ from kvpolicy.planning.planner import bound_layers, divide
 from kvpolicy.planning.result import SHARED, CachePlan
 from kvpolicy.planning.tokens import Tokens, expect_tokens
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Allocator, DrawsCurves, LayerBounds, MeasuresAttention
+from kvpolicy.protocols import Allocator, LayerBounds, MeasuresAttention
 from kvpolicy.reporting.logging import warn_of_few_tokens
 from kvpolicy.text.errors import KVPolicyStateError
 from kvpolicy.text.limits import MAX_SIZE
@@ -105,7 +105,7 @@ def measure_attention(allocator: Allocator, store: LayerStore, pending: PendingP
         store: The layer.
         pending: Its whole prompt, or the first chunk of one.
     """
-    assert isinstance(allocator, MeasuresAttention)  # see `policy.combination.check_attention`
+    assert isinstance(allocator, MeasuresAttention)  # see `policy.combination.check_together`
     contents = store.contents
     with outside_autocast(pending.keys.device):
         seen = layer_attention(pending.decoded(), allocator.attention, contents.ranks, contents.spec.latent)
@@ -116,14 +116,14 @@ def measure_attention(allocator: Allocator, store: LayerStore, pending: PendingP
 def measured_metrics(
     allocator: Allocator, layers: Iterable[PolicyLayer], measured: Mapping[int, Tensor]
 ) -> Tensor | None:
-    """The numbers of every layer, [B, L] or [B, L, ...] fp32; None for an allocator that measures no attention.
+    """The numbers of every layer, [B, L] or [B, L, ...] fp32; None for an allocator that does not measure them alone.
 
     Args:
         allocator: The allocator.
         layers: The layers. One that was not measured held its prompt until now, and is measured.
         measured: The numbers of the others, by index.
     """
-    if not isinstance(allocator, MeasuresAttention):
+    if allocator.layer_metric != "attention":
         return None
     found: list[Tensor] = []
     for layer in layers:
@@ -309,14 +309,15 @@ def curves_of(policy: Policy, layers: list[PolicyLayer], even: Tokens) -> Tensor
         even: The division of the budget into equal parts, with which selectors reckon meanwhile.
     """
     allocator = policy.allocator
-    assert isinstance(allocator, DrawsCurves)  # see `policy.combination.check_curves`
+    assert isinstance(allocator, MeasuresAttention)  # see `policy.combination.check_together`
     curves: list[Tensor] = []
     for number, layer in enumerate(layers):
         assert layer.pending is not None
         pending = layer.pending.decoded()
         with outside_autocast(pending.keys.device):
             worth = layer.store.worth(pending, even.keep[:, number])
-            curves.append(allocator.curve(worth, layer.layer_idx).float().cpu())
+            seen = layer_attention(pending, allocator.attention, layer.store.ranks)
+            curves.append(allocator.measure(seen._replace(worth=worth, layer_idx=layer.layer_idx)).float().cpu())
     return stack_layers(curves)
 
 

@@ -159,7 +159,7 @@ def check_readable(policy: Policy) -> None:
             f"several layers together, {policy.codec!r}; try another codec, or shared=False."
         )
     readers = [own.reader for own in policy.distinct if own.reads_part]
-    choosers = [*readers, *(own.codec for own in policy.distinct if own.codec.traits.searches)]
+    choosers = [*readers, *(own.codec for own in policy.distinct if own.codec.traits.search is not None)]
     if choosers:
         raise KVPolicyError(
             "Every slot must be read in a step for slots to be shared, since a choice depends on the queries of one "

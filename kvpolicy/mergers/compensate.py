@@ -55,7 +55,7 @@ class Compensate(Merger):
     @property
     def traits(self) -> MergerTraits:
         """It merges in prompts and in decoding, slots have counts, it asks for priorities, and compares no keys."""
-        return MergerTraits(when="always", counted=True, ranked=True, fits_pages=True)
+        return MergerTraits(when="always", counted=True, ranked=True)
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
         return CompensateState(torch.zeros(batch, heads, dtype=torch.int32, device=device))

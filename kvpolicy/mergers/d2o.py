@@ -63,7 +63,7 @@ class D2O(Merger):
     @property
     def traits(self) -> MergerTraits:
         """It merges in prompts and in decoding, and slots have no counts."""
-        return MergerTraits(when="always")
+        return MergerTraits(when="always", compares=True)
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> D2OState:
         """No threshold yet."""

@@ -40,7 +40,7 @@ class Elastic(Merger):
     @property
     def traits(self) -> MergerTraits:
         """It merges in prompts and in decoding, and slots have no counts."""
-        return MergerTraits(when="always")
+        return MergerTraits(when="always", compares=True)
 
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Average the evicted tokens of a prompt with their targets."""

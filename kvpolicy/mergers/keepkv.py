@@ -60,7 +60,7 @@ class KeepKV(Merger):
     @property
     def traits(self) -> MergerTraits:
         """It merges in prompts and in decoding, and slots have counts."""
-        return MergerTraits(when="always", counted=True)
+        return MergerTraits(when="always", counted=True, compares=True)
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:

@@ -55,7 +55,7 @@ class CountedMerge(Merger):
     @property
     def traits(self) -> MergerTraits:
         """It merges in prompts and in decoding, and slots have counts."""
-        return MergerTraits(when="always", counted=True)
+        return MergerTraits(when="always", counted=True, compares=True)
 
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Add the evicted tokens of a prompt to their targets."""

@@ -71,7 +71,7 @@ class ZSMerge(Merger):
     @property
     def traits(self) -> MergerTraits:
         """It merges in prompts and in decoding, slots have counts, and it asks for priorities."""
-        return MergerTraits(when="always", counted=True, ranked=True)
+        return MergerTraits(when="always", counted=True, ranked=True, compares=True)
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
         return ZSMergeState(torch.zeros(batch, heads, self.slots, dtype=torch.int32, device=device))

@@ -241,7 +241,7 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
     """
     shape = prefill.shape
     size = shape.dtype.itemsize
-    asked = union(policy.selector.statistics, policy.merger.statistics)
+    asked = union(policy.selector.statistics, policy.merger.statistics, policy.codec.statistics)
     sizes = _sizes(prefill, piece, tile)
     scores = sizes.scores
     vectors = sizes.vectors
@@ -282,7 +282,7 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
     encoded = piece.batch * _encoded(prefill, policy, piece)
     traits = policy.codec.traits
     # Tokens that are encoded in another order than that of their positions are put in it, and then in their slots.
-    ordered = encoded * shape.token_nbytes * 2 * (traits.demote_by != "age")
+    ordered = encoded * shape.token_nbytes * 2 * (traits.demotion is not None)
     # They pass through fp32 a few times.
     at_once = min(encoded, piece.batch * traits.at_once) if traits.at_once else encoded
     converted = at_once * shape.heads * shape.head_dim * 40
@@ -328,7 +328,8 @@ def _sizes(prefill: Prefill, piece: Piece, tile: Piece) -> Sizes:
 
 def _encoded(prefill: Prefill, policy: Policy, piece: Piece) -> int:
     """The most tokens of a row that are encoded: of a later chunk, those that make room for its tokens."""
-    if not piece.past or prefill.holds or policy.codec.traits.recode_all:
+    demotion = policy.codec.traits.demotion
+    if not piece.past or prefill.holds or (demotion is not None and demotion.recodes):
         return prefill.coded
     return min(prefill.coded, prefill.slots - prefill.coded + piece.columns)
 

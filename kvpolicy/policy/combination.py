@@ -10,15 +10,15 @@ from kvpolicy.protocols import (
     Allocator,
     Codec,
     DecodeMode,
-    DrawsCurves,
-    GroupsLayers,
     HeadAllocator,
     MeasuresAttention,
     Merger,
+    Others,
     Reader,
     Selector,
     compares_heads,
     differs_by_layer,
+    fits_pages,
     joint_decode,
     positions_only,
     rerank_every,
@@ -114,7 +114,7 @@ def check_layers(layers: Sequence[Any]) -> None:
                 f"The policy of a layer must have the allocator uniform, since its budget is the share of the layer, "
                 f"got {policy} for layer {index}; try to leave the allocator out."
             )
-        if isinstance(policy.codec, GroupsLayers):
+        if policy.codec.traits.groups is not None:
             raise KVPolicyError(
                 f"The codec of a layer must encode it by itself, got {policy} for layer {index}, whose codec shares "
                 "codes between two layers; try tokenwise."
@@ -176,73 +176,41 @@ def check_together(policy: Any) -> None:
     if policy.heads is not None:
         check_heads(policy.heads, policy.selector, policy.merger, policy.codec, policy.reader, policy.decode)
     check_reader(policy.reader, policy.selector, policy.codec, policy.merger, policy.decode)
-    is_grouping = isinstance(policy.codec, GroupsLayers)
-    if is_grouping:
-        check_grouped(policy)
-    if policy.codec.traits.joint_heads:
-        check_joint(policy)
+    policy.codec.check_others(
+        Others(
+            allocator=policy.allocator,
+            selector=policy.selector,
+            reader=policy.reader,
+            same_in_heads=same_in_heads(policy.selector),
+            same_in_layers=positions_only(policy.selector),
+            even_budgets=isinstance(policy.allocator, Uniform) and policy.heads is None,
+            reads_all=isinstance(policy.reader, ReadAll),
+        )
+    )
     rebuilds = policy.reader.traits.rebuilds
     if rebuilds is not None and rebuilds.joint_heads and not same_in_heads(policy.selector):
         raise KVPolicyError(
             f"The selector must keep the same tokens in every head to be combined with {policy.reader}, whose heads "
             f"share coefficients, got {policy.selector}; try full, window or streaming, or joint=false."
         )
-    if policy.codec.traits.demote_by == "priority" and whole_heads(policy.selector):
+    if policy.codec.traits.demotion is not None and whole_heads(policy.selector):
         raise KVPolicyError(
             f"The selector must rank a token by itself to be combined with {policy.codec}, which ranks a part of the "
             f"tokens of a head at a time, got {policy.selector}; try snapkv or h2o, or the codec tokenwise."
         )
-    if policy.allocator.layer_metric == "curve":
-        check_curves(policy.allocator, policy.selector)
-    if policy.allocator.layer_metric == "attention" and not isinstance(policy.allocator, MeasuresAttention):
+    allocator: Allocator = policy.allocator
+    metric = allocator.layer_metric
+    if metric in ("attention", "curve") and not isinstance(allocator, MeasuresAttention):
         raise KVPolicyTypeError(
-            "The allocator must have attention and a method measure(seen) for layer_metric='attention', got "
-            f"{shorten(repr(policy.allocator))}, which lacks one; see kvpolicy.protocols.MeasuresAttention."
+            f"The allocator must have attention and a method measure(seen) for layer_metric={metric!r}, got "
+            f"{shorten(repr(allocator))}, which lacks one; see kvpolicy.protocols.MeasuresAttention."
         )
-
-
-def check_grouped(policy: Any) -> None:
-    """Refuse parts that may keep other tokens in one layer than in the next, where layers share what they store."""
-    codec = policy.codec
-    if not positions_only(policy.selector):
-        raise KVPolicyError(
-            f"The selector must keep the same tokens in every layer and head to be combined with {codec}, which stores "
-            f"a part of two layers once, got {policy.selector}; try full, window or streaming."
-        )
-    if not isinstance(policy.allocator, Uniform) or policy.heads is not None:
-        raise KVPolicyError(
-            f"The allocator must give every layer and head the same budget to be combined with {codec}, which stores a "
-            f"part of two layers once, got {policy.allocator}; try uniform."
-        )
-    if not isinstance(policy.reader, ReadAll):
-        raise KVPolicyError(
-            f"The reader must read every token to be combined with {codec}, whose codes are written after both layers "
-            f"of a pair have run, got {policy.reader}; try all."
-        )
-
-
-def check_joint(policy: Any) -> None:
-    """Refuse parts that may keep or read other tokens in one head than in the next, where heads share codes."""
-    codec = policy.codec
-    if not same_in_heads(policy.selector):
-        raise KVPolicyError(
-            f"The selector must keep the same tokens in every head to be combined with {codec}, whose heads share "
-            f"latent vectors, got {policy.selector}; try full, window, streaming or tova, or head_group=1."
-        )
-    if not isinstance(policy.reader, ReadAll):
-        raise KVPolicyError(
-            f"The reader must read every token to be combined with {codec}, whose heads share latent vectors, got "
-            f"{policy.reader}; try all, or head_group=1."
-        )
+    if metric == "curve":
+        check_curves(allocator, policy.selector)
 
 
 def check_curves(allocator: Allocator, selector: Selector) -> None:
     """Refuse an allocator that compares what tokens of different layers are worth, where that cannot be compared."""
-    if not isinstance(allocator, DrawsCurves):
-        raise KVPolicyTypeError(
-            "The allocator must have a method curve(worth, layer_idx) for layer_metric='curve', got "
-            f"{shorten(repr(allocator))}, which lacks it; see kvpolicy.protocols.DrawsCurves."
-        )
     if not compares_heads(selector):
         raise KVPolicyError(
             f"The selector must rank tokens by attention to be combined with {allocator}, which compares them across "
@@ -284,13 +252,13 @@ def check_heads(
             f"got {selector}; try "
             "snapkv, h2o or expected:decode=grow, or set compares_heads and decode='grow'."
         )
-    if codec.stages and not (codec.traits.fits_pages and len(codec.stages) == 1):
+    if codec.stages and not fits_pages(codec):
         raise KVPolicyError(
             f"The codec must encode every token by itself to be combined with {heads}, which moves tokens between "
             f"pages, got {codec}; try tokenwise or bfp."
         )
     # With a codec, steps merge into the full-precision buffer, which each head has for itself.
-    if merger.traits.when == "always" and decode != "grow" and not (merger.traits.fits_pages or codec.stages):
+    if merger.traits.compares and decode != "grow" and not codec.stages:
         raise KVPolicyError(
             f"The merger must not compare keys while decoding to be combined with {heads}, whose heads share the slots "
             f"of a layer, got {merger}; try compensate, a codec such as tokenwise, or decode=grow."
@@ -347,11 +315,6 @@ def check_reader(reader: Reader, selector: Selector, codec: Codec, merger: Merge
             f"The selector {selector} must see the newest token's attention to every kept token, got the reader "
             f"{reader}, which leaves most of them unread; try snapkv or h2o."
         )
-    if codec.traits.searches:
-        raise KVPolicyError(
-            f"The codec {codec} must not choose the slots that a step reads itself, got the reader {reader}, which "
-            "does so too; try one of them alone."
-        )
     if reader.traits.rebuilds is not None and codec.stages:
         raise KVPolicyError(
             f"The codec must be plain for the reader {reader}, which rebuilds keys from coefficients of its own, got "
@@ -361,7 +324,7 @@ def check_reader(reader: Reader, selector: Selector, codec: Codec, merger: Merge
         check_host(reader, codec, merger, decode)
     if not (reader.traits.ordered and codec.stages):
         return
-    if codec.traits.demote_by == "priority":
+    if codec.traits.demotion is not None:
         raise KVPolicyError(
             "The codec must store tokens in the order of their positions for the pages of the reader "
             f"{reader}, got {codec}, which stores them by priority; try the reader labels."

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpolicy.policy.combination import PROTOCOLS
 from kvpolicy.policy.policy import Policy
-from kvpolicy.protocols import Codec, DiffersByLayer, GroupsLayers, ModelInfo, differs_by_layer
+from kvpolicy.protocols import Codec, ModelInfo
 from kvpolicy.text.budget import Budget, with_least
 
 Groups = tuple[tuple[int, ...], ...]
@@ -79,12 +79,13 @@ def for_model(policy: Policy, model: ModelInfo) -> Policy:
     if policy.differs_by_layer:
         return policy
     codec = policy.codec
-    if isinstance(codec, GroupsLayers):
-        groups = codec.groups(model)
-        places = {index: codec.codec_at(number) for group in groups for number, index in enumerate(group)}
-        return ModelPolicy(policy, places, codec.codec_at(None), groups)
-    if isinstance(codec, DiffersByLayer) and differs_by_layer(codec):
-        codecs = codec.by_layer(model)
+    grouping, differing = codec.traits.groups, codec.traits.by_layer
+    if grouping is not None:
+        groups = grouping.groups(model)
+        places = {index: grouping.codec_at(number) for group in groups for number, index in enumerate(group)}
+        return ModelPolicy(policy, places, grouping.codec_at(None), groups)
+    if differing is not None:
+        codecs = differing.by_layer(model)
         return ModelPolicy(policy, codecs, codecs[model.indices[0]])
     return policy
 

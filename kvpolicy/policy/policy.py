@@ -336,7 +336,7 @@ class Policy:
 
     @property
     def _ranks(self) -> bool:
-        return self.codec.traits.demote_by == "priority"
+        return self.codec.traits.demotion is not None
 
     @property
     def _keeps_all(self) -> bool:

@@ -12,7 +12,6 @@ from kvpolicy.protocols.allocator import Allocator as Allocator
 from kvpolicy.protocols.allocator import AttentionNeeds as AttentionNeeds
 from kvpolicy.protocols.allocator import BoundsBudgets as BoundsBudgets
 from kvpolicy.protocols.allocator import DividesHeads as DividesHeads
-from kvpolicy.protocols.allocator import DrawsCurves as DrawsCurves
 from kvpolicy.protocols.allocator import Guarantee as Guarantee
 from kvpolicy.protocols.allocator import HeadAllocator as HeadAllocator
 from kvpolicy.protocols.allocator import HeadRequest as HeadRequest
@@ -28,17 +27,21 @@ from kvpolicy.protocols.codec import At as At
 from kvpolicy.protocols.codec import Calibration as Calibration
 from kvpolicy.protocols.codec import Codec as Codec
 from kvpolicy.protocols.codec import Codes as Codes
+from kvpolicy.protocols.codec import Demotion as Demotion
 from kvpolicy.protocols.codec import DiffersByLayer as DiffersByLayer
 from kvpolicy.protocols.codec import GroupsLayers as GroupsLayers
 from kvpolicy.protocols.codec import GroupStage as GroupStage
 from kvpolicy.protocols.codec import Layout as Layout
 from kvpolicy.protocols.codec import ModelInfo as ModelInfo
+from kvpolicy.protocols.codec import Others as Others
 from kvpolicy.protocols.codec import RotaryView as RotaryView
+from kvpolicy.protocols.codec import Search as Search
 from kvpolicy.protocols.codec import SizedCodec as SizedCodec
 from kvpolicy.protocols.codec import Stage as Stage
 from kvpolicy.protocols.codec import StageStore as StageStore
 from kvpolicy.protocols.codec import Traits as Traits
 from kvpolicy.protocols.codec import differs_by_layer as differs_by_layer
+from kvpolicy.protocols.codec import fits_pages as fits_pages
 from kvpolicy.protocols.codec import traits_for as traits_for
 from kvpolicy.protocols.merger import Candidates as Candidates
 from kvpolicy.protocols.merger import Merge as Merge
@@ -63,7 +66,6 @@ from kvpolicy.protocols.reader import SlotAccess as SlotAccess
 from kvpolicy.protocols.selector import ChecksModel as ChecksModel
 from kvpolicy.protocols.selector import ComparesHeads as ComparesHeads
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
-from kvpolicy.protocols.selector import DecodesJointly as DecodesJointly
 from kvpolicy.protocols.selector import HoldsAttention as HoldsAttention
 from kvpolicy.protocols.selector import KeepsNested as KeepsNested
 from kvpolicy.protocols.selector import NewToken as NewToken

@@ -17,12 +17,15 @@ LayerMetric = Literal["", "cosine", "curve", "attention"]
 """The metric of layers: none, how little attention changes the residual stream, the worth of their tokens, or numbers
 of their attention.
 
-It is measured in a row's first prompt, or in the first chunk of it. Of curves, which `DrawsCurves` draws, the share of
-the budget that each layer got by them is kept for later prompts, and so it is of more than one number of attention.
+It is measured in a row's first prompt, or in the first chunk of it. Of curves, the share of the budget that each layer
+got by them is kept for later prompts, and so it is of more than one number of attention.
 """
 
-Reduction = Literal["mean", "variance", "entropy", "total", "value_size"]
-"""A reduction of the attention of a prompt: see the attributes of `LayerAttention`, which have these names."""
+Reduction = Literal["mean", "variance", "entropy", "total", "value_size", "worth"]
+"""A reduction of the attention of a prompt: see the attributes of `LayerAttention`, which have these names.
+
+`worth` is for the metric `curve`, and the others for `attention`.
+"""
 
 
 @runtime_checkable
@@ -30,7 +33,7 @@ class Allocator(Protocol):
     """How many tokens may each layer keep?
 
     A class that inherits from it needs one method, `budgets`. An object that has all members is accepted whatever its
-    class. Optional abilities are `DividesHeads`, `DrawsCurves`, `MeasuresAttention` and `BoundsBudgets`.
+    class. Optional abilities are `DividesHeads`, `MeasuresAttention` and `BoundsBudgets`.
     """
 
     __slots__ = ()
@@ -113,24 +116,6 @@ class DividesHeads(Protocol):
         ...
 
 
-@runtime_checkable
-class DrawsCurves(Protocol):
-    """An optional ability of an allocator, with the metric `curve`: it compares what tokens of all layers are worth.
-
-    Worth is the attention that the selector holds of a token (`HoldsAttention`), else its priority, which must compare
-    heads. A token that is always kept is worth inf.
-    """
-
-    def curve(self, worth: Tensor, layer_idx: int) -> Tensor:
-        """The worth of each further token per head in a layer, [B, N] in falling order.
-
-        Args:
-            worth: Of each candidate of all heads of the model, [B, H, N] fp32; -inf for invalid tokens.
-            layer_idx: Index of the layer.
-        """
-        ...
-
-
 class AttentionNeeds(NamedTuple):
     """The statistics of a prompt's attention that an allocator needs.
 
@@ -164,6 +149,10 @@ class LayerAttention(NamedTuple):
         entropy: The sum of -A ln(A + 1e-10) over them, [B, Hq, N] fp32.
         total: The sum over all queries, [B, Hq, N] fp32.
         value_size: The largest sum of absolute elements of any token's value, [B, H] fp32.
+        worth: The worth of each candidate in all heads of the model, [B, H, N] fp32, slots included: the attention that
+            the selector holds of it (`HoldsAttention`), else its priority, which must compare heads; inf for a token
+            that is always kept, and -inf for an invalid one.
+        layer_idx: Index of the layer, if its tokens have a worth.
     """
 
     positions: Tensor
@@ -176,11 +165,17 @@ class LayerAttention(NamedTuple):
     entropy: Tensor | None = None
     total: Tensor | None = None
     value_size: Tensor | None = None
+    worth: Tensor | None = None
+    layer_idx: int = 0
 
 
 @runtime_checkable
 class MeasuresAttention(Protocol):
-    """An optional ability of an allocator, with the metric `attention`: it measures a layer by its attention."""
+    """An optional ability of an allocator, with the metric `attention` or `curve`: it measures layers by attention.
+
+    With the metric `curve`, it compares what tokens of all layers are worth: it asks for `worth`, and `measure` returns
+    a curve, the worth of each further token per head, [B, N] in falling order.
+    """
 
     @property
     def attention(self) -> AttentionNeeds:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from kvpolicy.statistics.statistic import KeptStatistic
 
 Codes = Any
 """A NamedTuple of a stage's tensors for one layer; the empty tuple where nothing is coded."""
@@ -17,6 +19,9 @@ Calibration = Any
 
 ALL_HEADS = slice(None)
 """The heads of a rank that holds all of them."""
+
+NO_STATISTICS: Mapping[type[KeptStatistic], Tensor] = {}
+"""The statistics of a codec that needs none."""
 
 
 class Layout(NamedTuple):
@@ -73,6 +78,97 @@ class ModelInfo(NamedTuple):
         return self.evictable or tuple(range(self.layers))
 
 
+class Demotion(Protocol):
+    """Which token leaves the full-precision buffer, or a stage, first: what a codec hands over if it is not the oldest.
+
+    The newest `Traits.residual` tokens, and pinned ones, stay whatever it says.
+    """
+
+    words: ClassVar[str] = ""
+    """A sentence about it for `kvpolicy explain`; empty for nothing to say."""
+
+    @property
+    def recodes(self) -> bool:
+        """Whether all tokens are encoded again, instead of one block, whenever the buffer is full; by default not."""
+        return False
+
+    def order(self, positions: Tensor, priority: Tensor) -> Tensor:
+        """Indices of the tokens of each head, first to leave first, [B, H, n] int64.
+
+        Args:
+            positions: Original positions, [B, H, n] int32.
+            priority: The selector's priorities, [B, H, n] fp32, finite.
+        """
+        ...
+
+
+class Search(Protocol):
+    """How the stages of a codec choose which slots a step reads."""
+
+    @property
+    def option(self) -> str:
+        """The option of the codec that turns it on."""
+        ...
+
+
+class DiffersByLayer(Protocol):
+    """A codec whose options stand for a codec of each layer, once the model is known.
+
+    Without a model, its stages are those of a layer that has the mean of what layers have.
+    """
+
+    def by_layer(self, model: ModelInfo) -> Mapping[int, Codec]:
+        """The codec of each layer under the policy, by its index in the model.
+
+        Its traits and layouts are those of this codec, and it does not differ by layer itself.
+
+        Raises:
+            KVPolicyError: If they cannot be used with the model.
+        """
+        ...
+
+
+class GroupsLayers(Protocol):
+    """A codec that stores a part of what several layers hold once, in the first of them.
+
+    The layers of a group hold the same tokens in the same slots. So `Codec.check_others` refuses parts that may keep
+    other tokens in one layer than in the next.
+    """
+
+    def groups(self, model: ModelInfo) -> tuple[tuple[int, ...], ...]:
+        """The groups: indices of layers under the policy, ascending; a layer is in one group at most."""
+        ...
+
+    def codec_at(self, number: int | None) -> Codec:
+        """The codec of a layer that has this number in its group, from 0; None for a layer in no group.
+
+        The stages of a layer in a group are `GroupStage`s, and its traits and layouts do not depend on the number.
+        """
+        ...
+
+
+class Others(NamedTuple):
+    """The parts that a codec is combined with, and what it may ask of them.
+
+    Attributes:
+        allocator: The allocator.
+        selector: The selector.
+        reader: The reader.
+        same_in_heads: Whether all heads of a layer keep the same tokens.
+        same_in_layers: Whether all layers and heads keep the same tokens, given the same budget.
+        even_budgets: Whether all layers and heads have the same budget.
+        reads_all: Whether a step reads every token.
+    """
+
+    allocator: object
+    selector: object
+    reader: object
+    same_in_heads: bool
+    same_in_layers: bool
+    even_budgets: bool
+    reads_all: bool
+
+
 class Traits(NamedTuple):
     """Properties of a codec that the engine must know.
 
@@ -84,54 +180,34 @@ class Traits(NamedTuple):
         residual: How many of the newest tokens always stay in full precision.
         key_space: Whether keys are encoded as attention sees them (`rotated`) or with the rotary embedding undone
             (`unrotated`).
-        demote_by: Which token leaves a part first: the oldest (`age`), or that of lowest selector priority
-            (`priority`).
+        demotion: Which token leaves a part first, where it is not the oldest one; None for the oldest.
         pins: Tokens of the first prompt that stay in full precision: its first ones (`first`), those with its largest
             hidden activations (`massive`), or its newest (`newest`), whose slots are then reserved as dictionary slots
             for the codec.
         pinned: The most tokens that are pinned.
-        recode_all: Whether all tokens are encoded again, instead of one block, whenever the full-precision buffer is
-            full.
-        query_absmax: Whether the codec needs the largest absolute query of each channel in the prompt.
-        query_squares: Of how many of a prompt's newest queries the codec needs the mean square of each channel; 0 for
-            none.
-        searches: Whether `Stage.score` hides most slots, and so is a reader by itself.
+        search: How `Stage.score` chooses the slots that a step reads, as a reader does, and hides the others; None if
+            it hides none.
         per_head: Names of the fields of the codes with one entry per head, [B, H, X, ...], where X does not depend on
             the slots; every other one has one entry per slot, which depends on nothing but its own token and the
             entries of its head. Such slots may lie in pages of heads with budgets of their own. None if slots share
             anything else, or if calibrated tensors differ by head.
         at_once: The most tokens of a head that a write takes to fp32 at a time; 0 for all of them.
-        joint_heads: Whether heads share codes, so that all heads of a layer must hold the same tokens in the same
-            slots.
+        by_layer: Gives each layer of a model a codec of its own; None if all layers have this one.
+        groups: Forms groups of layers that store a part of what they hold together; None if each stores its own.
     """
 
     block: int = 0
     group_size: int = 1
     residual: int = 0
     key_space: Literal["rotated", "unrotated"] = "rotated"
-    demote_by: Literal["age", "priority"] = "age"
+    demotion: Demotion | None = None
     pins: Literal["none", "first", "massive", "newest"] = "none"
     pinned: int = 0
-    recode_all: bool = False
-    query_absmax: bool = False
-    query_squares: int = 0
-    searches: bool = False
+    search: Search | None = None
     per_head: tuple[str, ...] | None = None
     at_once: int = 0
-    joint_heads: bool = False
-
-    @property
-    def fits_pages(self) -> bool:
-        """Whether tokens can be encoded in pages, each of which belongs to one head.
-
-        Examples:
-            >>> Traits(block=4, per_head=()).fits_pages, Traits(block=4).fits_pages
-            (True, False)
-        """
-        alone = self.per_head is not None and self.group_size == 1 and self.pins == "none"
-        ordinary = self.key_space == "rotated" and self.demote_by == "age"
-        looks = self.query_absmax or self.query_squares
-        return alone and ordinary and not (self.recode_all or looks or self.searches)
+    by_layer: DiffersByLayer | None = None
+    groups: GroupsLayers | None = None
 
 
 class StageStore(NamedTuple):
@@ -142,10 +218,7 @@ class StageStore(NamedTuple):
         calibration: The result of `Stage.load_calibration`, which belongs to the model.
         atoms: Keys, in the codec's key space, and values of the dictionary slots, each [B, H, W, D] in the model's
             dtype, zero for an empty slot; None unless `Traits.pins` is `newest` and slots were reserved.
-        query_absmax: Largest absolute query of each channel in the prompt, over a KV head's query heads, [B, H, D]
-            fp32; None unless `Traits.query_absmax`.
-        query_square: Mean square of each channel of the newest queries of the last prompt, over a KV head's query
-            heads, [B, H, D] fp32, 0 before a prompt; None unless `Traits.query_squares`.
+        statistics: What is kept of each of `Codec.statistics`, by its class.
         page_slots: Slots of an average head in all rows if every page of the codes is read as a row of one head; None
             if rows and heads of the codes are those of the cache.
         shared: What the first layer of a group stores for all of its layers, the result of `GroupStage.shared`; None
@@ -155,8 +228,7 @@ class StageStore(NamedTuple):
     codes: Codes
     calibration: Calibration = ()
     atoms: tuple[Tensor, Tensor] | None = None
-    query_absmax: Tensor | None = None
-    query_square: Tensor | None = None
+    statistics: Mapping[type[KeptStatistic], Tensor] = NO_STATISTICS
     page_slots: int | None = None
     shared: Codes | None = None
 
@@ -187,7 +259,7 @@ class RotaryView(Protocol):
 class Stage(Protocol):
     """A part of a layer's slots in which every token is coded in the same way.
 
-    Every tensor of the codes is [B, H or 1, X, ...], or of fewer heads with `Traits.joint_heads`, where X counts slots,
+    Every tensor of the codes is [B, H or 1, X, ...], or of fewer heads if these share codes, where X counts slots,
     groups of slots, or something that does not depend on them; the tensors of a longer stage begin like those of a
     shorter one. All methods but `load_calibration` and `alloc` are traceable: no host sync, no data-dependent shape.
     """
@@ -253,7 +325,7 @@ class Codec(Protocol):
 
     A class that inherits from it stores every token in full precision, but for what it overrides. Most codecs have one
     stage, which is the codec itself: `kvpolicy.helpers.SingleStage`. An object that has all members is accepted
-    whatever its class. Optional abilities are `SizedCodec`, `DiffersByLayer` and `GroupsLayers`.
+    whatever its class. The optional ability is `SizedCodec`.
     """
 
     __slots__ = ()
@@ -268,12 +340,23 @@ class Codec(Protocol):
         """The coded stages, in the order in which tokens reach them; by default there are none."""
         return ()
 
+    @property
+    def statistics(self) -> tuple[KeptStatistic, ...]:
+        """The statistics of prompts that its stages need to encode tokens; by default none.
+
+        Codes that depend on them do not fit the pages of heads with budgets of their own.
+        """
+        return ()
+
     def layout(self, tokens: int) -> Layout:
         """Slots for a layer, or a row of it, that may hold `tokens` tokens; by default all in full precision."""
         return Layout(tokens)
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if a model's keys and values cannot be coded; by default they can."""
+
+    def check_others(self, others: Others) -> None:
+        """Raise KVPolicyError if it does not work with the other parts of a policy; by default it does."""
 
 
 @runtime_checkable
@@ -287,6 +370,20 @@ class SizedCodec(Codec, Protocol):
         largest of both. `layout(tokens)` must agree with them.
         """
         ...
+
+
+def fits_pages(codec: Codec) -> bool:
+    """Whether a codec can encode tokens in pages, each of which belongs to one head: every token by itself.
+
+    Examples:
+        >>> from kvpolicy import KIVI, TokenWise
+        >>> fits_pages(TokenWise()), fits_pages(KIVI())
+        (True, False)
+    """
+    traits = codec.traits
+    alone = traits.per_head is not None and traits.group_size == 1 and traits.pins == "none"
+    ordinary = traits.key_space == "rotated" and traits.demotion is None and traits.search is None
+    return alone and ordinary and not codec.statistics and len(codec.stages) == 1
 
 
 def traits_for(codec: Codec, tokens: int) -> Traits:
@@ -304,52 +401,9 @@ def traits_for(codec: Codec, tokens: int) -> Traits:
     return codec.traits_for(tokens) if isinstance(codec, SizedCodec) else codec.traits
 
 
-@runtime_checkable
-class DiffersByLayer(Protocol):
-    """An optional ability of a codec: its options may stand for a codec of each layer, once the model is known.
-
-    Without a model, its stages are those of a layer that has the mean of what layers have.
-    """
-
-    @property
-    def differs_by_layer(self) -> bool:
-        """Whether they do; if not, the codec is that of every layer."""
-        ...
-
-    def by_layer(self, model: ModelInfo) -> Mapping[int, Codec]:
-        """The codec of each layer under the policy, by its index in the model.
-
-        Its traits and layouts are those of this codec, and it does not differ by layer itself.
-
-        Raises:
-            KVPolicyError: If they cannot be used with the model.
-        """
-        ...
-
-
-def differs_by_layer(codec: object) -> bool:
-    """Whether the layers of a model have codecs of their own; without `DiffersByLayer` they do not."""
-    return isinstance(codec, DiffersByLayer) and bool(codec.differs_by_layer)
-
-
-@runtime_checkable
-class GroupsLayers(Protocol):
-    """An optional ability of a codec: it stores a part of what several layers hold once, in the first of them.
-
-    The layers of a group hold the same tokens in the same slots. So a policy combines such a codec only with parts that
-    keep the same tokens in every layer.
-    """
-
-    def groups(self, model: ModelInfo) -> tuple[tuple[int, ...], ...]:
-        """The groups: indices of layers under the policy, ascending; a layer is in one group at most."""
-        ...
-
-    def codec_at(self, number: int | None) -> Codec:
-        """The codec of a layer that has this number in its group, from 0; None for a layer in no group.
-
-        The stages of a layer in a group are `GroupStage`s, and its traits and layouts do not depend on the number.
-        """
-        ...
+def differs_by_layer(codec: Codec) -> bool:
+    """Whether the layers of a model have codecs of their own."""
+    return codec.traits.by_layer is not None
 
 
 @runtime_checkable

@@ -21,15 +21,14 @@ class MergerTraits(NamedTuple):
         counted: Whether a slot may stand for several tokens. Each slot then stores the logarithm of their number, 0
             for a single token, which attention adds to the slot's score.
         ranked: Whether the merger is given the selector's priorities.
-        fits_pages: Whether `merge_token` costs little if the slots of all heads of a row are given to each head, with
-            those of other heads not there, as where heads have budgets of their own: it reads keys and values of the
-            slot that it writes alone. Irrelevant for a merger that does not merge in decoding.
+        compares: Whether `merge_token` looks at keys and values of other slots than the one that it writes. Where heads
+            have budgets of their own, each head is given the slots of all heads of a row, and such a merger is refused.
     """
 
     when: Literal["never", "prompt", "always"] = "never"
     counted: bool = False
     ranked: bool = False
-    fits_pages: bool = False
+    compares: bool = False
 
 
 class Candidates(NamedTuple):

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
 from kvpolicy.protocols.codec import ModelInfo
 from kvpolicy.protocols.shapes import SMALLEST_HEAD, HeadShape
-from kvpolicy.statistics.statistic import Results, Statistic
+from kvpolicy.statistics.generated_attention import GeneratedAttention
+from kvpolicy.statistics.statistic import Results, Statistic, first_of
 from kvpolicy.statistics.vectors import Vectors
 
 State = Any
@@ -120,16 +121,6 @@ class ComparesHeads(Protocol):
 
 
 @runtime_checkable
-class DecodesJointly(Protocol):
-    """An optional ability of a selector: it may rank a slot by all heads, which must then hold the same tokens."""
-
-    @property
-    def joint_decode(self) -> bool:
-        """Whether a decode step ranks a slot by all heads of the layer."""
-        ...
-
-
-@runtime_checkable
 class Reranks(Protocol):
     """An optional ability of a selector: it ranks all slots again now and then."""
 
@@ -226,9 +217,10 @@ def rerank_every(selector: object) -> int:
     return selector.rerank_every if isinstance(selector, Reranks) else 0
 
 
-def joint_decode(selector: object) -> bool:
-    """Whether a decode step ranks a slot by all heads of the layer; without `DecodesJointly` it does not."""
-    return isinstance(selector, DecodesJointly) and bool(selector.joint_decode)
+def joint_decode(selector: Selector) -> bool:
+    """Whether a decode step ranks a slot by the attention of all heads of the layer."""
+    attention = first_of(GeneratedAttention, selector.statistics)
+    return attention is not None and attention.of_all_heads
 
 
 def positions_only(selector: object) -> bool:
@@ -236,7 +228,7 @@ def positions_only(selector: object) -> bool:
     return isinstance(selector, RanksPositions) and bool(selector.positions_only)
 
 
-def same_in_heads(selector: object) -> bool:
+def same_in_heads(selector: Selector) -> bool:
     """Whether all heads of a layer keep the same tokens: by position, or since they decide together."""
     return positions_only(selector) or joint_decode(selector)
 
@@ -250,7 +242,7 @@ class Selector(Protocol):
 
     A class that inherits from it needs one method, `priority`; the other members have defaults for a selector without
     state and without statistics. An object that has all members is accepted whatever its class. Optional abilities are
-    `ComparesHeads`, `DecodesJointly`, `Reranks`, `RanksWholeHeads`, `RanksPositions`, `KeepsNested`, `HoldsAttention`
+    `ComparesHeads`, `Reranks`, `RanksWholeHeads`, `RanksPositions`, `KeepsNested`, `HoldsAttention`
     and `ChecksModel`.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Reranks, Selector, State, View, joint_decode
+from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Reranks, Selector, State, View
 from kvpolicy.selectors.base import Wrapper, check_base
 from kvpolicy.selectors.crush import (
     Anchor,
@@ -131,10 +131,6 @@ class KVCrush(Wrapper):
                 f"KVCrush.split must be between 0 and 0.999999, which leaves the base a token, got {self.split}; try "
                 "0.25."
             )
-
-    @property
-    def joint_decode(self) -> bool:
-        return joint_decode(self.base)
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:

@@ -38,13 +38,12 @@ class TOVA(Scored):
     decode: DecodeMode = "evict"
 
     compares_heads: ClassVar[bool] = True
-    joint_decode: ClassVar[bool] = True
     nested_from: ClassVar[int | None] = 1
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
         """The attention of the newest token of a prefill, and of each decoded token."""
-        return (RecentQueries(1), GeneratedAttention(of_all_slots=True))
+        return (RecentQueries(1), GeneratedAttention(of_all_slots=True, of_all_heads=True))
 
     def observe(self, state: Scores, seen: Results, view: View) -> State:
         """Score by the attention of the newest query, averaged over all heads."""

@@ -21,6 +21,7 @@ from kvpolicy.statistics.replay import Replay as Replay
 from kvpolicy.statistics.replay import ReplayedRows as ReplayedRows
 from kvpolicy.statistics.statistic import Coming as Coming
 from kvpolicy.statistics.statistic import Context as Context
+from kvpolicy.statistics.statistic import KeptStatistic as KeptStatistic
 from kvpolicy.statistics.statistic import NewestWindow as NewestWindow
 from kvpolicy.statistics.statistic import Results as Results
 from kvpolicy.statistics.statistic import Sizes as Sizes

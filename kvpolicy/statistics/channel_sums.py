@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.ranks import Ranks
 from kvpolicy.statistics.joint_heads import together
-from kvpolicy.statistics.statistic import Context, NewestWindow, Statistic, Tile
+from kvpolicy.statistics.statistic import Context, KeptStatistic, NewestWindow, Sizes, Statistic, Tile, Working
 from kvpolicy.statistics.windows import QueryWindow
 
 
@@ -44,8 +44,8 @@ def absolute_sums(q: Tensor, k: Tensor, valid: Tensor | None) -> AbsoluteSums:
 
 
 @dataclass(frozen=True)
-class LargestQueries(Statistic[None]):
-    """The largest absolute query of each channel, for codecs with `Traits.query_absmax`.
+class LargestQueries(KeptStatistic):
+    """The largest absolute query of each channel, over a KV head's query heads and all prompts, for codecs.
 
     Attributes:
         absmax: [B, H, D] fp32; None before a prompt.
@@ -53,6 +53,7 @@ class LargestQueries(Statistic[None]):
 
     absmax: Tensor | None = None
     of_readers: ClassVar[bool] = True
+    file_name: ClassVar[str] = "query_absmax"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -74,8 +75,12 @@ class LargestQueries(Statistic[None]):
         """The larger of both layers, which have the same KV heads."""
         return self.joined(other, 0)
 
-    def reduced(self, context: Context) -> None:
-        """Nothing that a selector sees."""
+    def kept(self, held: Tensor, ranks: Ranks) -> Tensor:
+        """The larger of these and those of earlier prompts."""
+        if self.absmax is None:
+            return held
+        # Ranks that replicate a KV head have different queries of it, and must still write the same codes.
+        return torch.maximum(held, ranks.largest(self.absmax))
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> LargestQueries:
         """The same with `fn` of the largest queries."""
@@ -83,8 +88,8 @@ class LargestQueries(Statistic[None]):
 
 
 @dataclass(frozen=True)
-class QuerySquares(NewestWindow[None]):
-    """The newest queries, for codecs with `Traits.query_squares`.
+class QuerySquares(NewestWindow[None], KeptStatistic):
+    """The mean square of each channel of a prompt's newest queries, over a KV head's query heads, for codecs.
 
     Attributes:
         width: How many of each row.
@@ -95,9 +100,16 @@ class QuerySquares(NewestWindow[None]):
     window: QueryWindow | None = None
     reads_past: ClassVar[bool] = False
     of_attention: ClassVar[bool] = False
+    file_name: ClassVar[str] = "query_square"
 
-    def reduced(self, context: Context) -> None:
-        """Nothing that a selector sees."""
+    def kept(self, held: Tensor, ranks: Ranks) -> Tensor:
+        """The mean squares of this prompt; a row without a query in it keeps what it has."""
+        square, seen = self.mean(ranks, held.shape[1])
+        return torch.where(seen[:, None, None], square, held)
+
+    def working(self, sizes: Sizes) -> Working:
+        """None that count: no attention is computed."""
+        return Working()
 
     def mean(self, ranks: Ranks, heads: int) -> tuple[Tensor, Tensor]:
         """The mean square of each channel over the queries of a KV head, and which rows have a query.

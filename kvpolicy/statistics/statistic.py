@@ -315,6 +315,32 @@ class Statistic(Protocol[Result]):
         return Working()
 
 
+class KeptStatistic(Statistic[None], Protocol):
+    """A statistic of prompts that a codec needs whenever it encodes: each row keeps one tensor of it.
+
+    A codec hands it over in `statistics`, and its stages find the tensor by its class in `StageStore.statistics`.
+    """
+
+    file_name: ClassVar[str] = ""
+    """The name of the tensor in saved caches; empty for a number."""
+
+    def empty(self, batch: int, heads: int, head_dim: int, device: torch.device | str) -> Tensor:
+        """The tensor before a prompt, [B, ...]; by default [B, H, D] fp32 of zeros."""
+        return torch.zeros(batch, heads, head_dim, device=device, dtype=torch.float32)
+
+    def kept(self, held: Tensor, ranks: Ranks) -> Tensor:
+        """The tensor after a prompt, or another chunk of it.
+
+        Args:
+            held: The tensor before it. A row without a token in this prompt keeps what it has.
+            ranks: The ranks that hold the layer's other heads.
+        """
+        ...
+
+    def reduced(self, context: Context) -> None:
+        """Nothing that a selector sees."""
+
+
 class Results:
     """The results of statistics, by their classes.
 

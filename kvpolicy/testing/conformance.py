@@ -204,7 +204,7 @@ def _check_nesting(model: Any, policy: Policy, ids: Tensor) -> None:
 
 
 def _needs_ranking(codec: Codec) -> bool:
-    return codec.traits.demote_by == "priority"
+    return codec.traits.demotion is not None
 
 
 def _check_dataclass(part: Any) -> None:

@@ -19,7 +19,6 @@ from kvpolicy.protocols import (
     Candidates,
     Codec,
     DecodeMode,
-    DrawsCurves,
     Guarantee,
     HeadAllocator,
     HeadRequest,
@@ -92,9 +91,8 @@ def check_budgets(part: Allocator, layers: int) -> None:
     metric = part.layer_metric
     known = get_args(LayerMetric)
     assert metric in known, f"{part}: layer_metric must be one of {known}, got {metric!r}"
-    assert metric != "curve" or isinstance(part, DrawsCurves), f"{part}: lacks a method curve for its layer_metric"
     measures = isinstance(part, MeasuresAttention)
-    assert metric != "attention" or measures, f"{part}: lacks attention or measure for its layer_metric"
+    assert metric not in ("attention", "curve") or measures, f"{part}: lacks attention or measure for its layer_metric"
     total = torch.tensor([20, 15, 66]) * layers
     ceiling = torch.tensor([60, 20, 90])
     drawn = torch.rand(3, layers, 90, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
@@ -423,7 +421,7 @@ def _check_products(part: Codec, layer: Any) -> None:
         stored = part.stages[stage].keys(codes.stage_store(stage), slice(0, occupied.shape[-1]))
         for name, tensor in (("keys", stored), ("score", score), ("mix", mixed)):
             assert tensor.dtype == torch.float32, f"{part}: {name} must return float32, got {describe(tensor)}"
-        # A codec that searches hides tokens from a step by a score of -inf (`Traits.searches`).
+        # A codec that searches hides tokens from a step by a score of -inf (`Traits.search`).
         visible = occupied[:, :, None] & (score > -torch.inf)
         assert bool(visible.any()) or not bool(occupied.any()), (
             f"{part}: score must not hide every token, got only -inf"

@@ -13,7 +13,8 @@ from torch import Tensor
 from kvpolicy.engine.page_codes import by_field
 from kvpolicy.engine.pages import for_pages
 from kvpolicy.engine.state import fields, map_state, tensors
-from kvpolicy.protocols import Calibration, Codec, Stage, StageStore
+from kvpolicy.protocols import Calibration, Codec, Stage, StageStore, fits_pages
+from kvpolicy.statistics import KeptStatistic
 
 ROWS = 2
 
@@ -29,8 +30,7 @@ class Trial:
         dim: Head dimension.
         group_size: Tokens are written in multiples of it.
         calibration: The result of `Stage.load_calibration`.
-        query_absmax: Whether the store has `query_absmax`.
-        query_squares: Whether the store has `query_square`; of how many queries does not matter.
+        statistics: The statistics that the codec keeps, which increase from channel to channel here.
     """
 
     stage: Stage
@@ -39,8 +39,7 @@ class Trial:
     dim: int
     group_size: int = 1
     calibration: Calibration = ()
-    query_absmax: bool = False
-    query_squares: int = 0
+    statistics: tuple[KeptStatistic, ...] = ()
 
     def draw(self, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Random keys and values for every slot of every row."""
@@ -48,10 +47,13 @@ class Trial:
 
     def empty(self, rows: int = ROWS) -> StageStore:
         """The tensors of the stage before the first write."""
-        ramp = torch.linspace(0, 5, self.dim).expand(rows, self.heads, self.dim)
         codes = self.stage.alloc(rows, self.heads, self.slots, self.dim, "cpu")
-        absmax, square = (ramp if wanted else None for wanted in (self.query_absmax, self.query_squares))
-        return StageStore(codes, self.calibration, query_absmax=absmax, query_square=square)
+        kept = {type(each): self._ramp(each.empty(rows, self.heads, self.dim, "cpu")) for each in self.statistics}
+        return StageStore(codes, self.calibration, statistics=kept)
+
+    @staticmethod
+    def _ramp(kept: Tensor) -> Tensor:
+        return torch.linspace(0, 5, kept.shape[-1], dtype=kept.dtype).expand(kept.shape)
 
     def write(self, store: StageStore, keys: Tensor, values: Tensor, slots: Sequence[int], write_mask: Tensor) -> None:
         """Write tokens to the same slots of every head, all of them empty; `write_mask` is [n] or [B, H, n]."""
@@ -78,12 +80,11 @@ def check_stages(part: Codec, heads: int, dim: int) -> None:
     """
     group_size = part.traits.group_size
     slots = 2 * group_size * -(-8 // group_size)
-    looks = part.traits.query_absmax, part.traits.query_squares
     for stage in part.stages:
-        trial = Trial(stage, slots, heads, dim, group_size, stage.load_calibration(0, "cpu"), *looks)
+        trial = Trial(stage, slots, heads, dim, group_size, stage.load_calibration(0, "cpu"), part.statistics)
         check_rows(trial, str(part))
         check_inactive(trial, str(part))
-        if part.traits.fits_pages:
+        if fits_pages(part):
             check_pages(trial, part)
 
 

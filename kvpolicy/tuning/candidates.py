@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import GroupsLayers, ModelInfo, differs_by_layer
+from kvpolicy.protocols import ModelInfo, differs_by_layer
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.statistics import Replay, Statistic, union
 from kvpolicy.statistics.statistic import first_of
@@ -45,17 +45,18 @@ def check_candidates(candidates: Sequence[Policy | str], model: ModelInfo) -> li
                 f"The budget of a candidate must be a fraction of the prompt, got {policy.budget!r} of {policy}; try "
                 "0.2."
             )
-        if not isinstance(policy.reader, ReadAll) or policy.codec.traits.searches:
+        search = policy.codec.traits.search
+        if not isinstance(policy.reader, ReadAll) or search is not None:
             raise KVPolicyError(
                 f"A candidate must read every kept token, since answers are measured in one piece, got {policy}; try "
-                "it without " + ("read_top_k." if policy.codec.traits.searches else "the reader.")
+                f"it without {'the reader' if search is None else search.option}."
             )
         if differs_by_layer(policy.codec):
             raise KVPolicyError(
                 "The codec of a candidate must not depend on the other layers, since it is measured in one layer "
                 f"alone, got {policy}; try ranks=same."
             )
-        if isinstance(policy.codec, GroupsLayers):
+        if policy.codec.traits.groups is not None:
             raise KVPolicyError(
                 "The codec of a candidate must encode every layer by itself, since it is measured in one layer alone, "
                 f"got {policy}; try tokenwise."

@@ -188,5 +188,4 @@ def whole(keys: Tensor, values: Tensor) -> Past:
 
 def _seen_by(policy: Policy) -> Any:
     """Key of a policy's pending prompt; policies with equal keys share one."""
-    traits = policy.codec.traits
-    return statistics_of(policy), traits.query_absmax, traits.query_squares
+    return statistics_of(policy), policy.codec.statistics

@@ -282,7 +282,7 @@ def test_selectors_choose_as_without_the_allocator() -> None:
 
 
 class Plain:
-    """An allocator that asks for attention or curves, and cannot measure or draw them."""
+    """An allocator that asks for attention or curves, and cannot measure them."""
 
     def __init__(self, layer_metric: LayerMetric) -> None:
         self.layer_metric: LayerMetric = layer_metric
@@ -294,8 +294,8 @@ class Plain:
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        ("attention", r"must have attention and a method measure\(seen\)"),
-        ("curve", r"must have a method curve\(worth, layer_idx\)"),
+        ("attention", r"must have attention and a method measure\(seen\) for layer_metric='attention'"),
+        ("curve", r"must have attention and a method measure\(seen\) for layer_metric='curve'"),
     ],
 )
 def test_an_allocator_without_a_measure_is_refused(metric: Any, message: str) -> None:

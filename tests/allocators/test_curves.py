@@ -14,6 +14,7 @@ from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.allocators.kvcompose import KVCompose
 from kvpolicy.allocators.threshold import GlobalThreshold
 from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.protocols import LayerAttention
 from kvpolicy.registry import name_of
 from kvpolicy.testing import check
 from tests.allocators.test_attention import budgets_in, check_shares
@@ -52,7 +53,9 @@ def test_as_the_slow_version(allocator: Any, kind: str) -> None:
         "one token": worth * (torch.arange(20) == 7),
     }[kind]
     worth[:, :, -1] = torch.inf  # the newest token
-    curves = torch.stack([allocator.curve(worth[None, layer], layer)[0] for layer in range(5)])[None]
+    none = torch.zeros(1, dtype=torch.int64)
+    seen = [LayerAttention(none[:, None], none, none, worth=worth[None, layer], layer_idx=layer) for layer in range(5)]
+    curves = torch.stack([allocator.measure(each)[0] for each in seen])[None]
     for total in (10, 23, 50, 99, 100):
         got = allocator.budgets(curves, torch.tensor([total]), 2, torch.tensor([20]), 5)[0].tolist()
         assert got == slow_budgets(allocator, worth.tolist(), total, 2, 20), (kind, total)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs._files import save
-from kvpolicy.codecs.mikv import MiKVStage
+from kvpolicy.codecs.mikv import MiKV, MiKVStage
 from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import Codec, Stage, StageStore
 from kvpolicy.testing import stage_checks as stage_rules
@@ -25,10 +25,10 @@ G = 2
 
 def trial(stage: Stage, slots: int, dim: int) -> Trial:
     """The stage, with room for some slots of every head."""
-    squares = stage.traits.query_squares if isinstance(stage, Codec) else 0
+    own = stage.statistics if isinstance(stage, Codec) else ()
     calibration = stage.load_calibration(0, "cpu")
-    looks = isinstance(stage, MiKVStage)
-    return Trial(stage, slots, H, dim, calibration=calibration, query_absmax=looks, query_squares=squares)
+    kept = MiKV().statistics if isinstance(stage, MiKVStage) else own
+    return Trial(stage, slots, H, dim, calibration=calibration, statistics=kept)
 
 
 def kvquant_files(folder: Path, dim: int, layers: int = 1, **meta: Any) -> str:

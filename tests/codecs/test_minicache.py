@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpolicy.codecs.minicache import MiniCache, MiniCacheLayer, angle_between, interpolate, unit_vectors
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.state import map_state, tensors
-from kvpolicy.protocols import GroupsLayers, GroupStage, ModelInfo, StageStore
+from kvpolicy.protocols import GroupStage, ModelInfo, StageStore
 from kvpolicy.testing.stage_checks import check_stages
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from tests.reference.codecs.minicache import Side, between
@@ -324,7 +324,7 @@ def test_a_write_compiles_whole() -> None:
 
 def test_it_groups_layers() -> None:
     codec = MiniCache()
-    assert isinstance(codec, GroupsLayers) and isinstance(codec.codec_at(1), GroupStage)
+    assert codec.traits.groups is codec and isinstance(codec.codec_at(1), GroupStage)
     assert codec.codec_at(None) == Plain()
     assert not isinstance(codec, GroupStage)
 

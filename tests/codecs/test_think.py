@@ -14,6 +14,7 @@ from kvpolicy import BFP, CSR, KIVI, Plain, Policy, PolicyCache, RotateKV, ThinK
 from kvpolicy.distortion import distortion
 from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import ModelInfo, StageStore
+from kvpolicy.statistics.channel_sums import QuerySquares
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from tests.codecs.stages import B, H, at, draw, empty, flags
 from tests.conformance.models import build
@@ -27,7 +28,7 @@ BASES = [TokenWise(bits=4), KIVI(bits=4, group_size=4), TurboQuant(), BFP()]
 def squares(codec: ThinK, keys: Tensor, query_square: Tensor, mask: Tensor | None = None) -> StageStore:
     """A store after the keys of every slot were written."""
     rows, heads, count, dim = keys.shape
-    store = StageStore(codec.alloc(rows, heads, count, dim, "cpu"), query_square=query_square)
+    store = StageStore(codec.alloc(rows, heads, count, dim, "cpu"), statistics={QuerySquares: query_square})
     slots = torch.arange(count).expand(rows, heads, count)
     mask = torch.ones(rows, heads, count, dtype=torch.bool) if mask is None else mask
     codec.write(store, keys, keys, slots, mask, torch.zeros(rows, heads, count, dtype=torch.bool))
@@ -39,7 +40,8 @@ def test_the_buffer_and_the_groups_are_those_of_the_base(base: Any) -> None:
     codec = ThinK(base=base)
     for tokens in (1, 40, 63, 64, 500, 5000):
         assert codec.layout(tokens) == base.layout(tokens)
-        assert codec.traits_for(tokens) == base.traits_for(tokens)._replace(per_head=None, query_squares=32)
+        assert codec.traits_for(tokens) == base.traits_for(tokens)._replace(per_head=None)
+    assert codec.statistics == (QuerySquares(32),)
 
 
 def test_the_channels_of_the_largest_products_are_kept() -> None:
@@ -171,5 +173,5 @@ def test_empty_writes_change_nothing() -> None:
     ThinK().write(store, nothing, nothing, at([]), flags([]), flags([False] * C))
     assert not any(t.any() for t in tensors(store.codes))
     keys, values = draw(2, D)
-    none = StageStore(ThinK().alloc(B, H, 0, D, "cpu"), query_square=store.query_square)
+    none = StageStore(ThinK().alloc(B, H, 0, D, "cpu"), statistics=store.statistics)
     ThinK().write(none, keys, values, at([0, 1]), flags([True, True]), flags([]))

@@ -12,7 +12,21 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs.common import mix_by_chunks, put, score_by_chunks, take, to_groups
-from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.codecs.demotion import ByPriority
+from kvpolicy.protocols import (
+    ALL_HEADS,
+    At,
+    Calibration,
+    Layout,
+    ModelInfo,
+    Others,
+    RotaryView,
+    Stage,
+    StageStore,
+    Traits,
+)
+from kvpolicy.statistics import KeptStatistic
+from kvpolicy.statistics.channel_sums import LargestQueries, QuerySquares
 from tests.reference import coding
 
 STEPS = (2.0**-7, 2.0**-4, 2.0**-2)
@@ -37,7 +51,7 @@ class FakeCodes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeStage:
-    """Rounds to multiples of `step`, and clips to the bounds of a group and a head, to atoms and query_absmax."""
+    """Rounds to multiples of `step`, and clips to the bounds of a group and a head, atoms and the largest queries."""
 
     step: float
     group_size: int
@@ -67,7 +81,8 @@ class FakeStage:
         peak = values.abs().masked_fill(~used, -1).amax(2, keepdim=True)
         codes.peak.copy_(torch.where(occupied.any(-1)[..., None, None] | (peak < 0), codes.peak, peak))
         keys = _clip(keys, take(codes.top, group))
-        keys = keys if store.query_absmax is None else _clip(keys, store.query_absmax[:, :, None])
+        largest = store.statistics.get(LargestQueries)
+        keys = keys if largest is None else _clip(keys, largest[:, :, None])
         values = values if store.atoms is None else _clip(values, _largest(store.atoms[1]))
         put(codes.keys, keys, slots, write_mask)
         put(codes.values, _clip(values, codes.peak), slots, write_mask)
@@ -86,8 +101,18 @@ class FakeStage:
         return mix_by_chunks(self.values, store, weights, self.group_size)
 
 
-_NOT_SLOW = ("query_absmax", "searches", "per_head", "at_once", "joint_heads")
-"""Traits of which the slow reference has no field."""
+_SLOW = (
+    "block",
+    "group_size",
+    "residual",
+    "key_space",
+    "demote_by",
+    "pins",
+    "pinned",
+    "recode_all",
+    "query_squares",
+)
+"""Fields that the slow reference has too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,18 +137,22 @@ class Fake:
 
     @property
     def traits(self) -> Traits:
+        assert not self.recode_all or self.demote_by == "priority", "a demotion says whether all is encoded again"
         return Traits(
             block=self.block,
             group_size=self.group_size,
             residual=self.residual,
             key_space=self.key_space,
-            demote_by=self.demote_by,
+            demotion=ByPriority(self.recode_all) if self.demote_by == "priority" else None,
             pins=self.pins,
             pinned=self.pinned,
-            recode_all=self.recode_all,
-            query_absmax=self.query_absmax,
-            query_squares=self.query_squares,
         )
+
+    @property
+    def statistics(self) -> tuple[KeptStatistic, ...]:
+        largest = (LargestQueries(),) if self.query_absmax else ()
+        squares = (QuerySquares(self.query_squares),) if self.query_squares else ()
+        return (*largest, *squares)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -146,6 +175,9 @@ class Fake:
     def check(self, model: ModelInfo) -> None:
         return None
 
+    def check_others(self, others: Others) -> None:
+        return None
+
     def slow(self) -> coding.Codec:
         """The same for the reference."""
 
@@ -153,7 +185,7 @@ class Fake:
             at = self.layout(tokens)
             return at.exact, list(at.coded)
 
-        fields: dict[str, Any] = {name: getattr(self, name) for name in Traits._fields if name not in _NOT_SLOW}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SLOW}
         return coding.Codec(
             layout=layout,
             coder=lambda stage, layer, head: FakeHead(STEPS[stage], self.group_size, self.query_absmax),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvpolicy import Policy
 from kvpolicy.allocators.profile import save_profile
-from kvpolicy.protocols import GroupsLayers, positions_only, whole_heads
+from kvpolicy.protocols import positions_only, whole_heads
 from kvpolicy.registry import lookup, names
 from tests.conformance.calibration import FOLDER, write
 from tests.reference.versions import small
@@ -25,9 +25,9 @@ WRAPPERS = [name for name in SELECTORS if "base" in lookup(name)[1].__dataclass_
 BASES = [name for name in SELECTORS if name not in WRAPPERS]
 MERGERS = [*names("merger")]
 CODECS = [*names("codec")]
-RANKED = [name for name in CODECS if lookup(name)[1]().traits.demote_by == "priority"]
+RANKED = [name for name in CODECS if lookup(name)[1]().traits.demotion is not None]
 """Codecs whose precision follows a ranking, which `full` has none of."""
-GROUPING = [name for name in CODECS if isinstance(lookup(name)[1](), GroupsLayers)]
+GROUPING = [name for name in CODECS if lookup(name)[1]().traits.groups is not None]
 """Codecs that store a part of several layers once, and are combined with few selectors; see `words`."""
 WHOLE_HEADS = [name for name in SELECTORS if whole_heads(lookup(name)[1]())]
 """Selectors that rank a token by all of its head, which these codecs do not ask for."""

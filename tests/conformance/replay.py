@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvpolicy import KeepKV, Plain, Policy, PolicyCache, Regress, ZSMerge
 from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.protocols import GroupsLayers
 from kvpolicy.registry import name_of
 from kvpolicy.statistics import InputScores, Moments, NewestQueries, OutputNorms
 from kvpolicy.statistics.joint_heads import together
@@ -287,7 +286,7 @@ def replay(
     """
     total = Verdict(0, 0, 0, 0.0)
     noise = noise or noise_of(policy)
-    if isinstance(policy.codec, GroupsLayers) and len(tape) > 1:
+    if policy.codec.traits.groups is not None and len(tape) > 1:
         # A layer reads what several have written, and the reference has one. What they keep and where is compared here,
         # what they read in `tests/engine/test_layer_group.py`.
         noise = noise._replace(error=math.inf)

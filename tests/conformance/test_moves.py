@@ -17,6 +17,7 @@ from tests.conformance.policies import SELECTORS, WHOLE_HEADS, words
 from tests.conformance.replay import Twin, Verdict
 from tests.sampling import pairwise, product
 
+ORDERS: list[Literal["age", "priority"]] = ["age", "priority"]
 PINNED: list[Literal["none", "first", "massive", "newest"]] = ["none", "first", "massive", "newest"]
 CAPS = {"one": (), "two": (8,), "small": (4,), "three": (4, 4)}
 PINS = {"none": ("none", 0), "first": ("first", 2), "massive": ("massive", 3), "newest": ("newest", 3)}
@@ -41,7 +42,7 @@ def fake(caps: str, group_size: str, order: str, pins: str, residual: str, recod
         demote_by=order,  # pyright: ignore[reportArgumentType]
         pins=PINS[pins][0],  # pyright: ignore[reportArgumentType]
         pinned=PINS[pins][1],
-        recode_all=recode == "recode",
+        recode_all=recode == "recode" and order == "priority",
         key_space=key_space,  # pyright: ignore[reportArgumentType]
         query_absmax=key_space == "rotated",
     )
@@ -101,16 +102,17 @@ def draw_fake(dice: Random) -> Fake:
     group_size = dice.choice([1, 1, 2, 4])
     pins = dice.choice(PINNED)
     caps = tuple(group_size * dice.randint(1, 4) for _ in range(dice.randint(0, 2)))
+    order = dice.choice(ORDERS)
     return Fake(
         caps=caps,
         block=group_size * dice.randint(1, 3),
         group_size=group_size,
         residual=dice.choice([0, 0, 1, 5]),
         key_space=dice.choice(["rotated", "unrotated"]),
-        demote_by=dice.choice(["age", "priority"]),
+        demote_by=order,
         pins=pins,
         pinned=0 if pins == "none" else dice.randint(1, 4),
-        recode_all=dice.random() < 0.25,
+        recode_all=dice.random() < 0.25 and order == "priority",
         query_absmax=dice.random() < 0.3,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpolicy import Policy
+from kvpolicy.codecs.demotion import ByPriority
 from kvpolicy.protocols import Layout
 from tests.conformance.policies import CODECS, words
 from tests.conformance.replay import reference_codec
@@ -35,8 +36,9 @@ def test_traits_and_layouts(method: str) -> None:
     if slow is None:
         assert fast.layout(7) == Layout(7)
         return
-    for name in ("block", "group_size", "residual", "key_space", "demote_by", "pins", "pinned", "recode_all"):
+    for name in ("block", "group_size", "residual", "key_space", "pins", "pinned"):
         assert getattr(traits, name) == getattr(slow, name), name
+    assert traits.demotion == (ByPriority(slow.recode_all) if slow.demote_by == "priority" else None)
     assert len(fast.stages) == len(slow.layout(10**4)[1]) or not slow.layout(10**4)[1]
     for tokens in [*range(1, 300), 999, 1000, 1001, 10**4]:
         exact, coded = slow.layout(tokens)

@@ -26,6 +26,7 @@ from kvpolicy.codecs.turboquant import TurboQuant
 from kvpolicy.codecs.zipcache import ZipCacheStage
 from kvpolicy.protocols import Codec, Stage, StageStore
 from kvpolicy.registry import lookup, name_of, names
+from kvpolicy.statistics.channel_sums import LargestQueries, QuerySquares
 from tests.reference.codecs import Lone, bfp, csr, kvquant, make, mikv, rotate, tokenwise, turboquant, zipcache
 from tests.reference.coding import Coder, Given
 
@@ -149,7 +150,7 @@ def mikv_case(**config: Any) -> Case:
         return largest
 
     def store(stage: Stage, dim: int) -> StageStore:
-        return plain_store(stage, dim)._replace(query_absmax=query_absmax(dim))
+        return plain_store(stage, dim)._replace(statistics={LargestQueries: query_absmax(dim)})
 
     return Case(MiKVStage(**config), lambda dim, b, h: mikv.Head(config, dim, query_absmax(dim)[b, h].tolist()), store)
 
@@ -185,7 +186,7 @@ def think_case(**config: Any) -> Case:
         return square
 
     def store(stage: Stage, dim: int) -> StageStore:
-        return plain_store(stage, dim)._replace(query_square=query_square(dim))
+        return plain_store(stage, dim)._replace(statistics={QuerySquares: query_square(dim)})
 
     return Case(codec, lambda dim, b, h: ThinKHead(codec, query_square(dim)[b, h]), store)
 

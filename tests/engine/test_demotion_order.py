@@ -34,7 +34,7 @@ def slow_order(traits: Traits, positions: list[int], worth: list[float], there: 
 
     def key(j: int) -> tuple[float, ...]:
         stays = traits.pinned > 0 and positions[j] in (0, 5)
-        if traits.demote_by == "age":
+        if traits.demotion is None:
             return (stays, positions[j])
         stays = stays or positions[j] >= length - traits.residual
         return (stays, worth[j], -positions[j])  # of equal ones, the later token leaves first

@@ -177,7 +177,8 @@ def test_only_due_rows_are_encoded(policy: str, monkeypatch: pytest.MonkeyPatch)
         real(self)
         assert all(count <= len(due) for count in encoded), f"{len(due)} rows are due, and {encoded} are encoded"
         group = self.contents.group
-        if len(self.spec.stages) == 1 and not self.spec.codec_traits.recode_all:
+        demotion = self.spec.codec_traits.demotion
+        if len(self.spec.stages) == 1 and (demotion is None or not demotion.recodes):
             waits = group is not None and self.contents.number == 0
             assert sum(encoded) == (0 if waits else len(due))
         dues.append(len(due))

@@ -118,7 +118,8 @@ def is_case(row: tuple[Any, ...]) -> bool:
     """Each selector with `plain`, each codec with `h2o`; what codes no blocks demotes none in compiled code."""
     selector, codec, step = row
     traits = lookup(codec)[1]().traits
-    if step == "demote" and (traits.block == 0 or traits.recode_all):
+    recodes = traits.demotion is not None and traits.demotion.recodes
+    if step == "demote" and (traits.block == 0 or recodes):
         return False
     return selector == "h2o" or codec == "plain"
 

@@ -278,7 +278,7 @@ def test_the_largest_queries_are_those_of_all_prompts() -> None:
         q, k, v = draw(6, seed)
         prompted(store, q * sharp, k, v)
         largest = torch.maximum(largest, (q * sharp).abs().amax(2).unflatten(1, (HEADS, GROUP)).amax(2))
-        assert store.tensors.limits is not None and torch.equal(store.tensors.limits.query_absmax, largest)
+        assert store.tensors.limits is not None and torch.equal(store.tensors.limits.statistics[0], largest)
 
 
 def test_the_squares_of_queries_are_those_of_the_last_prompt_of_a_row() -> None:
@@ -291,12 +291,12 @@ def test_the_squares_of_queries_are_those_of_the_last_prompt_of_a_row() -> None:
         own = q[:, :, -3:].square().mean(2).unflatten(1, (HEADS, GROUP)).mean(2)
         want = torch.where(valid[:, :1, None], own, want)
         assert store.tensors.limits is not None
-        torch.testing.assert_close(store.tensors.limits.query_square, want)
+        torch.testing.assert_close(store.tensors.limits.statistics[0], want)
 
 
 def test_recoding_leaves_rows_that_are_not_due_as_they_are() -> None:
     """Every tensor of a row whose buffer is not full, while that of the other row is."""
-    codec = Exact(block=3, residual=0, recode_all=True)
+    codec = Exact(block=3, residual=0, demote_by="priority", recode_all=True)
     store = prompted(LayerStore(LayerSpec(0, H2O(), codec, "evict")), *draw(12, 0), keep=9)
     recoded = [0, 0]
     for seed in range(1, 14):

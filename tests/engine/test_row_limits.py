@@ -38,9 +38,8 @@ def test_what_a_codec_does_not_need_is_empty(pins: Any, query_absmax: bool, key_
     assert limits.stage_capacity.tolist() == [[0, 0]] * 2
     assert limits.pins.tolist() == [[[-1] * pinned] * pin_heads] * 2
     assert limits.rope_offset.tolist() == [0] * (2 if key_space == "unrotated" else 0)
-    assert limits.query_absmax.shape == (2 if query_absmax else 0, HEADS, DIM)
-    assert limits.query_square.shape == (0, HEADS, DIM)
-    assert limits_of(Fake(query_squares=3), 2).query_square.shape == (2, HEADS, DIM)
+    assert [each.shape for each in limits.statistics] == [(2, HEADS, DIM)] * query_absmax
+    assert [each.shape for each in limits_of(Fake(query_squares=3), 2).statistics] == [(2, HEADS, DIM)]
 
 
 @pytest.mark.parametrize("codec", [Fake(residual=3), Fake(caps=(4, 2)), KIVI(group_size=4, residual_length=5)])

@@ -43,13 +43,11 @@ def _unmanaged(plan: Any) -> dict[int, int]:
 
 
 def _limits(limits: Any) -> Any:
-    """The limits of each row without those that explicit sizes leave empty, which an earlier tree did not have."""
+    """The limits of each row without those that are empty: some trees have these, and others do not."""
     if limits is None:
         return None
-    added = ("block", "residual")
-    return tuple(
-        getattr(limits, name) for name in limits._fields if name not in added or getattr(limits, name).shape[0]
-    )
+    held = ("block", "residual", "query_absmax", "query_square")
+    return tuple(getattr(limits, name) for name in limits._fields if name not in held or getattr(limits, name).shape[0])
 
 
 def plan_numbers(plan: Any) -> list[int]:

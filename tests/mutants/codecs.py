@@ -463,8 +463,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="a row without a query in a prompt forgets those before",
-        file="kvpolicy/engine/prompt_statistics.py",
-        old="torch.where(seen[:, None, None], square, limits.query_square)",
+        file="kvpolicy/statistics/channel_sums.py",
+        old="torch.where(seen[:, None, None], square, held)",
         new="square",
         tests=("tests/engine/test_layer_store.py",),
     ),

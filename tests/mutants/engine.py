@@ -56,8 +56,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="a selector that scores tokens is combined with a codec that groups layers",
-        file="kvpolicy/policy/combination.py",
-        old="if not positions_only(policy.selector):",
+        file="kvpolicy/codecs/minicache.py",
+        old="if not others.same_in_layers:",
         new="if False:",
         tests=("tests/engine/test_layer_group.py",),
     ),
@@ -319,9 +319,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="the largest queries are those of the last prompt",
-        file="kvpolicy/engine/prompt_statistics.py",
-        old="limits.query_absmax.copy_(torch.maximum(limits.query_absmax, largest))",
-        new="limits.query_absmax.copy_(largest)",
+        file="kvpolicy/statistics/channel_sums.py",
+        old="return torch.maximum(held, ranks.largest(self.absmax))",
+        new="return ranks.largest(self.absmax)",
         tests=("tests/engine/test_layer_store.py::test_the_largest_queries_are_those_of_all_prompts",),
     ),
     Mutation(

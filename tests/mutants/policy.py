@@ -35,8 +35,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="heads that keep different tokens share latent vectors",
-        file="kvpolicy/policy/combination.py",
-        old="if not same_in_heads(policy.selector):",
+        file="kvpolicy/codecs/lowrank/lowrank.py",
+        old="if not others.same_in_heads:",
         new="if False:",
         tests=("tests/codecs/test_lowrank_joint.py",),
     ),
@@ -119,9 +119,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="a codec of several stages is combined with budgets by head",
-        file="kvpolicy/policy/combination.py",
-        old="if codec.stages and not (codec.traits.fits_pages and len(codec.stages) == 1):",
-        new="if codec.stages and not codec.traits.fits_pages:",
+        file="kvpolicy/protocols/codec.py",
+        old="return alone and ordinary and not codec.statistics and len(codec.stages) == 1",
+        new="return alone and ordinary and not codec.statistics",
         tests=("tests/test_policy.py",),
     ),
     Mutation(

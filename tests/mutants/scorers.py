@@ -213,8 +213,8 @@ MUTATIONS = (
     Mutation(
         name="the first layer has the mean of its heads too",
         file="kvpolicy/allocators/kvcompose.py",
-        old="return ranked.amax(1) if layer_idx == 0 else",
-        new="return ranked.amax(1) if layer_idx < 0 else",
+        old="return ranked.amax(1) if seen.layer_idx == 0 else",
+        new="return ranked.amax(1) if seen.layer_idx < 0 else",
         tests=("tests/allocators/test_curves.py",),
     ),
     Mutation(

@@ -39,15 +39,15 @@ MUTATIONS = (
     Mutation(
         name="policies share statistics of queries that one does not ask for",
         file="kvpolicy/tuning/compression.py",
-        old="return statistics_of(policy), traits.query_absmax, traits.query_squares",
+        old="return statistics_of(policy), policy.codec.statistics",
         new="return statistics_of(policy)",
         tests=MEASURE,
     ),
     Mutation(
         name="policies share the scores of one gate",
         file="kvpolicy/tuning/compression.py",
-        old="return statistics_of(policy), traits",
-        new="return tuple(map(type, statistics_of(policy))), traits",
+        old="return statistics_of(policy), policy",
+        new="return tuple(map(type, statistics_of(policy))), policy",
         tests=MEASURE,
     ),
     Mutation(

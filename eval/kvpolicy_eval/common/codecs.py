@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvpolicy import Policy, registry
-from kvpolicy.protocols import GroupsLayers
+from kvpolicy import LowRank, Policy, registry
 from kvpolicy.text.grammar import first_name
 
 VARIANTS = {
@@ -45,7 +44,7 @@ def with_ranking(codec: str, ranking: str = "h2o") -> str:
         ranking: Selector that is added for codecs which need a ranking of tokens.
     """
     _, kind = registry.lookup(first_name(codec))
-    return f"{ranking}+{codec}" if kind().traits.demote_by == "priority" else codec
+    return f"{ranking}+{codec}" if kind().traits.demotion is not None else codec
 
 
 def selector_for(codec: str, usual: str) -> str:
@@ -62,7 +61,8 @@ def selector_for(codec: str, usual: str) -> str:
         >>> selector_for("lowrank:head_group=4", "snapkv")
         'streaming'
     """
-    is_grouped = groups_layers(codec) or Policy.parse(with_ranking(codec)).codec.traits.joint_heads
+    together = Policy.parse(with_ranking(codec)).codec
+    is_grouped = groups_layers(codec) or (isinstance(together, LowRank) and together.head_group > 1)
     refused = is_grouped and first_name(usual) not in ("full", "window", "streaming")
     return "streaming" if refused else usual
 
@@ -70,7 +70,7 @@ def selector_for(codec: str, usual: str) -> str:
 def groups_layers(codec: str) -> bool:
     """Whether a codec, a spec, stores a part of several layers once."""
     _, kind = registry.lookup(first_name(codec))
-    return isinstance(kind(), GroupsLayers)
+    return kind().traits.groups is not None
 
 
 def short_windows(codec: str) -> str:

@@ -15,7 +15,7 @@ from kvpolicy.distortion import Distortion, distortion, group_distortion
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import rope_of
-from kvpolicy.protocols import Codec, DiffersByLayer, GroupsLayers, ModelInfo, differs_by_layer
+from kvpolicy.protocols import Codec, GroupsLayers, ModelInfo
 from kvpolicy_eval.common.conversation import run
 from kvpolicy_lm_eval.data.text import held_out
 
@@ -71,11 +71,11 @@ class HeldOutText:
             Error of keys and error of values; NaN if the policy encodes no token.
         """
         codec = kvpolicy.Policy.parse(policy).codec
-        if isinstance(codec, GroupsLayers):
-            return self._group_errors(codec)
+        if codec.traits.groups is not None:
+            return self._group_errors(codec.traits.groups)
         codecs: dict[int, Codec] = dict.fromkeys(self.tensors, codec)
-        if isinstance(codec, DiffersByLayer) and differs_by_layer(codec):
-            codecs |= codec.by_layer(self._info)
+        if codec.traits.by_layer is not None:
+            codecs |= codec.traits.by_layer.by_layer(self._info)
         key_errors: list[float] = []
         value_errors: list[float] = []
         for index, (rotated, unrotated, values) in self.tensors.items():

@@ -24,7 +24,7 @@ def think_scores() -> Tensor:
     """The score of each key channel of each KV head, in descending order, [H, D]; their sum in a head is 1."""
     limits = after(THINK).tensors.limits
     assert limits is not None
-    scores = limits.query_square[0] * originals().keys.square().mean(1)
+    scores = limits.statistics[0][0] * originals().keys.square().mean(1)
     return (scores / scores.sum(-1, keepdim=True)).sort(-1, descending=True).values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from kvpolicy.codecs.csr.pursuit import Solver, pursue
 from kvpolicy.codecs.csr.sparse import Dictionary, reconstruct, unit
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.kernels.products import products
-from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
+from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, Others, RotaryView, Search, StageStore, Traits
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, least, strategy
 
@@ -24,6 +25,13 @@ _FP16 = torch.finfo(torch.float16).max
 _FP8 = torch.finfo(torch.float8_e4m3fn).max
 _FP16_TINY = 2.0**-24
 """The smallest positive number of fp16."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTop(Search):
+    """A step reads the slots of the highest approximate scores; see `CSR.score`."""
+
+    option: ClassVar[str] = "read_top_k"  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class SparseCodes(NamedTuple):
@@ -269,7 +277,7 @@ class CSR(SingleStage):
             key_space=self.key_space,
             pins="newest" if self.prompt_atoms else "none",
             pinned=self.prompt_atoms,
-            searches=self.read_top_k > 0,
+            search=ReadTop() if self.read_top_k else None,
         )
 
     def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> CSRDictionaries:
@@ -295,6 +303,14 @@ class CSR(SingleStage):
                         f"the model has, got {actual}; try kvpolicy calibrate csr on this model."
                     )
             self._checked_count(name, chunks)
+
+    def check_others(self, others: Others) -> None:
+        """Refuse a reader if it chooses the slots that a step reads itself."""
+        if self.read_top_k and not others.reads_all:
+            raise KVPolicyError(
+                f"The codec {self} must not choose the slots that a step reads itself, got the reader {others.reader}, "
+                "which does so too; try one of them alone."
+            )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> CSRCodes:
 

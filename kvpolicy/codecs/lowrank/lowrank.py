@@ -18,7 +18,7 @@ from kvpolicy.codecs.lowrank import ranks as _ranks
 from kvpolicy.codecs.lowrank.ranks import Ranks
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.codecs.projection import Basis, Projection
-from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, RotaryView, StageStore, Traits
+from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, Others, RotaryView, StageStore, Traits
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.strategy import AutoInt, checked, least, strategy, tiny_or
 
@@ -182,7 +182,7 @@ class LowRank(SingleStage):
 
     def traits_for(self, tokens: int | None) -> Traits:
         own = wrapper_traits(self.base, tokens, self.residual_length, self.block_size)
-        return own._replace(key_space=self.key_space, joint_heads=self.head_group > 1)
+        return own._replace(key_space=self.key_space, by_layer=self if self.differs_by_layer else None)
 
     @property
     def differs_by_layer(self) -> bool:
@@ -212,6 +212,21 @@ class LowRank(SingleStage):
             for rank in {*own._ranks(model.head_dim)}:
                 self.base.check(model._replace(head_dim=rank * self.head_group))
         self._check_calibration(model)
+
+    def check_others(self, others: Others) -> None:
+        """Refuse parts that may keep or read other tokens in one head than in the next, where heads share codes."""
+        if self.head_group == 1:
+            return
+        if not others.same_in_heads:
+            raise KVPolicyError(
+                f"The selector must keep the same tokens in every head to be combined with {self}, whose heads share "
+                f"latent vectors, got {others.selector}; try full, window, streaming or tova, or head_group=1."
+            )
+        if not others.reads_all:
+            raise KVPolicyError(
+                f"The reader must read every token to be combined with {self}, whose heads share latent vectors, got "
+                f"{others.reader}; try all, or head_group=1."
+            )
 
     def load_calibration(
         self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS
