@@ -26,6 +26,7 @@ from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.policy import Policy
+from kvpolicy.policy.combination import FORMER
 from kvpolicy.protocols import (
     SMALLEST_HEAD,
     Codec,
@@ -344,3 +345,10 @@ def test_layers_have_relative_shares_without_a_least_number() -> None:
     assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
     tuned = Policy.parse("tuned:file=plan.json@0.1:least=64")
     assert str(tuned) == "tuned:file=plan.json@0.1:least=64" and tuned.budget == Share(0.1, least=64)
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_parts_of_earlier_versions_are_told_what_to_hand_over(name: str) -> None:
+    selector: Any = type("Earlier", (H2O,), {"__slots__": (), name: True})()
+    with pytest.raises(kvpolicy.KVPolicyTypeError, match=f"which has {name}; try "):
+        Policy(selector=selector)

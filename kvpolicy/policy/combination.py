@@ -44,15 +44,22 @@ PROTOCOLS: dict[Kind, type] = {
 }
 """The protocol of each kind of part, in the order in which a spec is written."""
 
+FORMER = {
+    "needs": "AttentionSum() or another one of kvpolicy.statistics",
+    "joint_decode": "GeneratedAttention(of_all_heads=True)",
+}
+"""Members by which parts of earlier versions asked for statistics, and what to hand over: they would be shown none."""
+
 
 def check_part(kind: Kind, part: object) -> None:
     """Raise KVPolicyTypeError if a part is not of a kind."""
     check_instance(kind, part)
-    if hasattr(part, "needs"):  # of an earlier version: without this, it would be shown nothing
-        raise KVPolicyTypeError(
-            f"The {kind} must hand over what it needs to see in statistics, got {shorten(repr(part))}, which has "
-            "needs; try AttentionSum() or another one of kvpolicy.statistics."
-        )
+    for name, statistic in FORMER.items():
+        if hasattr(part, name):
+            raise KVPolicyTypeError(
+                f"The {kind} must hand over what it needs to see in statistics, got {shorten(repr(part))}, which has "
+                f"{name}; try {statistic}."
+            )
     if isinstance(part, PROTOCOLS[kind]):
         return
     kinds = kinds_of(part)
