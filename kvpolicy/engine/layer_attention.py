@@ -36,7 +36,7 @@ def layer_attention(pending: PendingPrompt, needs: AttentionNeeds, ranks: Ranks,
     """
     none = torch.zeros(pending.keys.shape[0], dtype=torch.int64, device=pending.keys.device)
     length = pending.lengths(none)
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}  # tensors, by the fields of `LayerAttention`
     queries = none
     if first_of(RecentQueries, needs.statistics) is not None:
         recent = first_of(RecentQueries, pending.statistics)
