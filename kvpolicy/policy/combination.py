@@ -87,7 +87,7 @@ def missing(part: object, kind: Kind) -> list[str]:
     Examples:
         >>> from kvpolicy.selectors.full import KeepAll
         >>> missing(KeepAll(), "codec")
-        ['check', 'layout', 'stages', 'traits']
+        ['check', 'check_others', 'layout', 'stages', 'traits']
     """
     members = {*dir(PROTOCOLS[kind]), *PROTOCOLS[kind].__annotations__}
     return sorted(name for name in members if not name.startswith("_") and not hasattr(part, name))

@@ -53,7 +53,7 @@ def rows_of(layer: LayerStore) -> list[Tensor]:
     held = layer.tensors
     assert held.limits is not None
     slots = [held.keys, held.values, held.positions, *tensors(held.state), *tensors(held.codes)]
-    return [*slots, held.length, held.budget, *(t for t in held.limits if t.shape[0])]
+    return [*slots, held.length, held.budget, *(t for t in tensors(held.limits) if t.shape[0])]
 
 
 PLAIN = Fake(residual=99)
