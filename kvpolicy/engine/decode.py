@@ -83,7 +83,7 @@ def update_state(selector: Selector, state: State, weights: Tensor | None, view:
 
 def rank_again(selector: Selector, state: State, seen: Results, view: View) -> None:
     """Let the selector rank all slots together, in place."""
-    assert isinstance(selector, Reranks)  # see `policy.combination.check_abilities`
+    assert isinstance(selector, Reranks)  # only a selector with `rerank_every` is asked
     assign_state(state, selector.rerank(state, seen, view))
 
 

@@ -95,7 +95,7 @@ class Entry:
 
 
 class Journal:
-    """What a layer can take back.
+    """The steps since a mark, and the sizes before each prompt, which a layer can take back.
 
     Attributes:
         digest: Digest of the mask of the columns seen, [B] int64, if the owner of the layer keeps it here; it is taken

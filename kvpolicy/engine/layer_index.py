@@ -352,7 +352,7 @@ class StepReads:
     def _choose(
         self, q: Tensor, reads: ReadState, shape: ReadShape, transform: ScoreTransform, scanned: Tensor | None
     ) -> Read:
-        """What the reader chooses; `scanned` are the products with all keys, if they are known."""
+        """Let the reader choose; `scanned` are the products with all keys, if they are known."""
         slots = LayerSlots(self._layer, self._codes, shape, transform, scanned)
         return self._reader.choose(reads.index, slots, slots.coordinates(self._queries(q)))
 
@@ -431,7 +431,6 @@ class StepReads:
     def _count_decoded(self, link: Link, shape: ReadShape | None) -> None:
         """Count on `link` the codes of the slots that a step decodes."""
         assert shape is not None
+        layer = self._layer
         group_size = self._spec.codec_traits.group_size
-        for codes, size in zip(self._layer.tensors.codes, self._layer.layout.coded, strict=True):
-            if size:
-                link.count_stage(codes, size, min(shape.slots, size), group_size, shape.page)
+        link.count_stages(layer.tensors.codes, layer.layout.coded, shape.slots, group_size, shape.page)

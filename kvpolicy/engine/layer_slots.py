@@ -177,10 +177,10 @@ class LayerSlots:
 
     def _count_values(self, slots: int) -> None:
         """Count the decoding of the values of so many slots of each head."""
-        group_size = self._layer.spec.codec_traits.group_size
-        for codes, size in zip(self._layer.tensors.codes, self._layer.layout.coded, strict=True):
-            if size:
-                self._link.count_stage(value_codes(codes), size, min(slots, size), group_size, self._shape.page)
+        layer = self._layer
+        of_values = map(value_codes, layer.tensors.codes)
+        group_size = layer.spec.codec_traits.group_size
+        self._link.count_stages(of_values, layer.layout.coded, slots, group_size, self._shape.page)
 
 
 class KeyProducts:

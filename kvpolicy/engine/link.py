@@ -6,7 +6,7 @@ tensors on the device meta, so that it predicts the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -172,6 +172,20 @@ class Link:
         """Count the reading of `count` channels of every vector of `source` [B, H, S, D]."""
         if source.shape[3] and self._counts():
             self.moved += source.nbytes // source.shape[3] * count
+
+    def count_stages(self, codes: Iterable[Any], sizes: Iterable[int], count: int, group_size: int, page: int) -> None:
+        """Count the decoding of `count` slots of each head from every stage that has slots, or of all that it has.
+
+        Args:
+            codes: Of each stage, the result of `Stage.alloc`, or a part of it.
+            sizes: Slots of each stage.
+            count: Slots of each head that are decoded.
+            group_size: See `count_stage`.
+            page: See `count_stage`.
+        """
+        for own, size in zip(codes, sizes, strict=True):
+            if size:
+                self.count_stage(own, size, min(count, size), group_size, page)
 
     def count_stage(self, codes: Any, size: int, count: int, group_size: int, page: int) -> None:
         """Count the decoding of `count` slots of each head from the codes of a stage.

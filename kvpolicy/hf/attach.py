@@ -46,6 +46,7 @@ from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.residual_hooks import active_stream, measure
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
+from kvpolicy.hf.running_forward import newest_valid
 from kvpolicy.hf.shared_keys import cuts, joint_projections, ranks_by_queries, read_whole
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
 from kvpolicy.hf.tiles import check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
@@ -355,7 +356,7 @@ class Handle:
             return  # nothing is left out
         first = cache.policy_layers[0]
         seen = first.length if first.is_initialized else torch.zeros(tokens.shape[0], dtype=torch.int64, device="cpu")
-        valid = mask[:, -new:] if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= new else None
+        valid = newest_valid(mask, new)
         is_chunk = cache.is_chunk(seen.cpu(), new, None if valid is None else valid.cpu())
         if is_chunk and self._attachment.first_warning("chunks"):
             warn_of_chunks(policy)

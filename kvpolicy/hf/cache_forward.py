@@ -36,7 +36,7 @@ from kvpolicy.hf.journal import Journal, obstacle_of
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.make_layers import make_layers
 from kvpolicy.hf.replay import replay
-from kvpolicy.hf.running_forward import RunningForward, refuse_gradients
+from kvpolicy.hf.running_forward import RunningForward, newest_valid, refuse_gradients
 from kvpolicy.hf.shared_keys import ReadingLayer, attend_shared
 from kvpolicy.hf.tiles import PromptTile
 from kvpolicy.hf.transcript import extended
@@ -142,7 +142,7 @@ class CacheForward(Cache):
         is_step = tokens.shape[1] == 1 and first.holds_prompt and not self.holds_next
         if is_step and self._awaits and self.attachment.chunks == HOLD and self.journal.mark is None:
             # Asked once after each prompt: the steps of a generation do not wait for the device.
-            valid = mask[:, -1:].bool() if mask is not None and mask.dim() == 2 else None
+            valid = newest_valid(mask, 1)
             self._awaits = self.is_chunk(first.length, 1, valid)
             is_step = not self._awaits
         forward = RunningForward(is_step=True) if is_step else self._begin_prompt(tokens, mask, position_ids)
@@ -160,12 +160,11 @@ class CacheForward(Cache):
                 layer.make_room()
 
     def _begin_prompt(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> RunningForward:
-        """The facts of a forward of a prompt or chunk, which is noted in the history of the cache."""
+        """The facts of a forward of a prompt or chunk, which is noted in the journal of the cache."""
         policy = self.policy
         first = self.policy_layers[0]
         new = tokens.shape[1]
-        fits = mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # others are refused
-        valid = mask[:, -new:].bool() if mask is not None and fits else None
+        valid = newest_valid(mask, new)
         seen = first.length if first.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
         columns = first.get_seq_length()
         offset = transcript = None

@@ -89,7 +89,7 @@ class PromptEntry(NamedTuple):
 
 
 class StepEntry(NamedTuple):
-    """What a decode step changes in the layers that no policy manages, by their index.
+    """The changes of a decode step in the layers that no policy manages, by their index.
 
     Attributes:
         states: Copies of states.
@@ -101,7 +101,7 @@ class StepEntry(NamedTuple):
 
     @classmethod
     def of(cls, layers: Sequence[Any]) -> StepEntry:
-        """What the step that begins changes."""
+        """Copy what the step that begins changes."""
         states = {index: layer.copy_states() for index, layer in enumerate(layers) if isinstance(layer, States)}
         return cls(states, {index: _leaving(window) for index, window in windows_of(layers).items()})
 
@@ -137,7 +137,7 @@ class Mark(NamedTuple):
 
 
 class Journal:
-    """What a cache can take back: decode steps since a mark, or prompts and the tokens behind them.
+    """The decode steps since a mark, or the prompts and the tokens behind them, which a cache can take back.
 
     Attributes:
         obstacle: What keeps tokens from being taken back without a mark; empty if nothing does.
@@ -254,7 +254,7 @@ class Journal:
 
 
 def obstacle_of(policy: Policy, states: Collection[int] = ()) -> str:
-    """What keeps tokens from being taken back while nothing is evicted; empty if nothing does.
+    """Name what keeps tokens from being taken back while nothing is evicted; empty if nothing does.
 
     Args:
         policy: The policy of the cache.

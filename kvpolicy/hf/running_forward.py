@@ -80,6 +80,16 @@ class RunningForward:
             )
 
 
+def newest_valid(mask: object, new: int) -> Tensor | None:
+    """Which of the `new` newest columns of a mask are not padding, [B, new] bool; None if it is no mask of tokens.
+
+    Any other mask is refused elsewhere.
+    """
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= new:
+        return mask[:, -new:].bool()
+    return None
+
+
 def refuse_gradients(out: Tensor) -> None:
     """Let a backward pass through attention to slots fail: the slots hold no graph."""
     # Only when gradients flow: a forward outside `no_grad` that is never differentiated is harmless.

@@ -195,7 +195,7 @@ class Estimated(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a step reads of a layer, besides a codec's full-precision buffer.
+    """The slots of a layer that a step reads, besides a codec's full-precision buffer.
 
     Attributes:
         slots: Slots of the layer, [B, H, n] int64.
@@ -216,7 +216,7 @@ class Read(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """What changed in a layer since its index was made.
+    """The changes in a layer since its index was made.
 
     Attributes:
         entries: The entries whose slots were written, [B, H, n] int64, where one may be given twice; None if the index

@@ -246,7 +246,7 @@ class Retrieval(TokenReader):
         return read._replace(rest=partial(self._rest, index, of_rest))
 
     def _rest(self, index: RetrievalIndex, scores: Tensor, normalizer: Tensor) -> Estimated:
-        """What is not read of each cluster, as a slot with its mean value, whatever the weight of the others is."""
+        """The unread part of each cluster, as a slot with its mean value, whatever the weight of the others is."""
         assert isinstance(index.values, Tensor)  # only called if something is estimated
         return Estimated(scores, index.values)
 
