@@ -85,6 +85,7 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"{'none' if cache is None else type(cache).__name__}; try kvpolicy.PolicyCache(model), and the prompt "
             "through the model itself."
         )
+    # What a compiled step would change on the host must be the same in every step: prompts, marks, rows that share.
     tokens: Any = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     if isinstance(cache, PolicyCache) and cache.policy_layers[0].pending is not None:

@@ -29,7 +29,7 @@ class TakesLatents:
         return key_states, value_states
 
     def take_latents(self) -> tuple[Tensor, Tensor]:
-        """What `update` was given; the layer lets go of it."""
+        """The vectors and keys that `update` was given; the layer lets go of them."""
         given, self._given = self._given, None
         assert given is not None, "transformers updates a layer before it attends"
         return given
@@ -40,7 +40,7 @@ class LatentSlots(TakesLatents, PolicyLayer):
 
 
 def latent_projection(module: Any) -> Tensor:
-    """What leads from latent vectors, as values of each query head, behind its output projection, [hidden, Hq * r].
+    """The output projection of latent vectors, one of each query head in place of its values, [hidden, Hq * r].
 
     Raises:
         KVPolicyError: If a weight cannot be read, or depends on the tokens.

@@ -63,7 +63,7 @@ class PassingCache(TiledCache):
                 self.layers[index] = self._view(layer)
 
     def _view(self, layer: Any) -> Any:
-        """What a forward sees of a layer."""
+        """The layer that a forward is given in place of one that is held."""
         if isinstance(layer, SlotsAndState):
             view = _PassingState(layer)
         elif isinstance(layer, PolicyLayer):

@@ -255,7 +255,7 @@ class _ThreeParts(nn.Module):
         self.tables = tables
 
     def __getattr__(self, name: str) -> Any:
-        """What `Rope` reads of the embedding itself."""
+        """Attributes of the embedding itself, which `Rope` reads."""
         own = self.__dict__["_modules"]["tables"]
         return own if name == "tables" else getattr(own, name)
 
