@@ -315,7 +315,7 @@ class CacheForward(TiledCache):
                 self._trim_waiting()
             return
         if layer is self.policy_layers[0]:
-            self._divide(layer, pending)
+            self._divide(layer, pending.lengths(layer.store.tensors.length))
         self._place(layer, pending)
 
     def _place(
@@ -412,7 +412,7 @@ class CacheForward(TiledCache):
             # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
             pending, massive, offset = layer.release()
             if number == 0:
-                self._divide(layer, pending)
+                self._divide(layer, pending.lengths(layer.store.tensors.length))
             with outside_autocast(pending.keys.device):
                 self._place(layer, pending, massive, offset)
 
@@ -475,26 +475,25 @@ class CacheForward(TiledCache):
         metrics = measured_metrics(self.policy.allocator, layers, self.forward.attention)
         if metrics is None or metrics.dim() > 2:
             # The budgets are not known yet: selectors reckon with equal ones.
-            self._divide(
-                layers[0], pending.decoded(), torch.ones(len(unbegun), len(layers), device="cpu", dtype=torch.float32)
-            )
+            lengths = pending.lengths(layers[0].store.tensors.length)
+            self._divide(layers[0], lengths, torch.ones(len(unbegun), len(layers), device="cpu", dtype=torch.float32))
             tokens = self.forward.tokens
             assert tokens is not None
             drawn = curves_of(self.policy, layers, tokens) if metrics is None else metrics
             metrics = shares_of(self.policy, drawn, tokens)
         self._measured.note(metrics, unbegun)
 
-    def _divide(self, first: PolicyLayer, pending: PendingPrompt, metrics: Tensor | None = None) -> None:
-        """Divide the budget among layers, from the rows' lengths after the pending prompt of the first layer.
+    def _divide(self, first: PolicyLayer, lengths: Tensor, metrics: Tensor | None = None) -> None:
+        """Divide the budget among layers, from the lengths of rows after a prompt.
 
         Args:
             first: The first layer.
-            pending: Its prompt.
+            lengths: Tokens of each row, those of its pending prompt included, [B] int64.
             metrics: The metric of each layer, [B, L], in place of what was measured.
         """
         keep = None
         if self.forward.adds_whole:
-            new = pending.lengths(torch.zeros_like(first.store.tensors.length)).cpu()
+            new = (lengths - first.store.tensors.length).cpu()
             self.forward.added = new
             keep = whole_budgets(self.policy_layers, new)
         elif metrics is None and self.policy.layer_metric:
@@ -502,7 +501,7 @@ class CacheForward(TiledCache):
         columns = first.get_seq_length()
         before = first.prefix_columns
         self.forward.tokens, plan, end = divide_budget(
-            self.policy, self.attachment, first.store, pending, self._told(), metrics, columns, keep, before
+            self.policy, self.attachment, first.store, lengths, self._told(), metrics, columns, keep, before
         )
-        self.plan = with_prefix(plan, self.policy_layers, len(pending.keys))
+        self.plan = with_prefix(plan, self.policy_layers, len(lengths))
         self._end = None if end is None else end.tolist()

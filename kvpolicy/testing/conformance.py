@@ -149,7 +149,7 @@ def check(part: Allocator | HeadAllocator | Selector | Merger | Codec | Reader, 
         raise KVPolicyTypeError(
             f"The part must be {either(_with_article(kind) for kind in kinds())}, got {part!r}; {_what_it_lacks(part)}."
         )
-    # What the engine passes to the part is watched meanwhile.
+    # Every priority and state that a selector returns meanwhile is checked too.
     with part_checks.watched(part):
         _check_cache(part, policy)
     if isinstance(part, Codec):
