@@ -467,15 +467,21 @@ class WindowStatistic(Statistic[Result], Protocol[Result]):
 
         Args:
             context: The tokens.
-            reduce: Sums over some queries, [B, Hq, n, N] fp32 weights; which of the queries they are, and the queries.
+            reduce: Sums over some queries: fp32 weights [B, Hq, n, M] of all slots, and of the new tokens up to the
+                newest of these queries; which of the queries they are, and the queries. It returns [B, Hq, M].
         """
         assert self.window is not None
         batch, heads = self.window.queries.shape[:2]
         held = 0 if context.past is None else context.past.keys.shape[2]
         total = context.keys.new_zeros(batch, heads, held + context.keys.shape[2], dtype=torch.float32)
         for part, tile in window_tiles(self.window, total.shape[2]):
-            weights = window_attention(tile, context.keys, context.transform, context.past, context.valid)
-            total += reduce(weights, part, tile)
+            # No key behind the newest query of a tile is seen by any of it.
+            new = int(tile.at.max()) + 1
+            if not new:
+                continue
+            valid = None if context.valid is None else context.valid[:, :new]
+            weights = window_attention(tile, context.keys[:, :, :new], context.transform, context.past, valid)
+            total[..., : held + new] += reduce(weights, part, tile)
         return total
 
     def working(self, sizes: Sizes) -> Working:
