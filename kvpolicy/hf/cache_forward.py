@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,7 @@ class CacheForward(Cache):
         holds_next: Whether the next forward is added whole.
         tile_size: The most tokens that a layer takes at a time in the running forward; None for all.
         tile: The tile that a layer takes at the moment, or None.
+        compiles: Whether the steps of the generation that runs on it are compiled.
     """
 
     def __init__(self, attachment: Attachment, policy: Policy) -> None:
@@ -87,11 +89,33 @@ class CacheForward(Cache):
         self.holds_next = False
         self.tile_size: int | None = None
         self.tile: PromptTile | None = None
+        self.compiles = False
+        self._as_compileable = True
 
     @property
     def is_initialized(self) -> bool:
         """Whether the cache has seen a token."""
         return any(layer.is_initialized for layer in self.policy_layers)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether a step is one graph, so that `generate` may compile it."""
+        shape = self.attachment.model_shape
+        return self._as_compileable and self.attachment.compile is not False and not shape.unmanaged
+
+    @contextmanager
+    def as_compileable(self, *, shown: bool) -> Generator[None]:
+        """Show transformers meanwhile that the cache is compileable, if it is, or hide it."""
+        self._as_compileable = shown
+        try:
+            yield
+        finally:
+            self._as_compileable = True
+
+    @property
+    def awaits_chunk(self) -> bool:
+        """Whether a prompt was announced of which more may follow."""
+        return self._awaits
 
     @property
     def has_prompt(self) -> bool:
