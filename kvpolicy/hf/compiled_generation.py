@@ -8,12 +8,15 @@ cache that grows, need no second compilation.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
+from torch.fx.experimental import _config as shapes
 from transformers.generation.configuration_utils import CompileConfig
 
 from kvpolicy.hf.attachment import HOLD, Attachment
@@ -89,8 +92,17 @@ def keep_mask(cache: PolicyCache, given: Any, inputs: dict[str, Any]) -> None:
         inputs[MASK] = given
 
 
+_compiled: weakref.WeakKeyDictionary[Any, dict[str, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+"""The compiled call of each model by its options: programs that attach for each request compile once."""
+
+
+def _call(model: Any, inputs: dict[str, Any]) -> Any:
+    """Call a model, which is an argument, so that no compiled function keeps it alive."""
+    return model(**inputs)
+
+
 class StepCompiler:
-    """The compiled steps of a model for as long as a policy is attached to it.
+    """The compiled steps of a model while a policy is attached to it.
 
     Attributes:
         model: The module that implements `generate`.
@@ -100,8 +112,6 @@ class StepCompiler:
         """Nothing is compiled yet."""
         self.model = model
         self._criteria: Callable[..., bool] = model._valid_auto_compile_criteria
-        self._compiled: Callable[..., Any] | None = None
-        self._config: CompileConfig | None = None
 
     def criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Whether `generate` compiles its steps, as transformers decides; the cache is told."""
@@ -114,26 +124,46 @@ class StepCompiler:
     def compiled_call(self, compile_config: CompileConfig | None) -> Callable[..., Any]:
         """The call of the model for `generate`: compiled in a plain step, and else the model's own."""
         config = compile_config or _default(self.model)
-        if self._compiled is None or self._config != config:
-            self._config = config
-            asked = config.to_dict()
-            asked["dynamic"] = True if config.dynamic is None else config.dynamic
-            # Whole, so that a step that cannot be compiled says so before it has changed anything. Isolated, since the
-            # graphs of other policies on the same model would count towards the same limit.
-            self._compiled = torch.compile(
-                self.model.__call__, **asked | {"fullgraph": True, "isolate_recompiles": True}
-            )
-        return self._run
+        asked = config.to_dict()
+        asked["dynamic"] = True if config.dynamic is None else config.dynamic
+        # Whole, so that a step that cannot be compiled says so before it has changed anything. Isolated, since the
+        # graphs of other models would count towards the same limit.
+        asked |= {"fullgraph": True, "isolate_recompiles": True}
+        known = _compiled.setdefault(self.model, {})
+        key = repr(asked)
+        if key not in known:
+            known[key] = torch.compile(_call, **asked)
+        return Steps(self.model, known[key])
 
-    def _run(self, **inputs: Any) -> Any:
+
+class Steps:
+    """The forwards of one generation: compiled where they are plain steps, and else the model's own.
+
+    Attributes:
+        model: The model.
+        compiled: Its compiled call.
+    """
+
+    def __init__(self, model: Any, compiled: Callable[..., Any]) -> None:
+        """No step was run."""
+        self.model = model
+        self.compiled = compiled
+        self._has_begun = False
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run a forward; behind a compiled step, what waits for the host is done."""
         cache = passed_cache(inputs)
         if not isinstance(cache, PolicyCache) or not cache.compiles or not is_plain_step(cache, inputs):
             return self.model(**inputs)
-        assert self._compiled is not None
         cache.make_room()
         before = cache.forward
+        # Or rows that happen to be as many as heads would be fixed to that number. It takes time, so only where a
+        # compilation is due.
+        apart = nullcontext() if self._has_begun else shapes.patch(use_duck_shape=False)
+        self._has_begun = True
         try:
-            out = self._compiled(**inputs)
+            with apart:
+                out = self.compiled(self.model, inputs)
         except TorchDynamoException as error:
             # Raised before the graph ran.
             cache.compiles = False

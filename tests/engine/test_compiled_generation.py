@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Generator
 from typing import Any
 
@@ -66,8 +69,8 @@ def same(policy: str, requests: list[list[int]], how: dict[str, Any] = GREEDY, l
             assert eager.cache is not None
             kept = [kept_positions(layer) for layer in eager.cache.policy_layers]
         expected.append((want, kept))
-    with kvpolicy.attach(model, policy, compile=True) as handle:
-        for rows, (want, kept) in zip(requests, expected, strict=True):
+    for rows, (want, kept) in zip(requests, expected, strict=True):
+        with kvpolicy.attach(model, policy, compile=True) as handle:  # anew, as programs do for each request
             got = generate(model, rows, how, compile_config=counter.config)
             assert handle.cache is not None
             assert torch.equal(got, want), rows
@@ -166,11 +169,16 @@ def test_off_by_default_on_a_cpu_and_where_it_is_disabled() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    model = build("llama", layers=1)
+    """Neither in the model nor of it: what was compiled does not keep it alive."""
+    model = copy.deepcopy(build("llama", layers=1))
     before = {*vars(model)}
     with kvpolicy.attach(model, "h2o@0.5", compile=True):
         generate(model, [24], GREEDY, compile_config=Counter().config)
     assert {*vars(model)} == before
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def _warned(model: Any, policy: str, **more: Any) -> list[str]:
