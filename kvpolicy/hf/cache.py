@@ -287,6 +287,13 @@ class PolicyCache(CacheForward):
             layer.make_room()
 
     @on_host
+    def make_room(self) -> None:
+        """Add slots for the next step where there are none; an uncompiled forward does this by itself."""
+        for layer in self.policy_layers:
+            if layer.store.contents.free_steps < 1:
+                layer.make_room()
+
+    @on_host
     def mark(self, most: int = 8) -> None:
         """Make the next decode steps undoable, so that a draft can be verified and its rejected tokens taken back.
 

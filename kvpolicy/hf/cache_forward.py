@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,7 @@ class CacheForward(TiledCache):
         forward: The forward that runs.
         journal: What the cache can take back.
         holds_next: Whether the next forward is added whole.
+        compiles: Whether the steps of the generation that runs on it are compiled.
     """
 
     def __init__(self, attachment: Attachment, policy: Policy) -> None:
@@ -83,11 +85,33 @@ class CacheForward(TiledCache):
         self._measured = Measured()
         self.holds_next = False
         self.tile = self.tile_size = None
+        self.compiles = False
+        self._as_compileable = True
 
     @property
     def is_initialized(self) -> bool:
         """Whether the cache has seen a token."""
         return any(layer.is_initialized for layer in self.policy_layers)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether a step is one graph, so that `generate` may compile it."""
+        shape = self.attachment.model_shape
+        return self._as_compileable and self.attachment.compile is not False and not shape.unmanaged
+
+    @contextmanager
+    def as_compileable(self, *, shown: bool) -> Generator[None]:
+        """Show transformers meanwhile that the cache is compileable, if it is, or hide it."""
+        self._as_compileable = shown
+        try:
+            yield
+        finally:
+            self._as_compileable = True
+
+    @property
+    def awaits_chunk(self) -> bool:
+        """Whether a prompt was announced of which more may follow."""
+        return self._awaits
 
     @property
     def has_prompt(self) -> bool:
