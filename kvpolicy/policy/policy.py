@@ -145,9 +145,9 @@ class Policy:
             KVPolicyError: If the layers do not fit together; the message says which and why.
 
         Examples:
-            >>> policy = Policy.by_layer(["snapkv@0.5", "h2o+kivi:bits=4@0.25"], budget=0.2)
-            >>> policy.at(1).codec, policy.budget
-            (KIVI(bits=4, group_size=32, residual_length='auto'), 0.2)
+            >>> policy = Policy.by_layer(["snapkv@0.5", "h2o+bfp@0.25"], budget=0.2)
+            >>> str(policy.at(1).codec), policy.budget
+            ('bfp', 0.2)
         """
         return LayeredPolicy(policies, budget)
 
