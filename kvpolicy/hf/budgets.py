@@ -289,7 +289,7 @@ def trim_waiting(policy: Policy, forward: RunningForward, measured: Measured, ev
     pending = layers[0].pending
     assert pending is not None, "a layer waits with its prompt"
     _, prompt, end = RowLengths.of(pending.lengths(first.tensors.length), told)
-    heads = first.ranks.kv_heads(pending.keys.shape[1])
+    heads = first.ranks.kv_heads(first.shape.heads)
     queries = heads * first.shape.group * first.ranks.replicas
     bounds = bound_layers(policy, torch.stack(found, -1), prompt, end, every, queries)
     if bounds is None:

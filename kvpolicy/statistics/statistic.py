@@ -17,7 +17,6 @@ from torch import Tensor
 from kvpolicy.kernels.mixed_values import read_values
 from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
 from kvpolicy.kernels.rotary import KeyRotation, Rope
-from kvpolicy.statistics.joint_heads import together
 from kvpolicy.statistics.windows import (
     TILE_ELEMENTS,
     Past,
@@ -25,6 +24,7 @@ from kvpolicy.statistics.windows import (
     ScoreTransform,
     newest_columns,
     take_queries,
+    together,
     token_positions,
     window_attention,
     window_tiles,
