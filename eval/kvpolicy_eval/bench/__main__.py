@@ -10,6 +10,7 @@ TABLES = (
     "bars",
     "codecs",
     "kernel_start",
+    "launches",
     "long_prompts",
     "longrun",
     "parts",
