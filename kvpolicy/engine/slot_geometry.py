@@ -209,33 +209,43 @@ class SlotGeometry:
         layer = self.layer
         tensors = layer.tensors
         occupied = view.valid
-        full = occupied.sum(-1, keepdim=True) >= tensors.budget[:, None, None]
-        if not self._spec.grows and not sum(layer.layout.coded):
+        held = occupied.sum(-1, keepdim=True)
+        budget = tensors.budget[:, None, None]
+        if self._spec.grows:
+            has_room = held < budget
+            assert_async((has_room if valid is None else has_room | ~valid[:, :, None]).all(), NO_ROOM)
+            return self._empty_slot(), None
+        empty = ~occupied
+        full = held >= budget
+        if not sum(layer.layout.coded):
             # The new token takes the evicted one's slot. A row without a token writes nothing, wherever it points.
-            scores = eviction_scores(self._spec.selector, tensors.state, view)
+            scores = eviction_scores(self._spec.selector, tensors.state, view, empty)
             # Of several free slots, any will do: the order of slots has no meaning. Scores have no ties at the top,
             # since a head holds a position once.
-            slot = torch.where(full, scores, ~occupied).argmax(-1, keepdim=True)
+            slot = torch.where(full, scores, empty).argmax(-1, keepdim=True)
             merge = self._merge_evicted(slot, full, valid, view) if self._spec.merges_in_steps else None
             if layer.may_exceed_plan:
-                assert_async((full | ~occupied.all(-1, keepdim=True)).all(), NO_SLOT)
+                assert_async((full | empty.any(-1, keepdim=True)).all(), NO_SLOT)
             return slot, merge
         merge = None
         if valid is not None:
             full = full & valid[:, :, None]
-        if self._spec.grows:
-            assert_async(~full.any(), NO_ROOM)
-        else:
-            # The evicted token may be coded, and the new one is not: they are in different slots.
-            victim = eviction_scores(self._spec.selector, tensors.state, view).argmax(-1, keepdim=True)
-            if self._spec.merges_in_steps:
-                merge = self._merge_evicted(victim, full, None, view)
-            self.writer.write(victim, None, full)
-        free = tensors.positions[..., : layer.layout.exact] < 0
+        # The evicted token may be coded, and the new one is not: they are in different slots.
+        victim = eviction_scores(self._spec.selector, tensors.state, view, empty).argmax(-1, keepdim=True)
+        if self._spec.merges_in_steps:
+            merge = self._merge_evicted(victim, full, None, view)
+        self.writer.write(victim, None, full)
+        return self._empty_slot(), merge
+
+    def _empty_slot(self) -> Tensor:
+        """The first empty slot of each head's full-precision buffer, [B, H, 1]."""
+        layer = self.layer
+        positions = layer.tensors.positions[..., : layer.layout.exact]
         if layer.reserved:
-            free = free & self.codes.open_slots()
-        assert_async(free.any(-1).all(), NO_SLOT)
-        return free.to(torch.uint8).argmax(-1, keepdim=True), merge
+            positions = positions.masked_fill(~self.codes.open_slots(), 0)
+        lowest, slot = positions.min(-1, keepdim=True)  # of equal ones the first
+        assert_async((lowest < 0).all(), NO_SLOT)
+        return slot
 
     def _merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> SlotMerge:
         """Merge the token in slot `victim` [B, H, 1] into another one, in the heads where it is `evicted` [B, H, 1].
