@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine import demotion, token_batch
-from kvpolicy.engine.decode import NO_SLOT, assert_async
+from kvpolicy.engine.decode import NO_SLOT, assert_compiled
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.merging import SlotMerge, merge_evicted, merge_victim
@@ -225,7 +225,7 @@ class CodedPageBody:
         if valid is not None:
             full = full & valid
         # A head that is full is given pages between steps unless its row has all that it may have.
-        assert_async((tensors.paged().complete[:, None] | ~full).all(), NO_SLOT)
+        assert_compiled(lambda: (tensors.paged().complete[:, None] | ~full).all(), NO_SLOT)
         merge = None
         if not self._layer.spec.grows:
             # The evicted token may be coded, and the new one is not: they are in different slots.
@@ -233,9 +233,9 @@ class CodedPageBody:
             if self._layer.spec.merges_in_steps:
                 merge = self._merge_evicted(victim, full[..., None], view)
             self._empty(victim, full[..., None])
-        lowest, slot = self._parts(tensors.positions)[1].min(-1, keepdim=True)  # an empty slot; of equal ones the first
-        assert_async((lowest < 0).all(), NO_SLOT)
-        return slot, merge
+        buffer = self._parts(tensors.positions)[1]
+        assert_compiled(lambda: (buffer < 0).any(-1).all(), NO_SLOT)
+        return buffer.argmin(-1, keepdim=True), merge  # an empty slot; of equal ones the first
 
     def _merge_evicted(self, slots: Tensor, there: Tensor, view: View) -> SlotMerge:
         """Merge the tokens in `slots` [B, H, 1], counted over all pages, into other ones of the buffers, if `there`."""

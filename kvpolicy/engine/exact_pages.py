@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.decode import NO_SLOT, assert_async
+from kvpolicy.engine.decode import NO_SLOT, assert_compiled
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.merging import SlotMerge, merge_evicted, merge_victim
@@ -151,13 +151,17 @@ class ExactPageBody:
         empty = ~view.valid
         free = (empty & (owner < heads)[..., None]).to(torch.int32) * BEYOND
         if layer.can_run_out:
-            has_free = (owned & free.any(-1)[:, None]).any(-1).all(-1)
-            fine = layer.tensors.paged().complete | has_free
-            assert_async((fine if valid is None else fine | ~valid[:, 0]).all(), NO_SLOT)
+            assert_compiled(lambda: self._has_room(free, owned, valid), NO_SLOT)
         # An empty slot is taken before any token, and a cache that grows has one.
         taken = torch.full_like(free, -1) if layer.spec.grows else victims(layer, view, empty, owned)
         slot = best_slot(torch.where(free > 0, free, taken), owned)
         return slot, self._merge_evicted(slot, valid, view) if layer.spec.merges_in_steps else None
+
+    def _has_room(self, free: Tensor, owned: Tensor, valid: Tensor | None) -> Tensor:
+        """Whether each row with a token may evict, or has a free slot in every head, [] bool."""
+        has_free = (owned & free.any(-1)[:, None]).any(-1).all(-1)
+        fine = self._layer.tensors.paged().complete | has_free
+        return (fine if valid is None else fine | ~valid[:, 0]).all()
 
     def _merge_evicted(self, slots: Tensor, valid: Tensor | None, view: View) -> SlotMerge:
         """Merge the tokens in `slots` [B, H, 1], which new tokens take, into other ones of their heads."""

@@ -9,7 +9,7 @@ from kvpolicy_eval.bench.launches import POLICIES
 from kvpolicy_eval.bench.operations import LAYERS, Operations, step_operations
 
 LIMITS = {
-    "full": 58,
+    "full": 50,
     "window@0.2": 62,
     "streaming@0.2": 66,
     "snapkv@0.2": 69,
@@ -19,16 +19,16 @@ LIMITS = {
     "keydiff@0.2": 83,
     "squeeze+kvcrush/snapkv@0.2": 74,
     "h2o+merge@0.2": 139,
-    "tokenwise:bits=4": 87,
-    "kivi:bits=4": 83,
-    "snapkv+kivi:bits=4@0.5": 103,
-    "snapkv+tokenwise:bits=4@0.5": 107,
+    "tokenwise:bits=4": 79,
+    "kivi:bits=4": 75,
+    "snapkv+kivi:bits=4@0.5": 100,
+    "snapkv+tokenwise:bits=4@0.5": 104,
     "uniform/adakv+snapkv@0.2": 114,
     "uniform/adakv+h2o@0.2": 122,
-    "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 175,
-    "full+quest:read=64:dense=0": 162,
-    "snapkv+quest:read=64:dense=0@0.5": 173,
-    "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 182,
+    "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 168,
+    "full+quest:read=64:dense=0": 146,
+    "snapkv+quest:read=64:dense=0@0.5": 165,
+    "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 175,
 }
 """The most operations per layer of a step that encodes no block; lower them when a step needs fewer."""
 
