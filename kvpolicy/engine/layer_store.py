@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.engine import decode, merging
 from kvpolicy.engine.attention import attend
-from kvpolicy.engine.decode import Step, new_token, update_state
+from kvpolicy.engine.decode import NO_ROOM, Step, new_token, update_state
 from kvpolicy.engine.due_rows import due_rows, only_rows
 from kvpolicy.engine.geometry import Geometry, step_bytes
 from kvpolicy.engine.host import on_host
@@ -38,6 +38,7 @@ from kvpolicy.statistics import AttentionSum, Candidates, Forward, Results, Rota
 from kvpolicy.statistics.input_scores import score_inputs
 from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform
+from kvpolicy.text.errors import KVPolicyStateError
 
 
 class LayerStore:
@@ -323,6 +324,9 @@ class LayerStore:
         """
         layer = self.contents
         tensors = layer.tensors
+        # A compiled step does not read the host's count, which changes between steps; see `assert_compiled`.
+        if not torch.compiler.is_compiling() and layer.can_run_out and layer.free_steps < 1:
+            raise KVPolicyStateError(NO_ROOM)
         if layer.undo is not None:
             layer.undo.begin(self.journal.copied())
         position = tensors.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
