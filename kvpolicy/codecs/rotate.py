@@ -206,7 +206,7 @@ class RotateKV(SideBits, SingleStage):
 
 
 def _read(parts: tuple[Tensor, Tensor, Tensor], at: At, width: int, bits: int) -> Tensor:
-    """What the codes, scales and zeros of the slots `at` stand for, [B, H, n, D] fp32."""
+    """The vectors that codes, scales and zeros of the slots `at` stand for, [B, H, n, D] fp32."""
     code, scale, zero = (take(part, at) for part in parts)
     grouped = unpack_float(code, bits, width).unflatten(-1, (scale.shape[-1], -1))
     return grouped.sub_(zero[..., None].float()).mul_(scale.float()[..., None]).flatten(-2)

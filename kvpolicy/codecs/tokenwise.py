@@ -217,7 +217,7 @@ def _encode(x: Tensor, groups: int, bits: int | Literal["fp8"]) -> tuple[Tensor,
 
 
 def _decode(parts: tuple[Tensor, Tensor, Tensor], at: At, head_dim: int, bits: int | Literal["fp8"]) -> Tensor:
-    """What codes, scales and zeros of the slots `at` stand for."""
+    """The vectors that codes, scales and zeros of the slots `at` stand for."""
     codes = take(parts[0], at)
     scale = take(parts[1], at)
     if bits != "fp8":

@@ -124,7 +124,7 @@ class ZipCacheStage(Stage):
 
 
 def _read(parts: tuple[Tensor, ...], at: At, bits: int) -> Tensor:
-    """What the codes of the slots `at` stand for, [B, H, n, D] fp32."""
+    """The vectors that the codes of the slots `at` stand for, [B, H, n, D] fp32."""
     code, scale, zero = (take(part, at) for part in parts[:3])
     return dequantize(code, scale, zero, bits, parts[3].shape[-1]) * parts[3].float()
 

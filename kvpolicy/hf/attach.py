@@ -78,7 +78,7 @@ _LOCK = threading.RLock()
 
 
 class _Running(threading.local):
-    """What runs in a thread. Hooks belong to the model, and several threads may run it, each with a cache of its own.
+    """The forward of a thread. Hooks belong to the model, and several threads may run it, each with a cache of its own.
 
     Attributes:
         cache: The cache of the forward; None while none runs, as in a compiled step.

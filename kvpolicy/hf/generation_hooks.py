@@ -28,7 +28,7 @@ from kvpolicy.text.validation import expected
 
 
 class Answer:
-    """What is known of a running call of `generate`.
+    """The answer of a running call of `generate`.
 
     Attributes:
         cache: The cache of its answer; None until it begins.
@@ -42,7 +42,7 @@ class Answer:
 
 
 class _Generating(threading.local):
-    """What generates in a thread: several threads may run a model, each with a generation of its own.
+    """The generation of a thread: several threads may run a model, each with a generation of its own.
 
     Attributes:
         answer: The outermost generation, or None.

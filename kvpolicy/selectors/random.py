@@ -16,7 +16,7 @@ from kvpolicy.text.strategy import least, strategy
 
 @scoped(key="head")
 class Keyed(NamedTuple):
-    """What the draws of each head begin with.
+    """The numbers with which the draws of each head begin.
 
     Attributes:
         key: [B, H] int64.
