@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -264,9 +264,7 @@ def first_difference(first: GeneratedText, other: GeneratedText) -> int | None:
     """Return the number of tokens in the common prefix of two texts; None if the texts are identical."""
     if first.tokens == other.tokens:
         return None
-    pairs = zip(first.tokens, other.tokens, strict=False)
-    differing = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
-    return min(len(first.tokens), len(other.tokens)) if differing is None else differing
+    return _common_prefix(first.tokens, other.tokens)
 
 
 def facts(run: GeneratedText, first: GeneratedText | None = None) -> list[tuple[str, str]]:
@@ -309,8 +307,8 @@ def _speed(tokens: int, rate: float | None) -> str:
     return counted(tokens, "token") + ("" if rate is None else f", {rate:,.0f} tokens/s")
 
 
-def _common_prefix(first: str, other: str) -> int:
-    """Return the length of the common prefix of two strings.
+def _common_prefix(first: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the common prefix of two texts, by characters or by tokens.
 
     >>> _common_prefix("tiger", "tin"), _common_prefix("a", "a")
     (2, 1)

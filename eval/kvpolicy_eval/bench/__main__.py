@@ -11,6 +11,7 @@ TABLES = (
     "codecs",
     "generate",
     "kernel_start",
+    "launches",
     "long_prompts",
     "longrun",
     "parts",
