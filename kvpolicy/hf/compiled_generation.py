@@ -59,7 +59,8 @@ def ask_to_compile(model: Any, cache: PolicyCache, generation_config: Any) -> No
     """
     attachment = cache.attachment
     cache.compiles = False  # until transformers asks
-    if not attachment.compile or generation_config.disable_compile:
+    # Nor those of an assistant, which transformers does not compile either: it is small, and drafts vary in length.
+    if not attachment.compile or generation_config.disable_compile or getattr(generation_config, "is_assistant", False):
         return
     reason = step_obstacle(cache) or model_obstacle(model)
     if reason:
