@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
-from torch.fx.experimental import _config as shapes
+from torch.fx.experimental import _config
 from transformers.generation.configuration_utils import CompileConfig
 
 from kvpolicy.hf.attachment import HOLD, Attachment
@@ -25,6 +25,9 @@ from kvpolicy.hf.cache_names import CACHE, passed_cache
 from kvpolicy.reporting.logging import warn_uncompiled
 
 MASK = "attention_mask"
+
+shapes: Any = _config
+"""How PyTorch names sizes."""
 
 
 def step_obstacle(cache: PolicyCache) -> str:
@@ -56,15 +59,17 @@ def ask_to_compile(model: Any, cache: PolicyCache, generation_config: Any) -> No
     """
     attachment = cache.attachment
     cache.compiles = False  # until transformers asks
-    if not attachment.compile or generation_config.disable_compile:
+    # Nor those of an assistant, which transformers does not compile either: it is small, and drafts vary in length.
+    if not attachment.compile or generation_config.disable_compile or getattr(generation_config, "is_assistant", False):
         return
     reason = step_obstacle(cache) or model_obstacle(model)
     if reason:
         _warn(attachment, cache, reason)
         return
     config = generation_config.compile_config or _default(model)
-    generation_config.compile_config = CompileConfig(**config.to_dict())
-    generation_config.compile_config._compile_all_devices = True
+    everywhere: Any = CompileConfig(**config.to_dict())
+    everywhere._compile_all_devices = True
+    generation_config.compile_config = everywhere
 
 
 def is_plain_step(cache: PolicyCache, inputs: dict[str, Any]) -> bool:

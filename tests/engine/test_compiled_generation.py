@@ -16,6 +16,7 @@ from transformers import CompileConfig
 
 import kvpolicy
 from kvpolicy import KVPolicyError, KVPolicyWarning, PolicyCache
+from kvpolicy.hf import compiled_generation
 from kvpolicy.hf.compiled_generation import is_plain_step, model_obstacle
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build
@@ -87,7 +88,7 @@ def test_requests_of_any_length_are_compiled_once() -> None:
     ["full", "h2o:decode=grow@0.5", f"h2o+{KIVI}@0.5", words("h2o", "tokenwise"), "uniform/adakv+h2o@0.5"],
 )
 def test_every_kind_of_slots(policy: str) -> None:
-    """Growing, coded and paged ones; where codes are taken in groups of slots, their number may be in the graph."""
+    """Growing, coded and paged ones; where keys are coded in groups of slots, their number may be in the graph."""
     assert same(policy, [[24], [37], [61]]) <= (3 if KIVI in policy else 1)
 
 
@@ -114,13 +115,17 @@ def test_beams_run_as_those_on_a_static_cache() -> None:
     assert same("h2o@0.5", [[24, 15]], GREEDY | {"num_beams": 3}) == 0
 
 
-def test_drafts() -> None:
-    """Forwards that verify several tokens are not compiled; steps of the assistant are."""
-    model, assistant = build("llama", layers=1), build("llama", layers=1)
+def test_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither forwards that verify several tokens are compiled, nor the assistant, as with the static cache."""
+    model = build("llama", layers=1)
+    assistant = copy.deepcopy(model)
+    counter = Counter()
+    monkeypatch.setattr(compiled_generation, "_default", lambda _: counter.config)  # transformers drops the given one
     want = generate(model, [24], GREEDY)
     with kvpolicy.attach(model, "full", compile=True), kvpolicy.attach(assistant, "full", compile=True):
-        got = generate(model, [24], GREEDY, assistant_model=assistant, compile_config=Counter().config)
+        got = generate(model, [24], GREEDY, assistant_model=assistant)
     assert torch.equal(got, want)
+    assert counter.graphs == 0
 
 
 class Streamer:
