@@ -7,13 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine import demotion, token_batch
-from kvpolicy.engine.decode import NO_SLOT, assert_async
+from kvpolicy.engine.decode import NO_SLOT, assert_compiled
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.merging import SlotMerge, merge_evicted, merge_victim
 from kvpolicy.engine.page_codes import CodedPages, by_field, decode_heads, encode
 from kvpolicy.engine.page_slots import (
     attend_pages,
+    count_tokens,
+    flat_index,
     flat_pages,
     of_every_head,
     paged_targets,
@@ -21,7 +23,6 @@ from kvpolicy.engine.page_slots import (
     require_pages,
     set_per_slot,
     slots_per_step,
-    tokens_by_head,
     victims,
     write_flat,
 )
@@ -45,7 +46,7 @@ from kvpolicy.engine.slot_writer import write_masked
 from kvpolicy.engine.state import join_states, map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
 from kvpolicy.engine.undo_log import Targets
-from kvpolicy.kernels.slot_writes import gather_slots
+from kvpolicy.kernels.slot_writes import flat_slots, gather_slots
 from kvpolicy.protocols import Calibration, Layout, State, Tokens, View
 from kvpolicy.statistics.windows import Past, ScoreTransform
 
@@ -181,13 +182,15 @@ class CodedPageBody:
         """Write tokens to slots [B, H, n] of each head's buffer, in place, where `mask` [B, H, n] is set."""
         tensors = self._layer.tensors
         undo = self._layer.undo
-        write_masked("keys", tensors.keys, slots, data.keys, mask, undo)
-        write_masked("values", tensors.values, slots, data.values, mask, undo)
+        index = flat_slots(slots, tensors.keys.shape[2])
+        write_masked("keys", tensors.keys, slots, data.keys, mask, undo, index)
+        write_masked("values", tensors.values, slots, data.values, mask, undo, index)
         slots = self._over_all_pages(slots)
+        index = flat_index(slots, tensors.positions)
         pairs = zip(slot_tensors(per_slot(self._layer)), slot_tensors((data.state, data.counts)), strict=True)
         for number, (target, item) in enumerate(pairs):
-            write_flat(f"state.{number}", target, slots, item, mask, undo)
-        write_flat("positions", tensors.positions, slots, data.positions, mask, undo)
+            write_flat(f"state.{number}", target, slots, item, mask, undo, index)
+        write_flat("positions", tensors.positions, slots, data.positions, mask, undo, index)
 
     def _empty(self, slots: Tensor, mask: Tensor) -> None:
         """Empty slots counted over all pages, [B, H, n], where `mask` [B, H, n] is set."""
@@ -214,23 +217,25 @@ class CodedPageBody:
         """
         tensors = self._layer.tensors
         size = tensors.positions.shape[-1]
-        require_pages(owned_by(self.owner, self._heads), valid)
-        held = tokens_by_head(self._layer)
-        full = held >= owned_by(self.owner, self._heads).sum(-1) * size  # [B, H]
+        owned = owned_by(tensors.paged().owner, self._heads)
+        of_codes = owned[..., : self.owner.shape[1]]
+        require_pages(of_codes, valid)
+        occupied = view.valid
+        full = count_tokens(occupied, owned) >= of_codes.sum(-1) * size  # [B, H]
         if valid is not None:
             full = full & valid
         # A head that is full is given pages between steps unless its row has all that it may have.
-        assert_async((tensors.paged().complete[:, None] | ~full).all(), NO_SLOT)
+        assert_compiled(lambda: (tensors.paged().complete[:, None] | ~full).all(), NO_SLOT)
         merge = None
         if not self._layer.spec.grows:
             # The evicted token may be coded, and the new one is not: they are in different slots.
-            victim = best_slot(victims(self._layer, view), tensors.paged().owner, self._heads)
+            victim = best_slot(victims(self._layer, view, ~occupied, owned), owned)
             if self._layer.spec.merges_in_steps:
                 merge = self._merge_evicted(victim, full[..., None], view)
             self._empty(victim, full[..., None])
-        free = self._parts(tensors.positions)[1] < 0
-        assert_async(free.any(-1).all(), NO_SLOT)
-        return free.to(torch.uint8).argmax(-1, keepdim=True), merge
+        buffer = self._parts(tensors.positions)[1]
+        assert_compiled(lambda: (buffer < 0).any(-1).all(), NO_SLOT)
+        return buffer.argmin(-1, keepdim=True), merge  # an empty slot; of equal ones the first
 
     def _merge_evicted(self, slots: Tensor, there: Tensor, view: View) -> SlotMerge:
         """Merge the tokens in `slots` [B, H, 1], counted over all pages, into other ones of the buffers, if `there`."""
@@ -353,8 +358,8 @@ class CodedPageBody:
         size = tensors.positions.shape[-1]
         first = self.owner.shape[1]
         pages = buffer_pages(tensors.keys.shape[2], size)
-        head = torch.arange(self._heads, device=slots.device)[:, None]
-        return slots + (first + head * pages) * size
+        starts = torch.arange(first * size, (first + self._heads * pages) * size, pages * size, device=slots.device)
+        return slots + starts[:, None]
 
     @property
     def _heads(self) -> int:

@@ -23,6 +23,15 @@ assert_async: Callable[[Tensor, str], None] = torch._assert_async  # pyright: ig
 """Fails if a condition on the device does not hold, without waiting for it; stays in a compiled graph."""
 
 
+def assert_compiled(condition: Callable[[], Tensor], message: str) -> None:
+    """Fail in a compiled step if a condition does not hold; the host's counts answer for eager ones, without a launch.
+
+    See `LayerStore.attend_step`.
+    """
+    if torch.compiler.is_compiling():
+        assert_async(condition(), message)
+
+
 class Step(NamedTuple):
     """A token of each row that has its slot.
 

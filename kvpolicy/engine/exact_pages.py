@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.decode import NO_SLOT, assert_async
+from kvpolicy.engine.decode import NO_SLOT, assert_compiled
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.merging import SlotMerge, merge_evicted, merge_victim
 from kvpolicy.engine.page_slots import (
     ExactPages,
     attend_pages,
+    flat_index,
     flat_pages,
     of_every_head,
     paged_targets,
@@ -114,12 +115,13 @@ class ExactPageBody:
         """Write tokens to slots counted over all pages [B, H, n], in place, where `mask` [B, H, n] is set."""
         tensors = self._layer.tensors
         undo = self._layer.undo
-        write_flat("keys", tensors.keys, slots, data.keys, mask, undo)
-        write_flat("values", tensors.values, slots, data.values, mask, undo)
-        write_flat("positions", tensors.positions, slots, data.positions, mask, undo)
+        index = flat_index(slots, tensors.positions)
+        write_flat("keys", tensors.keys, slots, data.keys, mask, undo, index)
+        write_flat("values", tensors.values, slots, data.values, mask, undo, index)
+        write_flat("positions", tensors.positions, slots, data.positions, mask, undo, index)
         pairs = zip(slot_tensors(per_slot(self._layer)), slot_tensors((data.state, data.counts)), strict=True)
         for number, (target, item) in enumerate(pairs):
-            write_flat(f"state.{number}", target, slots, item, mask, undo)
+            write_flat(f"state.{number}", target, slots, item, mask, undo, index)
 
     # a decode step
 
@@ -144,16 +146,22 @@ class ExactPageBody:
         layer = self._layer
         owner = self.owner
         heads = layer.shape.heads
-        require_pages(owned_by(owner, heads), valid)
-        free = (~view.valid & (owner < heads)[..., None]).to(torch.int32) * BEYOND
+        owned = owned_by(owner, heads)
+        require_pages(owned, valid)
+        empty = ~view.valid
+        free = (empty & (owner < heads)[..., None]).to(torch.int32) * BEYOND
         if layer.can_run_out:
-            has_free = (owned_by(owner, heads) & free.any(-1)[:, None]).any(-1).all(-1)
-            fine = layer.tensors.paged().complete | has_free
-            assert_async((fine if valid is None else fine | ~valid[:, 0]).all(), NO_SLOT)
+            assert_compiled(lambda: self._has_room(free, owned, valid), NO_SLOT)
         # An empty slot is taken before any token, and a cache that grows has one.
-        taken = torch.full_like(free, -1) if layer.spec.grows else victims(layer, view)
-        slot = best_slot(torch.where(free > 0, free, taken), owner, heads)
+        taken = torch.full_like(free, -1) if layer.spec.grows else victims(layer, view, empty, owned)
+        slot = best_slot(torch.where(free > 0, free, taken), owned)
         return slot, self._merge_evicted(slot, valid, view) if layer.spec.merges_in_steps else None
+
+    def _has_room(self, free: Tensor, owned: Tensor, valid: Tensor | None) -> Tensor:
+        """Whether each row with a token may evict, or has a free slot in every head, [] bool."""
+        has_free = (owned & free.any(-1)[:, None]).any(-1).all(-1)
+        fine = self._layer.tensors.paged().complete | has_free
+        return (fine if valid is None else fine | ~valid[:, 0]).all()
 
     def _merge_evicted(self, slots: Tensor, valid: Tensor | None, view: View) -> SlotMerge:
         """Merge the tokens in `slots` [B, H, 1], which new tokens take, into other ones of their heads."""

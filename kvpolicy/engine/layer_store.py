@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.engine import decode, merging
 from kvpolicy.engine.attention import attend
-from kvpolicy.engine.decode import Step, new_token, update_state
+from kvpolicy.engine.decode import NO_ROOM, Step, new_token, update_state
 from kvpolicy.engine.due_rows import due_rows, only_rows
 from kvpolicy.engine.geometry import Geometry, step_bytes
 from kvpolicy.engine.host import on_host
@@ -21,7 +21,7 @@ from kvpolicy.engine.link import StepBytes
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.pages import of_pages
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.prompt_statistics import PromptStatistics, note_statistics, see_prompt
+from kvpolicy.engine.prompt_statistics import PromptStatistics, see_prompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import rank_candidates, worth_of
@@ -38,6 +38,7 @@ from kvpolicy.statistics import AttentionSum, Candidates, Forward, Results, Rota
 from kvpolicy.statistics.input_scores import score_inputs
 from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform
+from kvpolicy.text.errors import KVPolicyStateError
 
 
 class LayerStore:
@@ -269,7 +270,13 @@ class LayerStore:
         known = self.rope_offset
         if rope_offset is not None and known is not None:
             known.copy_(rope_offset)
-        note_statistics(self.contents, pending)
+        limits = self.tensors.limits
+        if limits is None:
+            return
+        for each, held in zip(self.spec.codec_statistics, limits.statistics, strict=True):
+            found = first_of(type(each), pending.statistics)
+            if found is not None:
+                held.copy_(found.kept(held, self.contents.ranks))
 
     # a decode step
 
@@ -317,6 +324,9 @@ class LayerStore:
         """
         layer = self.contents
         tensors = layer.tensors
+        # A compiled step does not read the host's count, which changes between steps; see `assert_compiled`.
+        if not torch.compiler.is_compiling() and layer.can_run_out and layer.free_steps < 1:
+            raise KVPolicyStateError(NO_ROOM)
         if layer.undo is not None:
             layer.undo.begin(self.journal.copied())
         position = tensors.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it

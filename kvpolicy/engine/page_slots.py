@@ -1,4 +1,4 @@
-"""What layers with pages have in common, exact or coded: counts of, evictions from, writes to and attention to pages.
+"""Operations on pages, exact or coded: how many tokens they hold, and evictions, writes and attention.
 
 A token attends to slots in pages by a softmax over all pages of a head, computed page by page.
 """
@@ -19,6 +19,7 @@ from kvpolicy.engine.slot_writer import write_masked
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy.engine.undo_log import Targets, UndoLog
 from kvpolicy.kernels.products import matmul, products
+from kvpolicy.kernels.slot_writes import flat_slots
 from kvpolicy.protocols import State, View
 
 
@@ -132,15 +133,32 @@ def attend_pages(
 
 def tokens_by_head(layer: LayerContents) -> Tensor:
     """Tokens that each head of a layer with pages holds, [B, H] int64."""
-    held = (layer.tensors.positions >= 0).sum(-1)
-    return (owned_by(layer.tensors.paged().owner, layer.shape.heads) * held[:, None]).sum(-1)
+    owned = owned_by(layer.tensors.paged().owner, layer.shape.heads)
+    return count_tokens(layer.tensors.positions >= 0, owned)
 
 
-def victims(layer: LayerContents, view: View) -> Tensor:
-    """The position of each head's tokens of lowest priority, -1 for all others: of ties the latest is evicted."""
+def count_tokens(occupied: Tensor, owned: Tensor) -> Tensor:
+    """Tokens of each head, [B, H] int64.
+
+    Args:
+        occupied: Which slots hold a token, [B, NB, P] bool.
+        owned: Which pages belong to each head, [B, H, NB] bool.
+    """
+    return (owned * occupied.sum(-1)[:, None]).sum(-1)
+
+
+def victims(layer: LayerContents, view: View, empty: Tensor, owned: Tensor) -> Tensor:
+    """The position of each head's tokens of lowest priority, -1 for all others: of ties the latest is evicted.
+
+    Args:
+        layer: The layer.
+        view: The slots.
+        empty: Which of them hold no token, [B, NB, P] bool.
+        owned: Which pages belong to each head, [B, H, NB] bool.
+    """
     tensors = layer.tensors
-    priority = finite_priority(layer.spec.selector.priority(tensors.state, view)).masked_fill(~view.valid, torch.inf)
-    low = lowest_of_head(priority, tensors.paged().owner, layer.shape.heads)
+    priority = finite_priority(layer.spec.selector.priority(tensors.state, view)).masked_fill(empty, torch.inf)
+    low = lowest_of_head(priority, tensors.paged().owner, owned)
     return view.positions.masked_fill(priority != low[..., None], -1)
 
 
@@ -188,7 +206,13 @@ def flat_pages(target: Tensor) -> Tensor:
 
 
 def write_flat(
-    name: str, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None, undo: UndoLog | None
+    name: str,
+    target: Tensor,
+    slots: Tensor,
+    data: Tensor,
+    mask: Tensor | None,
+    undo: UndoLog | None,
+    index: Tensor | None = None,
 ) -> None:
     """Write data of each head to slots of its pages; see `write_masked`.
 
@@ -199,7 +223,14 @@ def write_flat(
         data: [B, H, n, ...].
         mask: Which of the slots are written, [B, H, n] bool; None for all.
         undo: The undo log of the layer, if it has one.
+        index: `flat_index` of the slots, if it is known.
     """
     # All pages of a row are written as one head. Its slots are distinct, as they must be: heads share no page.
     flat_mask = None if mask is None else mask.flatten(1, 2)[:, None]
-    write_masked(name, flat_pages(target), slots.flatten(1, 2)[:, None], data.flatten(1, 2)[:, None], flat_mask, undo)
+    flat = slots.flatten(1, 2)[:, None]
+    write_masked(name, flat_pages(target), flat, data.flatten(1, 2)[:, None], flat_mask, undo, index)
+
+
+def flat_index(slots: Tensor, target: Tensor) -> Tensor:
+    """Slots [B, H, n], counted over all pages of a row, as indices into the slots of all rows of [B, NB, P, ...]."""
+    return flat_slots(slots.flatten(1, 2)[:, None], target.shape[1] * target.shape[2])

@@ -264,17 +264,16 @@ def write_pages(target: Tensor, slots: Tensor, data: Tensor, write_mask: Tensor)
     put(row, data.flatten(1, 2)[:, None], slots.flatten(1, 2)[:, None], write_mask.flatten(1, 2)[:, None])
 
 
-def lowest_of_head(values: Tensor, owner: Tensor, heads: int) -> Tensor:
+def lowest_of_head(values: Tensor, owner: Tensor, owned: Tensor) -> Tensor:
     """The smallest value of each page's head, [B, NB]; inf for unused pages.
 
     Args:
         values: [B, NB, P] fp32.
         owner: [B, NB].
-        heads: H.
+        owned: `owned_by` of it, [B, H, NB] bool.
     """
-    mine = owned_by(owner, heads)
-    low = values.amin(-1)[:, None].masked_fill(~mine, torch.inf).amin(-1)
-    return for_pages(low, owner).masked_fill(owner == heads, torch.inf)
+    low = values.amin(-1)[:, None].masked_fill(~owned, torch.inf).amin(-1)
+    return for_pages(low, owner).masked_fill(owner == owned.shape[1], torch.inf)
 
 
 def for_pages(t: Tensor, owner: Tensor) -> Tensor:
@@ -283,18 +282,17 @@ def for_pages(t: Tensor, owner: Tensor) -> Tensor:
     return t.gather(1, index.expand(*owner.shape, *t.shape[2:]))
 
 
-def best_slot(values: Tensor, owner: Tensor, heads: int) -> Tensor:
+def best_slot(values: Tensor, owned: Tensor) -> Tensor:
     """The first slot of largest value of each head, counted over all pages, [B, H, 1] int64.
 
     Args:
         values: [B, NB, P] integers of at least -1.
-        owner: [B, NB].
-        heads: H.
+        owned: Which pages belong to each head, [B, H, NB] bool.
     """
     size = values.shape[-1]
     best, offset = values.max(-1)
-    page = best[:, None].masked_fill(~owned_by(owner, heads), -2).argmax(-1)
-    return (page * size + offset.gather(-1, page))[..., None]
+    page = best[:, None].masked_fill(~owned, -2).argmax(-1)
+    return torch.add(offset.gather(-1, page), page, alpha=size)[..., None]
 
 
 def paged_layout(buffer: int, pages: int, size: int, heads: int) -> Layout:

@@ -278,7 +278,7 @@ def entry_slots(shape: ReadShape, entries: Tensor) -> tuple[Tensor, Tensor]:
     last = end - 1 if isinstance(end, int) else end[..., None] - 1
     inside = slots <= last
     # A slot behind the end of its part repeats the last one, and is not read.
-    return torch.where(inside, slots, last), inside
+    return slots.clamp_max(last), inside
 
 
 def entries_of(shape: ReadShape, part: int, slots: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ def need_of(score: Tensor, live: Tensor, ranks: Ranks) -> Tensor:
     need = ranks.largest(need)
     # A head without a token yields -inf minus -inf, and the bits of NaN may rank above entries that are always read.
     # Not `nan_to_num`, which inductor (torch 2.13) does not vectorize; no logarithm of a weight is inf.
-    return torch.where(need == need, need, 0.0).clamp_min(torch.finfo(need.dtype).min)
+    return need.masked_fill(need != need, 0.0).clamp_min(torch.finfo(need.dtype).min)
 
 
 def choose(
@@ -351,17 +351,17 @@ def choose(
     """
     held = by_entry(shape, positions)
     newest = within_entries(torch.amax, held)
-    earliest = within_entries(torch.amin, torch.where(held >= 0, held, BEYOND))
+    earliest = within_entries(torch.amin, held.masked_fill(held < 0, BEYOND))
     live = newest >= 0
     need = needs(live)
     outside = positions[..., : shape.parts[0][0]]  # a codec's full-precision buffer; parts reach to the last slot
-    first = torch.cat([earliest, torch.where(outside >= 0, outside, BEYOND)], -1).amin(-1, keepdim=True)
+    first = torch.cat([earliest, outside.masked_fill(outside < 0, BEYOND)], -1).amin(-1, keepdim=True)
     last = length.int()[:, None, None] - 1
     always = newest > last - recent
-    need = torch.where(always | (earliest < sinks) if sinks else always, _RECENT, need)
-    need = torch.where(earliest == first, _FIRST, need)
+    need = need.masked_fill(always | (earliest < sinks) if sinks else always, _RECENT)
+    need = need.masked_fill(earliest == first, _FIRST)
     # Masked last: in a row without any token, `last` is -1, as is the `newest` of its empty entries.
-    need = in_memory(torch.where(newest == last, _NEWEST, need).masked_fill(~live, -torch.inf))
+    need = in_memory(need.masked_fill(newest == last, _NEWEST).masked_fill(~live, -torch.inf))
     entries = largest(need, earliest, shape.chosen)
     within = torch.arange(shape.chosen, device=limit.device) < limit[:, None, None]
     kept = within & (need.gather(-1, entries) > -torch.inf)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpolicy.engine import layout, merging
 from kvpolicy.engine.attention_part import Part
-from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async
+from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_compiled
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_index import LayerIndex, StepReads
 from kvpolicy.engine.layer_tensors import LayerTensors
@@ -208,34 +208,45 @@ class SlotGeometry:
         """A slot of the full-precision buffer for each head's new token, [B, H, 1], and where an evicted one goes."""
         layer = self.layer
         tensors = layer.tensors
+        if self._spec.grows:
+            assert_compiled(lambda: self._has_room(view, valid), NO_ROOM)
+            return self._empty_slot(), None
         occupied = view.valid
+        empty = ~occupied
         full = occupied.sum(-1, keepdim=True) >= tensors.budget[:, None, None]
-        if not self._spec.grows and not sum(layer.layout.coded):
+        if not sum(layer.layout.coded):
             # The new token takes the evicted one's slot. A row without a token writes nothing, wherever it points.
-            scores = eviction_scores(self._spec.selector, tensors.state, view)
+            scores = eviction_scores(self._spec.selector, tensors.state, view, empty)
             # Of several free slots, any will do: the order of slots has no meaning. Scores have no ties at the top,
             # since a head holds a position once.
-            slot = torch.where(full, scores, ~occupied).argmax(-1, keepdim=True)
+            slot = torch.where(full, scores, empty).argmax(-1, keepdim=True)
             merge = self._merge_evicted(slot, full, valid, view) if self._spec.merges_in_steps else None
             if layer.may_exceed_plan:
-                assert_async((full | ~occupied.all(-1, keepdim=True)).all(), NO_SLOT)
+                assert_compiled(lambda: (full | empty.any(-1, keepdim=True)).all(), NO_SLOT)
             return slot, merge
         merge = None
         if valid is not None:
             full = full & valid[:, :, None]
-        if self._spec.grows:
-            assert_async(~full.any(), NO_ROOM)
-        else:
-            # The evicted token may be coded, and the new one is not: they are in different slots.
-            victim = eviction_scores(self._spec.selector, tensors.state, view).argmax(-1, keepdim=True)
-            if self._spec.merges_in_steps:
-                merge = self._merge_evicted(victim, full, None, view)
-            self.writer.write(victim, None, full)
-        free = tensors.positions[..., : layer.layout.exact] < 0
+        # The evicted token may be coded, and the new one is not: they are in different slots.
+        victim = eviction_scores(self._spec.selector, tensors.state, view, empty).argmax(-1, keepdim=True)
+        if self._spec.merges_in_steps:
+            merge = self._merge_evicted(victim, full, None, view)
+        self.writer.write(victim, None, full)
+        return self._empty_slot(), merge
+
+    def _empty_slot(self) -> Tensor:
+        """The first empty slot of each head's full-precision buffer, [B, H, 1]."""
+        layer = self.layer
+        positions = layer.tensors.positions[..., : layer.layout.exact]
         if layer.reserved:
-            free = free & self.codes.open_slots()
-        assert_async(free.any(-1).all(), NO_SLOT)
-        return free.to(torch.uint8).argmax(-1, keepdim=True), merge
+            positions = positions.masked_fill(~self.codes.open_slots(), 0)
+        assert_compiled(lambda: (positions < 0).any(-1).all(), NO_SLOT)
+        return positions.argmin(-1, keepdim=True)  # of equal ones the first
+
+    def _has_room(self, view: View, valid: Tensor | None) -> Tensor:
+        """Whether no head of a row with a token holds its budget, [] bool."""
+        has_room = (view.valid.sum(-1) < self.layer.tensors.budget[:, None]).all(-1, keepdim=True)
+        return (has_room if valid is None else has_room | ~valid).all()
 
     def _merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> SlotMerge:
         """Merge the token in slot `victim` [B, H, 1] into another one, in the heads where it is `evicted` [B, H, 1].

@@ -15,7 +15,7 @@ from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.undo_log import Targets, UndoLog
-from kvpolicy.kernels.slot_writes import gather_slots, write_slots
+from kvpolicy.kernels.slot_writes import flat_slots, gather_slots, write_slots
 
 
 class SlotWriter:
@@ -39,6 +39,7 @@ class SlotWriter:
         layer = self._layer
         tensors = layer.tensors
         undo = layer.undo
+        index: Tensor | None = None  # found once for all tensors with equally many slots
         if data is None:
             slots = slots if stage is None else slots + self._codes.stage_slots(stage).start
             nothing = torch.full_like(slots, -1, dtype=torch.int32)
@@ -49,8 +50,9 @@ class SlotWriter:
             if layer.spec.host:
                 self._store_vectors(slots, data, mask)
             else:
-                write_masked("keys", tensors.keys, slots, data.keys, mask, undo)
-                write_masked("values", tensors.values, slots, data.values, mask, undo)
+                index = flat_slots(slots, tensors.keys.shape[2])
+                write_masked("keys", tensors.keys, slots, data.keys, mask, undo, index)
+                write_masked("values", tensors.values, slots, data.values, mask, undo, index)
         else:
             assert mask is not None
             at = self._codes.stage_slots(stage)
@@ -64,10 +66,12 @@ class SlotWriter:
                 block = Block(stage, store_of, data.keys, data.values, slots, mask, occupied)
                 layer.group.write(layer.number, block)
             slots = slots + at.start
-        write_masked("positions", tensors.positions, slots, data.positions, mask, undo)
+        if index is None or layer.layout.exact != layer.layout.slots:
+            index = flat_slots(slots, tensors.positions.shape[-1])
+        write_masked("positions", tensors.positions, slots, data.positions, mask, undo, index)
         pairs = zip(slot_tensors((tensors.state, tensors.counts)), slot_tensors((data.state, data.counts)), strict=True)
         for number, (target, item) in enumerate(pairs):
-            write_masked(f"state.{number}", target, slots, item, mask, undo)
+            write_masked(f"state.{number}", target, slots, item, mask, undo, index)
         self._index.refresh_slots(slots, stage)
 
     def _store_vectors(self, slots: Tensor, data: SlotData, mask: Tensor | None) -> None:
@@ -108,7 +112,13 @@ class SlotWriter:
 
 
 def write_masked(
-    name: str, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None, undo: UndoLog | None
+    name: str,
+    target: Tensor,
+    slots: Tensor,
+    data: Tensor,
+    mask: Tensor | None,
+    undo: UndoLog | None,
+    index: Tensor | None = None,
 ) -> None:
     """Write data to slots of a tensor, in place, after what they hold was recorded.
 
@@ -119,6 +129,7 @@ def write_masked(
         data: [B, H, n, ...].
         mask: Which of the slots are written, [B, H, n] bool; None for all.
         undo: The undo log of the layer, if steps are recorded.
+        index: See `write_slots`.
     """
     if mask is not None:
         # A masked token writes back what its slot holds. This is safe because `slots` are distinct within a head,
@@ -127,4 +138,4 @@ def write_masked(
         data = torch.where(written, data, gather_slots(target, slots))
     if undo is not None:
         undo.record(name, target, slots)
-    write_slots(target, slots, data)
+    write_slots(target, slots, data, index)

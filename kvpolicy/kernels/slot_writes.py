@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def write_slots(target: Tensor, slots: Tensor, data: Tensor) -> None:
+def write_slots(target: Tensor, slots: Tensor, data: Tensor, index: Tensor | None = None) -> None:
     """Write vectors to slots of each head, in place.
 
     A scatter along the slots would do the same, but inductor (torch 2.13) turns a scatter of one token into a copy of
@@ -18,6 +18,7 @@ def write_slots(target: Tensor, slots: Tensor, data: Tensor) -> None:
         target: [B, H, S, ...], contiguous.
         slots: [B, H, n] int64, distinct within a head, or with equal data where they are not.
         data: [B, H, n, ...].
+        index: `flat_slots` of the slots, if it is known: tensors with equally many slots share it.
 
     Examples:
         >>> buffer = torch.zeros(1, 2, 3, 1)
@@ -27,7 +28,7 @@ def write_slots(target: Tensor, slots: Tensor, data: Tensor) -> None:
     """
     batch, heads, size, *vector = target.shape
     flat = target.view(batch * heads * size, *vector)  # -1 would be ambiguous for vectors of no elements
-    flat.index_copy_(0, flat_slots(slots, size), data.flatten(0, 2))
+    flat.index_copy_(0, flat_slots(slots, size) if index is None else index, data.flatten(0, 2))
 
 
 def flat_slots(slots: Tensor, size: int) -> Tensor:

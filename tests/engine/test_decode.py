@@ -119,7 +119,7 @@ def slots(levels: int, seed: int) -> tuple[Worth, View]:
 @pytest.mark.parametrize(("levels", "seed"), [(1, 0), (2, 1), (2, 2), (40, 3), (40, 4)])
 def test_the_token_of_lowest_priority_leaves_and_of_equals_the_latest(levels: int, seed: int) -> None:
     state, view = slots(levels, seed)
-    victims = eviction_scores(Ranking(), state, view).argmax(-1)  # pyright: ignore[reportArgumentType]
+    victims = eviction_scores(Ranking(), state, view, ~view.valid).argmax(-1)  # pyright: ignore[reportArgumentType]
     for b in range(ROWS):
         for h in range(HEADS):
             held = [slot for slot in range(SLOTS) if view.positions[b, h, slot] >= 0]
@@ -139,7 +139,7 @@ def test_an_endless_priority_is_evicted_only_if_all_are() -> None:
         ([-torch.inf, -torch.inf, 0.0], 0),
     ):
         state = Worth(torch.tensor([[worth]]), positions.long())
-        assert int(eviction_scores(Ranking(), state, view).argmax(-1)) == slot, worth  # pyright: ignore[reportArgumentType]
+        assert int(eviction_scores(Ranking(), state, view, ~view.valid).argmax(-1)) == slot, worth  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("valid", [None, [True, False, True]])

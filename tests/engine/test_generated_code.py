@@ -142,13 +142,13 @@ def test_no_copy_of_the_cache(
     assert not unused, f"these exceptions are not needed: {unused}"
 
 
-def scattered(target: Tensor, slots: Tensor, data: Tensor) -> None:
+def scattered(target: Tensor, slots: Tensor, data: Tensor, index: Tensor | None = None) -> None:
     """What `write_slots` would be at first sight."""
-    index = slots.reshape(*slots.shape, *(1,) * (target.dim() - 3)).expand(*slots.shape, *target.shape[3:])
-    target.scatter_(2, index, data)
+    places = slots.reshape(*slots.shape, *(1,) * (target.dim() - 3)).expand(*slots.shape, *target.shape[3:])
+    target.scatter_(2, places, data)
 
 
-def rebuilt(target: Tensor, slots: Tensor, data: Tensor) -> None:
+def rebuilt(target: Tensor, slots: Tensor, data: Tensor, index: Tensor | None = None) -> None:
     """A masked write over all slots."""
     at = torch.arange(target.shape[2])[:, None] == slots[..., None, :]
     at = at.any(-1).reshape(*target.shape[:3], *(1,) * (target.dim() - 3))
@@ -156,7 +156,7 @@ def rebuilt(target: Tensor, slots: Tensor, data: Tensor) -> None:
 
 
 @pytest.mark.parametrize("write", [scattered, rebuilt])
-def test_copies_are_found(write: Callable[[Tensor, Tensor, Tensor], None], tmp_path: Path) -> None:
+def test_copies_are_found(write: Callable[..., None], tmp_path: Path) -> None:
     store = make_store("window", "plain", tmp_path)
     with mock.patch.object(slot_writer, "write_slots", write):
         found = copies(step_code(store, "append"), store, 1)

@@ -16,6 +16,7 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
 from kvpolicy.statistics.windows import ScoreTransform
+from kvpolicy.text.errors import KVPolicyStateError
 from tests.conformance.fakes import Fake
 from tests.engine.parts import Ranking, Uncoded, generator, slots_of
 from tests.sampling import each_once, product
@@ -229,9 +230,21 @@ def test_without_room_a_step_is_refused() -> None:
     pair = Pair(Plain(), [4, 6], grows=True)
     pair.prompt(9, 0)
     pair.store.contents.set_budget(torch.tensor([4, 6]))
+    pair.store.recount()
     q, k, v = draw(1, 1)
-    with pytest.raises(RuntimeError, match=r"no room left: call cache\.tick"):
+    with pytest.raises(KVPolicyStateError, match=r"no room left: call cache\.tick"):
         pair.store.append(q, k, v, None, SCALE)
+
+
+def test_a_compiled_step_without_room_fails() -> None:
+    """It does not read the count of the host."""
+    torch.compiler.reset()
+    pair = Pair(Plain(), [4, 6], grows=True)
+    pair.prompt(9, 0)
+    pair.store.contents.set_budget(torch.tensor([4, 6]))
+    step = torch.compile(pair.store.append, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"no room left: call cache\.tick"):
+        step(*draw(1, 1), None, SCALE)
 
 
 @pytest.mark.parametrize("name", CODECS)

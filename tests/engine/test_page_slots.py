@@ -36,8 +36,9 @@ def test_of_ties_the_latest_token_of_each_head_is_evicted() -> None:
     layer = run.store.contents
     held = run.store.geometry.head_positions()
     assert tokens_by_head(layer).tolist() == [[int((head >= 0).sum()) for head in held[0]]]
-    found = victims(layer, run.store.contents.view())
     owner = layer.tensors.paged().owner
+    view = run.store.contents.view()
+    found = victims(layer, view, ~view.valid, owned_by(owner, HEADS))
     for head in range(HEADS):
         mine = found[0][owner[0] == head]
         oldest = min(p for p in held[0, head].tolist() if p >= 0)

@@ -396,7 +396,7 @@ MUTATIONS = (
     Mutation(
         name="the first token of a codec's buffer is not the first one",
         file="kvpolicy/engine/reading.py",
-        old="first = torch.cat([earliest, torch.where(outside >= 0, outside, BEYOND)], -1).amin(-1, keepdim=True)",
+        old="first = torch.cat([earliest, outside.masked_fill(outside < 0, BEYOND)], -1).amin(-1, keepdim=True)",
         new="first = earliest.amin(-1, keepdim=True)",
         tests=("tests/engine/test_reading.py",),
     ),

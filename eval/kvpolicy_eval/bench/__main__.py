@@ -9,7 +9,9 @@ from kvpolicy_eval.common.table_command import run
 TABLES = (
     "bars",
     "codecs",
+    "generate",
     "kernel_start",
+    "launches",
     "long_prompts",
     "longrun",
     "parts",
