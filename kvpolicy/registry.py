@@ -125,6 +125,11 @@ WHOLE = {"tuned": "kvpolicy.policy.tuned:TunedPolicy"}
 
 ALIASES = {"keepall": "full"}
 
+OPTIONS: dict[str, tuple[Kind, str, str]] = {
+    "protect": ("selector", "prompt", "kvpolicy.selectors.protected:Protected"),
+}
+"""Options that every strategy of a kind takes, with their value, and the class that then wraps the strategy."""
+
 BUILT_IN: dict[Kind, dict[str, str]] = {
     "allocator": ALLOCATORS,
     "head_allocator": HEAD_ALLOCATORS,
@@ -277,6 +282,9 @@ def lookup(name: str) -> tuple[Kind, type[Any]]:
         ('allocator', <class 'kvpolicy.allocators.uniform.Uniform'>)
     """
     found = _table().get(ALIASES.get(name, name))
+    if found is None and name in OPTIONS:
+        kind, _, target = OPTIONS[name]
+        found = (kind, target)
     if name in WHOLE:
         raise KVPolicyError(f"{name!r} sets every part of a policy and must stand alone, got it beside other parts.")
     if found is None:
@@ -310,7 +318,8 @@ def name_of(cls: type[Any]) -> str:
         'plain'
     """
     own = f"{cls.__module__}:{cls.__qualname__}"
-    for name, (_, target) in _table().items():
+    options = {name: (kind, target) for name, (kind, _, target) in OPTIONS.items()}
+    for name, (_, target) in (_table() | options).items():
         if target == own:
             return name
     for name, (kind, target) in _table().items():  # an entry point may name a re-export

@@ -7,6 +7,8 @@
 A budget that is a fraction may have a least number of tokens: `snapkv@0.2:least=1024`. A policy that is made from a
 file stands alone: `tuned:file=plan.json@0.1`.
 
+Every selector that evicts while decoding takes `protect=prompt`, which wraps it.
+
 Parts come in any order, at most one of each kind. A selector wraps a selector, a codec a codec and a reader a reader;
 an allocator wraps a head allocator through its field `heads`. Spaces around `+`, `/`, `:`, `=` and `@` are ignored. As
 it is written, a spec contains no comma and no character that a shell would interpret. The type of a value is that of
@@ -29,7 +31,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, Literal
 from urllib.parse import quote, unquote
 
-from kvpolicy.registry import Kind, kinds, lookup, name_of, names, suggest
+from kvpolicy.registry import OPTIONS, Kind, kinds, lookup, name_of, names, suggest
 from kvpolicy.text.arguments import suggest_option, write_options_by
 from kvpolicy.text.budget import Budget, format_budget, parse_budget
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
@@ -158,10 +160,10 @@ def show(parts: Mapping[Kind, object], budget: Budget | None) -> str:
 
 
 def _part(text: str) -> tuple[Kind, Any]:
-    terms: list[tuple[str, Kind, type[Any], dict[str, Any]]] = []
+    terms: list[tuple[str, Kind, type[Any], dict[str, Any], list[str]]] = []
     rest: str | None = text
     while rest is not None:
-        name, kind, cls, options, rest = _term(rest)
+        name, kind, cls, options, shared, rest = _term(rest)
         wrapped = _wraps(terms[-1][2]) if terms else None
         if wrapped == "heads" and kind != "head_allocator":
             every = ", ".join(names("head_allocator"))
@@ -170,14 +172,16 @@ def _part(text: str) -> tuple[Kind, Any]:
             raise KVPolicyError(
                 f"{terms[0][0]!r} must wrap a {terms[0][1]}, got the {kind} {name!r}; use '+' between parts."
             )
-        terms.append((name, kind, cls, options))
+        terms.append((name, kind, cls, options, shared))
         if len(terms) > _MAX_TERMS:
             raise KVPolicyError(f"A part must nest at most {_MAX_TERMS} strategies, got {shorten(text)!r}.")
     # From the innermost term outwards, since a strategy is created with its base.
     inner: Any = None
-    for name, _, cls, options in reversed(terms):
+    for name, _, cls, options, shared in reversed(terms):
         wrapping = {_wraps(cls): inner} if inner is not None else {}
         inner = _build(name, cls, options | wrapping)
+        for option in shared:
+            inner = _build(option, lookup(option)[1], {"base": inner})
     return terms[0][1], inner
 
 
@@ -186,8 +190,8 @@ def _wraps(cls: type[Any]) -> str:
     return next((field for field in WRAPPING if field in fields_of(cls)), "")
 
 
-def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], str | None]:
-    """The first term of a part: its name, kind, class and options, and the text that it wraps."""
+def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], list[str], str | None]:
+    """The first term of a part: its name, kind, class, options, those of its kind, and the text that it wraps."""
     match = _NAME.match(text)
     name = match.group() if match else ""
     if not name.strip():
@@ -208,7 +212,26 @@ def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], str | None]:
         )
     if rest and not rest.startswith(":"):
         raise KVPolicyError(f"An option must be written as {name}:key=value, got {shorten(text)!r}.")
-    return name, kind, cls, _options(name, cls, rest[1:]), inner
+    shared, own = _shared(name, kind, rest[1:])
+    return name, kind, cls, _options(name, cls, own), shared, inner
+
+
+def _shared(name: str, kind: Kind, text: str) -> tuple[list[str], str]:
+    """The options of a term that every strategy of its kind takes, and the text of the others."""
+    found: list[str] = []
+    others: list[str] = []
+    for option in text.split(":"):
+        key, equals, value = option.partition("=")
+        of_kind, known, _ = OPTIONS.get(key, (None, "", ""))
+        if of_kind != kind or not equals:
+            others.append(option)
+        elif value != known:
+            raise KVPolicyError(f"The option {name}:{key} must be {known}, got {shorten(value)!r}; try {key}={known}.")
+        elif key in found:
+            raise KVPolicyError(f"Every option of {name!r} must be given once, got {key!r} twice.")
+        else:
+            found.append(key)
+    return found, ":".join(others)
 
 
 def _options(name: str, cls: type[Any], text: str) -> dict[str, Any]:
@@ -288,9 +311,12 @@ def _choices(hint: Any) -> tuple[list[Any], list[type]]:
     return [], [hint] if hint in _TYPES else []
 
 
-def _show_term(strategy: object, name: str = "") -> str:
+def _show_term(strategy: object, name: str = "", shared: tuple[str, ...] = ()) -> str:
     cls = type(strategy)
-    terms = [name or name_of(cls)]
+    name = name or name_of(cls)
+    if name in OPTIONS:
+        return _show_term(getattr(strategy, "base"), shared=(f"{name}={OPTIONS[name][1]}", *shared))  # noqa: B009
+    terms = [name]
     base = ""
     for key, field in fields_of(cls).items():
         value = getattr(strategy, key)
@@ -301,7 +327,7 @@ def _show_term(strategy: object, name: str = "") -> str:
         else:
             shown = _show_value(value, _hints(cls)[key])
             terms.append(f"{key}={_before_inner(cls).sub('%2F', shown) if _wraps(cls) else shown}")
-    return ":".join(terms) + base
+    return ":".join([*terms, *shared]) + base
 
 
 write_options_by(_show_term)

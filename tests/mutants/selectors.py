@@ -6,6 +6,20 @@ from tests.mutants import Mutation
 
 MUTATIONS = (
     Mutation(
+        name="only the last prompt is protected",
+        file="kvpolicy/selectors/protected.py",
+        old="(state.prompt | (view.positions >= first))",
+        new="(view.positions >= first)",
+        tests=("tests/selectors/test_protected.py",),
+    ),
+    Mutation(
+        name="a prompt may fill the budget",
+        file="kvpolicy/selectors/protected.py",
+        old="full = held >= view.budget",
+        new="full = held > view.budget",
+        tests=("tests/selectors/test_protected.py",),
+    ),
+    Mutation(
         name="all layers draw alike",
         file="kvpolicy/selectors/random.py",
         old="torch.full_like(every, view.layer_idx)",

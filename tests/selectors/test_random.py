@@ -59,11 +59,13 @@ def test_heads_with_budgets_of_their_own_keep_other_tokens() -> None:
     ids = torch.arange(60, 180)[None]
     with torch.no_grad(), kvpolicy.attach(model, "uniform/duo+random@0.3") as handle:
         model(ids)
-        layer: Any = handle.cache.layers[0]
+        cache: Any = handle.cache
+        plan: Any = handle.plan
+        layer: Any = cache.layers[0]
         before = layer.positions.clone()
         for token in range(20):
-            model(torch.tensor([[token]]), cache=handle.cache)
-        assert handle.cache.nbytes == handle.plan.nbytes
+            model(torch.tensor([[token]]), cache=cache)
+        assert cache.nbytes == plan.nbytes
     assert (layer.positions == 139).any() and not torch.equal(before, layer.positions)
     by_head = [set(layer.positions[0][layer.owner[0] == head].flatten().tolist()) for head in range(2)]
     assert by_head[0] != by_head[1]
