@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from kvpolicy.selectors.lagkv import LagKV as LagKV
     from kvpolicy.selectors.probe import ProbeSalience as ProbeSalience
     from kvpolicy.selectors.qfilters import QFilters as QFilters
+    from kvpolicy.selectors.random import RandomTokens as RandomTokens
     from kvpolicy.selectors.rkv import RKV as RKV
     from kvpolicy.selectors.scissorhands import Scissorhands as Scissorhands
     from kvpolicy.selectors.snapkv import SnapKV as SnapKV

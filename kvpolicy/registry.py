@@ -53,6 +53,7 @@ SELECTORS = {
     "full": "kvpolicy.selectors.full:KeepAll",
     "window": "kvpolicy.selectors.window:SlidingWindow",
     "streaming": "kvpolicy.selectors.streaming:StreamingLLM",
+    "random": "kvpolicy.selectors.random:RandomTokens",
     "h2o": "kvpolicy.selectors.h2o:H2O",
     "a2sf": "kvpolicy.selectors.a2sf:A2SF",
     "triattention": "kvpolicy.selectors.triattention:TriAttention",
@@ -154,6 +155,7 @@ SUMMARIES = {
     "full": "Keep every token: none is evicted, and generated tokens get additional slots.",
     "window": "Keep the newest tokens.",
     "streaming": "Keep the first tokens as attention sinks, and the newest tokens.",
+    "random": "Keep the newest token, and others that are drawn at random: the baseline that a selector must exceed.",
     "h2o": "Keep the newest tokens, and those that have received the most attention so far.",
     "a2sf": "Keep the newest tokens, and those that have received the most attention, of which older attention counts less.",  # noqa: E501
     "triattention": "Keep the tokens whose keys have the largest products with the mean query of a head, at the distances to come.",  # noqa: E501

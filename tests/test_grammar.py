@@ -208,7 +208,10 @@ def test_the_least_budget_of_a_split(split: str, base: str) -> None:
         ("", "parts of a policy must not be empty, got ''"),
         ("kivvi", "strategy must have a registered name, got 'kivvi'; did you mean 'kivi'"),
         ("kivi+plain", "at most one codec, got 'kivi\\+plain'"),
-        ("kivi:bit=4", "'kivi' must be among bits, group_size, residual_length, got 'bit'; did you mean 'bits'"),
+        (
+            "kivi:bit=4",
+            "'kivi' must be among bits, key_bits, value_bits, .*, residual_length, got 'bit'; did you mean 'bits'",
+        ),
         ("plain:bits=4", "'plain' must be given without options, got 'bits'"),
         ("kivi:bits", "'bits' of 'kivi' must have a value; write bits=value"),
         ("kivi:bits=4:bits=2", "'bits' twice"),

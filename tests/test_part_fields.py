@@ -22,7 +22,8 @@ def test_policies_pass_through_json() -> None:
 
 
 def test_every_field_is_stated_and_a_missing_one_has_its_default() -> None:
-    assert part_to_dict(KIVI()) == {"kivi": {"bits": 2, "group_size": 32, "residual_length": "auto"}}
+    sides = {"key_bits": "auto", "value_bits": "auto"}
+    assert part_to_dict(KIVI()) == {"kivi": {"bits": 2, **sides, "group_size": 32, "residual_length": "auto"}}
     assert part_from_dict("codec", {"kivi": {"bits": 4}}) == KIVI(bits=4)
 
 
@@ -32,7 +33,7 @@ def test_every_field_is_stated_and_a_missing_one_has_its_default() -> None:
         ({"h2o": {}}, "A codec must be described"),
         ({"kivi": {}, "bfp": {}}, "one name with its fields"),
         ("kivi", "one name with its fields"),
-        ({"kivi": {"bats": 4}}, "must be among bits, group_size, residual_length, got 'bats'"),
+        ({"kivi": {"bats": 4}}, "must be among bits, key_bits, value_bits, group_size, residual_length, got 'bats'"),
         ({"kivi": {"bits": 3}}, "KIVI.bits must be one of"),
         ({"kivi": 4}, "must be described"),
         ({"kivi": {"bits": [4]}}, r"'bits' of 'kivi' must be a number, a bool, a string or None, got \[4\]"),

@@ -150,7 +150,7 @@ def test_budget_below_the_floor_names_the_smallest_that_works() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"allocator": KIVI()}, r"The allocator must implement .*\.Allocator, got KIVI\(.*\); pass it as codec="),
+        ({"allocator": KIVI()}, r"The allocator must implement .*\.Allocator, got KIVI\(.*; pass it as codec="),
         ({"selector": Pyramid()}, "pass it as allocator="),
         ({"codec": Newest()}, "pass it as selector="),
         ({"codec": "kivi"}, "got 'kivi'; read a spec with Policy.parse"),

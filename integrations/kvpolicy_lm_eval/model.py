@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import kvpolicy
 from kvpolicy import Policy
-from kvpolicy.hf.attachment import Hold, check_hold
+from kvpolicy.hf.attachment import Hold, check_compile, check_hold
 from kvpolicy.hf.cache_names import CACHE
 from kvpolicy.hf.plan import check_readable
 from kvpolicy.hf.text_angles import angles_of, check_pieces
@@ -86,6 +86,8 @@ class KVPolicyLM(HFLM):
         tile: The most tokens of a prompt that a layer takes at a time; `auto`, the default, chooses by the free memory
             of a GPU, and `none` takes all.
         hold: How a prompt is held that waits, such as for its replay: `plain`, or in the codec's `codes`.
+        compile: Whether the steps of generated answers are compiled: `true` on a CPU too, `false` nowhere. By default
+            as transformers does for a static cache, on a GPU.
         group_by_prefix: Whether to group requests whose contexts begin with the same tokens, 256 or more, or as many as
             the number says. Each common prefix is prefilled and compressed once, without what follows it, and its
             slots are shared by all rows behind it.
@@ -103,6 +105,7 @@ class KVPolicyLM(HFLM):
         backend: str = "default",
         tile: int | str | None = "auto",
         hold: str = "plain",
+        compile: bool | None = None,
         group_by_prefix: bool | int = False,
         **kwargs: Any,
     ) -> None:
@@ -117,6 +120,7 @@ class KVPolicyLM(HFLM):
         self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)
         self.tile: TileSize = check_tile(None if tile in (None, "none", "None") else tile)
         self.hold: Hold = check_hold(hold)
+        self.compile = check_compile(compile)
         self.least_prefix = read_least(group_by_prefix)
         self._shared: SharedText | None = None  # of the requests in progress
         self.sharding = read_sharding(tp, backend, kwargs, os.environ)
@@ -160,7 +164,7 @@ class KVPolicyLM(HFLM):
 
     def _attached(self) -> kvpolicy.Handle:
         """The policy, attached to the model."""
-        return kvpolicy.attach(self.model, self.policy, tile=self.tile, hold=self.hold)
+        return kvpolicy.attach(self.model, self.policy, tile=self.tile, hold=self.hold, compile=self.compile)
 
     def _load_shard(self, pretrained: Any, arguments: dict[str, Any]) -> None:
         """Load this rank's shard of the model. HFLM treats it as a whole model, and this process as the only one."""
@@ -191,6 +195,7 @@ class KVPolicyLM(HFLM):
             f"{content_of(self.policy)}"
             f" holdback={self.holdback} rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
             + (f" hold={self.hold}" if self.hold != "plain" else "")
+            + (f" compile={self.compile}" if self.compile is not None else "")
             + (f" group_by_prefix={self.least_prefix}" if self.least_prefix else "")
             + (f" tp={self.sharding.tp} backend={self.sharding.backend}" if self.sharding.tp > 1 else "")
             + self._others

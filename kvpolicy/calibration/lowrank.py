@@ -111,6 +111,7 @@ def collect_moments(
         tokens = seen[Vectors]
         heads = tokens.keys.shape[1]
         queries = queries[0].unflatten(0, (heads, -1)).flatten(1, 2)
+        # Vectors [H, N, D] of each part, and joint ones of neighboring heads, [H / g, N, g D].
         parts = {"keys.post": tokens.keys[0], "values": tokens.values[0]}
         if unrotated:
             parts["keys.pre"] = seen[UnrotatedKeys][0]
@@ -121,6 +122,7 @@ def collect_moments(
         }
         parts["queries"] = queries
         own = total.setdefault(view.layer_idx, {})
+        # In fp64: covariances are differences of sums over all windows.
         for part, vectors in parts.items():
             x = vectors.double()
             own.setdefault(part, Sums()).add(x.shape[1], x.sum(1).cpu(), (x.mT @ x).cpu())
@@ -129,6 +131,7 @@ def collect_moments(
     with listening(model, asks, look) as run:
         for ids in tqdm(as_windows(windows), desc="moments", disable=not progress):
             run(ids)
+    # A number that is not finite is named by its layer before the mean would spread it.
     found: dict[int, dict[str, Moments]] = {}
     for layer, parts in sorted(total.items()):
         for part, sums in parts.items():

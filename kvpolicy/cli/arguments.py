@@ -293,6 +293,21 @@ Tile = Annotated[
 """The default of the parameter is `auto`; `tile_of` reads the value."""
 
 
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Compile decode steps on a CPU too, as compile=True of kvpolicy.attach. A GPU does by default.",
+    ),
+]
+"""The default of the parameter is False, for which `compile_of` leaves it to transformers."""
+
+
+def compile_of(compile: bool) -> bool | None:
+    """Whether steps are compiled, as `compile` of `kvpolicy.attach`."""
+    return True if compile else None
+
+
 def hold_of(hold_codes: bool) -> Literal["plain", "codes"]:
     """How a prompt is held that waits, as `hold` of `kvpolicy.attach`."""
     return "codes" if hold_codes else "plain"

@@ -113,6 +113,7 @@ def _of_new_tokens(case: Case) -> str:
 
 def of_allocator(case: Case) -> list[str]:
     """Explain the budget of each layer; for an allocator that measures the prompt, with an example."""
+    # Budgets of a measured allocator depend on the prompt: cosines get an example, other metrics are taken as equal.
     metric = case.policy.allocator.layer_metric
     layers = len(case.planned.layers)
     cosines = torch.linspace(*EXAMPLE_COSINES, layers, dtype=torch.float32, device="cpu").expand(case.batch, -1)
@@ -125,6 +126,7 @@ def of_allocator(case: Case) -> list[str]:
         [case.model.shape] * layers,
         sum(case.planned.unmanaged.values()),
     )
+    # As in a plan, without the tokens that no prompt of this length could fill.
     text = _per_layer(budgets.keep[0].clamp_max(case.prompt + case.new).tolist(), case)
     if not metric:
         return [f"Here: {text}."]

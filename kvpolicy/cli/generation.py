@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ class GenerationOptions:
         seed: The random seed.
         tile: The most tokens of the prompt that a layer takes at a time, `auto`, or None.
         hold: How a prompt is held that waits, as `hold` of `attach`.
+        compile: Whether steps are compiled, as `compile` of `attach`.
     """
 
     new: int
@@ -33,6 +34,7 @@ class GenerationOptions:
     seed: int = 0
     tile: int | Literal["auto"] | None = None
     hold: Literal["plain", "codes"] = "plain"
+    compile: bool | None = None
 
     def arguments(self, tokenizer: Any) -> dict[str, Any]:
         """Return the keyword arguments of `model.generate`."""
@@ -60,7 +62,8 @@ class GeneratedText:
         nbytes: Bytes held at the end.
         full_nbytes: Bytes of the full cache for the same tokens.
         prefill: Seconds until the first token.
-        decode: Seconds from the first token to the last.
+        decode: Seconds from the first token to the last, without those of `first_step`.
+        first_step: Seconds of the first step where steps were to be compiled, for which the answer waits; else None.
         interrupted: Whether Ctrl-C ended the generation.
         note: Notes of the cache's plan.
     """
@@ -75,6 +78,7 @@ class GeneratedText:
     full_nbytes: int
     prefill: float | None
     decode: float | None
+    first_step: float | None = None
     interrupted: bool = False
     note: str = ""
 
@@ -85,8 +89,9 @@ class GeneratedText:
 
     @property
     def decode_rate(self) -> float | None:
-        """Tokens per second after the first token; None if there is only one."""
-        return (len(self.tokens) - 1) / self.decode if self.decode and len(self.tokens) > 1 else None
+        """Tokens per second after the first token, and a step that was compiled; None if there are no more."""
+        steps = len(self.tokens) - (1 if self.first_step is None else 2)
+        return steps / self.decode if self.decode and steps > 0 else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return numbers and strings that can be serialized as JSON."""
@@ -100,6 +105,7 @@ class GeneratedText:
             "full_nbytes": self.full_nbytes,
             "prefill_seconds": self.prefill,
             "decode_seconds": self.decode,
+            "first_step_seconds": self.first_step,
             "prefill_tokens_per_second": self.prefill_rate,
             "decode_tokens_per_second": self.decode_rate,
             "interrupted": self.interrupted,
@@ -187,12 +193,10 @@ def generate_text(
     """
     import torch
 
-    from kvpolicy.hf.attach import attach
-
     ids = ids.to(model.device)
     interrupted = False
     torch.manual_seed(options.seed)
-    with torch.inference_mode(), attach(model, policy, tile=options.tile, hold=options.hold) as handle:
+    with torch.inference_mode(), _attached(model, policy, options) as handle:
         timed = TimedStreamer(streamer() if streamer else None)
         try:
             arguments = options.arguments(tokenizer)
@@ -201,7 +205,13 @@ def generate_text(
             interrupted = True
         finally:
             timed.end()
-        return _result(handle, tokenizer, ids[0].tolist(), timed, interrupted)
+        return _result(handle, tokenizer, ids[0].tolist(), timed, interrupted, compiled=bool(options.compile))
+
+
+def _attached(model: Any, policy: str, options: GenerationOptions) -> Any:
+    from kvpolicy.hf.attach import attach
+
+    return attach(model, policy, tile=options.tile, hold=options.hold, compile=options.compile)
 
 
 def warm_up(model: Any, tokenizer: Any, ids: Any, policy: str) -> None:
@@ -217,11 +227,14 @@ def warm_up(model: Any, tokenizer: Any, ids: Any, policy: str) -> None:
         raise KeyboardInterrupt
 
 
-def _result(handle: Any, tokenizer: Any, prompt: list[int], timed: TimedStreamer, interrupted: bool) -> GeneratedText:
+def _result(
+    handle: Any, tokenizer: Any, prompt: list[int], timed: TimedStreamer, interrupted: bool, *, compiled: bool = False
+) -> GeneratedText:
     from kvpolicy.reporting.report import mean_kept
 
     cache = handle.cache
     times = timed.times
+    first_step = times[1] - times[0] if compiled and len(times) > 1 else None
     layers: list[Any] = [layer for layer in (cache.policy_layers if cache else []) if layer.is_initialized]
     return GeneratedText(
         policy=str(handle.policy),
@@ -233,7 +246,8 @@ def _result(handle: Any, tokenizer: Any, prompt: list[int], timed: TimedStreamer
         nbytes=cache.nbytes if layers else 0,
         full_nbytes=cache.full_nbytes if layers else 0,
         prefill=times[0] - timed.started if times else None,
-        decode=times[-1] - times[0] if times else None,
+        decode=times[-1] - times[0] - (first_step or 0.0) if times else None,
+        first_step=first_step,
         interrupted=interrupted,
         note=cache.plan.note if layers and cache.plan else "",
     )
@@ -250,9 +264,7 @@ def first_difference(first: GeneratedText, other: GeneratedText) -> int | None:
     """Return the number of tokens in the common prefix of two texts; None if the texts are identical."""
     if first.tokens == other.tokens:
         return None
-    pairs = zip(first.tokens, other.tokens, strict=False)
-    differing = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
-    return min(len(first.tokens), len(other.tokens)) if differing is None else differing
+    return _common_prefix(first.tokens, other.tokens)
 
 
 def facts(run: GeneratedText, first: GeneratedText | None = None) -> list[tuple[str, str]]:
@@ -266,6 +278,8 @@ def facts(run: GeneratedText, first: GeneratedText | None = None) -> list[tuple[
         ("prefill", _speed(run.prompt, run.prefill_rate)),
         ("decode", _speed(len(run.tokens), run.decode_rate)),
     ]
+    if run.first_step is not None:
+        pairs.append(("first step", f"{run.first_step:.2f} s, with the compilation"))
     if run.note:
         pairs.append(("note", run.note))
     if first is not None:
@@ -293,8 +307,8 @@ def _speed(tokens: int, rate: float | None) -> str:
     return counted(tokens, "token") + ("" if rate is None else f", {rate:,.0f} tokens/s")
 
 
-def _common_prefix(first: str, other: str) -> int:
-    """Return the length of the common prefix of two strings.
+def _common_prefix(first: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the common prefix of two texts, by characters or by tokens.
 
     >>> _common_prefix("tiger", "tin"), _common_prefix("a", "a")
     (2, 1)

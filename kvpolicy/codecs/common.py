@@ -145,7 +145,8 @@ def to_groups(at: At, size: int) -> At:
 def chunks(slots: int, group_size: int = 1) -> list[slice]:
     """Ranges of slots that cover all of them, each a multiple of the group size."""
     size = -(-max(CHUNK_SLOTS, -(-slots // MAX_CHUNKS)) // group_size) * group_size
-    return [slice(start, min(start + size, slots)) for start in range(0, slots, size)]
+    # Not `range(0, slots, size)`, which would fix the number of slots in a compiled step, and not only that of ranges.
+    return [slice(number * size, min(number * size + size, slots)) for number in range(-(-slots // size))]
 
 
 def score_by_chunks(

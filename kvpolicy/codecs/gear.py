@@ -11,6 +11,7 @@ from kvpolicy.codecs.blocks import Blocks, blocks_of
 from kvpolicy.codecs.buffer import buffer_sizes
 from kvpolicy.codecs.common import SingleStage, mix_by_chunks, score_by_chunks, take, to_groups
 from kvpolicy.codecs.outliers import bounds, extremes, fill, index_dtype, outliers_per_side
+from kvpolicy.codecs.side_bits import SideBits
 from kvpolicy.codecs.uniform import FP16, dequantize, encode, is_fused, largest_divisor, quantize, scale_and_zero
 from kvpolicy.kernels.compiled import apart, call, widen_on_cpu
 from kvpolicy.kernels.fused_elements import UNROLLED, mix_elements, replace_channels, score_elements
@@ -32,8 +33,8 @@ _DEPENDENT = 1e-5
 class GEARCodes(NamedTuple):
     """The tensors of one layer.
 
-    `D'` is D * bits / 8, X the number of blocks C / group_size, `v` the channels of a value group, `r` the rank, `k`
-    and `m` the number of outliers of a key channel in a block and of a value.
+    `D'` is D * bits / 8 of the side, X the number of blocks C / group_size, `v` the channels of a value group, `r` the
+    rank, `k` and `m` the number of outliers of a key channel in a block and of a value.
 
     Attributes:
         keys: Key codes, [B, H, C, D'] uint8.
@@ -69,7 +70,7 @@ class GEARCodes(NamedTuple):
 
 
 @strategy
-class GEAR(SingleStage):
+class GEAR(SideBits, SingleStage):
     """Quantize, and store a low-rank approximation of the error and the outliers in full.
 
     X ~ Q + L + S. S holds the largest and smallest elements of every key channel in a block and of every value. Q
@@ -78,6 +79,8 @@ class GEAR(SingleStage):
 
     Args:
         bits: Bits per code: 2, 4 or 8.
+        key_bits: Bits per code of keys, which have outliers; `auto`: `bits`.
+        value_bits: Bits per code of values; `auto`: `bits`.
         group_size: Tokens per block, at least 2. A block has one scale and a number of outliers per key channel, and
             one L.
         rank: Rank of L; 0 for none.
@@ -115,6 +118,8 @@ class GEAR(SingleStage):
     """
 
     bits: Literal[2, 4, 8] = 2
+    key_bits: Literal[2, 4, 8, "auto"] = "auto"
+    value_bits: Literal[2, 4, 8, "auto"] = "auto"
     group_size: int = between(2, 2**15, 64)
     rank: int = 2
     sparse: float = where(lambda part: 0 <= part < 1, "at least 0 and less than 1", 0.02)
@@ -122,6 +127,7 @@ class GEAR(SingleStage):
     backbone: Literal["kivi", "kcvt"] = "kivi"
 
     def __post_init__(self) -> None:
+        SideBits.__post_init__(self)
         if not 0 <= self.rank <= self.group_size:
             raise KVPolicyError(
                 f"GEAR.rank must be between 0 and group_size={self.group_size}, got {self.rank}; try "
@@ -159,16 +165,15 @@ class GEAR(SingleStage):
         value_groups = head_dim // self._value_group(head_dim)
         key_outliers = 2 * outliers_per_side(self.sparse, self.group_size)
         value_outliers = 2 * outliers_per_side(self.sparse, head_dim)
-        packed = packed_width(head_dim, self.bits)
         return GEARCodes(
-            keys=zeros(slots, packed, dtype=torch.uint8),
+            keys=zeros(slots, packed_width(head_dim, self.bits_of_keys), dtype=torch.uint8),
             key_scale=zeros(blocks, head_dim),
             key_zero=zeros(blocks, head_dim),
             key_places=zeros(blocks, key_outliers, head_dim, dtype=index_dtype(self.group_size)),
             key_outliers=zeros(blocks, key_outliers, head_dim),
             key_left=zeros(slots, self.rank),
             key_right=zeros(blocks, self.rank, head_dim),
-            values=zeros(slots, packed, dtype=torch.uint8),
+            values=zeros(slots, packed_width(head_dim, self.bits_of_values), dtype=torch.uint8),
             value_scale=zeros(slots, value_groups),
             value_zero=zeros(slots, value_groups),
             value_places=zeros(slots, value_outliers, dtype=index_dtype(head_dim)),
@@ -203,7 +208,7 @@ class GEAR(SingleStage):
     def keys(self, store: StageStore, at: At) -> Tensor:
         codes: GEARCodes = store.codes
         block = to_groups(at, self.group_size)
-        code = self._by_block(unpack_float(take(codes.keys, at), self.bits, codes.key_scale.shape[-1]), at)
+        code = self._by_block(unpack_float(take(codes.keys, at), self.bits_of_keys, codes.key_scale.shape[-1]), at)
         scale, zero = (take(t, block).float()[:, :, :, None] for t in (codes.key_scale, codes.key_zero))
         x = self._add_error(code * scale + zero, codes.key_left, codes.key_right, at)
         # One outlier of each channel and block at a time: compare its position with those of the tokens. A scatter
@@ -217,28 +222,28 @@ class GEAR(SingleStage):
     def values(self, store: StageStore, at: At) -> Tensor:
         codes: GEARCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
-        x = self._by_block(dequantize(code, scale, zero, self.bits, codes.key_scale.shape[-1]), at)
+        x = self._by_block(dequantize(code, scale, zero, self.bits_of_values, codes.key_scale.shape[-1]), at)
         x = self._add_error(x, codes.value_left, codes.value_right, at).flatten(2, 3)
         # Outliers replace what Q + L decode.
         return x.scatter(-1, take(codes.value_places, at).long(), take(codes.value_outliers, at).float())
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         codes: GEARCodes = store.codes
-        if rope is None and self._is_fused(codes.keys, codes.key_places.shape[3], queries.shape[-1]):
+        if rope is None and self._is_fused(codes.keys, codes.key_places.shape[3], queries.shape[-1], self.bits_of_keys):
             tensors = map(widen_on_cpu, codes[1:3] + codes[5:7] + codes[3:5])
-            return call(score_gear, codes.keys, *tensors, queries.float(), bits=self.bits)
+            return call(score_gear, codes.keys, *tensors, queries.float(), bits=self.bits_of_keys)
         return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2], self.group_size)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         codes: GEARCodes = store.codes
-        if self._is_fused(codes.values, codes.value_places.shape[3], codes.key_scale.shape[-1]):
+        if self._is_fused(codes.values, codes.value_places.shape[3], codes.key_scale.shape[-1], self.bits_of_values):
             tensors = map(widen_on_cpu, codes[8:10] + codes[12:14] + codes[10:12])
-            return call(mix_gear, codes.values, *tensors, weights.float(), bits=self.bits)
+            return call(mix_gear, codes.values, *tensors, weights.float(), bits=self.bits_of_values)
         return mix_by_chunks(self.values, store, weights, self.group_size)
 
-    def _is_fused(self, codes: Tensor, outliers: int, head_dim: int) -> bool:
+    def _is_fused(self, codes: Tensor, outliers: int, head_dim: int, bits: int) -> bool:
         """Whether codes are decoded in registers: with few terms for each number, since all of them are unrolled."""
-        return outliers + self.rank <= UNROLLED and is_fused(codes, self.bits, head_dim)
+        return outliers + self.rank <= UNROLLED and is_fused(codes, bits, head_dim)
 
     def _value_group(self, head_dim: int) -> int:
         """The number of channels of a value group."""
@@ -252,7 +257,7 @@ class GEAR(SingleStage):
         # The range to quantize is that of the elements that are neither outliers nor absent.
         least, most = (t.squeeze(3) for t in bounds(grouped, is_written.scatter(3, places, False), 3))
         is_none = least > most
-        scale, zero = scale_and_zero(least.masked_fill(is_none, 0), most.masked_fill(is_none, 0), self.bits)
+        scale, zero = scale_and_zero(least.masked_fill(is_none, 0), most.masked_fill(is_none, 0), self.bits_of_keys)
         new.put(codes.key_scale, scale.half())
         new.put(codes.key_zero, zero.half())
         if self.sparse:
@@ -272,8 +277,8 @@ class GEAR(SingleStage):
         # As stored: decoding reads these, and in an older block they were fitted to other tokens.
         scale = take(codes.key_scale, block).float()
         zero = take(codes.key_zero, block).float()
-        code = encode(keys, scale, zero, self.bits)
-        into.put(codes.keys, pack(code, self.bits))
+        code = encode(keys, scale, zero, self.bits_of_keys)
+        into.put(codes.keys, pack(code, self.bits_of_keys))
         error = keys - (code * scale + zero)
         position = (slots % self.group_size)[..., None]
         for places in codes.key_places.unbind(3):
@@ -286,14 +291,14 @@ class GEAR(SingleStage):
         # The outliers of a value depend on its token alone, so they are stored per slot.
         places = extremes(values, codes.value_places.shape[3] // 2, -1)
         kept = torch.ones_like(values, dtype=torch.bool).scatter(-1, places, False)
-        code, scale, zero = quantize(fill(values, kept, -1), self.bits, self._value_group(head_dim))
+        code, scale, zero = quantize(fill(values, kept, -1), self.bits_of_values, self._value_group(head_dim))
         into.put(codes.values, code)
         into.put(codes.value_scale, scale)
         into.put(codes.value_zero, zero)
         if self.sparse:
             into.put(codes.value_places, places.to(codes.value_places.dtype))
             into.put(codes.value_outliers, values.gather(-1, places).half())
-        return (values - dequantize(code, scale, zero, self.bits, head_dim)).masked_fill(~kept, 0)
+        return (values - dequantize(code, scale, zero, self.bits_of_values, head_dim)).masked_fill(~kept, 0)
 
     def _write_errors(
         self, sides: list[tuple[Tensor, Tensor, Tensor]], slots: Tensor, into: Writes, blocks: Blocks, new: Writes

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpolicy.codecs.blocks import Blocks, blocks_of
 from kvpolicy.codecs.buffer import buffer_sizes
 from kvpolicy.codecs.common import TwoSides, mix_by_chunks, put, score_by_chunks, take, to_groups
+from kvpolicy.codecs.side_bits import SideBits
 from kvpolicy.codecs.uniform import (
     dequantize,
     encode,
@@ -31,7 +32,7 @@ from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
 class KIVICodes(NamedTuple):
-    """The tensors of one layer; `D'` is D * bits / 8, `g` the group size, `v` the channels of a value group.
+    """The tensors of one layer; `D'` is D * bits / 8 of the side, `g` the group size, `v` a value group's channels.
 
     Attributes:
         keys: Key codes, [B, H, C, D'] uint8.
@@ -51,7 +52,7 @@ class KIVICodes(NamedTuple):
 
 
 @strategy
-class KIVI(TwoSides):
+class KIVI(SideBits, TwoSides):
     """Quantize keys per channel and values per token, both in groups.
 
     Keys have outlier channels, so a group of keys is one channel of `group_size` tokens. Values have none, so a group
@@ -60,6 +61,8 @@ class KIVI(TwoSides):
 
     Args:
         bits: Bits per code: 2, 4 or 8.
+        key_bits: Bits per code of keys, which have outliers; `auto`: `bits`.
+        value_bits: Bits per code of values; `auto`: `bits`.
         group_size: Tokens per key group, and the maximum number of channels per value group (which has the largest
             divisor of the head dimension up to it).
         residual_length: How many of the newest tokens always stay in full precision. `auto`: one for every 32 tokens of
@@ -85,6 +88,8 @@ class KIVI(TwoSides):
     """
 
     bits: Literal[2, 4, 8] = 2
+    key_bits: Literal[2, 4, 8, "auto"] = "auto"
+    value_bits: Literal[2, 4, 8, "auto"] = "auto"
     group_size: int = least(1, 32)
     residual_length: AutoInt = least(0, "auto")
 
@@ -101,10 +106,11 @@ class KIVI(TwoSides):
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the codes of a vector do not fill whole bytes."""
-        per_byte = 8 // self.bits
+        bits = min(self.bits_of_keys, self.bits_of_values)
+        per_byte = 8 // bits
         if model.head_dim % per_byte:
             raise KVPolicyError(
-                f"The head dimension must be a multiple of {per_byte} for KIVI.bits={self.bits}, got "
+                f"The head dimension must be a multiple of {per_byte} for KIVI.bits={bits}, got "
                 f"{model.head_dim}; try bits=8."
             )
 
@@ -114,14 +120,13 @@ class KIVI(TwoSides):
         def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
 
-        packed = head_dim * self.bits // 8
         key_groups = slots // self.group_size
         value_groups = head_dim // largest_divisor(head_dim, self.group_size)
         return KIVICodes(
-            keys=zeros(slots, packed, torch.uint8),
+            keys=zeros(slots, head_dim * self.bits_of_keys // 8, torch.uint8),
             key_scale=zeros(key_groups, head_dim, torch.float16),
             key_zero=zeros(key_groups, head_dim, torch.float16),
-            values=zeros(slots, packed, torch.uint8),
+            values=zeros(slots, head_dim * self.bits_of_values // 8, torch.uint8),
             value_scale=zeros(slots, value_groups, torch.float16),
             value_zero=zeros(slots, value_groups, torch.float16),
         )
@@ -139,15 +144,15 @@ class KIVI(TwoSides):
             bounds = call(_block_bounds, keys, blocks.tokens(blocks.started))
         else:
             bounds = _bounds(keys, blocks, slots, write_mask)
-        scale, zero = scale_and_zero(*bounds, self.bits)
+        scale, zero = scale_and_zero(*bounds, self.bits_of_keys)
         put(codes.key_scale, scale.half(), blocks.started, blocks.is_new)
         put(codes.key_zero, zero.half(), blocks.started, blocks.is_new)
         # Read back, since a token may also go to an older group, which keeps its scale and zero.
         group = slots.div(self.group_size, rounding_mode="floor")
         if is_long:
-            encoded = call(_encode_keys, keys, group, codes.key_scale, codes.key_zero, bits=self.bits)
+            encoded = call(_encode_keys, keys, group, codes.key_scale, codes.key_zero, bits=self.bits_of_keys)
         else:
-            encoded = _encode_keys(keys, group, codes.key_scale, codes.key_zero, self.bits)
+            encoded = _encode_keys(keys, group, codes.key_scale, codes.key_zero, self.bits_of_keys)
         put(codes.keys, encoded, slots, write_mask)
 
     def write_values(
@@ -156,13 +161,13 @@ class KIVI(TwoSides):
         codes: KIVICodes = store.codes
         if values.shape[2] == 0 or codes.values.shape[2] == 0:
             return
-        parts = quantize(values.float(), self.bits, values.shape[-1] // codes.value_scale.shape[-1])
+        parts = quantize(values.float(), self.bits_of_values, values.shape[-1] // codes.value_scale.shape[-1])
         for target, part in zip(codes[3:], parts, strict=True):
             put(target, part, slots, write_mask)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         codes: KIVICodes = store.codes
-        code = unpack_float(take(codes.keys, at), self.bits)
+        code = unpack_float(take(codes.keys, at), self.bits_of_keys)
         group = to_groups(at, self.group_size)
         scale = take(codes.key_scale, group).float()
         zero = take(codes.key_zero, group).float()
@@ -175,21 +180,21 @@ class KIVI(TwoSides):
     def values(self, store: StageStore, at: At) -> Tensor:
         codes: KIVICodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
-        return dequantize(code, scale, zero, self.bits, codes.key_scale.shape[-1])
+        return dequantize(code, scale, zero, self.bits_of_values, codes.key_scale.shape[-1])
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         codes: KIVICodes = store.codes
-        if rope is None and is_fused(codes.keys, self.bits, queries.shape[-1]):
-            words = as_words(codes.keys, self.bits)
+        if rope is None and is_fused(codes.keys, self.bits_of_keys, queries.shape[-1]):
+            words = as_words(codes.keys, self.bits_of_keys)
             scale, ordered = (in_order_of_places(t, words) for t in (codes.key_scale, queries.float()))
             offsets = products(queries.float(), widen(codes.key_zero))
-            return call(score_token_groups, words, scale, offsets, ordered, bits=self.bits)
+            return call(score_token_groups, words, scale, offsets, ordered, bits=self.bits_of_keys)
         return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2], self.group_size)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         codes: KIVICodes = store.codes
-        if is_fused(codes.values, self.bits, codes.key_scale.shape[-1]):
-            return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)
+        if is_fused(codes.values, self.bits_of_values, codes.key_scale.shape[-1]):
+            return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits_of_values)
         return mix_by_chunks(self.values, store, weights, self.group_size)
 
 

@@ -17,6 +17,7 @@ from kvpolicy.codecs.common import (
     take,
 )
 from kvpolicy.codecs.rotation import mix, mixing, unmix
+from kvpolicy.codecs.side_bits import SideBits
 from kvpolicy.codecs.uniform import FP16, is_fused, largest_divisor, mix_fused
 from kvpolicy.kernels.compiled import call, widen
 from kvpolicy.kernels.fused_read import decode_channel_groups
@@ -49,7 +50,7 @@ class RotateCodes(NamedTuple):
 
 
 @strategy
-class RotateKV(SingleStage):
+class RotateKV(SideBits, SingleStage):
     """Quantize each token separately, after a Hadamard transform has spread its outliers over all channels.
 
     Keys are encoded without their rotary embedding. Their mixed channels are sorted by size, so that the channels of a
@@ -58,6 +59,8 @@ class RotateKV(SingleStage):
 
     Args:
         bits: Bits per code: 2, 3 or 4.
+        key_bits: Bits per code of keys, which have outliers; `auto`: `bits`.
+        value_bits: Bits per code of values; `auto`: `bits`.
         group_size: The maximum number of channels per group (which has the largest divisor of the head dimension up to
             it).
         sinks: The maximum number of tokens that stay in full precision for their massive activations.
@@ -87,6 +90,8 @@ class RotateKV(SingleStage):
     """
 
     bits: Literal[2, 3, 4] = 2
+    key_bits: Literal[2, 3, 4, "auto"] = "auto"
+    value_bits: Literal[2, 3, 4, "auto"] = "auto"
     group_size: int = least(1, 128)
     sinks: int = between(0, 2**15 - 1, 20)
     residual_length: AutoInt = least(0, "auto")
@@ -119,14 +124,13 @@ class RotateKV(SingleStage):
         def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
 
-        packed = packed_width(head_dim, self.bits)
         groups = head_dim // largest_divisor(head_dim, self.group_size)
         return RotateCodes(
-            keys=zeros(slots, packed, torch.uint8),
+            keys=zeros(slots, packed_width(head_dim, self.bits_of_keys), torch.uint8),
             key_scale=zeros(slots, groups, torch.float16),
             key_zero=zeros(slots, groups, torch.uint8),
             place=zeros(1, head_dim, torch.int16),
-            values=zeros(slots, packed, torch.uint8),
+            values=zeros(slots, packed_width(head_dim, self.bits_of_values), torch.uint8),
             value_scale=zeros(slots, groups, torch.float16),
             value_zero=zeros(slots, groups, torch.uint8),
         )
@@ -144,8 +148,10 @@ class RotateKV(SingleStage):
             codes.place.copy_(torch.where(is_fitted, _places(mixed, write_mask), codes.place))
             order = codes.place.argsort(-1).expand_as(mixed)
             mixed = mixed.gather(-1, order)
-        self._put((codes.keys, codes.key_scale, codes.key_zero), mixed, slots, write_mask)
-        self._put((codes.values, codes.value_scale, codes.value_zero), mix(values.float()), slots, write_mask)
+        targets = (codes.keys, codes.key_scale, codes.key_zero)
+        _put(targets, mixed, slots, write_mask, self.bits_of_keys)
+        targets = (codes.values, codes.value_scale, codes.value_zero)
+        _put(targets, mix(values.float()), slots, write_mask, self.bits_of_values)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at` before the rotary embedding, [B, H, n, D] fp32."""
@@ -160,14 +166,14 @@ class RotateKV(SingleStage):
         matrix = mixing(queries.shape[-1], None, queries.device)
 
         codes: RotateCodes = store.codes
-        decodes = is_fused(codes.keys, self.bits, queries.shape[-1])
+        decodes = is_fused(codes.keys, self.bits_of_keys, queries.shape[-1])
 
         def keys(store: StageStore, at: At) -> Tensor:
             if not decodes:
                 return self._mixed_keys(store, at) @ matrix
             scale = take(codes.key_scale, at).float()
             zero = -scale * take(codes.key_zero, at)
-            mixed = call(decode_channel_groups, take(codes.keys, at), scale, zero, bits=self.bits)
+            mixed = call(decode_channel_groups, take(codes.keys, at), scale, zero, bits=self.bits_of_keys)
             return self._in_order(codes, mixed) @ matrix
 
         return score_by_chunks(keys, store, queries, rope, store.codes.keys.shape[2])
@@ -175,15 +181,16 @@ class RotateKV(SingleStage):
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots, of which only the sum is unmixed; see `Stage.mix`."""
         codes: RotateCodes = store.codes
-        if not is_fused(codes.values, self.bits, codes.place.shape[-1]):
+        if not is_fused(codes.values, self.bits_of_values, codes.place.shape[-1]):
             return unmix(mix_by_chunks(self._mixed_values, store, weights))
         # A code stands for scale * (code - zero).
         scale = widen(codes.value_scale)
-        return unmix(mix_fused(codes.values, scale, -scale * codes.value_zero, weights, self.bits))
+        return unmix(mix_fused(codes.values, scale, -scale * codes.value_zero, weights, self.bits_of_values))
 
     def _mixed_keys(self, store: StageStore, at: At) -> Tensor:
         codes: RotateCodes = store.codes
-        mixed = self._read((codes.keys, codes.key_scale, codes.key_zero), at, codes.place.shape[-1])
+        parts = (codes.keys, codes.key_scale, codes.key_zero)
+        mixed = _read(parts, at, codes.place.shape[-1], self.bits_of_keys)
         return self._in_order(codes, mixed)
 
     def _in_order(self, codes: RotateCodes, mixed: Tensor) -> Tensor:
@@ -194,30 +201,34 @@ class RotateKV(SingleStage):
 
     def _mixed_values(self, store: StageStore, at: At) -> Tensor:
         codes: RotateCodes = store.codes
-        return self._read((codes.values, codes.value_scale, codes.value_zero), at, codes.place.shape[-1])
+        parts = (codes.values, codes.value_scale, codes.value_zero)
+        return _read(parts, at, codes.place.shape[-1], self.bits_of_values)
 
-    def _read(self, parts: tuple[Tensor, Tensor, Tensor], at: At, width: int) -> Tensor:
-        code, scale, zero = (take(part, at) for part in parts)
-        grouped = unpack_float(code, self.bits, width).unflatten(-1, (scale.shape[-1], -1))
-        return grouped.sub_(zero[..., None].float()).mul_(scale.float()[..., None]).flatten(-2)
 
-    def _put(self, parts: tuple[Tensor, Tensor, Tensor], mixed: Tensor, slots: Tensor, write_mask: Tensor) -> None:
-        """Quantize groups and write them; 2-bit codes clip the outer fifth of the range on either side."""
-        grouped = mixed.unflatten(-1, (parts[1].shape[-1], -1))
-        least, most = torch.aminmax(grouped, dim=-1, keepdim=True)
-        top = 2**self.bits - 1
-        clip = 0.8 if self.bits == 2 else 1.0
-        # The range contains 0, so that the zero is a code.
-        low = least.clamp(max=0) * clip
-        high = most.clamp(min=0) * clip
-        # A group of equal elements has their absolute value as its scale, so that it is one step from 0.
-        scale = round_to_half(torch.where(least == most, most.abs(), (high - low) / top).clamp(max=FP16))
-        divisor = scale.masked_fill(scale == 0, 1)  # with scale 0, every code is decoded to 0
-        zero = (-low / divisor).round().clamp(0, top)
-        code = ((grouped / divisor).round() + zero).clamp(0, top).to(torch.uint8)
-        put(parts[0], pack(code.flatten(-2), self.bits), slots, write_mask)
-        put(parts[1], scale.squeeze(-1).half(), slots, write_mask)
-        put(parts[2], zero.squeeze(-1).to(torch.uint8), slots, write_mask)
+def _read(parts: tuple[Tensor, Tensor, Tensor], at: At, width: int, bits: int) -> Tensor:
+    """What the codes, scales and zeros of the slots `at` stand for, [B, H, n, D] fp32."""
+    code, scale, zero = (take(part, at) for part in parts)
+    grouped = unpack_float(code, bits, width).unflatten(-1, (scale.shape[-1], -1))
+    return grouped.sub_(zero[..., None].float()).mul_(scale.float()[..., None]).flatten(-2)
+
+
+def _put(parts: tuple[Tensor, Tensor, Tensor], mixed: Tensor, slots: Tensor, write_mask: Tensor, bits: int) -> None:
+    """Quantize groups and write them; 2-bit codes clip the outer fifth of the range on either side."""
+    grouped = mixed.unflatten(-1, (parts[1].shape[-1], -1))
+    least, most = torch.aminmax(grouped, dim=-1, keepdim=True)
+    top = 2**bits - 1
+    clip = 0.8 if bits == 2 else 1.0
+    # The range contains 0, so that the zero is a code.
+    low = least.clamp(max=0) * clip
+    high = most.clamp(min=0) * clip
+    # A group of equal elements has their absolute value as its scale, so that it is one step from 0.
+    scale = round_to_half(torch.where(least == most, most.abs(), (high - low) / top).clamp(max=FP16))
+    divisor = scale.masked_fill(scale == 0, 1)  # with scale 0, every code is decoded to 0
+    zero = (-low / divisor).round().clamp(0, top)
+    code = ((grouped / divisor).round() + zero).clamp(0, top).to(torch.uint8)
+    put(parts[0], pack(code.flatten(-2), bits), slots, write_mask)
+    put(parts[1], scale.squeeze(-1).half(), slots, write_mask)
+    put(parts[2], zero.squeeze(-1).to(torch.uint8), slots, write_mask)
 
 
 def _places(mixed: Tensor, write_mask: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from kvpolicy.codecs.common import (
     take,
     token_ranges,
 )
+from kvpolicy.codecs.side_bits import SideBits
 from kvpolicy.codecs.uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize, score_fused
 from kvpolicy.kernels.compiled import widen
 from kvpolicy.kernels.packing import packed_width, round_to_half
@@ -52,7 +53,7 @@ class TokenWiseCodes(NamedTuple):
 
 
 @strategy
-class TokenWise(TwoSides):
+class TokenWise(SideBits, TwoSides):
     """Quantize each token separately, after normalizing the key channels.
 
     A group consists of channels of one token of one head, with a scale and a zero in fp16. So every slot can be reused
@@ -64,6 +65,8 @@ class TokenWise(TwoSides):
     Args:
         bits: Bits per code: 2, 3, 4 or 8; or `fp8`: floating point with 4 bits of exponent and 3 of mantissa (e4m3),
             with a scale and no zero.
+        key_bits: Bits per code of keys, which have outliers; `auto`: `bits`.
+        value_bits: Bits per code of values; `auto`: `bits`.
         group_size: The maximum number of channels per group (which has the largest divisor of the head dimension up to
             it).
         residual_length: How many of the newest tokens always stay in full precision. `auto`: one for every 32 tokens of
@@ -93,6 +96,8 @@ class TokenWise(TwoSides):
     """
 
     bits: Literal[2, 3, 4, 8, "fp8"] = 4
+    key_bits: Literal[2, 3, 4, 8, "fp8", "auto"] = "auto"
+    value_bits: Literal[2, 3, 4, 8, "fp8", "auto"] = "auto"
     group_size: int = least(1, 128)
     residual_length: AutoInt = least(0, "auto")
     block_size: AutoInt = least(1, "auto")
@@ -114,19 +119,19 @@ class TokenWise(TwoSides):
         def zeros(count: int, width: int, dtype: torch.dtype = torch.float16) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
 
-        packed = packed_width(head_dim, self._code_bits())
         groups = head_dim // largest_divisor(head_dim, self.group_size)
-        zeros_per_token = 0 if self.bits == "fp8" else groups
+        key_bits = self.bits_of_keys
+        value_bits = self.bits_of_values
         per_channel = int(self.normalize)
         return TokenWiseCodes(
-            keys=zeros(slots, packed, torch.uint8),
+            keys=zeros(slots, packed_width(head_dim, _code_bits(key_bits)), torch.uint8),
             key_scale=zeros(slots, groups),
-            key_zero=zeros(slots, zeros_per_token),
+            key_zero=zeros(slots, 0 if key_bits == "fp8" else groups),
             channel_scale=zeros(per_channel, head_dim),
             channel_zero=zeros(per_channel, head_dim),
-            values=zeros(slots, packed, torch.uint8),
+            values=zeros(slots, packed_width(head_dim, _code_bits(value_bits)), torch.uint8),
             value_scale=zeros(slots, groups),
-            value_zero=zeros(slots, zeros_per_token),
+            value_zero=zeros(slots, 0 if value_bits == "fp8" else groups),
         )
 
     def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
@@ -141,7 +146,7 @@ class TokenWise(TwoSides):
             if self.normalize:
                 # Read back as fp16, also where they were just fitted: decoding has no other numbers.
                 some = (some - codes.channel_zero.float()) / codes.channel_scale.float()
-            self._put(targets, some, slots[:, :, at], write_mask[:, :, at])
+            _put(targets, some, slots[:, :, at], write_mask[:, :, at], self.bits_of_keys)
 
     def write_values(
         self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
@@ -151,65 +156,73 @@ class TokenWise(TwoSides):
             return
         targets = (codes.values, codes.value_scale, codes.value_zero)
         for at in token_ranges(values.shape[2]):
-            self._put(targets, values[:, :, at].float(), slots[:, :, at], write_mask[:, :, at])
+            _put(targets, values[:, :, at].float(), slots[:, :, at], write_mask[:, :, at], self.bits_of_values)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         codes: TokenWiseCodes = store.codes
         # `channel_scale` has the width D even if it has no row; the bytes of the codes may end in padding.
-        keys = self._decode(codes.keys, codes.key_scale, codes.key_zero, at, codes.channel_scale.shape[-1])
+        parts = (codes.keys, codes.key_scale, codes.key_zero)
+        keys = _decode(parts, at, codes.channel_scale.shape[-1], self.bits_of_keys)
         return keys * codes.channel_scale.float() + codes.channel_zero.float() if self.normalize else keys
 
     def values(self, store: StageStore, at: At) -> Tensor:
         codes: TokenWiseCodes = store.codes
-        return self._decode(codes.values, codes.value_scale, codes.value_zero, at, codes.channel_scale.shape[-1])
+        parts = (codes.values, codes.value_scale, codes.value_zero)
+        return _decode(parts, at, codes.channel_scale.shape[-1], self.bits_of_values)
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         codes: TokenWiseCodes = store.codes
-        if rope is not None or not self._is_fused(codes.keys, queries.shape[-1], store.page_slots):
+        bits = self.bits_of_keys
+        if rope is not None or not is_fused(codes.keys, _code_bits(bits), queries.shape[-1], store.page_slots):
             return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2])
         queries = queries.float()
         scaled = queries * widen(codes.channel_scale) if self.normalize else queries
-        if self.bits == "fp8":
+        if bits == "fp8":
             scores = e4m3.score_fused(codes.keys, codes.key_scale, scaled)
         else:
-            scores = score_fused(codes.keys, codes.key_scale, codes.key_zero, scaled, self.bits)
+            scores = score_fused(codes.keys, codes.key_scale, codes.key_zero, scaled, bits)
         return scores + (queries * widen(codes.channel_zero)).sum(-1, keepdim=True) if self.normalize else scores
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         codes: TokenWiseCodes = store.codes
-        if not self._is_fused(codes.values, codes.channel_scale.shape[-1], store.page_slots):
+        bits = self.bits_of_values
+        if not is_fused(codes.values, _code_bits(bits), codes.channel_scale.shape[-1], store.page_slots):
             return mix_by_chunks(self.values, store, weights)
-        if self.bits == "fp8":
+        if bits == "fp8":
             return e4m3.mix_fused(codes.values, codes.value_scale, weights)
-        return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)
+        return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, bits)
 
-    def _put(self, targets: tuple[Tensor, Tensor, Tensor], x: Tensor, slots: Tensor, write_mask: Tensor) -> None:
-        """Write the codes, scales and zeros of `x` [B, H, n, D]."""
-        for target, data in zip(targets, self._encode(x, targets[1].shape[-1]), strict=True):
-            if target.shape[-1]:
-                put(target, data, slots, write_mask)
 
-    def _is_fused(self, codes: Tensor, head_dim: int, page_slots: int | None) -> bool:
-        return is_fused(codes, self._code_bits(), head_dim, page_slots)
+def _put(
+    targets: tuple[Tensor, Tensor, Tensor], x: Tensor, slots: Tensor, write_mask: Tensor, bits: int | Literal["fp8"]
+) -> None:
+    """Write the codes, scales and zeros of `x` [B, H, n, D]."""
+    for target, data in zip(targets, _encode(x, targets[1].shape[-1], bits), strict=True):
+        if target.shape[-1]:
+            put(target, data, slots, write_mask)
 
-    def _code_bits(self) -> int:
-        """Bits per code."""
-        return 8 if self.bits == "fp8" else self.bits
 
-    def _encode(self, x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Packed codes, scales and zeros of `x` [B, H, n, D], with `groups` groups per token."""
-        size = x.shape[-1] // groups
-        if self.bits != "fp8":
-            return quantize(x, self.bits, size)
-        code, scale = e4m3.quantize(x, size)
-        return code, scale, scale[..., :0]
+def _code_bits(bits: int | Literal["fp8"]) -> int:
+    """Bits per code."""
+    return 8 if bits == "fp8" else bits
 
-    def _decode(self, codes: Tensor, scale: Tensor, zero: Tensor, at: At, head_dim: int) -> Tensor:
-        codes = take(codes, at)
-        scale = take(scale, at)
-        if self.bits != "fp8":
-            return dequantize(codes, scale, take(zero, at), self.bits, head_dim)
-        return e4m3.dequantize(codes, scale)
+
+def _encode(x: Tensor, groups: int, bits: int | Literal["fp8"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed codes, scales and zeros of `x` [B, H, n, D], with `groups` groups per token."""
+    size = x.shape[-1] // groups
+    if bits != "fp8":
+        return quantize(x, bits, size)
+    code, scale = e4m3.quantize(x, size)
+    return code, scale, scale[..., :0]
+
+
+def _decode(parts: tuple[Tensor, Tensor, Tensor], at: At, head_dim: int, bits: int | Literal["fp8"]) -> Tensor:
+    """What codes, scales and zeros of the slots `at` stand for."""
+    codes = take(parts[0], at)
+    scale = take(parts[1], at)
+    if bits != "fp8":
+        return dequantize(codes, scale, take(parts[2], at), bits, head_dim)
+    return e4m3.dequantize(codes, scale)
 
 
 def _fit(codes: TokenWiseCodes, keys: Tensor, write_mask: Tensor, occupied: Tensor) -> None:

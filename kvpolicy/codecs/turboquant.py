@@ -22,6 +22,7 @@ from kvpolicy.codecs.common import (
     token_ranges,
 )
 from kvpolicy.codecs.rotation import constant, constant_result, mix, mixing, unmix
+from kvpolicy.codecs.side_bits import SideBits
 from kvpolicy.codecs.uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize
 from kvpolicy.kernels.compiled import call, widen
 from kvpolicy.kernels.fused_elements import score_levels
@@ -54,7 +55,7 @@ class TurboQuantCodes(NamedTuple):
 
 
 @strategy
-class TurboQuant(TwoSides):
+class TurboQuant(SideBits, TwoSides):
     """Quantize each token separately: the direction of a key with fixed levels, a value by its range.
 
     Random signs and a Hadamard transform turn any key into one whose channels are nearly normally distributed. So the
@@ -64,6 +65,8 @@ class TurboQuant(TwoSides):
 
     Args:
         bits: Bits per code: 2, 3 or 4.
+        key_bits: Bits per code of keys, which have outliers; `auto`: `bits`.
+        value_bits: Bits per code of values; `auto`: `bits`.
         seed: Seed of the random signs, at least 0.
         residual_length: How many of the newest tokens always stay in full precision. `auto`: one for every 32 tokens of
             the budget, less the block if `block_size` is `auto` too; at most 32.
@@ -86,10 +89,12 @@ class TurboQuant(TwoSides):
         - The norm of decoded keys is not corrected, unlike in vLLM.
         - vLLM keeps the first and last two layers in full precision; here all layers are treated alike, and the newest
           tokens are in full precision instead.
-        - vLLM has since dropped the random signs, and can encode keys and values in different numbers of bits.
+        - vLLM has since dropped the random signs.
     """
 
     bits: Literal[2, 3, 4] = 4
+    key_bits: Literal[2, 3, 4, "auto"] = "auto"
+    value_bits: Literal[2, 3, 4, "auto"] = "auto"
     seed: int = least(0, 0)
     residual_length: AutoInt = least(0, "auto")
     block_size: AutoInt = least(1, "auto")
@@ -105,24 +110,25 @@ class TurboQuant(TwoSides):
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the codes of a vector do not fill whole bytes."""
-        codes = 8 // math.gcd(8, self.bits)
-        if model.head_dim % codes:
-            raise KVPolicyError(
-                f"The head dimension must be a multiple of {codes} for TurboQuant.bits={self.bits}, got "
-                f"{model.head_dim}; try {'MiKV' if self.bits == 4 else 'bits=4'}."
-            )
+        for name, bits in (("key_bits", self.bits_of_keys), ("value_bits", self.bits_of_values)):
+            codes = 8 // math.gcd(8, bits)
+            if model.head_dim % codes:
+                option = "bits" if self.bits_of_keys == self.bits_of_values else name
+                raise KVPolicyError(
+                    f"The head dimension must be a multiple of {codes} for TurboQuant.{option}={bits}, got "
+                    f"{model.head_dim}; try {'MiKV' if bits == 4 else f'{option}=4'}."
+                )
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> TurboQuantCodes:
 
         def zeros(width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, slots, width, dtype=dtype, device=device)
 
-        packed = packed_width(head_dim, self.bits)
         groups = head_dim // largest_divisor(head_dim, _VALUE_GROUP)
         return TurboQuantCodes(
-            keys=zeros(packed, torch.uint8),
+            keys=zeros(packed_width(head_dim, self.bits_of_keys), torch.uint8),
             key_scale=zeros(1, torch.float16),
-            values=zeros(packed, torch.uint8),
+            values=zeros(packed_width(head_dim, self.bits_of_values), torch.uint8),
             value_scale=zeros(groups, torch.float16),
             value_zero=zeros(groups, torch.float16),
         )
@@ -140,9 +146,9 @@ class TurboQuant(TwoSides):
         norm = _norm(mixed)
         # The channels of a unit vector of D elements have a variance of 1 / D; the levels are for a variance of 1.
         normal = mixed / norm.masked_fill(norm == 0, 1) * mixed.shape[-1] ** 0.5
-        levels = _levels(operator.index(self.bits), mixed.device)
+        levels = _levels(operator.index(self.bits_of_keys), mixed.device)
         code = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
-        put(codes.keys, pack(code, self.bits), slots, write_mask)
+        put(codes.keys, pack(code, self.bits_of_keys), slots, write_mask)
         put(codes.key_scale, norm.clamp(max=FP16).half(), slots, write_mask)
 
     def write_values(
@@ -153,7 +159,8 @@ class TurboQuant(TwoSides):
             return
         group = values.shape[-1] // codes.value_scale.shape[-1]
         for at in token_ranges(values.shape[2]):
-            for target, data in zip(codes[2:], quantize(values[:, :, at].float(), self.bits, group), strict=True):
+            encoded = quantize(values[:, :, at].float(), self.bits_of_values, group)
+            for target, data in zip(codes[2:], encoded, strict=True):
                 put(target, data, slots[:, :, at], write_mask[:, :, at])
 
     def keys(self, store: StageStore, at: At) -> Tensor:
@@ -162,35 +169,39 @@ class TurboQuant(TwoSides):
     def values(self, store: StageStore, at: At) -> Tensor:
         codes: TurboQuantCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
-        return dequantize(code, scale, zero, self.bits, self._width(codes))
+        return dequantize(code, scale, zero, self.bits_of_values, self._value_width(codes))
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of mixed queries with the mixed key of every slot; see `Stage.score`."""
         assert rope is None, "keys are encoded as attention sees them"
         mixed = queries.float() @ mixing(queries.shape[-1], self.seed, queries.device).T
         codes: TurboQuantCodes = store.codes
-        if is_fused(codes.keys, self.bits, self._width(codes), store.page_slots):
-            levels = _levels(operator.index(self.bits), codes.keys.device)[None, None]
-            words = as_words(codes.keys, self.bits)
-            scores = call(score_levels, words, levels, in_order_of_places(mixed, words), bits=self.bits)
-            return scores * (widen(codes.key_scale) * self._width(codes) ** -0.5).mT
+        if is_fused(codes.keys, self.bits_of_keys, self._key_width(codes), store.page_slots):
+            levels = _levels(operator.index(self.bits_of_keys), codes.keys.device)[None, None]
+            words = as_words(codes.keys, self.bits_of_keys)
+            scores = call(score_levels, words, levels, in_order_of_places(mixed, words), bits=self.bits_of_keys)
+            return scores * (widen(codes.key_scale) * self._key_width(codes) ** -0.5).mT
         return score_by_chunks(self._mixed_keys, store, mixed.to(queries.dtype), None, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         codes: TurboQuantCodes = store.codes
-        if is_fused(codes.values, self.bits, self._width(codes), store.page_slots):
-            return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)
+        if is_fused(codes.values, self.bits_of_values, self._value_width(codes), store.page_slots):
+            return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits_of_values)
         return mix_by_chunks(self.values, store, weights)
 
-    def _width(self, codes: TurboQuantCodes) -> int:
-        """The head dimension; its codes fill whole bytes."""
-        return codes.keys.shape[-1] * 8 // self.bits
+    def _key_width(self, codes: TurboQuantCodes) -> int:
+        """Channels of a key; their codes fill whole bytes."""
+        return codes.keys.shape[-1] * 8 // self.bits_of_keys
+
+    def _value_width(self, codes: TurboQuantCodes) -> int:
+        """Channels of a value; their codes fill whole bytes."""
+        return codes.values.shape[-1] * 8 // self.bits_of_values
 
     def _mixed_keys(self, store: StageStore, at: At) -> Tensor:
         codes: TurboQuantCodes = store.codes
-        width = self._width(codes)
-        code = unpack(take(codes.keys, at), self.bits, width)
-        levels = _levels(operator.index(self.bits), codes.keys.device)
+        width = self._key_width(codes)
+        code = unpack(take(codes.keys, at), self.bits_of_keys, width)
+        levels = _levels(operator.index(self.bits_of_keys), codes.keys.device)
         return levels[code.int()] * (take(codes.key_scale, at).float() * width**-0.5)
 
 

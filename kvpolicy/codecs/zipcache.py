@@ -12,6 +12,7 @@ from torch import Tensor
 from kvpolicy.codecs.buffer import buffer_sizes
 from kvpolicy.codecs.common import mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs.demotion import ByPriority
+from kvpolicy.codecs.side_bits import SideBits
 from kvpolicy.codecs.uniform import (
     FP16,
     channel_absmax,
@@ -65,22 +66,24 @@ class ZipCacheStage(Stage):
     """A stage of tokens of one precision.
 
     Args:
-        bits: Bits per code.
+        bits: Bits per code of keys.
+        value_bits: Bits per code of values; None for as many.
     """
 
     bits: int
+    value_bits: int | None = None
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> ZipCacheCodes:
 
-        def side() -> tuple[Tensor, ...]:
-            sizes = ((slots, packed_width(head_dim, self.bits)), (slots, 1), (slots, 1), (1, head_dim))
+        def side(bits: int) -> tuple[Tensor, ...]:
+            sizes = ((slots, packed_width(head_dim, bits)), (slots, 1), (slots, 1), (1, head_dim))
             dtypes = (torch.uint8, torch.float16, torch.float16, torch.float16)
             return tuple(
                 torch.zeros(batch, heads, *size, dtype=dtype, device=device)
                 for size, dtype in zip(sizes, dtypes, strict=True)
             )
 
-        return ZipCacheCodes(*side(), *side())
+        return ZipCacheCodes(*side(self.bits), *side(self._bits_of_values))
 
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
@@ -88,18 +91,19 @@ class ZipCacheStage(Stage):
         codes: ZipCacheCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
-        for x, targets in ((keys.float(), codes[:4]), (values.float(), codes[4:])):
+        sides = ((keys.float(), codes[:4], self.bits), (values.float(), codes[4:], self._bits_of_values))
+        for x, targets, bits in sides:
             fitted = _channel_scale(channel_absmax(x, write_mask))
             channel_scale = freeze_scale(targets[3], fitted, write_mask, occupied)
-            encoded = quantize(x / channel_scale.masked_fill(channel_scale == 0, 1), self.bits, x.shape[-1])
+            encoded = quantize(x / channel_scale.masked_fill(channel_scale == 0, 1), bits, x.shape[-1])
             for target, data in zip(targets[:3], encoded, strict=True):
                 put(target, data, slots, write_mask)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        return self._read(store.codes[:4], at)
+        return _read(store.codes[:4], at, self.bits)
 
     def values(self, store: StageStore, at: At) -> Tensor:
-        return self._read(store.codes[4:], at)
+        return _read(store.codes[4:], at, self._bits_of_values)
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         codes, scale, zero, channels = store.codes[:4]
@@ -109,17 +113,24 @@ class ZipCacheStage(Stage):
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         codes, scale, zero, channels = store.codes[4:]
-        if is_fused(codes, self.bits, channels.shape[-1]):
-            return mix_fused(codes, scale, zero, weights, self.bits) * widen(channels)
+        bits = self._bits_of_values
+        if is_fused(codes, bits, channels.shape[-1]):
+            return mix_fused(codes, scale, zero, weights, bits) * widen(channels)
         return mix_by_chunks(self.values, store, weights)
 
-    def _read(self, parts: tuple[Tensor, ...], at: At) -> Tensor:
-        code, scale, zero = (take(part, at) for part in parts[:3])
-        return dequantize(code, scale, zero, self.bits, parts[3].shape[-1]) * parts[3].float()
+    @property
+    def _bits_of_values(self) -> int:
+        return self.value_bits or self.bits
+
+
+def _read(parts: tuple[Tensor, ...], at: At, bits: int) -> Tensor:
+    """What the codes of the slots `at` stand for, [B, H, n, D] fp32."""
+    code, scale, zero = (take(part, at) for part in parts[:3])
+    return dequantize(code, scale, zero, bits, parts[3].shape[-1]) * parts[3].float()
 
 
 @strategy
-class ZipCache(Codec):
+class ZipCache(SideBits, Codec):
     """Quantize each token separately, with more bits for tokens of higher priority.
 
     Each channel is first divided by the square root of its largest absolute element, so that outlier channels do not
@@ -134,6 +145,8 @@ class ZipCache(Codec):
         high: Fraction of the tokens in `high_bits`, in [0, 1].
         high_bits: Bits per code of these tokens: 4 or 8.
         bits: Bits per code of all other tokens: 2, 3 or 4.
+        key_bits: Bits per code of the keys of these others; `auto`: `bits`.
+        value_bits: Bits per code of their values; `auto`: `bits`.
         recode_every: The number of new tokens after which all tokens are encoded again, at least 1. `auto`: one for
             every 8 tokens of the budget, at least 1 and at most 100.
 
@@ -157,6 +170,8 @@ class ZipCache(Codec):
     high: float = between(0, 1, 0.6)
     high_bits: Literal[4, 8] = 4
     bits: Literal[2, 3, 4] = 2
+    key_bits: Literal[2, 3, 4, "auto"] = "auto"
+    value_bits: Literal[2, 3, 4, "auto"] = "auto"
     recode_every: AutoInt = least(1, "auto")
 
     @property
@@ -171,7 +186,10 @@ class ZipCache(Codec):
     @property
     def stages(self) -> tuple[Stage, ...]:
         """One stage of salient tokens and one of all others."""
-        return (ZipCacheStage(bits=self.high_bits), ZipCacheStage(bits=self.bits))
+        return (
+            ZipCacheStage(bits=self.high_bits),
+            ZipCacheStage(bits=self.bits_of_keys, value_bits=self.bits_of_values),
+        )
 
     def layout(self, tokens: int) -> Layout:
         """Full-precision slots for the new tokens of one period, and encoded slots for all tokens."""

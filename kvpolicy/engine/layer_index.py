@@ -256,10 +256,12 @@ class StepReads:
             The output [B, Hq, 1, D], and the attention weights of all slots [B, H, G, S] fp32, or None; slots that were
             not read have a weight of 0.
         """
+        # Bytes are counted where they are read: positions and counts by every reader, vectors by what was chosen.
         tensors = self._layer.tensors
         self._link.whole((tensors.positions, tensors.counts))
         coded = self._codes.view()
         read, scanned = self._read(q, transform)
+        # Without a choice all slots are read, less what the reader has already scored in a scan.
         if read is None:
             exact = (tensors.keys, tensors.values)
             codes = tensors.codes if coded is not None else ()
@@ -276,6 +278,7 @@ class StepReads:
             if coded is not None and scanned is not None:
                 stages = coded.known(scanned)
             return attend_columns(q, buffer, stages, occupied, transform, want_weights, counts, beside=beside)
+        # Of a fixed number of slots, those that are empty or were not chosen take no part in the softmax.
         occupied = (self._of_read(tensors.positions, read) >= 0) & self._of_read(None, read)
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, read)
         if coded is not None:

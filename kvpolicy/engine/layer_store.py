@@ -21,7 +21,7 @@ from kvpolicy.engine.link import StepBytes
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.pages import of_pages
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.prompt_statistics import PromptStatistics, note_statistics, see_prompt
+from kvpolicy.engine.prompt_statistics import PromptStatistics, see_prompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import rank_candidates, worth_of
@@ -270,7 +270,13 @@ class LayerStore:
         known = self.rope_offset
         if rope_offset is not None and known is not None:
             known.copy_(rope_offset)
-        note_statistics(self.contents, pending)
+        limits = self.tensors.limits
+        if limits is None:
+            return
+        for each, held in zip(self.spec.codec_statistics, limits.statistics, strict=True):
+            found = first_of(type(each), pending.statistics)
+            if found is not None:
+                held.copy_(found.kept(held, self.contents.ranks))
 
     # a decode step
 

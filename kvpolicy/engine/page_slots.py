@@ -1,4 +1,4 @@
-"""What layers with pages have in common, exact or coded: counts of, evictions from, writes to and attention to pages.
+"""Operations on pages, exact or coded: how many tokens they hold, and evictions, writes and attention.
 
 A token attends to slots in pages by a softmax over all pages of a head, computed page by page.
 """

@@ -13,7 +13,6 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.statistics import AttentionSum, Coming, Forward, InputScores, Statistic, Tile, union
 from kvpolicy.statistics.channel_sums import ChannelSums
 from kvpolicy.statistics.input_scores import score_inputs
-from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import ScoreTransform
 
 
@@ -122,14 +121,3 @@ class PromptStatistics:
             ),
             forward=None if forward is None else forward._replace(valid=self._valid, **transform._asdict()),
         )
-
-
-def note_statistics(layer: LayerContents, pending: PendingPrompt) -> None:
-    """Update what the codec keeps of a prompt's statistics, in place."""
-    limits = layer.tensors.limits
-    if limits is None:
-        return
-    for each, held in zip(layer.spec.codec_statistics, limits.statistics, strict=True):
-        found = first_of(type(each), pending.statistics)
-        if found is not None:
-            held.copy_(found.kept(held, layer.ranks))

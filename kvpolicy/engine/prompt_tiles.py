@@ -70,11 +70,6 @@ class PromptTiles:
         )
         self._forward: Forward | None = None
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the last tile was attended to."""
-        return self._seen == self._columns
-
     def shown(self, layer: LayerContents, pending: PendingPrompt, held: PendingPrompt | None) -> ShownPrompt:
         """The prompt as later layers read it, once all tiles have come; see `LayerStore.show_prompt`."""
         return ShownPrompt(layer, self._keys, self._values, self._past, pending, held, self._prefix)

@@ -26,6 +26,7 @@ from kvpolicy.hf.attachment import (
     Hold,
     attachments,
     check_chunks,
+    check_compile,
     check_held_codes,
     check_hold,
     check_projections,
@@ -100,7 +101,13 @@ class Handle:
     """
 
     def __init__(
-        self, model: nn.Module, policy: Policy, tile: TileSize = None, chunks: Chunks = SELECT, hold: Hold = PLAIN
+        self,
+        model: nn.Module,
+        policy: Policy,
+        tile: TileSize = None,
+        chunks: Chunks = SELECT,
+        hold: Hold = PLAIN,
+        compile: bool | None = None,
     ) -> None:
         """Attach; use `kvpolicy.attach`."""
         self._recent = RecentCache()
@@ -142,6 +149,7 @@ class Handle:
             tile=tile,
             chunks=chunks,
             hold=hold,
+            compile=compile,
             vocabulary=vocabulary,
             # Measured when first asked.
             move_obstacle=functools.cache(partial(move_obstacle, weakref.ref(model), rotations)),
@@ -406,6 +414,7 @@ def attach(
     tile: TileSize = None,
     chunks: Chunks = SELECT,
     hold: Hold = PLAIN,
+    compile: bool | None = None,
 ) -> Handle:
     """Attach a policy to a model, so that every KV cache that the model makes is under the policy.
 
@@ -429,6 +438,9 @@ def attach(
             codes of the codec, which takes less memory. What it attends to meanwhile is decoded, and what is kept is
             encoded again, so that other tokens may be kept. The codec must encode every token by itself, as `tokenwise`
             does.
+        compile: Whether `generate` compiles its decode steps. `None` does so where transformers compiles those on a
+            static cache, on a GPU; `True` on a CPU too; `False` nowhere. What cannot be compiled runs as it is, and
+            `True` warns of it once. The first step of the first answer waits for the compilation.
 
     Returns:
         The handle: `.cache`, `.plan`, `.report()`, `.detach()`.
@@ -454,7 +466,7 @@ def attach(
     with _LOCK:  # of two threads that attach at the same moment, the second one finds the first one's policy
         _check_fresh(model)
         check_caching(model)
-        return Handle(model, policy, check_tile(tile), check_chunks(chunks), check_hold(hold))
+        return Handle(model, policy, check_tile(tile), check_chunks(chunks), check_hold(hold), check_compile(compile))
 
 
 def _take_new_name(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

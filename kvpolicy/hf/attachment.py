@@ -45,6 +45,17 @@ def check_hold(hold: object) -> Hold:
     return _one_of("hold", hold, PLAIN, CODES)
 
 
+def check_compile(compile: object) -> bool | None:
+    """Return whether `generate` compiles its steps.
+
+    Raises:
+        KVPolicyError: If it is no bool and not None.
+    """
+    if compile is None or isinstance(compile, bool):
+        return compile
+    raise KVPolicyError(f"compile must be True, False or None, got {compile!r}; try compile=True.")
+
+
 def check_projections(policy: Policy, projections: Mapping[int, Projection]) -> None:
     """Refuse a policy that needs norms of values behind an output projection that cannot be read.
 
@@ -134,6 +145,7 @@ class Attachment:
         tile: The most tokens of a prompt that a layer takes at a time; `auto` to choose by free memory, None for all.
         chunks: `select` to compress each chunk of a prompt, `hold` to wait for the last one where it is announced.
         hold: `codes` to hold prompts that wait in the codes of the codec, else `plain`.
+        compile: Whether `generate` compiles its steps on any device, or on none; None where transformers would.
         vocabulary: How many tokens the model knows.
         move_obstacle: Why tokens cannot be moved in a cache; empty if they can.
         active: False once the policy is detached.
@@ -151,6 +163,7 @@ class Attachment:
     tile: TileSize = None
     chunks: Chunks = SELECT
     hold: Hold = PLAIN
+    compile: bool | None = None
     vocabulary: int = MAX_SIZE
     move_obstacle: Callable[[], str] = str
     active: bool = True

@@ -31,7 +31,7 @@ from kvpolicy.engine.attention import attend
 from kvpolicy.engine.host import outside_autocast
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.discovery import home
-from kvpolicy.hf.latent import LatentAttention
+from kvpolicy.hf.latent_attention import LatentAttention
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.masks import DeferredMask, are_deferred, is_token, under_mask
 from kvpolicy.hf.passing_cache import PassingCache

@@ -175,9 +175,9 @@ class RowLengths(NamedTuple):
     end: Tensor | None
 
     @classmethod
-    def of(cls, store: LayerStore, pending: PendingPrompt, told: Expected) -> RowLengths:
-        """Lengths after a prompt of the first layer."""
-        own = pending.lengths(store.tensors.length).cpu()
+    def of(cls, own: Tensor, told: Expected) -> RowLengths:
+        """Lengths of rows that have `own` tokens so far, [B] int64."""
+        own = own.cpu()
         prompt = at_least(own, told.prompt)
         # Once per announcement: a chunk or turn that follows does not move the announced end.
         return cls(own, prompt, prompt + told.new if told.new is not None and told.end is None else told.end)
@@ -201,31 +201,32 @@ def divide_budget(
     policy: Policy,
     attachment: Attachment,
     store: LayerStore,
-    pending: PendingPrompt,
+    lengths: Tensor,
     told: Expected,
     metrics: Tensor | None,
     columns: int,
     keep: Tensor | None = None,
     before: int = 0,
 ) -> Division:
-    """Divide a budget among layers, from the rows' lengths after the pending prompt of the first layer.
+    """Divide a budget among layers, from the lengths of rows after a prompt.
 
     Args:
         policy: The policy of the cache.
         attachment: The attachment of the cache.
         store: The first layer.
-        pending: Its prompt.
+        lengths: Tokens of each row, those of the prompt included, [B] int64.
         told: The announced lengths.
         metrics: The allocator's metric, [B, L]; None if it measures nothing.
-        columns: Columns that the cache has seen, those of the pending prompt included.
+        columns: Columns that the cache has seen, those of the prompt included.
         keep: Tokens that each layer keeps of each row, [B, L] int64, where they do not follow from the budget.
         before: Those columns that are a shared prefix, and no part of the budget.
     """
-    batch, heads = pending.keys.shape[:2]
+    batch = len(lengths)
+    heads = store.shape.heads
     model = attachment.model_shape
     indices = model.evictable
-    own, length, end = RowLengths.of(store, pending, told)
-    dtype = pending.keys.dtype
+    own, length, end = RowLengths.of(lengths, told)
+    dtype = store.tensors.keys.dtype
     every = store.ranks.kv_heads(heads)
     shape = store.shape._replace(dtype=dtype, all_heads=every)
     # All ranks must divide a budget in bytes alike, so it is that of a rank with the most heads; bytes in the plan
@@ -287,8 +288,8 @@ def trim_waiting(policy: Policy, forward: RunningForward, measured: Measured, ev
     first = layers[0].store
     pending = layers[0].pending
     assert pending is not None, "a layer waits with its prompt"
-    _, prompt, end = RowLengths.of(first, pending, told)
-    heads = first.ranks.kv_heads(pending.keys.shape[1])
+    _, prompt, end = RowLengths.of(pending.lengths(first.tensors.length), told)
+    heads = first.ranks.kv_heads(first.shape.heads)
     queries = heads * first.shape.group * first.ranks.replicas
     bounds = bound_layers(policy, torch.stack(found, -1), prompt, end, every, queries)
     if bounds is None:

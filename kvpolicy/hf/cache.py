@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
 
@@ -245,7 +245,7 @@ class PolicyCache(CacheForward):
         refuse_prefix(self, "save()")
         if self.holds_next:
             raise KVPolicyStateError("save() must not follow hold_next(), which no file keeps; try to save before it.")
-        content = describe_cache(self, tokens)
+        content = describe_cache(self, tokens, {"nbytes": self.nbytes, "full_nbytes": self.full_nbytes})
         write(rank_path(path, *self.attachment.place), content, compress)
 
     @classmethod
@@ -262,25 +262,10 @@ class PolicyCache(CacheForward):
             KVPolicyError: If the file is of another model, dtype or tensor parallel size, was truncated or edited, or
                 was written by a newer version.
         """
-        cache: PolicyCache = load_cache(cls, model, str(path))[0]
+        cache = load_cache(cls, model, str(path))[0]
         if new is not None:
             cache.expect(None, new)
         return cache
-
-    def numbers(self) -> dict[str, Any]:
-        """The numbers of the cache besides those of its layers, as JSON values."""
-        told = {"prompt": self._prompt, "new": self.new, "end": self._end}
-        told |= {"cosines": self._measured.known, "columns": self.policy_layers[0].get_seq_length()}
-        return told | {"whole": self.journal.is_whole}
-
-    def set_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Restore the result of `numbers`."""
-        self._prompt = numbers["prompt"]
-        self._awaits = self._prompt is not None
-        self.new = numbers["new"]
-        self._end = numbers["end"]
-        self._measured.known = numbers["cosines"]
-        self.journal.is_whole = numbers.get("whole", False)
 
     def unmanaged_bytes(self) -> dict[int, int]:
         """Bytes that the policy does not manage, by layer: of sliding windows, and of states."""
@@ -300,6 +285,13 @@ class PolicyCache(CacheForward):
             layer.count_step()
         for layer in self.policy_layers:
             layer.make_room()
+
+    @on_host
+    def make_room(self) -> None:
+        """Add slots for the next step where there are none; an uncompiled forward does this by itself."""
+        for layer in self.policy_layers:
+            if layer.store.contents.free_steps < 1:
+                layer.make_room()
 
     @on_host
     def mark(self, most: int = 8) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from kvpolicy.engine.attention import attend
 from kvpolicy.engine.hidden_stats import massive_tokens, sum_cosines
@@ -38,7 +38,7 @@ from kvpolicy.hf.make_layers import make_layers
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.running_forward import RunningForward, newest_valid, refuse_gradients
 from kvpolicy.hf.shared_keys import ReadingLayer, attend_shared
-from kvpolicy.hf.tiles import PromptTile
+from kvpolicy.hf.tiles import TiledCache
 from kvpolicy.hf.transcript import extended
 from kvpolicy.kernels.rotary import rope_offset
 from kvpolicy.planning.result import CachePlan
@@ -49,7 +49,7 @@ from kvpolicy.text.errors import KVPolicyStateError
 from kvpolicy.text.validation import at_least
 
 
-class CacheForward(Cache):
+class CacheForward(TiledCache):
     """The layers of a cache under a policy, and the forward that runs on them. See `PolicyCache`.
 
     Attributes:
@@ -61,8 +61,7 @@ class CacheForward(Cache):
         forward: The forward that runs.
         journal: What the cache can take back.
         holds_next: Whether the next forward is added whole.
-        tile_size: The most tokens that a layer takes at a time in the running forward; None for all.
-        tile: The tile that a layer takes at the moment, or None.
+        compiles: Whether the steps of the generation that runs on it are compiled.
     """
 
     def __init__(self, attachment: Attachment, policy: Policy) -> None:
@@ -85,13 +84,34 @@ class CacheForward(Cache):
         self._end: list[int] | None = None  # tokens of each row once the last is generated
         self._measured = Measured()
         self.holds_next = False
-        self.tile_size: int | None = None
-        self.tile: PromptTile | None = None
+        self.tile = self.tile_size = None
+        self.compiles = False
+        self._as_compileable = True
 
     @property
     def is_initialized(self) -> bool:
         """Whether the cache has seen a token."""
         return any(layer.is_initialized for layer in self.policy_layers)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether a step is one graph, so that `generate` may compile it."""
+        shape = self.attachment.model_shape
+        return self._as_compileable and self.attachment.compile is not False and not shape.unmanaged
+
+    @contextmanager
+    def as_compileable(self, *, shown: bool) -> Generator[None]:
+        """Show transformers meanwhile that the cache is compileable, if it is, or hide it."""
+        self._as_compileable = shown
+        try:
+            yield
+        finally:
+            self._as_compileable = True
+
+    @property
+    def awaits_chunk(self) -> bool:
+        """Whether a prompt was announced of which more may follow."""
+        return self._awaits
 
     @property
     def has_prompt(self) -> bool:
@@ -319,7 +339,7 @@ class CacheForward(Cache):
                 self._trim_waiting()
             return
         if layer is self.policy_layers[0]:
-            self._divide(layer, pending)
+            self._divide(layer, pending.lengths(layer.store.tensors.length))
         self._place(layer, pending)
 
     def _place(
@@ -385,6 +405,21 @@ class CacheForward(Cache):
             self.plan = counted(self.plan, self.policy_layers)
         self._measured.end_prompt(self._indices, forward.unbegun)
 
+    def numbers(self) -> dict[str, Any]:
+        """The numbers of the cache besides those of its layers, as JSON values."""
+        told = {"prompt": self._prompt, "new": self.new, "end": self._end}
+        told |= {"cosines": self._measured.known, "columns": self.policy_layers[0].get_seq_length()}
+        return told | {"whole": self.journal.is_whole}
+
+    def set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Restore the result of `numbers`."""
+        self._prompt = numbers["prompt"]
+        self._awaits = self._prompt is not None
+        self.new = numbers["new"]
+        self._end = numbers["end"]
+        self._measured.known = numbers["cosines"]
+        self.journal.is_whole = numbers.get("whole", False)
+
     def return_to(self, end: list[int] | None, plan: CachePlan | None) -> None:
         """Return to the announced end of each row, and to the plan, that were known before a prompt."""
         self._end = end
@@ -401,7 +436,7 @@ class CacheForward(Cache):
             # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
             pending, massive, offset = layer.release()
             if number == 0:
-                self._divide(layer, pending)
+                self._divide(layer, pending.lengths(layer.store.tensors.length))
             with outside_autocast(pending.keys.device):
                 self._place(layer, pending, massive, offset)
 
@@ -464,26 +499,25 @@ class CacheForward(Cache):
         metrics = measured_metrics(self.policy.allocator, layers, self.forward.attention)
         if metrics is None or metrics.dim() > 2:
             # The budgets are not known yet: selectors reckon with equal ones.
-            self._divide(
-                layers[0], pending.decoded(), torch.ones(len(unbegun), len(layers), device="cpu", dtype=torch.float32)
-            )
+            lengths = pending.lengths(layers[0].store.tensors.length)
+            self._divide(layers[0], lengths, torch.ones(len(unbegun), len(layers), device="cpu", dtype=torch.float32))
             tokens = self.forward.tokens
             assert tokens is not None
             drawn = curves_of(self.policy, layers, tokens) if metrics is None else metrics
             metrics = shares_of(self.policy, drawn, tokens)
         self._measured.note(metrics, unbegun)
 
-    def _divide(self, first: PolicyLayer, pending: PendingPrompt, metrics: Tensor | None = None) -> None:
-        """Divide the budget among layers, from the rows' lengths after the pending prompt of the first layer.
+    def _divide(self, first: PolicyLayer, lengths: Tensor, metrics: Tensor | None = None) -> None:
+        """Divide the budget among layers, from the lengths of rows after a prompt.
 
         Args:
             first: The first layer.
-            pending: Its prompt.
+            lengths: Tokens of each row, those of its pending prompt included, [B] int64.
             metrics: The metric of each layer, [B, L], in place of what was measured.
         """
         keep = None
         if self.forward.adds_whole:
-            new = pending.lengths(torch.zeros_like(first.store.tensors.length)).cpu()
+            new = (lengths - first.store.tensors.length).cpu()
             self.forward.added = new
             keep = whole_budgets(self.policy_layers, new)
         elif metrics is None and self.policy.layer_metric:
@@ -491,7 +525,7 @@ class CacheForward(Cache):
         columns = first.get_seq_length()
         before = first.prefix_columns
         self.forward.tokens, plan, end = divide_budget(
-            self.policy, self.attachment, first.store, pending, self._told(), metrics, columns, keep, before
+            self.policy, self.attachment, first.store, lengths, self._told(), metrics, columns, keep, before
         )
-        self.plan = with_prefix(plan, self.policy_layers, len(pending.keys))
+        self.plan = with_prefix(plan, self.policy_layers, len(lengths))
         self._end = None if end is None else end.tolist()

@@ -15,6 +15,7 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import cache_utils
+from transformers.cache_utils import Cache
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from kvpolicy.text.errors import KVPolicyError
@@ -54,12 +55,12 @@ def _name_in(kind: type[nn.Module]) -> str:
     return next((name for name in NAMES if name in parameters), "")
 
 
-def cache_argument(module: nn.Module, cache: Any) -> dict[str, Any]:
+def cache_argument(module: nn.Module, cache: Cache | None) -> dict[str, Cache | None]:
     """A cache as the keyword argument of a module's forward.
 
     Args:
         module: A model, a decoder, or a wrapper around one.
-        cache: The cache.
+        cache: The cache; None for a forward that makes one.
 
     Returns:
         `{"cache": cache}`, or `{"past_key_values": cache}`.

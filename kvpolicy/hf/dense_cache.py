@@ -124,6 +124,7 @@ def check_dense(header: Mapping[str, Any], what: str) -> int:
     Raises:
         KVPolicyError: Naming what the file has.
     """
+    # An engine has the tokens of one row, of all heads, in every layer.
     name = f"The cache file {what!r}"
     if header["ranks"]["size"] > 1:
         raise KVPolicyError(
@@ -137,6 +138,7 @@ def check_dense(header: Mapping[str, Any], what: str) -> int:
             f"{name} must be of a model with full attention in all layers, got layers with a sliding window, which an "
             "engine masks by slots; serve it with kvpolicy serve --prefix."
         )
+    # It attends to all of them: a reader's index has no place there.
     policy = Policy.from_dict(header["policy"])
     reader = next((own.reader for own in policy.distinct if not isinstance(own.reader, ReadAll)), None)
     if reader is not None:
@@ -144,6 +146,7 @@ def check_dense(header: Mapping[str, Any], what: str) -> int:
             f"{name} must be read whole in a step, got the reader {reader}, which an engine does not have; try the "
             "policy without it."
         )
+    # Its blocks hold equally many tokens of every layer and head.
     held: dict[str, list[int]] | None = header.get("held")
     if held is None:
         raise KVPolicyError(f"{name} must say how many tokens it holds, got one of an earlier version; save it again.")

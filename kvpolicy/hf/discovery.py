@@ -37,7 +37,7 @@ def no_single_stack(name: str, why: str = "") -> KVPolicyError:
 
 
 def why_no_stack(model: nn.Module, stacks: int) -> str:
-    """What a model has in place of one stack of attention layers that know their index, as a relative clause.
+    """Say in a relative clause why a model has no single stack of attention layers that know their index.
 
     Args:
         model: The model.

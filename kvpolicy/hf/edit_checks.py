@@ -53,6 +53,7 @@ def check_shift(cache: CacheForward, start: int, by: int) -> None:
         KVPolicyError: If the cache has no complete prompt, a part of the policy or the model does not allow it, or a
             position is out of range.
     """
+    # Keys are rotated by one angle, so that their rotation must depend on the position alone ...
     attachment = cache.attachment
     if not cache.has_prompt:
         raise KVPolicyError("A cache must have compressed its prompt for tokens to be moved, got one that has not yet.")
@@ -61,6 +62,7 @@ def check_shift(cache: CacheForward, start: int, by: int) -> None:
             "The model must have rotary embeddings whose angles do not depend on the length for tokens to be moved, "
             "got another kind; compute the cache again."
         )
+    # ... in layers that hold a key for each token, and nothing else that depends on where it stood.
     if attachment.model_shape.unmanaged:
         raise KVPolicyError(
             "Every layer must be under the policy for tokens to be moved, got layers with a sliding window, whose mask "
@@ -73,6 +75,7 @@ def check_shift(cache: CacheForward, start: int, by: int) -> None:
         )
     for layer in cache.policy_layers:
         check_movable(layer.store)
+    # Tokens may move behind the end, which `start` may be too, but not before position 0.
     for name, number in (("from_position", start), ("by", by)):
         if isinstance(number, bool) or not isinstance(number, Integral):
             raise KVPolicyTypeError(f"{name} must be an integer, got {number!r}; try shift(30, -10).")
@@ -81,6 +84,7 @@ def check_shift(cache: CacheForward, start: int, by: int) -> None:
         raise KVPolicyError(f"from_position must be between 0 and {shortest}, got {start}.")
     if start + by < 0:
         raise KVPolicyError(f"by must be at least {-start} for the position {start}, got {by}.")
+    # Last, since it runs a layer of the model.
     if obstacle := attachment.move_obstacle():
         raise KVPolicyError(
             f"Positions must enter a model by rotations of its keys alone for tokens to be moved, got {obstacle}; try "

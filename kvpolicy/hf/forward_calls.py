@@ -13,7 +13,8 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, LAYER_NAMES, passed_cache
 from kvpolicy.hf.discovery import home
 from kvpolicy.hf.journal import obstacle_of
-from kvpolicy.hf.latent import LatentAttention, TakesLatents
+from kvpolicy.hf.latent import TakesLatents
+from kvpolicy.hf.latent_attention import LatentAttention
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.shared_keys import ReadingLayer
@@ -29,7 +30,9 @@ _REPLACED = "_kvpolicy_replaced"
 """Attribute of a stock cache that a PolicyCache replaced; copies have it too, unlike entries of a weak dictionary."""
 
 
-def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def bind_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pass the cache that this call carries, and what its selector needs, on to the attention function."""
     for name in LAYER_NAMES:
         cache = kwargs.get(name)
@@ -75,13 +78,14 @@ def caches(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse to compile what is not a decode step on a cache under the policy; raised, it breaks the graph."""
-    cache: Any = passed_cache(kwargs)
+    cache: Cache | None = passed_cache(kwargs)
     if not isinstance(cache, PolicyCache) and (cache is not None or caches(module, kwargs)):
         raise KVPolicyError(
             f"A compiled step must be given a kvpolicy.PolicyCache as {CACHE}, got "
             f"{'none' if cache is None else type(cache).__name__}; try kvpolicy.PolicyCache(model), and the prompt "
             "through the model itself."
         )
+    # What a compiled step would change on the host must be the same in every step: prompts, marks, rows that share.
     tokens: Any = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     if isinstance(cache, PolicyCache) and cache.policy_layers[0].pending is not None:
@@ -127,7 +131,7 @@ def makes_both_caches(decoder: nn.Module) -> bool:
     return hasattr(sys.modules[home(decoder).__module__], "EncoderDecoderCache")
 
 
-def check_stock(cache: Any) -> None:
+def check_stock(cache: object) -> None:
     """Raise KVPolicyError unless a stock cache can be replaced: it must be the ordinary one, empty and new."""
     is_offloading = getattr(cache, "offloading", False)
     if type(cache) is not DynamicCache or is_offloading:

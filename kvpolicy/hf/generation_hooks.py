@@ -21,6 +21,7 @@ from kvpolicy.hf import forward_calls
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, OLD, cache_argument, output_cache, passed_cache, rename_cache
+from kvpolicy.hf.compiled_generation import MASK, StepCompiler, ask_to_compile, keep_mask
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.text.validation import expected
@@ -197,11 +198,15 @@ def offer_cache(model: nn.Module, recent: RecentCache, deltas: RopeDeltas | None
                 cache.activate_past_recording()
         if isinstance(model_kwargs.get(CACHE), PolicyCache):
             recent.expect(model_kwargs[CACHE], length + 1 if columns else None)
+            ask_to_compile(inner, model_kwargs[CACHE], generation_config)
         return result
 
     _set(inner, "_prepare_cache_for_generation", prepare_cache, undo)
     _set(inner, "generate", _noting(inner.generate, recent, deltas), undo)
     _set(inner, "prepare_inputs_for_generation", _keeping_cache(inner, recent), undo)
+    compiler = StepCompiler(inner)
+    _set(inner, "_valid_auto_compile_criteria", compiler.criteria, undo)
+    _set(inner, "get_compiled_call", compiler.compiled_call, undo)
     for name in _CONTINUOUS:
         if hasattr(inner, name):
             _set(inner, name, _refuse_continuous_batching, undo)
@@ -234,14 +239,22 @@ def _noting(generate: Callable[..., Any], recent: RecentCache, deltas: RopeDelta
 
 
 def _keeping_cache(inner: Any, recent: RecentCache) -> Callable[..., Any]:
-    """Let a model that drops its cache in the middle of a generation run the whole text on the same one."""
+    """Let a model that drops its cache in the middle of a generation run the whole text on the same one.
+
+    Only in a generation whose steps are compiled, the masks of the layers are made before the step.
+    """
     prepare = inner.prepare_inputs_for_generation
 
     @functools.wraps(prepare)
     def keeping(*args: Any, **kwargs: Any) -> Any:
-        inputs = prepare(*args, **kwargs)
         given = next((each for each in (*args, *kwargs.values()) if isinstance(each, PolicyCache)), None)
-        if given is not None and not any(isinstance(each, Cache) for each in inputs.values()):
+        if given is None:
+            return prepare(*args, **kwargs)
+        with given.as_compileable(shown=given.compiles):
+            inputs = prepare(*args, **kwargs)
+        if given.compiles:
+            keep_mask(given, kwargs.get(MASK), inputs)
+        if not any(isinstance(each, Cache) for each in inputs.values()):
             restart(given, inputs, recent.end_of(given))
             inputs |= cache_argument(inner, given)
         return inputs

@@ -121,7 +121,7 @@ def _first_block(sites: Sites) -> nn.Module:
 
 
 def _caught(module: nn.Module, run: Callable[[], None]) -> Tensor | None:
-    """What a forward of a module is ended with; None if it fails, or ends by itself."""
+    """The tensor with which a probe ends a forward; None if the forward fails, or ends by itself."""
     try:
         with torch.no_grad(), eval_mode(module):
             run()

@@ -100,7 +100,7 @@ class PolicyLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    is_compileable = False  # generate() would compile by itself, and nothing would call tick()
+    is_compileable = True
     supports_early_init = False
     # Properties of the store take the place of the base class's attributes.
     keys: Tensor = property(lambda self: self.store.tensors.keys if self.is_initialized else None)  # pyright: ignore

@@ -39,7 +39,7 @@ class LayerStates(NamedTuple):
 
 
 class _Kinds(NamedTuple):
-    """What the layers of a model hold, by their index.
+    """The layers of a model by what they hold.
 
     Attributes:
         attending: Layers with a cache of all tokens.
@@ -310,7 +310,7 @@ def _fills_masks(model_type: str) -> bool:
 
 
 def _sort_layers(text: Any) -> _Kinds:
-    """What each layer holds."""
+    """Sort the layers of a config by what they hold."""
     if isinstance(text, ShippedConfig):  # of attention layers alone
         windows = text.windows()
         attending = [index for index in range(text.num_hidden_layers) if index not in windows]
@@ -353,7 +353,7 @@ def _sort_layers(text: Any) -> _Kinds:
 
 
 def _also_holds(kind: str) -> str:
-    """What a cache of transformers holds that is not just the keys and values of each token, by the name of its class.
+    """Say what a layer of transformers' caches holds besides keys and values, by the name of its class.
 
     >>> _also_holds("DynamicIndexedLayer")
     'also holds an index, by which sparse attention chooses tokens'

@@ -8,26 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvpolicy.hf.cache_names import DummyLayer
 from kvpolicy.hf.latent import TakesLatents
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.hf.states import SlotsAndState, StateLayer, States, WindowAndState
-from kvpolicy.hf.tiles import PromptTile
+from kvpolicy.hf.tiles import TiledCache
 from kvpolicy.statistics import Forward
 from kvpolicy.statistics.windows import ScoreTransform
 
 
-class PassingCache(Cache):
+class PassingCache(TiledCache):
     """Base of caches that a forward takes to read the layers of another cache.
 
     Attributes:
         wants_inputs: Whether `attend` is given the inputs of the attention modules.
         takes_tiles: Whether `attend` may be called for one tile after the other.
-        tile_size: The most tokens that a layer takes at a time in the running forward; None for all.
-        tile: The tile that a layer takes at the moment, or None.
     """
 
     wants_inputs: bool = False
@@ -43,8 +41,7 @@ class PassingCache(Cache):
         self.held = layers
         self._rows = rows
         super().__init__(layers=[self._view(layer) for layer in layers])
-        self.tile_size: int | None = None
-        self.tile: PromptTile | None = None
+        self.tile = self.tile_size = None
 
     def manages(self, layer_idx: int) -> bool:
         """Whether a layer is under the policy, or reads the keys of one that is."""
@@ -66,7 +63,7 @@ class PassingCache(Cache):
                 self.layers[index] = self._view(layer)
 
     def _view(self, layer: Any) -> Any:
-        """What a forward sees of a layer."""
+        """The layer that a forward is given in place of one that is held."""
         if isinstance(layer, SlotsAndState):
             view = _PassingState(layer)
         elif isinstance(layer, PolicyLayer):
@@ -99,7 +96,6 @@ class _Passing(CacheLayerMixin):
     """A layer under the policy: keys pass through, and `PassingCache.attend` reads what is held."""
 
     is_sliding = False
-    holds_tokens = True
 
     def __init__(self, layer: PolicyLayer) -> None:
         super().__init__()

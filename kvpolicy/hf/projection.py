@@ -83,7 +83,7 @@ def _adapted(part: nn.Module, weight: Tensor, what: str, use: str) -> Tensor:
 
 
 def _given_by_call(part: nn.Module) -> dict[str, Any]:
-    """What hooks of the running call add to the arguments of a projection."""
+    """Keyword arguments that hooks of the running call add to those of a projection."""
     given: dict[str, Any] = {}
     for number, hook in part._forward_pre_hooks.items():  # pyright: ignore[reportPrivateUsage]
         if number in part._forward_pre_hooks_with_kwargs:  # pyright: ignore[reportPrivateUsage]
@@ -112,7 +112,7 @@ def _of_rows(part: nn.Module, weight: Tensor, adapters: Sequence[str]) -> Tensor
 
 
 def _outputs(part: Any, weight: Tensor, adapter: str | None = None) -> Tensor:
-    """What a projection makes of each input alone, with an adapter by name or its active ones, [hidden, Hq * D]."""
+    """Outputs of a projection for each input alone, under one adapter or the active ones, [hidden, Hq * D]."""
     inputs = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
     zero = torch.zeros_like(inputs[:1])
 

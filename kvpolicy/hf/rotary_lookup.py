@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -212,18 +212,9 @@ def steady_angles(decoder: nn.Module) -> Generator[None]:
 
 def adapting_embeddings(model: nn.Module) -> list[Any]:
     """The rotary embeddings of a model whose angles depend on the length."""
-    return [tables for tables in _embeddings(model) if _adapts(tables)]
-
-
-def _adapts(tables: Any) -> bool:
-    """Whether the angles of a rotary embedding depend on the length."""
-    # By its config, since another thread may hold its angles at the moment.
-    return hasattr(tables, "rope_type") and not _kinds(tables.config).isdisjoint(_LENGTH_DEPENDENT)
-
-
-def _embeddings(decoder: nn.Module) -> Iterator[nn.Module]:
-    """The rotary embeddings of a model."""
-    return filter(is_rotary, decoder.modules())
+    # By the config, since another thread may hold the angles at the moment.
+    found: list[Any] = [tables for tables in filter(is_rotary, model.modules()) if hasattr(tables, "rope_type")]
+    return [tables for tables in found if not _kinds(tables.config).isdisjoint(_LENGTH_DEPENDENT)]
 
 
 def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
@@ -255,7 +246,7 @@ class _ThreeParts(nn.Module):
         self.tables = tables
 
     def __getattr__(self, name: str) -> Any:
-        """What `Rope` reads of the embedding itself."""
+        """Attributes of the embedding itself, which `Rope` reads."""
         own = self.__dict__["_modules"]["tables"]
         return own if name == "tables" else getattr(own, name)
 

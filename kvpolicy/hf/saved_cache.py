@@ -5,21 +5,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine import snapshot
 from kvpolicy.engine.snapshot import Snapshot, below
 from kvpolicy.engine.state import tensors
 from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache_file import TOKENS, CacheFile, check_content, rank_path, read
+from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.cache_header import read_header
 from kvpolicy.hf.discovery import ROPE_DELTAS, find_sites, rope_owner
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.seen_text import KnownTokens
-from kvpolicy.hf.states import is_state
+from kvpolicy.hf.states import States, is_state
 from kvpolicy.planning.result import plan_from_dict, plan_to_dict
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, Ranks
@@ -27,13 +29,18 @@ from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.model_identity import check_same_model
 from kvpolicy.text.tables import shorten
 
+AnyCache = TypeVar("AnyCache", bound=CacheForward)
 
-def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) -> CacheFile:
+
+def describe_cache(
+    cache: CacheForward, tokens: Tensor | Sequence[Sequence[int]] | None, nbytes: Mapping[str, int]
+) -> CacheFile:
     """Everything that a cache holds, of this rank.
 
     Args:
         cache: A `PolicyCache` that has seen a prompt.
         tokens: The token ids that it has seen, [B, N] int64, padding included; None if they are not to be stored.
+        nbytes: Bytes of the cache by their names in the header.
 
     Raises:
         KVPolicyError: If the cache is empty or in the middle of a prompt, its policy has a part that cannot be written
@@ -43,7 +50,9 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
     policy = cache.policy.to_dict()
     _check_complete(cache)
     columns = cache.get_seq_length()
-    held: dict[str, Tensor] = {"digest": cache.mask_digest}
+    first = cache.policy_layers[0]
+    assert first.mask_digest is not None
+    held: dict[str, Tensor] = {"digest": first.mask_digest}
     if tokens is not None:
         held[TOKENS] = _checked_tokens(tokens, cache.batch_size, columns)
     # Each layer by what it has: states, a window, slots, or several of these.
@@ -51,9 +60,10 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
     kept: dict[str, list[int]] = {}
     windows: dict[str, int] = {}
     for index, layer in enumerate(cache.layers):
-        if index in cache.attachment.model_shape.states:
+        if isinstance(layer, States):
             held |= {f"layers.{index}.{name}": state for name, state in layer.named_states().items()}
-        if index in cache.attachment.model_shape.unmanaged:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            assert layer.keys is not None and layer.values is not None
             held |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
             windows[str(index)] = layer.cumulative_length
         if not isinstance(layer, PolicyLayer):
@@ -64,7 +74,6 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
         by_head = layer.store.geometry.tokens_by_head()
         kept[str(index)] = [int(by_head.min()), int(by_head.max())]
     # What all layers share is in the first one.
-    first = cache.policy_layers[0]
     if first.rope_deltas is not None:
         held[ROPE_DELTAS] = torch.tensor(first.rope_deltas, device="cpu")
     ranks: Ranks = first.store.ranks
@@ -78,8 +87,7 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
         "columns": columns,
         "has_tokens": tokens is not None,
         "has_rope_deltas": first.rope_deltas is not None,
-        "nbytes": cache.nbytes,
-        "full_nbytes": cache.full_nbytes,
+        **nbytes,
         "calibrations": _calibrations(cache),
         "cache": cache.numbers(),
         "plan": None if cache.plan is None else plan_to_dict(cache.plan),
@@ -90,7 +98,7 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
     return CacheFile(header, held)
 
 
-def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -> None:
+def restore_cache(cache: CacheForward, model: nn.Module, content: CacheFile, what: str) -> None:
     """Fill an empty cache with what a file says.
 
     Args:
@@ -103,7 +111,7 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
         KVPolicyError: If the content is of another model, dtype or number of ranks, or does not fit the policy.
     """
     header, held = content
-    attachment: Attachment = cache.attachment
+    attachment = cache.attachment
     found = find_sites(model)
     sites = {site.layer_idx: site for site in found.layers}
     first = sites[cache.policy_layers[0].layer_idx]
@@ -114,12 +122,12 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     for index, layer in enumerate(cache.layers):
         own = below(held, f"layers.{index}.")
         states = {name: own.pop(name) for name in list(own) if is_state(name)}
-        if index in attachment.model_shape.states:
+        if isinstance(layer, States):
             layer.load_states(states, _device(model, index))
-        if index not in sites or index in attachment.model_shape.owners:
-            continue
+        if not isinstance(layer, DynamicSlidingWindowLayer | PolicyLayer):
+            continue  # it has a state alone, or reads the keys of another layer
         device = next(sites[index].attention.parameters()).device
-        if index in attachment.model_shape.unmanaged:
+        if isinstance(layer, DynamicSlidingWindowLayer):
             keys, values = (own[name].to(device) for name in ("keys", "values"))
             layer.lazy_initialization(keys, values)
             layer.keys = keys
@@ -158,7 +166,9 @@ def read_for(model: nn.Module, path: str) -> tuple[CacheFile, Policy]:
     return content, Policy.from_dict(content.header["policy"])
 
 
-def load_cache(kind: Callable[[nn.Module, Policy], Any], model: nn.Module, path: str) -> tuple[Any, Tensor | None]:
+def load_cache(
+    kind: Callable[[nn.Module, Policy], AnyCache], model: nn.Module, path: str
+) -> tuple[AnyCache, Tensor | None]:
     """Read a file once: the cache in it, and its token ids, [B, N] int64, or None.
 
     Args:
@@ -181,7 +191,7 @@ def _device(model: nn.Module, layer_idx: int) -> torch.device:
     return next((p.device for part in found for p in part.parameters()), next(model.parameters()).device)
 
 
-def _check_complete(cache: Any) -> None:
+def _check_complete(cache: CacheForward) -> None:
     if not cache.is_initialized:
         raise KVPolicyError("A cache must have seen a prompt to be saved, got an empty one.")
     if cache.forward.runs or not cache.has_prompt:
@@ -277,7 +287,7 @@ def _ranks(saved: Mapping[str, Any], attachment: Attachment, layer_idx: int, dev
     return attachment.resolve_ranks(layer_idx, queries, keys)
 
 
-def _calibrations(cache: Any) -> str:
+def _calibrations(cache: CacheForward) -> str:
     """A hash of the calibrated tensors that the codes and scores of a cache were made with; empty if there are none."""
     found = hashlib.sha256()
     count = 0

@@ -25,7 +25,7 @@ from kvpolicy.text.errors import KVPolicyError
 
 _READS = "reuse"
 _MODES = {None, "store", _READS}
-"""What transformers says of a layer: it keeps its keys to itself, shows them to others, or reads those of another."""
+"""The modes of transformers: a layer keeps its keys to itself, shows them to others, or reads those of another."""
 
 
 class ReadingLayer(CacheLayerMixin):
@@ -107,7 +107,7 @@ def key_owners(text: Any) -> dict[int, int]:
 
 
 def _modes(text: Any) -> list[str | None] | None:
-    """What transformers says of each layer; None if all have keys of their own."""
+    """The mode of each layer, one of `_MODES`; None if all have keys of their own."""
     if getattr(text, "num_kv_shared_layers", None) == text.num_hidden_layers:
         return [_READS] * text.num_hidden_layers  # of a drafter, which reads another model's
     modes = getattr(text, "kv_sharing_modes", None)

@@ -33,7 +33,7 @@ _KINDS = {"conv": "conv_states", "recurrent": "recurrent_states"}
 """The attribute of transformers for each kind of state, by its name in files."""
 
 _FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
-"""What transformers notes of each state."""
+"""Attributes in which transformers keeps facts of each state, by its number."""
 
 
 class States(LinearAttentionLayer):

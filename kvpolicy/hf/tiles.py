@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from kvpolicy.hf.cache_names import LAYER_NAMES, passed_cache
@@ -180,6 +181,18 @@ class PromptTile(NamedTuple):
         return None if t is None else t[:, self.start : self.stop]
 
 
+class TiledCache(Cache):
+    """A cache whose layers may take a prompt tile by tile.
+
+    Attributes:
+        tile_size: The most tokens that a layer takes at a time in the running forward; None for all.
+        tile: The tile that a layer takes at the moment, or None.
+    """
+
+    tile_size: int | None
+    tile: PromptTile | None
+
+
 def tile_obstacle(sites: list[Site]) -> str:
     """Why layers cannot take tiles, as a clause behind their class; empty if they can."""
     for site in sites:
@@ -213,9 +226,8 @@ def take_tiles(site: Site) -> Callable[[], None]:
                 return original(*args, **kwargs)
             arguments = dict(zip(names, args, strict=False)) | kwargs
             cache = passed_cache(arguments, LAYER_NAMES)
-            size = getattr(cache, "tile_size", None)
-            if size is not None:
-                return _run(site, _with_places(original, names[: len(args)]), arguments, cache, size)
+            if isinstance(cache, TiledCache) and cache.tile_size is not None:
+                return _run(site, _with_places(original, names[: len(args)]), arguments, cache, cache.tile_size)
             mask = arguments.get("attention_mask")
             if isinstance(mask, DeferredMask):  # made before it was known that this forward has no cache
                 whole = arguments | {"attention_mask": mask.whole()}
@@ -303,12 +315,13 @@ def _shadow(module: Any, replace: Callable[[Callable[..., Any]], Callable[..., A
     return undo
 
 
-def _run(site: Site, original: Callable[..., Any], arguments: dict[str, Any], cache: Any, size: int) -> Any:
+def _run(site: Site, original: Callable[..., Any], arguments: dict[str, Any], cache: TiledCache, size: int) -> Any:
     """The output of a layer for all tokens, computed tile by tile."""
     columns = arguments["hidden_states"].shape[-2]
     _check_arguments(site, arguments, columns)
     mask = arguments.get("attention_mask")
-    if cache.layers[site.layer_idx].is_sliding and not isinstance(mask, DeferredMask):
+    layer: Any = cache.layers[site.layer_idx]  # of transformers, or one that has its attributes
+    if layer.is_sliding and not isinstance(mask, DeferredMask):
         raise KVPolicyError(
             "tile must be None if ready-made masks of sliding windows are passed, which are for the whole prompt, got "
             "a size; try a 2-D padding mask."
@@ -327,7 +340,7 @@ def _run(site: Site, original: Callable[..., Any], arguments: dict[str, Any], ca
             cache.tile = tile
             recorded.begin_tile()
             with keys.next_tile() as passed:
-                found = original(**dict(_cut(arguments | passed, tile, cache.layers[site.layer_idx], keys.length)))
+                found = original(**dict(_cut(arguments | passed, tile, layer, keys.length)))
             # Each output is written behind those before, so that no tile is held twice.
             part: Tensor = found[0] if isinstance(found, tuple) else found
             others = found[1:] if isinstance(found, tuple) else None

@@ -1,4 +1,4 @@
-"""What each rank of tensor parallelism holds of a model, from a config alone: heads, and bytes of weights."""
+"""Heads and bytes of weights on each rank of tensor parallelism, from a config alone."""
 
 from __future__ import annotations
 

@@ -121,6 +121,7 @@ def score_channel_groups(
     column = tl.arange(0, 4 * HEADS)
     part = (column % 4)[None, :]
     own_head = (column // 4)[None, :]
+    # Four columns of bf16 for each query head, of which the last is 0: made once for all slots.
     columns = ()
     for run in tl.static_range(W // RUN):
         for place in tl.static_range(8 // BITS):
@@ -128,6 +129,7 @@ def score_channel_groups(
             is_query = (lane < RUN)[:, None] & (own_head < G)
             query = tl.load(queries + (row * G + own_head) * D + channels, is_query, 0.0)
             columns = columns + (_third(query, part, IN_PYTHON),)  # noqa: RUF005
+    # A block of slots at a time: codes are multiplied as they are, and the products scaled by group.
     begin = tl.program_id(1) * share
     for start in range(begin, tl.minimum(begin + share, slots), BLOCK):
         slot = start + tl.arange(0, BLOCK)

@@ -55,6 +55,7 @@ def score_channel_groups(
     sizes = _channel_sizes(codes, scale, group, dim, bits)
     if sizes is None:
         return None
+    # Without zeros, scales take their place as an argument, which a program with HAS_ZERO=False does not read.
     zero = zero if zero.shape[-1] else scale
     sizes["BLOCK"] = max(2 * LEAST, min(SCORED, triton.next_power_of_2(slots)))
     share, shares = _shares(slots, sizes["BLOCK"], batch * heads, PROGRAMS)
@@ -117,6 +118,7 @@ def mix_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tens
     if sizes is None:
         return None
     zero = zero if zero.shape[-1] else scale
+    # Programs share the slots of a head, and each adds up its own: the sums of all are added in the end.
     runs = width // sizes["RUN"]
     share, shares = _shares(slots, MIXED, batch * heads * runs, PROGRAMS)
     out = weights.new_empty(shares, batch, heads, group, dim)

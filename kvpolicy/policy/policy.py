@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal
 
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.plain import Plain
@@ -145,9 +145,9 @@ class Policy:
             KVPolicyError: If the layers do not fit together; the message says which and why.
 
         Examples:
-            >>> policy = Policy.by_layer(["snapkv@0.5", "h2o+kivi:bits=4@0.25"], budget=0.2)
-            >>> policy.at(1).codec, policy.budget
-            (KIVI(bits=4, group_size=32, residual_length='auto'), 0.2)
+            >>> policy = Policy.by_layer(["snapkv@0.5", "h2o+bfp@0.25"], budget=0.2)
+            >>> str(policy.at(1).codec), policy.budget
+            ('bfp', 0.2)
         """
         return LayeredPolicy(policies, budget)
 
@@ -399,17 +399,13 @@ class LayeredPolicy(Policy):
         object.__setattr__(self, "_spec", spec)
         check_layers(self.layers)
 
-    def _ask_layer(self) -> NoReturn:
-        raise KVPolicyError(
-            f"The parts of a policy that differs by layer must be read from one layer, got {self}; try .at(0)."
-        )
-
-    allocator: Any = property(_ask_layer)
-    selector: Any = property(_ask_layer)
-    merger: Any = property(_ask_layer)
-    codec: Any = property(_ask_layer)
-    reader: Any = property(_ask_layer)
-    heads: Any = property(_ask_layer)
+    def __getattr__(self, name: str) -> Any:
+        """Say where to read a part, which is not set here."""
+        if name in PROTOCOLS:
+            raise KVPolicyError(
+                f"The parts of a policy that differs by layer must be read from one layer, got {self}; try .at(0)."
+            )
+        return object.__getattribute__(self, name)  # which says what is missing
 
     @property
     def _content(self) -> tuple[Any, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
+from kvpolicy.policy.combination import PROTOCOLS
 from kvpolicy.policy.html import by_layer_html
 from kvpolicy.policy.policy import DEFAULT_BUDGET, Policy
-from kvpolicy.protocols import ModelInfo
 from kvpolicy.text import grammar
 from kvpolicy.text.budget import Budget, check_budget
 from kvpolicy.text.errors import KVPolicyError
@@ -97,6 +97,12 @@ class TunedPolicy(Policy):
         """Copy and pickle by construction."""
         return TunedPolicy, (self.source, self.budget)
 
+    def __getattr__(self, name: str) -> Any:
+        """Say where to read a part, which is not set here."""
+        if name in PROTOCOLS:
+            self._ask_layer()
+        return object.__getattribute__(self, name)  # which says what is missing
+
     def _ask_layer(self) -> NoReturn:
         raise KVPolicyError(
             "The layers of a policy from a file must be read after it is attached, since they depend on the model, "
@@ -107,29 +113,11 @@ class TunedPolicy(Policy):
         """Not known before the model is."""
         self._ask_layer()
 
-    allocator: Any = property(_ask_layer)
-    selector: Any = property(_ask_layer)
-    merger: Any = property(_ask_layer)
-    codec: Any = property(_ask_layer)
-    reader: Any = property(_ask_layer)
-    heads: Any = property(_ask_layer)
-    distinct: Any = property(_ask_layer)
-    decode: Any = property(_ask_layer)
-    reads_part: Any = property(_ask_layer)
-    replay: Any = property(_ask_layer)
-    layer_metric: Any = property(_ask_layer)
-    undoes_rotation: Any = property(_ask_layer)
-    min_tokens: Any = property(_ask_layer)
-    keeps_whole: Any = property(_ask_layer)
+    @property
+    def distinct(self) -> NoReturn:
+        """Not known before the model is."""
+        self._ask_layer()
 
     def with_budget(self, budget: Budget) -> Policy:
         """The same file with another budget."""
         return TunedPolicy(self.source, budget)
-
-    def to_dict(self) -> NoReturn:
-        """Not known before the model is."""
-        self._ask_layer()
-
-    def check(self, model: ModelInfo) -> None:
-        """Not known before the model is."""
-        self._ask_layer()

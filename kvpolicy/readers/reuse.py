@@ -99,6 +99,7 @@ class Reuse(Reader):
     host: bool = False
 
     def __post_init__(self) -> None:
+        # The base chooses in some layers, and others read its slots: what else it does must not depend on the layer.
         if not isinstance(self.base, Reader):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise KVPolicyTypeError(f"Reuse.base must be a reader, got {self.base!r}; try ExactTopK().")
         if isinstance(self.base, Reuse | ReadAll):
@@ -115,6 +116,7 @@ class Reuse(Reader):
             raise KVPolicyError(
                 f"Reuse.base must be a reader that reads keys as they are stored, got {self.base}; try quest."
             )
+        # Layers that choose: in ascending order, each behind those that read everything.
         if not isinstance(self.layers, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise KVPolicyTypeError(f"Reuse.layers must be auto or layers such as 2_13, got {self.layers!r}; try auto.")
         ascending = sorted(set(self._choosing)) == [*self._choosing]

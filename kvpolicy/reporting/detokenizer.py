@@ -18,7 +18,7 @@ LONGEST_WAIT = 32
 """Tokens after which text is returned even if the next token may change it, such as bytes that are no UTF-8."""
 
 INCOMPLETE = "\ufffd"
-"""What tokenizers decode an incomplete UTF-8 sequence to."""
+"""The character that tokenizers decode an incomplete UTF-8 sequence to."""
 
 CLEANED_STARTS = (" ", " '", " n", " n'", " 'v", " 'r")
 """Ends of a text from which `clean_up_tokenization_spaces` may remove the space, depending on what follows."""

@@ -92,6 +92,15 @@ def warn_of_states(model: Any, model_type: str) -> None:
         )
 
 
+def warn_uncompiled(policy: Policy, reason: str) -> None:
+    """Warn that `generate` runs uncompiled, although it was asked to compile."""
+    warnings.warn(
+        f"generate runs uncompiled under {shorten(str(policy))}, since {reason}; leave compile=True out.",
+        KVPolicyWarning,
+        stacklevel=2,
+    )
+
+
 def warn_of_chunks(policy: Policy) -> None:
     """Warn that a prompt comes in chunks, each of which is compressed by its own last queries."""
     warnings.warn(

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.statistics import Coming, Context, Sizes, Statistic, Tile, Working
-from kvpolicy.statistics.joint_heads import together
 from kvpolicy.statistics.statistic import SCORE_NBYTES, SHORTEST_TILE
-from kvpolicy.statistics.windows import TILE_ELEMENTS, take_queries
+from kvpolicy.statistics.windows import TILE_ELEMENTS, take_queries, together
 
 
 class OpenTokens(NamedTuple):

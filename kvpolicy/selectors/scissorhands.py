@@ -39,7 +39,7 @@ class BelowMean(NewestWindow[Tensor]):
         """How many of the queries ignore each candidate."""
 
         def ignored(weights: Tensor, part: slice, tile: QueryWindow) -> Tensor:
-            seen = _visible(tile, context.keys, context.past, context.valid)
+            seen = _visible(tile, context.keys, context.past, context.valid)[..., : weights.shape[-1]]
             seen = seen.repeat_interleave(weights.shape[1] // context.keys.shape[1], 1)  # [B, Hq, W, S + P]
             return (weights.mul_(seen.sum(-1, keepdim=True)).lt(BELOW_MEAN) & seen).sum(2)
 

@@ -95,6 +95,7 @@ def serving(
     allowed_hosts: Sequence[str] = (),
     tile: TileSize = None,
     hold: Hold = PLAIN,
+    compile: bool | None = None,
 ) -> Generator[uvicorn.Server, None, None]:
     """Attach a policy to a model, and make the server.
 
@@ -108,6 +109,7 @@ def serving(
         allowed_hosts: Names and addresses that a `Host` header may have, besides those of the listener.
         tile: The most tokens of a prompt that a layer takes at a time, `auto`, or None.
         hold: How a prompt is held that waits, as `hold` of `attach`.
+        compile: Whether steps are compiled, as `compile` of `attach`.
 
     Yields:
         The server; call `run(sockets=[listener])`. The policy is detached at the end.
@@ -118,7 +120,7 @@ def serving(
     hosts = Hosts(listener.getsockname()[0], allowed_hosts)
     handlers.check_transformers()
     has_template = adapt_tokenizer(tokenizer)
-    with attach(model, policy, tile=tile, hold=hold) as handle:
+    with attach(model, policy, tile=tile, hold=hold, compile=compile) as handle:
         prefix = None if load is None else load(model)
         metrics = Metrics()
         generation = Generation(handle, metrics, prefix)

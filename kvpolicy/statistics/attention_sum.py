@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.statistics.joint_heads import together
 from kvpolicy.statistics.statistic import Context, Statistic
+from kvpolicy.statistics.windows import together
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.ranks import Ranks
-from kvpolicy.statistics.joint_heads import together
 from kvpolicy.statistics.statistic import Context, KeptStatistic, NewestWindow, Sizes, Statistic, Tile, Working
-from kvpolicy.statistics.windows import QueryWindow
+from kvpolicy.statistics.windows import QueryWindow, together
 
 
 class AbsoluteSums(NamedTuple):

@@ -17,7 +17,7 @@ from kvpolicy.statistics.statistic import (
     WindowStatistic,
     Working,
 )
-from kvpolicy.statistics.windows import QueryWindow, window_attention, window_tiles
+from kvpolicy.statistics.windows import QueryWindow
 
 
 class AttentionRows(NamedTuple):
@@ -67,27 +67,14 @@ class ReducedRows(WindowStatistic[Tensor]):
     def reduced(self, context: Context) -> Tensor:
         """The sum of what the rows are reduced to."""
         assert self.window is not None
-        keys = context.keys
-        valid = context.valid
-        transform = context.transform
-        past = context.past
-        positions = context.positions
-        batch, heads = self.window.queries.shape[:2]
-        slots = 0 if past is None else past.keys.shape[2]
-        total = keys.new_zeros(batch, heads, positions.shape[-1], dtype=torch.float32)
-        at = positions[:, 0, slots:].long().gather(1, self.window.at.clamp_min(0))
+        at = context.positions[:, 0, context.slots :].long().gather(1, self.window.at.clamp_min(0))
         at = torch.where(self.window.at < 0, -1, at)
-        for part, tile in window_tiles(self.window, total.shape[2]):
-            # Queries are in the order of their columns: no key behind the last one is seen by any of the tile.
-            new = int(tile.at.max()) + 1
-            if not new:
-                continue
-            flags = None if valid is None else valid[:, :new]
-            weights = window_attention(tile, keys[:, :, :new], transform, past, flags)
-            seen = slots + new
-            rows = AttentionRows(weights, at[:, part], positions[..., :seen], context.layer_idx, context.ranks)
-            total[..., :seen] += self.reducer.reduce(rows)
-        return total
+
+        def reduced(weights: Tensor, part: slice, tile: QueryWindow) -> Tensor:
+            positions = context.positions[..., : weights.shape[-1]]
+            return self.reducer.reduce(AttentionRows(weights, at[:, part], positions, context.layer_idx, context.ranks))
+
+        return self.summed(context, reduced)
 
     def working(self, sizes: Sizes) -> Working:
         """All queries, and a tile of their weights with 64-bit integers of each."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from kvpolicy.kernels.mixed_values import read_values
 from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
 from kvpolicy.kernels.rotary import KeyRotation, Rope
-from kvpolicy.statistics.joint_heads import together
 from kvpolicy.statistics.windows import (
     TILE_ELEMENTS,
     Past,
@@ -25,6 +24,7 @@ from kvpolicy.statistics.windows import (
     ScoreTransform,
     newest_columns,
     take_queries,
+    together,
     token_positions,
     window_attention,
     window_tiles,
@@ -427,15 +427,31 @@ class WindowStatistic(Statistic[Result], Protocol[Result]):
 
     def begun(self: Any, coming: Coming) -> Any:
         """Choose the queries."""
-        return replace(self, window=begun_window(self.columns(coming)))
+        at = self.columns(coming)
+        return replace(self, window=QueryWindow(at.new_empty(0), at))
 
     def added(self: Any, tile: Tile) -> Any:
         """Keep the chosen queries of a tile."""
-        return replace(self, window=added_window(self.window, tile))
+        queries, at = self.window
+        stop = tile.start + tile.queries.shape[2]
+        if tile.is_whole:
+            return replace(self, window=QueryWindow(take_queries(tile.queries, at), at))
+        if not queries.numel():
+            queries = tile.queries.new_zeros(*tile.queries.shape[:2], at.shape[1], tile.queries.shape[3])
+        inside = (at >= tile.start) & (at < stop)
+        if bool(inside.any()):
+            taken = take_queries(tile.queries, torch.where(inside, at - tile.start, -1))
+            queries = torch.where(inside[:, None, :, None], taken, queries)
+        return replace(self, window=QueryWindow(queries, at))
 
     def joined(self: Any, later: Any, columns: int) -> Any:
         """The queries of both."""
-        return replace(self, window=self.newest(joined_windows(self.window, later.window, columns)))
+        first = self.window
+        second = later.window
+        # An absent query stays at -1: if it were shifted, it would stand at the last column of the first chunk.
+        at = torch.where(second.at < 0, -1, second.at + columns)
+        both = QueryWindow(torch.cat([first.queries, second.queries], 2), torch.cat([first.at, at], 1))
+        return replace(self, window=self.newest(both))
 
     def beside(self: Any, other: Any, heads: int) -> Any:
         """The queries of both layers, which are of the same columns."""
@@ -444,22 +460,28 @@ class WindowStatistic(Statistic[Result], Protocol[Result]):
 
     def map_rows(self: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         """The same with `fn` of every tensor."""
-        return replace(self, window=map_window(self.window, fn))
+        return replace(self, window=QueryWindow(*map(fn, self.window)))
 
     def summed(self, context: Context, reduce: Callable[[Tensor, slice, QueryWindow], Tensor]) -> Tensor:
         """Reduce the attention rows of the queries a few at a time, without an N x N matrix: [B, Hq, N] fp32.
 
         Args:
             context: The tokens.
-            reduce: Sums over some queries, [B, Hq, n, N] fp32 weights; which of the queries they are, and the queries.
+            reduce: Sums over some queries: fp32 weights [B, Hq, n, M] of all slots, and of the new tokens up to the
+                newest of these queries; which of the queries they are, and the queries. It returns [B, Hq, M].
         """
         assert self.window is not None
         batch, heads = self.window.queries.shape[:2]
         held = 0 if context.past is None else context.past.keys.shape[2]
         total = context.keys.new_zeros(batch, heads, held + context.keys.shape[2], dtype=torch.float32)
         for part, tile in window_tiles(self.window, total.shape[2]):
-            weights = window_attention(tile, context.keys, context.transform, context.past, context.valid)
-            total += reduce(weights, part, tile)
+            # No key behind the newest query of a tile is seen by any of it.
+            new = int(tile.at.max()) + 1
+            if not new:
+                continue
+            valid = None if context.valid is None else context.valid[:, :new]
+            weights = window_attention(tile, context.keys[:, :, :new], context.transform, context.past, valid)
+            total[..., : held + new] += reduce(weights, part, tile)
         return total
 
     def working(self, sizes: Sizes) -> Working:
@@ -486,40 +508,8 @@ class NewestWindow(WindowStatistic[Result], Protocol[Result]):
         return self if self.width >= other.width else other
 
 
-def begun_window(at: Tensor) -> QueryWindow:
-    """A window of the columns `at` [B, W], without queries yet."""
-    return QueryWindow(at.new_empty(0), at)
-
-
-def added_window(window: QueryWindow, tile: Tile) -> QueryWindow:
-    """A window with those of its queries that are in a tile."""
-    queries, at = window
-    stop = tile.start + tile.queries.shape[2]
-    if tile.is_whole:
-        return QueryWindow(take_queries(tile.queries, at), at)
-    if not queries.numel():
-        queries = tile.queries.new_zeros(*tile.queries.shape[:2], at.shape[1], tile.queries.shape[3])
-    inside = (at >= tile.start) & (at < stop)
-    if bool(inside.any()):
-        taken = take_queries(tile.queries, torch.where(inside, at - tile.start, -1))
-        queries = torch.where(inside[:, None, :, None], taken, queries)
-    return QueryWindow(queries, at)
-
-
-def joined_windows(first: QueryWindow, second: QueryWindow, columns: int) -> QueryWindow:
-    """Queries of two chunks, the second of which begins after `columns` columns."""
-    # An absent query stays at -1: if it were shifted, it would stand at the last column of the first chunk.
-    at = torch.where(second.at < 0, -1, second.at + columns)
-    return QueryWindow(torch.cat([first.queries, second.queries], 2), torch.cat([first.at, at], 1))
-
-
 def newest_of(window: QueryWindow, width: int) -> QueryWindow:
     """The newest `width` queries of a window, absent ones first."""
     order = (window.at >= 0).to(torch.uint8).argsort(dim=-1, stable=True)[:, -width:]
     index = order[:, None, :, None].expand(-1, window.queries.shape[1], -1, window.queries.shape[-1])
     return QueryWindow(window.queries.gather(2, index), window.at.gather(1, order))
-
-
-def map_window(window: QueryWindow, fn: Callable[[Tensor], Tensor]) -> QueryWindow:
-    """A window with `fn` of its tensors."""
-    return QueryWindow(fn(window.queries), fn(window.at))

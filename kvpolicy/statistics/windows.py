@@ -1,4 +1,4 @@
-"""How scores become attention weights, and the attention of a few queries of a prompt."""
+"""How scores become attention weights, the attention of a few queries of a prompt, and their heads."""
 
 from __future__ import annotations
 
@@ -182,3 +182,12 @@ def token_positions(valid: Tensor | None, columns: int, seen: Tensor) -> Tensor:
         return (seen[:, None] + torch.arange(columns, device=seen.device)).to(torch.int32)
     count = seen[:, None] + valid.long().cumsum(-1) - 1
     return count.where(valid, -1).to(torch.int32)
+
+
+def together(first: Tensor, second: Tensor, heads: int) -> Tensor:
+    """Numbers of query heads [B, Hq, ...] and of others [B, Hq', ...] by KV head, [B, Hq + Hq', ...].
+
+    Each of the `heads` KV heads has its query heads of the first layer, and behind them those of the second.
+    """
+    groups = (t.unflatten(1, (heads, -1)) for t in (first, second))
+    return torch.cat(tuple(groups), 2).flatten(1, 2)

@@ -123,6 +123,7 @@ def check(part: Allocator | HeadAllocator | Selector | Merger | Codec | Reader, 
     """
     check_instance("strategy", part)
     _check_dataclass(part)
+    # First what the part returns by itself, then caches that use it, beside parts that need what it must provide.
     if isinstance(part, Allocator):
         for layers in (_LAYERS, 1, 7):
             part_checks.check_budgets(part, layers)
@@ -148,6 +149,7 @@ def check(part: Allocator | HeadAllocator | Selector | Merger | Codec | Reader, 
         raise KVPolicyTypeError(
             f"The part must be {either(_with_article(kind) for kind in kinds())}, got {part!r}; {_what_it_lacks(part)}."
         )
+    # Every priority and state that a selector returns meanwhile is checked too.
     with part_checks.watched(part):
         _check_cache(part, policy)
     if isinstance(part, Codec):

@@ -239,12 +239,14 @@ def check_merger(part: Merger) -> None:
     for state in tensors(part.alloc(2, 3, "cpu")):
         assert state.shape[:2] == (2, 3), f"{part}: the tensors of a state must be [B, H, ...], got {describe(state)}"
         assert not bool(state.any()), f"{part}: a new state must be zero, got other numbers"
+    # Where nothing is evicted, a prompt stays bit for bit.
     whole = _candidates(part, evicted=0)
     result = part.merge_prompt(part.alloc(2, 3, "cpu"), whole)
     for name, before in (("values", whole.values), ("keys", whole.keys), ("counts", whole.counts)):
         after = getattr(result, name)
         same = after is None or (before is not None and torch.equal(after, whole.at_targets(before)))
         assert same, f"{part}: merge_prompt must return {name} as they are if nothing is evicted, got other numbers"
+    # Where something is, arguments are only read: the engine uses them afterwards.
     given = _candidates(part, evicted=5)
     passed = [t for t in given if isinstance(t, Tensor)]
     copies = [t.clone() for t in passed]
@@ -253,6 +255,7 @@ def check_merger(part: Merger) -> None:
         same = torch.equal(now, then)
         assert same, f"{part}: merge_prompt must not modify its arguments, got other numbers after the call"
     _check_merged(part, "merge_prompt", result, (2, 3, given.targets.shape[-1]))
+    # In decoding, one victim of each head goes into a slot.
     if when == "always":
         pick = torch.tensor([[[0]] * 3] * 2)
         counts = None if given.counts is None else given.counts[:, :, :1]

@@ -88,6 +88,7 @@ def _check_layer(part: Reader, heads: int, dim: int) -> None:
     """Check `update` and `choose` in a layer of two rows, one of them with padding, that has empty slots."""
     layer_idx = next(idx for idx in range(_TOKENS) if part.traits.source(idx) == idx)
     store = LayerStore(LayerSpec(layer_idx, KeepAll(), Plain(), "grow", reader=part))
+    # A prompt of two rows, and room for seven more tokens, which leaves empty slots.
     generator = torch.Generator().manual_seed(4)
     queries, keys, values = (
         torch.randn(2, each, _TOKENS, dim, generator=generator) for each in (2 * heads, heads, heads)
@@ -103,6 +104,7 @@ def _check_layer(part: Reader, heads: int, dim: int) -> None:
     shape, held, reads = store.slots.index.shape, store.tensors, store.tensors.reads
     if shape is None or not reads:
         return
+    # Empty slots hold anything: entries of others must not depend on it.
     before = map_state(torch.clone, reads.index)
     empty = held.positions < 0
     held.keys[empty] = torch.nan

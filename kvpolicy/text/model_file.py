@@ -25,13 +25,13 @@ from kvpolicy.text.output import check_is_file, check_output, refuse_other
 Content = TypeVar("Content")
 
 SAME = "a {} of the same model, text and options"
-"""What a finished file may be without being lost, for `refuse_other`."""
+"""A finished file that is replaced unasked, in words for `refuse_other`."""
 
 REMEDY = "--force (from Python, force=True)"
 """How to replace another one."""
 
 _known: dict[tuple[ModelFile[Any], str], tuple[object, Any]] = {}
-"""What was read, by kind and place, with the times and sizes that its files had: one that changed replaces it."""
+"""Content that was read, by kind and place, with the times and sizes of its files: a changed file is read again."""
 
 
 class ModelFile(ABC, Generic[Content]):

@@ -31,6 +31,7 @@ def check_candidates(candidates: Sequence[Policy | str], model: ModelInfo) -> li
         >>> check_candidates(["h2o@0.1"], ModelInfo(2, 4, 32))
         [Policy.parse('h2o@0.1')]
     """
+    # One layer is measured at a time, and the answer at once: refuse what looks at other layers, or chooses per step.
     policies = [Policy.of(candidate) for candidate in candidates]
     if not policies:
         raise KVPolicyError("The candidates must be at least one policy, got none; try snapkv@0.2.")

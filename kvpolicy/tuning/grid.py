@@ -20,6 +20,7 @@ PARTS = (
     "kvzip+tokenwise:bits=4",
     "uniform/adakv+kvzip",
     "uniform/adakv+kvzip+tokenwise:bits=4",
+    "uniform/adakv+kvzip+tokenwise:key_bits=4:value_bits=2",
     "uniform/adakv+kvzip+tokenwise:bits=2",
 )
 """Selectors that look at the question or replay the context, with and without head budgets and codes."""
@@ -30,7 +31,7 @@ def default_grid() -> list[Policy]:
 
     Examples:
         >>> len(default_grid()), str(default_grid()[0])
-        (70, 'snapkv@0.02')
+        (77, 'snapkv@0.02')
     """
     return make_grid(PARTS, SHARES)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import T5Config
+from transformers import CompileConfig, PreTrainedModel, T5Config
 
 import kvpolicy
 from kvpolicy.cli.app import main
@@ -316,3 +317,22 @@ def test_a_printed_text_comes_token_by_token(capsys: pytest.CaptureFixture[str])
     printer.end()
     assert printed == [" paris", "", "", "", "🙂", " on", " river"]
     assert capsys.readouterr().out == "\n"
+
+
+def test_the_first_step_of_compiled_steps_is_told(
+    tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same text; what is compiled is tested in tests/engine/test_compiled_generation.py."""
+    monkeypatch.setattr(PreTrainedModel, "_default_compile_config", _uncompiled, raising=False)
+    text, _, _ = wanted(tiny, PROMPT, POLICY, 4)
+    out, err = generate([PROMPT, "--policy", POLICY, "--new", "4", "--compile"], capsys)
+    assert out == text + "\n"
+    assert re.search(r"^first step +\d+\.\d\d s, with the compilation$", err, re.MULTILINE)
+    _, err = generate([PROMPT, "--policy", POLICY, "--new", "4"], capsys)
+    assert "first step" not in err
+    _, err = generate(["--speculate", POLICY, "--compile"], capsys, 2)
+    assert "--compile must be given without --speculate" in err
+
+
+def _uncompiled(model: Any) -> CompileConfig:
+    return CompileConfig(backend="eager", mode="default")

@@ -62,30 +62,38 @@ NORM = ("channel_scale", "channel_zero")
 BASES = {"tokenwise": TokenWise(bits=4), "turboquant": TurboQuant(), "bfp": BFP()}
 KINDS: dict[str, Kind] = {
     **{f"tokenwise-{bits}": Kind(TokenWise(bits=bits), NORM, compiles=bits == "fp8") for bits in (2, 3, 4, 8, "fp8")},
+    "tokenwise-8-2": Kind(TokenWise(key_bits=8, value_bits=2), NORM, compiles=True),
+    "tokenwise-3-fp8": Kind(TokenWise(key_bits=3, value_bits="fp8"), NORM),
     "tokenwise-raw": Kind(TokenWise(bits="fp8", normalize=False, group_size=8), NORM),
     **{f"bfp-{mantissa}": Kind(BFP(mantissa=mantissa), ("order",)) for mantissa in (3, 4, 6, 8)},
     "bfp-blocks": Kind(BFP(mantissa=5, block_channels=8), ("order",), compiles=True),
     "bfp-exact": Kind(BFP(exact_values=True, block_channels=8), ("order",)),
     **{f"rotate-{bits}": Kind(RotateKV(bits=bits, group_size=8), ("place",)) for bits in (2, 3, 4)},
+    "rotate-4-2": Kind(RotateKV(key_bits=4, value_bits=2, group_size=8), ("place",), compiles=True),
     "rotate-groups": Kind(RotateKV(bits=3, group_size=32), ("place",)),
     **{f"turboquant-{bits}": Kind(TurboQuant(bits=bits), (), compiles=bits == 3) for bits in (2, 3, 4)},
+    "turboquant-4-2": Kind(TurboQuant(key_bits=4, value_bits=2), (), compiles=True),
     **{f"mikv-{bits}": Kind(MiKVStage(bits=bits, group_size=32), ("channel_scale",)) for bits in (2, 3, 8)},
     **{f"zipcache-{bits}": Kind(ZipCacheStage(bits=bits)) for bits in (2, 3, 8)},
+    "zipcache-4-2": Kind(ZipCacheStage(bits=4, value_bits=2)),
     "kvquant-3": Kind(kvquant(), ()),
     "kvquant-2": Kind(kvquant(bits=2, outliers=0.0), ()),
     "kvquant-4": Kind(kvquant(bits=4, norm=False, outliers=0.2), ()),
     "gear-2": Kind(GEAR(group_size=8), group_size=8, compiles=True),
+    "gear-8-2": Kind(GEAR(group_size=8, key_bits=8, value_bits=2), group_size=8, compiles=True),
     "gear-plain": Kind(GEAR(group_size=8, rank=0), ("key_scale", "key_zero", "key_places"), 8),
     "gear-dense": Kind(GEAR(group_size=8, sparse=0.0), group_size=8),
     "gear-kcvt": Kind(GEAR(group_size=8, backbone="kcvt", rank=3, sparse=0.3), group_size=8),
     **{f"kivi-{bits}": Kind(KIVI(bits=bits, group_size=4), group_size=4, compiles=bits == 4) for bits in (2, 4, 8)},
+    "kivi-8-2": Kind(KIVI(key_bits=8, value_bits=2, group_size=4), group_size=4, compiles=True),
     "think-plain": Kind(ThinK(), ("channels",), compiles=True),
     "think-kivi": Kind(ThinK(base=KIVI(bits=4, group_size=4)), ("channels",), 4, compiles=True),
+    "think-kivi-4-2": Kind(ThinK(base=KIVI(key_bits=4, value_bits=2, group_size=4)), ("channels",), 4),
     **{f"think-{name}": Kind(ThinK(base=base), ("channels",)) for name, base in BASES.items()},
 }
 ONE_OF_EACH = [
     *("tokenwise-4", "bfp-4", "rotate-3", "turboquant-4", "mikv-3"),
-    *("zipcache-3", "kvquant-3", "kivi-4", "gear-plain", "think-plain"),
+    *("zipcache-3", "kvquant-3", "kivi-4", "gear-plain", "think-plain", "tokenwise-8-2", "kivi-8-2"),
 ]
 
 

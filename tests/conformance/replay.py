@@ -15,8 +15,7 @@ from kvpolicy import KeepKV, Plain, Policy, PolicyCache, Regress, ZSMerge
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.registry import name_of
 from kvpolicy.statistics import InputScores, Moments, NewestQueries, OutputNorms
-from kvpolicy.statistics.joint_heads import together
-from kvpolicy.statistics.windows import ScoreTransform
+from kvpolicy.statistics.windows import ScoreTransform, together
 from tests.conformance.access import (
     Attend,
     Slots,

@@ -93,11 +93,16 @@ WRAPS = ("lowrank", "think")
 """Codecs over other codecs."""
 
 _OPTIONS: dict[str, dict[str, list[object]]] = {
-    "tokenwise": {"bits": [2, 3, 4, 8, "fp8"], "group_size": [2, 4, 8], "normalize": ["true", "false"]},
+    "tokenwise": {
+        "key_bits": [2, 3, 4, 8, "fp8", "auto"],
+        "value_bits": [2, 3, 4, 8, "fp8", "auto"],
+        "group_size": [2, 4, 8],
+        "normalize": ["true", "false"],
+    },
     "bfp": {"mantissa": [3, 4, 5, 6, 8], "block_channels": [1, 3, 8], "exact_values": ["true", "false"]},
     "kvquant": {"bits": [2, 3, 4], "outliers": [0.0, 0.1, 0.3], "sinks": [0, 1, 4], "norm": ["true", "false"]},
-    "rotate": {"bits": [2, 3, 4], "group_size": [2, 8], "sinks": [0, 1, 5]},
-    "turboquant": {"bits": [2, 4], "seed": [0, 3]},
+    "rotate": {"bits": [2, 3, 4], "value_bits": ["auto", 2, 4], "group_size": [2, 8], "sinks": [0, 1, 5]},
+    "turboquant": {"bits": [2, 4], "key_bits": ["auto", 2, 4], "seed": [0, 3]},
     "csr": {
         "nnz": [4],
         "value_chunks": [1, 2, 4],
@@ -137,10 +142,10 @@ def draw_codec(dice: Random) -> str:
     if name == "plain":
         return name
     if name == "kivi":
-        return f"kivi:bits={dice.choice([2, 4, 8])}:{sizes}"
+        return f"kivi:bits={dice.choice([2, 4, 8])}:key_bits={dice.choice([4, 8, 'auto'])}:{sizes}"
     if name == "gear":
         backbone = dice.choice(["kivi", "kcvt"])
-        bits = dice.choice([2, 4, 8])
+        bits = f"{dice.choice([2, 4, 8])}:key_bits={dice.choice([4, 8, 'auto'])}"
         size = f"group_size={dice.choice([2, 3, 4])}:residual_length={dice.choice([0, 1, 4, 9])}"
         return f"gear:rank=0:bits={bits}:backbone={backbone}:sparse={dice.choice(['0.0', '0.1', '0.3'])}:{size}"
     if name == "staircase":

@@ -88,6 +88,8 @@ class GroupTwin:
 GEARS: dict[str, dict[str, Any]] = {
     "2 bits": {"bits": 2, "rank": 0},
     "4 bits": {"bits": 4, "rank": 0, "backbone": "kcvt"},
+    "8 and 2 bits": {"bits": 2, "key_bits": 8, "rank": 0},
+    "2 and 4 bits": {"key_bits": 2, "value_bits": 4, "rank": 1},
     "no outliers": {"bits": 2, "rank": 0, "sparse": 0.0},
     "many outliers": {"bits": 2, "rank": 0, "sparse": 0.3, "group_size": 8},
     "rank 1": {"bits": 2, "rank": 1},

@@ -156,7 +156,8 @@ def mikv_case(**config: Any) -> Case:
 
 
 def zipcache_case(**config: Any) -> Case:
-    return Case(ZipCacheStage(**config), lambda dim, b, h: zipcache.Head(config, dim), plain_store)
+    slow = {"bits": config["bits"], "value_bits": config.get("value_bits") or "auto"}
+    return Case(ZipCacheStage(**config), lambda dim, b, h: zipcache.Head(slow, dim), plain_store)
 
 
 class ThinKHead:
@@ -247,6 +248,9 @@ CASES: dict[str, Case] = {
     "lowrank-scores": lowrank_case(rank=4, basis="scores"),
     "lowrank-tokenwise": lowrank_case(TokenWise(bits=8), rank=8),
     **{f"tokenwise-{bits}": tokenwise_case(bits=bits) for bits in (2, 3, 4, 8, "fp8")},
+    "tokenwise-8-4": tokenwise_case(key_bits=8, value_bits=4),
+    "tokenwise-fp8-2": tokenwise_case(key_bits="fp8", value_bits=2, group_size=16),
+    "tokenwise-3-fp8": tokenwise_case(key_bits=3, value_bits="fp8"),
     "tokenwise-raw": tokenwise_case(bits=4, normalize=False, group_size=32),
     "tokenwise-fp8-raw": tokenwise_case(bits="fp8", normalize=False, group_size=16),
     **{f"bfp-{mantissa}": bfp_case(mantissa=mantissa) for mantissa in (3, 4, 5, 6, 8)},
@@ -258,11 +262,18 @@ CASES: dict[str, Case] = {
     "csr-prompt-atoms": csr_case(40, nnz=8, value_chunks=4, prompt_atoms=2),
     "csr-outlier-atoms": csr_case(30, nnz=2, value_chunks=2, outlier_atoms=2, prompt_atoms=1),
     **{f"rotate-{bits}": rotate_case(bits=bits) for bits in (2, 3, 4)},
+    "rotate-4-2": rotate_case(key_bits=4, value_bits=2),
+    "rotate-3-4": rotate_case(key_bits=3, value_bits=4, group_size=16),
     "rotate-groups": rotate_case(bits=3, group_size=16),
     **{f"turboquant-{bits}": turboquant_case(seed=bits, bits=bits) for bits in (2, 3, 4)},
+    "turboquant-4-2": turboquant_case(seed=1, key_bits=4, value_bits=2),
+    "turboquant-2-4": turboquant_case(seed=1, key_bits=2, value_bits=4),
     **{f"mikv-{bits}": mikv_case(bits=bits, group_size=128) for bits in (2, 3, 8)},
     "mikv-groups": mikv_case(bits=4, group_size=24),
     **{f"zipcache-{bits}": zipcache_case(bits=bits) for bits in (2, 3, 4, 8)},
+    "zipcache-4-2": zipcache_case(bits=4, value_bits=2),
+    "think-tokenwise-8-2": think_case(base=TokenWise(key_bits=8, value_bits=2, group_size=16)),
+    "lowrank-tokenwise-8-4": lowrank_case(TokenWise(key_bits=8, value_bits=4), rank=8, value_rank=16),
     "think-none": think_case(ratio=0.0),
     "think-half": think_case(ratio=0.5),
     "think-most": think_case(ratio=0.99),

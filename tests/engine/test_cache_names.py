@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import LlamaForCausalLM, cache_utils
+from transformers.cache_utils import DynamicCache
 
 import kvpolicy
 from kvpolicy.hf import cache_names
@@ -61,7 +62,8 @@ class Wrapper(nn.Module):
 def test_the_name_is_that_of_the_forward(kind: type[nn.Module], name: str) -> None:
     for module in (kind(), Wrapper(kind()), Wrapper(Wrapper(kind()))):
         assert cache_name(module) == name
-        assert module(**cache_argument(module, 7)) == 7
+        cache = DynamicCache()
+        assert module(**cache_argument(module, cache)) is cache
     assert cache_name(nn.Linear(1, 1)) == CACHE
 
 

@@ -216,6 +216,11 @@ def test_answers_of_prompts_that_waited_in_codes_are_not_reused(make: Any) -> No
     assert len(names) == 2
 
 
+def test_answers_of_compiled_steps_are_not_reused(make: Any) -> None:
+    names = {make("snapkv@0.4", compile=compile).fingerprint for compile in (None, True)}
+    assert len(names) == 2
+
+
 def test_several_processes_are_refused() -> None:
     """They would have other groups, and wait for each other."""
     check_processes(0, 2)

@@ -317,15 +317,15 @@ MUTATIONS = (
     Mutation(
         name="the divisors of value channels are left out of their sums",
         file="kvpolicy/codecs/zipcache.py",
-        old="return mix_fused(codes, scale, zero, weights, self.bits) * widen(channels)",
-        new="return mix_fused(codes, scale, zero, weights, self.bits)",
+        old="return mix_fused(codes, scale, zero, weights, bits) * widen(channels)",
+        new="return mix_fused(codes, scale, zero, weights, bits)",
         tests=("tests/codecs/test_fused.py",),
     ),
     Mutation(
         name="the zero of a rotated value is not scaled",
         file="kvpolicy/codecs/rotate.py",
-        old="mix_fused(codes.values, scale, -scale * codes.value_zero, weights, self.bits)",
-        new="mix_fused(codes.values, scale, -codes.value_zero.float(), weights, self.bits)",
+        old="mix_fused(codes.values, scale, -scale * codes.value_zero, weights, self.bits_of_values)",
+        new="mix_fused(codes.values, scale, -codes.value_zero.float(), weights, self.bits_of_values)",
         tests=("tests/codecs/test_fused.py",),
     ),
     Mutation(

@@ -121,7 +121,7 @@ MUTATIONS = (
     Mutation(
         name="queries below the mean do not follow their rows",
         file="kvpolicy/statistics/statistic.py",
-        old="return replace(self, window=map_window(self.window, fn))",
+        old="return replace(self, window=QueryWindow(*map(fn, self.window)))",
         new="return self",
         tests=("tests/engine/test_prefill.py",),
     ),

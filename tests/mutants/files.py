@@ -31,14 +31,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="a loaded cache forgets what was measured",
-        file="kvpolicy/hf/cache.py",
+        file="kvpolicy/hf/cache_forward.py",
         old='        self._measured.known = numbers["cosines"]\n',
         new="",
         tests=SAVED,
     ),
     Mutation(
         name="a loaded cache forgets the announced prompt",
-        file="kvpolicy/hf/cache.py",
+        file="kvpolicy/hf/cache_forward.py",
         old='        self._prompt = numbers["prompt"]\n',
         new="",
         tests=("tests/files/test_saved_schedules.py",),

@@ -303,7 +303,7 @@ MUTATIONS = (
     Mutation(
         name="states are not in files",
         file="kvpolicy/hf/saved_cache.py",
-        old="        if index in cache.attachment.model_shape.states:\n            held |=",
+        old="        if isinstance(layer, States):\n            held |=",
         new="        if layer is None:\n            held |=",
         tests=("tests/engine/test_states.py::test_files_hold_states",),
     ),

@@ -10,30 +10,30 @@ SIZES = "tests/kernels/test_mixed_values.py"
 MUTATIONS = (
     Mutation(
         name="the rotated part of a query is folded too far",
-        file="kvpolicy/hf/latent.py",
+        file="kvpolicy/hf/latent_attention.py",
         old="q[..., plain:]], -1)",
         new="q[..., -plain:]], -1)[..., : latent.shape[3] + rotated.shape[3]]",
         tests=(LATENT,),
     ),
     Mutation(
         name="the rotated key stands before the latent vector",
-        file="kvpolicy/hf/latent.py",
+        file="kvpolicy/hf/latent_attention.py",
         old="torch.cat([latent, rotated], -1)",
         new="torch.cat([rotated, latent], -1)",
         tests=(LATENT,),
     ),
     Mutation(
         name="a prompt behind slots attends to itself alone",
-        file="kvpolicy/hf/latent.py",
-        old="if self.cache.tile is None and not self.layer.holds_tokens:",
-        new="if q.shape[2] > 1:",
+        file="kvpolicy/hf/latent_attention.py",
+        old="isinstance(self.layer, LatentSlots) and not self.layer.holds_tokens",
+        new="q.shape[2] > 1",
         tests=(LATENT,),
     ),
     Mutation(
         name="a tile attends to itself alone",
-        file="kvpolicy/hf/latent.py",
-        old="if self.cache.tile is None and not self.layer.holds_tokens:",
-        new="if not self.layer.holds_tokens:",
+        file="kvpolicy/hf/latent_attention.py",
+        old=" and self.cache.tile is None:",
+        new=":",
         tests=(f"{LATENT}::test_tiles_keep_the_same_tokens",),
     ),
     Mutation(

@@ -92,8 +92,8 @@ MUTATIONS = (
     Mutation(
         name="queries of a tile are placed at the first ones",
         file="kvpolicy/statistics/reduced_rows.py",
-        old="rows = AttentionRows(weights, at[:, part],",
-        new="rows = AttentionRows(weights, at[:, : tile.at.shape[1]],",
+        old="AttentionRows(weights, at[:, part],",
+        new="AttentionRows(weights, at[:, : tile.at.shape[1]],",
         tests=("tests/selectors/test_every_selector.py::test_chunks_are_as_one_prompt",),
     ),
     Mutation(

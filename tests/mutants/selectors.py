@@ -6,6 +6,20 @@ from tests.mutants import Mutation
 
 MUTATIONS = (
     Mutation(
+        name="all layers draw alike",
+        file="kvpolicy/selectors/random.py",
+        old="torch.full_like(every, view.layer_idx)",
+        new="torch.full_like(every, 0)",
+        tests=("tests/selectors/test_random.py",),
+    ),
+    Mutation(
+        name="a draw has few bits",
+        file="kvpolicy/selectors/random.py",
+        old="(drawn >> 8).float()",
+        new="(drawn >> 30).float()",
+        tests=("tests/selectors/test_random.py",),
+    ),
+    Mutation(
         name="half of the tokens are a majority",
         file="kvpolicy/selectors/crush.py",
         old="return (bits & valid).sum(-1) * 2 > valid.sum(-1)",

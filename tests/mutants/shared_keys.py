@@ -35,7 +35,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="heads of two layers stand one layer behind the other",
-        file="kvpolicy/statistics/joint_heads.py",
+        file="kvpolicy/statistics/windows.py",
         old="    groups = (t.unflatten(1, (heads, -1)) for t in (first, second))",
         new="    groups = (t.unflatten(1, (1, -1)) for t in (first, second))",
         tests=("tests/statistics/test_joint_heads.py",),

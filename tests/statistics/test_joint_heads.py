@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpolicy.statistics.joint_heads import together
+from kvpolicy.statistics.windows import together
 
 
 def test_groups_grow() -> None:

@@ -6,13 +6,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics.statistic import Tile, added_window, begun_window, joined_windows, map_window, newest_of
+from kvpolicy.statistics import Coming, RecentQueries, Tile
 from kvpolicy.statistics.windows import QueryWindow
 from tests.engine.parts import generator, newest_queries
 
 CHUNKED = [[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1], [0, 1, 1, 0, 1, 0, 1]]
 VALID = torch.tensor(CHUNKED).bool()
 QUERIES = torch.randn(4, 4, 7, 8, generator=generator(0))
+
+
+class Every(RecentQueries):
+    """The newest queries of each chunk."""
+
+    def newest(self, window: QueryWindow) -> QueryWindow:
+        return window
+
+
+def joined(kind: type[RecentQueries], first: int, width: int) -> QueryWindow:
+    chunks = [kind(width, window(part, width)) for part in (slice(first), slice(first, None))]
+    return chunks[0].joined(chunks[1], first).window
 
 
 def window(columns: slice, width: int) -> QueryWindow:
@@ -28,15 +40,14 @@ def same(found: QueryWindow, expected: QueryWindow) -> None:
 @pytest.mark.parametrize("width", [1, 3, 5, 9])
 @pytest.mark.parametrize("first", [1, 4, 6])
 def test_the_newest_of_two_chunks_are_those_of_the_whole(first: int, width: int) -> None:
-    both = joined_windows(window(slice(first), width), window(slice(first, None), width), first)
-    same(newest_of(both, width), window(slice(None), width))
+    same(joined(RecentQueries, first, width), window(slice(None), width))
 
 
 @pytest.mark.parametrize("width", [1, 3, 9])
 @pytest.mark.parametrize("first", [1, 4, 6])
 def test_joined_windows_have_all_queries_of_both(first: int, width: int) -> None:
     """Absent ones stay absent, wherever they stand."""
-    both = joined_windows(window(slice(first), width), window(slice(first, None), width), first)
+    both = joined(Every, first, width)
     for b, row in enumerate(both.at.tolist()):
         for place, column in enumerate(row):
             assert column < 0 or torch.equal(both.queries[b, :, place], QUERIES[b, :, column])
@@ -48,12 +59,13 @@ def test_joined_windows_have_all_queries_of_both(first: int, width: int) -> None
 @pytest.mark.parametrize("size", [1, 2, 5, 7])
 def test_tiles_give_the_window_of_the_whole(size: int) -> None:
     expected = window(slice(None), 3)
-    found = begun_window(expected.at)
+    found = RecentQueries(3).begun(Coming(VALID, 7, torch.zeros(4, dtype=torch.int64), None))
     for start in range(0, 7, size):
         at = slice(start, min(start + size, 7))
         tile = Tile(QUERIES[:, :, at], QUERIES[:, :2, at], start, VALID[:, at], size >= 7)
-        found = added_window(found, tile)
-    same(found, expected)
+        found = found.added(tile)
+    assert found.window is not None
+    same(found.window, expected)
 
 
 def test_rows_of_a_window_are_mapped() -> None:
@@ -61,5 +73,6 @@ def test_rows_of_a_window_are_mapped() -> None:
         return t.flip(0)
 
     one = window(slice(None), 2)
-    assert torch.equal(map_window(one, turned).queries, one.queries.flip(0))
-    assert torch.equal(map_window(one, turned).at, one.at.flip(0))
+    found = RecentQueries(2, one).map_rows(turned).window
+    assert found is not None
+    assert torch.equal(found.queries, one.queries.flip(0)) and torch.equal(found.at, one.at.flip(0))

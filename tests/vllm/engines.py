@@ -27,6 +27,36 @@ ENVIRONMENT = {
 
 
 @contextmanager
+def model_classes_kept() -> Generator[None]:
+    """Take back what vLLM does to classes of transformers.
+
+    Its backend of transformers makes models compilable by changing their class, from which no model can be made
+    outside an engine any more.
+    """
+    from vllm.model_executor.models.transformers.base import Base
+
+    decorate = Base._decorate_cls_for_torch_compile
+    before: dict[type, tuple[tuple[type, ...], dict[str, Any]]] = {}
+
+    def noted(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
+        before.setdefault(cls, (cls.__bases__, dict(vars(cls))))
+        decorate(self, cls, *args, **kwargs)
+
+    Base._decorate_cls_for_torch_compile = noted
+    try:
+        yield
+    finally:
+        Base._decorate_cls_for_torch_compile = decorate
+        for cls, (bases, members) in before.items():
+            for name in set(vars(cls)) - set(members):
+                delattr(cls, name)
+            for name, member in members.items():
+                if vars(cls)[name] is not member:
+                    setattr(cls, name, member)
+            cls.__bases__ = bases
+
+
+@contextmanager
 def engine(model: Path, **options: Any) -> Generator[Any]:
     """A `vllm.LLM` with the connector, and the `extra` config of that.
 
@@ -56,16 +86,17 @@ def engine(model: Path, **options: Any) -> Generator[Any]:
         kv_connector_extra_config=extra,
     )
     llm: Any = None
-    try:
-        llm = LLM(str(model), kv_transfer_config=transfer, **(defaults | options))
-        yield llm
-    finally:
-        # Also of an engine that has not started, whose connector the next one would use.
-        ensure_kv_transfer_shutdown()
-        if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
-        gc.collect()
+    with model_classes_kept():
+        try:
+            llm = LLM(str(model), kv_transfer_config=transfer, **(defaults | options))
+            yield llm
+        finally:
+            # Also of an engine that has not started, whose connector the next one would use.
+            ensure_kv_transfer_shutdown()
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown()
+            cleanup_dist_env_and_memory()
+            gc.collect()
 
 
 def sampling(params: dict[str, Any] | None = None, tokens: int = 8, **options: Any) -> Any:

@@ -60,7 +60,8 @@ def test_speculation_by_ngrams(tmp_path: Path) -> None:
     ],
 )
 def test_other_policies_do_not_start(saved: Saved, policy: str, message: str) -> None:
-    with pytest.raises(KVPolicyError, match=message), engine(saved.folder / "model", extra={"policy": policy}):
+    extra = {"policy": policy, "least": 0}
+    with pytest.raises(KVPolicyError, match=message), engine(saved.folder / "model", extra=extra):
         pass
 
 

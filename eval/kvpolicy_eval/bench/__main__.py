@@ -9,6 +9,7 @@ from kvpolicy_eval.common.table_command import run
 TABLES = (
     "bars",
     "codecs",
+    "generate",
     "kernel_start",
     "launches",
     "long_prompts",

@@ -138,4 +138,6 @@ def _statistic(state: Any) -> Tensor | None:
     base = getattr(state, "base", state)
     if not base:
         return None
-    return base.score if hasattr(base, "score") else base.attn_sum / base.probes.clamp_min(1)
+    if hasattr(base, "attn_sum"):
+        return base.attn_sum / base.probes.clamp_min(1)
+    return getattr(base, "score", None)

@@ -43,6 +43,7 @@ def explain(
     from kvpolicy.hf.rotary_lookup import trained_positions
     from kvpolicy.policy import LayeredPolicy
 
+    # The plan is that of `kvpolicy plan`, so that both commands say the same bytes.
     parsed = _parse(policy)
     cache_dtype = dtype_of(dtype)
     config = as_config(model)
@@ -57,6 +58,7 @@ def explain(
         "new": new,
         "link": transfer_facts(planned, link, bandwidth),
     }
+    # Of layers with policies of their own, a table says more than a paragraph about each part.
     if isinstance(planned.policy, LayeredPolicy):
         facts |= facts_by_layer(parsed, planned, describe(config, cache_dtype))
         print(as_json("explain", facts) if json else render_by_layer(facts))

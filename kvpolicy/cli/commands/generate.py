@@ -87,6 +87,7 @@ def generate(
     chat: Chat = False,
     tile: arguments.Tile = "auto",
     hold_codes: arguments.HoldCodes = False,
+    compile: arguments.Compile = False,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
     json: arguments.Json = False,
@@ -95,8 +96,8 @@ def generate(
 
     The prompt is the argument, a file or standard input; one newline at the end of a file or of standard input is
     removed. Without a prompt, the embedded model gets a sample. The text is streamed to standard output, or with
-    --speculate printed at the end. Kept tokens, bytes and speed follow on standard error. Ctrl-C stops the generation,
-    with exit code 130.
+    --speculate printed at the end. With --compile, the first step of the answer waits for the compilation. Kept tokens,
+    bytes and speed follow on standard error. Ctrl-C stops the generation, with exit code 130.
     """
     replace_unencodable()
     tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
@@ -116,6 +117,11 @@ def generate(
         raise KVPolicyError(
             f"--gamma must be given with --speculate, got {gamma} alone; try --speculate {policies[0]}."
         )
+    if drafter is not None and compile:
+        raise KVPolicyError(
+            "--compile must be given without --speculate, whose drafts and verification are not compiled; try one of "
+            "them."
+        )
     if not math.isfinite(temperature):
         raise KVPolicyError(f"--temperature must be finite, got {temperature}; try 1.0.")
     from kvpolicy.cli.generation import GenerationOptions
@@ -123,7 +129,14 @@ def generate(
 
     new_tokens = new or (SAMPLE_NEW_TOKENS if is_sample else NEW_TOKENS)
     hold = arguments.hold_of(hold_codes)
-    options = GenerationOptions(new=new_tokens, temperature=temperature, seed=seed, tile=tile_size, hold=hold)
+    options = GenerationOptions(
+        new=new_tokens,
+        temperature=temperature,
+        seed=seed,
+        tile=tile_size,
+        hold=hold,
+        compile=arguments.compile_of(compile),
+    )
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat)
     check_length(loaded, ids.shape[1], options.new)

@@ -80,6 +80,7 @@ def plan(
     from kvpolicy.hf.model_spec import describe
     from kvpolicy.hf.rotary_lookup import trained_positions
 
+    # Refuse options before the config is looked up, which may download it.
     cache_dtype = dtype_of(dtype)
     capacity = parse_memory(memory)
     free = parse_memory(headroom, "--headroom", HEADROOM)
@@ -97,6 +98,7 @@ def plan(
         how |= {"hold": arguments.hold_of(hold_codes)}
         return kvpolicy.plan(config, policy, **sizes, **how)  # pyright: ignore[reportArgumentType]
 
+    # The facts are the JSON of the command, from which the text is made too.
     planned = plan_for(chunk, tile)
     facts: dict[str, Any] = {"model": model, "policy": str(planned.policy), "tp": tp}
     facts |= {"dtype": str(cache_dtype).removeprefix("torch."), "backend": backend, **sizes}
@@ -105,6 +107,7 @@ def plan(
     facts |= figures(planned, usable)
     facts["link"] = transfer_facts(planned, link, bandwidth, planned.weights.nbytes)
     facts["tune"] = tune_command(describe(config, cache_dtype), planned.weights.nbytes, prompt, usable, tp)
+    # Whoever divides a prompt wants to know what the other ways of dividing it would hold.
     parts = chunk or tile
     if parts:
         ways = {

@@ -29,6 +29,7 @@ def serve(
     ] = "",
     tile: arguments.Tile = "auto",
     hold_codes: arguments.HoldCodes = False,
+    compile: arguments.Compile = False,
     prefix: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Saved cache that every request starts from, with its token ids."),
@@ -74,5 +75,6 @@ def serve(
         loaded, tokenizer = load(model, dtype, device)
         load_prefix = file and file.load
         how: Any = {"tile": tile_size, "hold": arguments.hold_of(hold_codes)}
+        how["compile"] = arguments.compile_of(compile)
         with serving(loaded, tokenizer, model, str(parsed), listener, load_prefix, (host, *names), **how) as server:
             run(server, listener)

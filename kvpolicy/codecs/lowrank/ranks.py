@@ -164,10 +164,12 @@ def load_ranks(path: str, model: ModelInfo) -> dict[int, Ranks]:
             f"LowRank.ranks must be same, {', '.join(DIVIDED)} or a file, got {shorten(repr(path))}, which cannot be "
             f"read ({error.strerror}); try energy."
         ) from error
+    # Content that is no object has no ranks, as the loop says.
     content = parse_json(blob, what, 'try {"keys": [16], "values": [16]}')
     if not isinstance(content, dict):
         content = {}
     check_format(cast("dict[str, Any]", content), FORMAT, what)
+    # Every layer has a rank, but only those under the policy are checked: others need none.
     for side in ("keys", "values"):
         ranks = content.get(side)
         if not isinstance(ranks, list) or len(cast("list[Any]", ranks)) != model.depth:

@@ -57,6 +57,13 @@ def ordinary(tokens: int, block: int, group_size: int, residual: int, pinned: in
     return exact, [math.ceil((tokens - residual - pinned) / group_size) * group_size]
 
 
+def side_bits(config: Config) -> tuple[Any, Any]:
+    """Bits of keys and of values: those of the side, or those of both."""
+    sides = (config.get(name, "auto") for name in ("key_bits", "value_bits"))
+    keys, values = (config["bits"] if bits == "auto" else bits for bits in sides)
+    return keys, values
+
+
 def only(config: Config, known: Config) -> Config:
     """The parameters of a codec that its coder knows."""
     return {key: config[key] for key in known if key in config}

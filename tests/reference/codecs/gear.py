@@ -12,9 +12,17 @@ from torch import Tensor
 
 from ..coding import Codec, Config, Given, Pair
 from ..scalars import LARGEST_HALF, Frame, complete, decode, descending, encode, frame, half, largest_divisor
-from ._common import Books, grouped, only
+from ._common import Books, grouped, only, side_bits
 
-DEFAULTS: Config = {"bits": 2, "group_size": 64, "rank": 2, "sparse": 0.02, "backbone": "kivi"}
+DEFAULTS: Config = {
+    "bits": 2,
+    "key_bits": "auto",
+    "value_bits": "auto",
+    "group_size": 64,
+    "rank": 2,
+    "sparse": 0.02,
+    "backbone": "kivi",
+}
 SMALL = "gear:bits=4:group_size=4:rank=0:residual_length=4"
 """The basis is anyone\'s, so that only without one GEAR can be compared number by number."""
 LOOPS = 3
@@ -125,13 +133,13 @@ class Head:
 
     def _key_stand_in(self, x: np.float32, channel: int) -> np.float32:
         by = self.key_frames[channel]
-        return decode(encode(np.float32(x), by, self.config["bits"]), by)
+        return decode(encode(np.float32(x), by, side_bits(self.config)[0]), by)
 
     def _code_keys(self, rows: Array) -> tuple[Array, set[tuple[int, int]], Array]:
         """The backbone of keys, a frame for each channel; where the outliers are; the keys without them."""
         each = outliers(self.config["group_size"], self.config["sparse"])
         apart = [pull_out([np.float32(x) for x in rows[:, c]], each) for c in range(self.dim)]
-        self.key_frames = [frame(some.filled, self.config["bits"]) for some in apart]
+        self.key_frames = [frame(some.filled, side_bits(self.config)[0]) for some in apart]
         filled = np.array([some.filled for some in apart], np.float32).T
         coded = np.array([[self._key_stand_in(x, c) for c, x in enumerate(row)] for row in filled], np.float32)
         return coded, {(t, c) for c, some in enumerate(apart) for t in some.places}, filled
@@ -139,7 +147,7 @@ class Head:
     def _code_values(self, rows: Array) -> tuple[Array, set[tuple[int, int]], Array]:
         """The backbone of values, frames for each token; where the outliers are; the values without them."""
         each = outliers(self.dim, self.config["sparse"])
-        bits = self.config["bits"]
+        _, bits = side_bits(self.config)
         apart = [pull_out([np.float32(x) for x in row], each) for row in rows]
         coded: list[list[np.float32]] = []
         for some in apart:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..coding import Codec, Config, Given, Pair
-from ._common import Books, grouped
+from ._common import Books, grouped, side_bits
 
-DEFAULTS: Config = {"bits": 2, "group_size": 32, "residual_length": 128}
+DEFAULTS: Config = {"bits": 2, "key_bits": "auto", "value_bits": "auto", "group_size": 32, "residual_length": 128}
 SMALL = "kivi:group_size=4:residual_length=4"
 
 
@@ -81,7 +81,8 @@ class Head:
 
     def __init__(self, config: Config) -> None:
         """Start without groups; `config` has `bits` and `group_size`."""
-        self.bits, self.size = config["bits"], config["group_size"]
+        self.key_bits, self.value_bits = side_bits(config)
+        self.size = config["group_size"]
         self.frames: dict[int, list[Frame]] = {}
 
     def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:
@@ -89,9 +90,12 @@ class Head:
         for group in {slot // self.size for slot in slots}:
             if not any(live[group * self.size : (group + 1) * self.size]):
                 keys = [key for slot, (key, _) in zip(slots, tokens, strict=True) if slot // self.size == group]
-                self.frames[group] = key_frames(keys, self.bits)
+                self.frames[group] = key_frames(keys, self.key_bits)
         return [
-            (coded_key(key, self.frames[slot // self.size], self.bits), coded_value(value, self.bits, self.size))
+            (
+                coded_key(key, self.frames[slot // self.size], self.key_bits),
+                coded_value(value, self.value_bits, self.size),
+            )
             for slot, (key, value) in zip(slots, tokens, strict=True)
         ]
 

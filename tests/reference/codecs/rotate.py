@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..coding import Codec, Config
 from ..scalars import Coded, complete, descending, half, half_tie, integer_tie, largest_divisor, scalars, vector
-from ._common import Books, lone, only
+from ._common import Books, lone, only, side_bits
 
-DEFAULTS: Config = {"bits": 2, "group_size": 128}
+DEFAULTS: Config = {"bits": 2, "key_bits": "auto", "value_bits": "auto", "group_size": 128}
 SMALL = "rotate:group_size=4:sinks=2:residual_length=2:block_size=4"
 Matrix = list[list[float]]
 
@@ -112,20 +112,21 @@ class Head:
 
     def code(self, key: Tensor, value: Tensor) -> Coded:
         """Codes of a token, and what is read back of its key and value."""
-        key_codes, key_read = self._mixed(scalars(key), self.order)
-        value_codes, value_read = self._mixed(scalars(value), list(range(len(self.order))))
+        key_bits, value_bits = side_bits(self.config)
+        key_codes, key_read = self._mixed(scalars(key), self.order, key_bits)
+        value_codes, value_read = self._mixed(scalars(value), list(range(len(self.order))), value_bits)
         return {"key": key_codes, "value": value_codes}, vector(key_read), vector(value_read)
 
-    def _mixed(self, xs: list[np.float32], order: list[int]) -> tuple[list[float], list[np.float32]]:
+    def _mixed(self, xs: list[np.float32], order: list[int], bits: int) -> tuple[list[float], list[np.float32]]:
         mixed = times(xs, self.matrix)
         size = float(max(abs(x) for x in mixed))
         codes: list[float] = []
         read = [np.float32(0)] * len(xs)
         for start in range(0, len(xs), self.width):
             some = order[start : start + self.width]
-            part, inner = integer_zero([mixed[c] for c in some], self.config["bits"])
+            part, inner = integer_zero([mixed[c] for c in some], bits)
             if size:
-                self.margin = min(self.margin, nearest_tie([mixed[c] for c in some], self.config["bits"]) / size)
+                self.margin = min(self.margin, nearest_tie([mixed[c] for c in some], bits) / size)
             codes += part
             for c, x in zip(some, inner, strict=True):
                 read[c] = x

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from ..coding import Codec, Config
 from ..scalars import Coded, column, complete, e4m3, grouped, half, largest_divisor, scalars, vector
-from ._common import Books, lone, only
+from ._common import Books, lone, only, side_bits
 
-DEFAULTS: Config = {"bits": 4, "group_size": 128, "normalize": True}
+DEFAULTS: Config = {"bits": 4, "key_bits": "auto", "value_bits": "auto", "group_size": 128, "normalize": True}
 SMALL = "tokenwise:group_size=4:residual_length=4:block_size=4"
 
 
@@ -60,13 +61,13 @@ class Head:
     def code(self, key: Tensor, value: Tensor) -> Coded:
         """Codes of a token, and what is read back of its key and value."""
         normal = [(x - m) / s for x, m, s in zip(scalars(key), self.mean, self.std, strict=True)]
-        key_codes, key_read = self._grouped(normal)
-        value_codes, value_read = self._grouped(scalars(value))
+        key_bits, value_bits = side_bits(self.config)
+        key_codes, key_read = self._grouped(normal, key_bits)
+        value_codes, value_read = self._grouped(scalars(value), value_bits)
         key_read = [x * s + m for x, m, s in zip(key_read, self.mean, self.std, strict=True)]
         return {"key": key_codes, "value": value_codes}, vector(key_read), vector(value_read)
 
-    def _grouped(self, xs: list[np.float32]) -> tuple[list[float], list[np.float32]]:
-        bits = self.config["bits"]
+    def _grouped(self, xs: list[np.float32], bits: Any) -> tuple[list[float], list[np.float32]]:
         return fp8(xs, self.width) if bits == "fp8" else grouped(xs, self.width, int(bits))
 
 

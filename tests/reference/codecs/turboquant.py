@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..coding import Codec, Config
 from ..scalars import Coded, complete, grouped, half, half_tie, largest_divisor, nearest, scalars, vector
-from ._common import Books, lone, only
+from ._common import Books, lone, only, side_bits
 from .rotate import mixing, times, transposed
 
-DEFAULTS: Config = {"bits": 4}
+DEFAULTS: Config = {"bits": 4, "key_bits": "auto", "value_bits": "auto"}
 SMALL = "turboquant:residual_length=2:block_size=4"
 GROUP = 128
 
@@ -74,7 +74,7 @@ class Head:
 
     def code(self, key: Tensor, value: Tensor) -> Coded:
         """Codes of a token, and what is read back of its key and value."""
-        bits = self.config["bits"]
+        bits, value_bits = side_bits(self.config)
         xs = scalars(key)
         levels = lloyd_max(bits)
         root = math.sqrt(len(xs))
@@ -88,7 +88,7 @@ class Head:
             self.margin = min(self.margin, near, half_tie(size) / size)
         unmixed = times([np.float32(norm * levels[code] / root) for code in codes], transposed(self.matrix))
         key_read = [x * np.float32(sign) for x, sign in zip(unmixed, self.signs, strict=True)]
-        value_codes, value_read = grouped(scalars(value), self.width, bits)
+        value_codes, value_read = grouped(scalars(value), self.width, value_bits)
         return {"key": [float(code) for code in codes], "value": value_codes}, vector(key_read), vector(value_read)
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from ..coding import Codec, Coder, Config
 from ..exact import ceil_share
 from ..scalars import Coded, column, complete, grouped, half, scalars, vector
-from ._common import Books, Layout, Lone
+from ._common import Books, Layout, Lone, side_bits
 
-DEFAULTS: Config = {"bits": 2}
+DEFAULTS: Config = {"bits": 2, "key_bits": "auto", "value_bits": "auto"}
 SMALL = "zipcache:recode_every=5"
 
 
@@ -36,9 +36,9 @@ class Head:
         """Codes of a token, and what is read back of its key and value."""
         codes: list[list[float]] = []
         reads: list[Tensor] = []
-        for x, by in zip((key, value), self.by, strict=True):
+        for x, by, bits in zip((key, value), self.by, side_bits(self.config), strict=True):
             even = [v / c for v, c in zip(scalars(x), by, strict=True)]
-            some, inner = grouped(even, len(even), self.config["bits"])
+            some, inner = grouped(even, len(even), bits)
             codes.append(some)
             reads.append(vector([v * c for v, c in zip(inner, by, strict=True)]))
         return {"key": codes[0], "value": codes[1]}, reads[0], reads[1]
@@ -47,13 +47,14 @@ class Head:
 def codec(config: Config, calibration: Books) -> Codec:
     """The codec as the engine sees it."""
     every = config["recode_every"]
-    widths = (config["high_bits"], config["bits"])
+    others = {key: config[key] for key in DEFAULTS if key in config}
+    widths = ({"bits": config["high_bits"]}, others)
 
     def layout(tokens: int) -> Layout:
         high = ceil_share(config["high"], tokens)
         return (every, [high, tokens - high]) if tokens >= every else (tokens, [])
 
     def coder(stage: int, layer: int, head: int) -> Coder:
-        return Lone(lambda dim, given: Head({"bits": widths[stage]}, dim))
+        return Lone(lambda dim, given: Head(widths[stage], dim))
 
     return Codec(layout=layout, coder=coder, block=every, demote_by="priority", recode_all=True)

@@ -1,0 +1,287 @@
+"""`generate` with compiled steps: the answers of uncompiled ones, one compilation for requests of any length."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CompileConfig
+
+import kvpolicy
+from kvpolicy import KVPolicyError, KVPolicyWarning, PolicyCache
+from kvpolicy.hf.compiled_generation import is_plain_step, model_obstacle
+from tests.conformance.access import kept_positions
+from tests.conformance.models import build
+from tests.conformance.play import make_batch
+from tests.conformance.policies import words
+
+NEW = 12
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW}
+KIVI = "kivi:group_size=4:residual_length=4"
+
+
+class Counter:
+    """A backend that runs what was traced, and counts it; copies of a config share it."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph
+
+    def __deepcopy__(self, memo: Any) -> Counter:
+        return self
+
+    @property
+    def config(self) -> CompileConfig:
+        return CompileConfig(backend=self, mode="default")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Generator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def generate(model: Any, rows: list[int], how: dict[str, Any], **more: Any) -> Tensor:
+    ids, mask = make_batch(rows, [max(rows)])
+    torch.manual_seed(0)
+    return model.generate(ids, attention_mask=mask, **how, **more)
+
+
+def same(policy: str, requests: list[list[int]], how: dict[str, Any] = GREEDY, layers: int = 1) -> int:
+    """The graphs that requests are compiled to, whose answers and caches are those of uncompiled steps."""
+    model = build("llama", layers=layers)
+    counter = Counter()
+    expected: list[tuple[Tensor, Any]] = []
+    for rows in requests:
+        with kvpolicy.attach(model, policy, compile=False) as eager:
+            want = generate(model, rows, how)
+            assert eager.cache is not None
+            kept = [kept_positions(layer) for layer in eager.cache.policy_layers]
+        expected.append((want, kept))
+    for rows, (want, kept) in zip(requests, expected, strict=True):
+        with kvpolicy.attach(model, policy, compile=True) as handle:  # anew, as programs do for each request
+            got = generate(model, rows, how, compile_config=counter.config)
+            assert handle.cache is not None
+            assert torch.equal(got, want), rows
+            assert [kept_positions(layer) for layer in handle.cache.policy_layers] == kept
+    return counter.graphs
+
+
+def test_requests_of_any_length_are_compiled_once() -> None:
+    assert same("h2o@0.5", [[24], [37], [61]]) == 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["full", "h2o:decode=grow@0.5", f"h2o+{KIVI}@0.5", words("h2o", "tokenwise"), "uniform/adakv+h2o@0.5"],
+)
+def test_every_kind_of_slots(policy: str) -> None:
+    """Growing, coded and paged ones; where codes are taken in groups of slots, their number may be in the graph."""
+    assert same(policy, [[24], [37], [61]]) <= (3 if KIVI in policy else 1)
+
+
+def test_padding_and_rows() -> None:
+    """A batch of one row is a size of its own for PyTorch; all others share a graph."""
+    assert same("h2o@0.5", [[24, 15], [30, 9, 17]]) == 1
+
+
+MODES = {
+    "sampling": GREEDY | {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "chunks": GREEDY | {"prefill_chunk_size": 7},
+    "several": GREEDY | {"do_sample": True, "num_return_sequences": 3},
+    "ends": {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": list(range(0, 48, 3))},
+}
+
+
+@pytest.mark.parametrize("mode", [*MODES])
+def test_modes(mode: str) -> None:
+    assert same("snapkv@0.5", [[24, 15]], MODES[mode]) == 1
+
+
+def test_beams_run_as_those_on_a_static_cache() -> None:
+    """transformers does not compile them."""
+    assert same("h2o@0.5", [[24, 15]], GREEDY | {"num_beams": 3}) == 0
+
+
+def test_drafts() -> None:
+    """Forwards that verify several tokens are not compiled; steps of the assistant are."""
+    model, assistant = build("llama", layers=1), build("llama", layers=1)
+    want = generate(model, [24], GREEDY)
+    with kvpolicy.attach(model, "full", compile=True), kvpolicy.attach(assistant, "full", compile=True):
+        got = generate(model, [24], GREEDY, assistant_model=assistant, compile_config=Counter().config)
+    assert torch.equal(got, want)
+
+
+class Streamer:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None: ...
+
+
+def test_a_second_turn_and_a_stream() -> None:
+    """The mask of the whole conversation is checked against what the cache has seen, as without compiling."""
+    model = build("llama", layers=1)
+    counter = Counter()
+    ids, _ = make_batch([24], [24])
+    answers: list[Tensor] = []
+    for compile in (False, True):
+        with kvpolicy.attach(model, "h2o@0.5", compile=compile):
+            cache = PolicyCache(model)
+            config = counter.config if compile else None
+            streamer = Streamer()
+            first = model.generate(ids, cache=cache, compile_config=config, streamer=streamer, **GREEDY)
+            assert streamer.tokens == first[0].tolist()
+            longer = torch.cat([first, ids[:, :5]], 1)
+            answers.append(model.generate(longer, cache=cache, compile_config=config, **GREEDY))
+            mask = torch.ones(1, answers[-1].shape[1] + 2, dtype=torch.int64)
+            mask[0, 3] = 0
+            with pytest.raises(KVPolicyError, match="same earlier tokens"):
+                text = torch.cat([answers[-1], ids[:, :2]], 1)
+                model.generate(text, attention_mask=mask, cache=cache, compile_config=config, **GREEDY)
+    assert torch.equal(*answers)
+    assert counter.graphs == 1
+
+
+def test_off_by_default_on_a_cpu_and_where_it_is_disabled() -> None:
+    model = build("llama", layers=1)
+    counter = Counter()
+    with kvpolicy.attach(model, "h2o@0.5"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers says that the config is not used
+        generate(model, [24], GREEDY, compile_config=counter.config)
+    with kvpolicy.attach(model, "h2o@0.5", compile=True):
+        generate(model, [24], GREEDY, compile_config=counter.config, disable_compile=True)
+    assert counter.graphs == 0
+
+
+def test_nothing_is_left_behind() -> None:
+    """Neither in the model nor of it: what was compiled does not keep it alive."""
+    model = copy.deepcopy(build("llama", layers=1))
+    before = {*vars(model)}
+    with kvpolicy.attach(model, "h2o@0.5", compile=True):
+        generate(model, [24], GREEDY, compile_config=Counter().config)
+    assert {*vars(model)} == before
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def _warned(model: Any, policy: str, **more: Any) -> list[str]:
+    """The warnings of two generations that are to be compiled."""
+    with kvpolicy.attach(model, policy, compile=True), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            generate(model, [40], GREEDY, **more)
+    return [str(each.message) for each in caught if "uncompiled" in str(each.message)]
+
+
+def test_what_cannot_be_compiled_is_said_once() -> None:
+    (said,) = _warned(build("gemma2"), "h2o@0.5")
+    assert said == (
+        "generate runs uncompiled under h2o@0.5, since layers with sliding windows, such as layer 0, keep a stock "
+        "cache that grows in each step; leave compile=True out."
+    )
+
+
+def test_offloaded_weights_and_quantizers() -> None:
+    model = build("llama", layers=1)
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": "cpu"}
+    try:
+        (said,) = _warned(model, "h2o@0.5")
+        assert "a part of the weights is offloaded" in said
+        del model.hf_device_map
+
+        class Quantizer:
+            is_compileable = False
+
+        model.hf_quantizer = Quantizer()
+        assert model_obstacle(model) == "Quantizer cannot be compiled"
+    finally:
+        vars(model).pop("hf_device_map", None)
+        vars(model).pop("hf_quantizer", None)
+    assert not model_obstacle(model)
+
+
+def test_a_failed_compilation_goes_on_uncompiled() -> None:
+    """With the answer of uncompiled steps: a compilation fails before the step has changed anything."""
+
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such backend")
+
+    model = build("llama", layers=1)
+    with kvpolicy.attach(model, "h2o@0.5"):
+        want = generate(model, [40], GREEDY)
+    config = CompileConfig(backend=fails, mode="default")
+    (said,) = _warned(model, "h2o@0.5", compile_config=config)
+    assert "no such backend" in said and said.endswith("; leave compile=True out.")
+    with kvpolicy.attach(model, "h2o@0.5", compile=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore", KVPolicyWarning)
+        assert torch.equal(generate(model, [40], GREEDY, compile_config=config), want)
+
+
+def test_a_cache_says_whether_its_step_is_one_graph() -> None:
+    model = build("llama", layers=1)
+    with kvpolicy.attach(model, "h2o@0.5"):
+        assert PolicyCache(model).is_compileable
+    with kvpolicy.attach(model, "h2o@0.5", compile=False):
+        assert not PolicyCache(model).is_compileable
+    windows = build("gemma2")
+    with kvpolicy.attach(windows, "h2o@0.5"):
+        assert not PolicyCache(windows).is_compileable
+
+
+def test_plain_steps() -> None:
+    """What changes more than a slot of each head is not compiled."""
+    model = build("llama", layers=1)
+    ids, _ = make_batch([24], [24])
+    one = {"input_ids": ids[:, :1]}
+    with torch.no_grad(), kvpolicy.attach(model, "h2o@0.5", chunks="hold"):
+        cache = PolicyCache(model)
+        assert not is_plain_step(cache, one), "no prompt yet"
+        model(ids, cache=cache)
+        assert is_plain_step(cache, one)
+        assert not is_plain_step(cache, {"input_ids": ids})
+        cache.mark(2)
+        assert not is_plain_step(cache, one)
+        cache.rollback(0)
+        cache.hold_next()
+        assert not is_plain_step(cache, one)
+        announced = PolicyCache(model, prompt=25)
+        model(ids, cache=announced)
+        assert not is_plain_step(announced, one), "it is the last chunk"
+
+
+@pytest.mark.parametrize("compile", [1, "yes"])
+def test_refused(compile: Any) -> None:
+    with pytest.raises(KVPolicyError, match=r"^compile must be True, False or None, got .*; try compile=True\.$"):
+        kvpolicy.attach(build("llama", layers=1), "h2o@0.5", compile=compile)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("policy", ["snapkv@0.5", f"h2o+{KIVI}@0.5"])
+def test_inductor(policy: str) -> None:
+    """Compiled to code, as `generate` does without a config of its own."""
+    model = build("llama", layers=1)
+    with kvpolicy.attach(model, policy):
+        want = [generate(model, [length], GREEDY) for length in (24, 37)]
+    with kvpolicy.attach(model, policy, compile=True), warnings.catch_warnings():
+        warnings.simplefilter("error", KVPolicyWarning)
+        warnings.filterwarnings("ignore", "The budget .* leaves fewer than", KVPolicyWarning)
+        got = [generate(model, [length], GREEDY) for length in (24, 37)]
+    assert all(map(torch.equal, got, want))
