@@ -172,8 +172,7 @@ class Steps:
         except TorchDynamoException as error:
             # Raised before the graph ran.
             cache.compiles = False
-            lines = str(error).strip().splitlines()
-            _warn(cache.attachment, cache, lines[0].rstrip(".") if lines else type(error).__name__)
+            _warn(cache.attachment, cache, _first_sentence(error))
             return self.model(**inputs)
         if cache.forward is before:  # else PyTorch ran it uncompiled, with the hooks that count the step
             cache.tick()
@@ -184,6 +183,13 @@ def _default(model: Any) -> CompileConfig:
     """The config of transformers for a model, which depends on its device."""
     make = getattr(model, "_default_compile_config", CompileConfig)
     return make()
+
+
+def _first_sentence(error: Exception) -> str:
+    """The beginning of a message of several lines; after a colon, with the line behind it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return said.rstrip(".")
 
 
 def _warn(attachment: Attachment, cache: PolicyCache, reason: str) -> None:
