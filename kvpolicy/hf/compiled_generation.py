@@ -1,9 +1,9 @@
 """Compiled decode steps in `generate`: a step of one token is one graph, and what waits for the host is done after it.
 
-transformers compiles the steps of `generate` on a cache that says that its step is one graph: on an accelerator by default, and
-elsewhere where the user asks. A prompt is not compiled, since its budgets depend on the data, and neither is any other
-forward that is no plain step. Sizes that change from one cache to the next are dynamic, so that a second request, and a
-cache that grows, need no second compilation.
+transformers compiles the steps of `generate` on a cache that says that its step is one graph: on an accelerator by
+default, and elsewhere where the user asks. A prompt is not compiled, since its budgets depend on the data, and neither
+is any other forward that is no plain step. Sizes that change from one cache to the next are dynamic, so that a second
+request, and a cache that grows, need no second compilation.
 """
 
 from __future__ import annotations
