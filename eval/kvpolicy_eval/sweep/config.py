@@ -37,6 +37,7 @@ _KEYS = {
 MODEL_KEYS = {
     "add_bos_token",
     "backend",
+    "compile",
     "device",
     "dtype",
     "group_by_prefix",
