@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -11,19 +11,23 @@ from kvpolicy.protocols import (
     DecodeMode,
     HoldsAttention,
     ModelInfo,
+    Reranks,
     Selector,
+    State,
     View,
     compares_heads,
     joint_decode,
     rerank_every,
     whole_heads,
 )
-from kvpolicy.statistics import Results
+from kvpolicy.statistics import Results, Statistic
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 
 
 class Wrapper(Selector, Protocol):
     """A selector with a base, from which it has what it does not say itself.
+
+    Its state is a named tuple with the state of the base in the field `base`.
 
     Attributes:
         base: The selector that it wraps.
@@ -47,8 +51,17 @@ class Wrapper(Selector, Protocol):
         return whole_heads(self.base)
 
     @property
+    def statistics(self) -> tuple[Statistic[Any], ...]:
+        """The needs of the base."""
+        return self.base.statistics
+
+    @property
     def min_tokens(self) -> int:
         return self.base.min_tokens
+
+    def step(self, state: State, row: Tensor, view: View) -> None:
+        """Update the base."""
+        self.base.step(state.base, row, view)
 
     def statistic(self, seen: Results, view: View) -> Tensor | None:
         """The statistic of the base."""
@@ -62,6 +75,11 @@ class Wrapper(Selector, Protocol):
     def rerank_every(self) -> int:
         """As the base."""
         return rerank_every(self.base)
+
+    def rerank(self, state: State, seen: Results, view: View) -> State:
+        """Let the base rank all tokens again; the rest of the state stays."""
+        assert isinstance(self.base, Reranks)  # only called if the base asks for it
+        return state._replace(base=self.base.rerank(state.base, seen, view))
 
 
 def check_base(name: str, base: object) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, HoldsAttention, Reranks, Selector, State, View, scoped
+from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, HoldsAttention, Selector, State, View, scoped
 from kvpolicy.selectors.base import Wrapper, check_base
 from kvpolicy.selectors.common import keep_always, position_sums
 from kvpolicy.selectors.snapkv import SnapKV
-from kvpolicy.statistics import Results, Statistic
+from kvpolicy.statistics import Results
 from kvpolicy.text.strategy import checked, least, strategy
 
 
@@ -72,11 +72,6 @@ class ChunkKV(Wrapper):
         """No: all heads keep the same chunks."""
         return False
 
-    @property
-    def statistics(self) -> tuple[Statistic[Any], ...]:
-        """The needs of the base."""
-        return self.base.statistics
-
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
     ) -> State:
@@ -95,15 +90,6 @@ class ChunkKV(Wrapper):
         # A mean of attention: priorities may be its logarithm or minus its reciprocal, of which one token decides.
         worth = self.base.attention(base) if isinstance(self.base, HoldsAttention) else priority
         return ChunkState(self._ranks(worth, counts, view), view.length.clone(), base)
-
-    def step(self, state: ChunkState, row: Tensor, view: View) -> None:
-        """Update the base."""
-        self.base.step(state.base, row, view)
-
-    def rerank(self, state: ChunkState, seen: Results, view: View) -> State:
-        """Let the base rank all tokens again; the chunks stay as they are."""
-        assert isinstance(self.base, Reranks)  # only called if the base asks for it
-        return state._replace(base=self.base.rerank(state.base, seen, view))
 
     def priority(self, state: ChunkState, view: View) -> Tensor:
         """The newest token and what the base keeps, generated tokens by age, then others by chunk: [B, H, N]."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Reranks, Selector, State, View, scoped
+from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Selector, State, View, scoped
 from kvpolicy.selectors.base import Wrapper, attention_of, check_attention_base
 from kvpolicy.selectors.common import keep_always, mean_output_norm, shares
 from kvpolicy.selectors.crush import top_mask
@@ -103,15 +103,6 @@ class CriticalKV(Wrapper):
         count = torch.where(total > view.budget[:, None], torch.minimum(count, total), 0)
         mean = norm.masked_fill(~view.valid, 0).sum(-1, dtype=torch.float64) / total.clamp_min(1)
         return CriticalState(norm, top_mask(priority, count) & view.valid, mean.float(), base)
-
-    def step(self, state: CriticalState, row: Tensor, view: View) -> None:
-        """Update the base."""
-        self.base.step(state.base, row, view)
-
-    def rerank(self, state: CriticalState, seen: Results, view: View) -> State:
-        """Let the base rank all tokens again."""
-        assert isinstance(self.base, Reranks)  # only called if the base asks for it
-        return state._replace(base=self.base.rerank(state.base, seen, view))
 
     def priority(self, state: CriticalState, view: View) -> Tensor:
         """Tokens of the first part, and those that the base keeps, are kept, others by their product: [B, H, N]."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Reranks, Selector, State, View
+from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Selector, State, View
 from kvpolicy.selectors.base import Wrapper, check_base
 from kvpolicy.selectors.common import keep_always
 from kvpolicy.selectors.h2o import H2O
-from kvpolicy.statistics import Results, Statistic
+from kvpolicy.statistics import Results
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import checked, strategy
 
@@ -75,11 +75,6 @@ class Protected(Wrapper):
         """Yes: a head must have room for the whole prompt, so that no head allocator divides the slots."""
         return True
 
-    @property
-    def statistics(self) -> tuple[Statistic[Any], ...]:
-        """The needs of the base."""
-        return self.base.statistics
-
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
     ) -> State:
@@ -94,15 +89,6 @@ class Protected(Wrapper):
         prompt = view.valid & (state.prompt | (view.positions >= first))
         self._check_room(prompt, view)
         return PromptSlots(prompt, self.base.observe(state.base, seen, view))
-
-    def step(self, state: PromptSlots, row: Tensor, view: View) -> None:
-        """Update the base."""
-        self.base.step(state.base, row, view)
-
-    def rerank(self, state: PromptSlots, seen: Results, view: View) -> State:
-        """Let the base rank all tokens again."""
-        assert isinstance(self.base, Reranks)  # only called if the base asks for it
-        return state._replace(base=self.base.rerank(state.base, seen, view))
 
     def priority(self, state: PromptSlots, view: View) -> Tensor:
         """The prompt is always kept, generated tokens by the base: [B, H, N]."""
