@@ -33,11 +33,12 @@ class SideBits(Protocol):
 
     def __post_init__(self) -> None:
         default = next(field.default for field in fields(self) if field.name == "bits")  # pyright: ignore[reportArgumentType]
-        keys, values = self.bits_of_keys, self.bits_of_values
-        both, each = (keys, ("auto", "auto")) if keys == values else (default, (keys, values))
-        settled = {"bits": both, "key_bits": each[0], "value_bits": each[1]}
-        for name, value in settled.items():
-            object.__setattr__(self, name, "auto" if name != "bits" and value == default else value)
+        keys = self.bits_of_keys
+        values = self.bits_of_values
+        both = keys if keys == values else default
+        object.__setattr__(self, "bits", both)
+        object.__setattr__(self, "key_bits", "auto" if keys == both else keys)
+        object.__setattr__(self, "value_bits", "auto" if values == both else values)
 
     @property
     def bits_of_keys(self) -> Any:

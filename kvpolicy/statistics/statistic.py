@@ -472,8 +472,7 @@ class WindowStatistic(Statistic[Result], Protocol[Result]):
         """
         assert self.window is not None
         batch, heads = self.window.queries.shape[:2]
-        held = 0 if context.past is None else context.past.keys.shape[2]
-        total = context.keys.new_zeros(batch, heads, held + context.keys.shape[2], dtype=torch.float32)
+        total = context.keys.new_zeros(batch, heads, context.positions.shape[-1], dtype=torch.float32)
         for part, tile in window_tiles(self.window, total.shape[2]):
             # No key behind the newest query of a tile is seen by any of it.
             new = int(tile.at.max()) + 1
@@ -481,7 +480,7 @@ class WindowStatistic(Statistic[Result], Protocol[Result]):
                 continue
             valid = None if context.valid is None else context.valid[:, :new]
             weights = window_attention(tile, context.keys[:, :, :new], context.transform, context.past, valid)
-            total[..., : held + new] += reduce(weights, part, tile)
+            total[..., : context.slots + new] += reduce(weights, part, tile)
         return total
 
     def working(self, sizes: Sizes) -> Working:
