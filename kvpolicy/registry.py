@@ -281,10 +281,7 @@ def lookup(name: str) -> tuple[Kind, type[Any]]:
         >>> lookup("uniform")
         ('allocator', <class 'kvpolicy.allocators.uniform.Uniform'>)
     """
-    found = _table().get(ALIASES.get(name, name))
-    if found is None and name in OPTIONS:
-        kind, _, target = OPTIONS[name]
-        found = (kind, target)
+    found = _classes().get(ALIASES.get(name, name))
     if name in WHOLE:
         raise KVPolicyError(f"{name!r} sets every part of a policy and must stand alone, got it beside other parts.")
     if found is None:
@@ -318,8 +315,7 @@ def name_of(cls: type[Any]) -> str:
         'plain'
     """
     own = f"{cls.__module__}:{cls.__qualname__}"
-    options = {name: (kind, target) for name, (kind, _, target) in OPTIONS.items()}
-    for name, (_, target) in (_table() | options).items():
+    for name, (_, target) in _classes().items():
         if target == own:
             return name
     for name, (kind, target) in _table().items():  # an entry point may name a re-export
@@ -353,6 +349,12 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """
     near = get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else "."
+
+
+def _classes() -> dict[str, tuple[Kind, str]]:
+    """The result of `_table`, and the classes behind `OPTIONS`, which no spec names."""
+    behind: dict[str, tuple[Kind, str]] = {name: (kind, target) for name, (kind, _, target) in OPTIONS.items()}
+    return behind | _table()
 
 
 @functools.cache
