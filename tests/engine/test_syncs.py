@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy_eval.bench.operations import READS
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 
@@ -26,8 +27,7 @@ class Reads(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        self.count += name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
+        self.count += func.name() in READS
         return func(*args, **(kwargs or {}))
 
 

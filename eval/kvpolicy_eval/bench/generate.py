@@ -8,8 +8,8 @@ of a process waits for the compilation: its seconds are a column of their own.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import CompileConfig
 
 import kvpolicy
+from kvpolicy.cli.generation import TimedStreamer
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, threads, torch_note
 
@@ -55,21 +56,6 @@ class Times(NamedTuple):
     step: float
 
 
-class Clock:
-    """A streamer that notes when each token comes."""
-
-    def __init__(self) -> None:
-        """Nothing came yet; the first call is the prompt's."""
-        self.at: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        """Note the time."""
-        self.at.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing is left to do."""
-
-
 def generate(model: Any, ids: Tensor, new: int, **how: Any) -> Times:
     """Generate `new` tokens greedily, and time the steps.
 
@@ -79,10 +65,10 @@ def generate(model: Any, ids: Tensor, new: int, **how: Any) -> Times:
         new: Tokens to generate, at least 3.
         **how: Further arguments of `generate`.
     """
-    clock = Clock()
+    timed = TimedStreamer()
     ended: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **ended, **how)
-    first, *steps = [after - before for before, after in zip(clock.at[1:], clock.at[2:], strict=False)]
+    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=timed, **ended, **how)
+    first, *steps = [after - before for before, after in itertools.pairwise(timed.times)]
     return Times(first, statistics.median(steps))
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 from transformers import DynamicCache
 
 import kvpolicy
-from kvpolicy_eval.bench.models import llama
+from kvpolicy_eval.bench.models import llama, tokens
 
 LAYERS = 8
 PROMPT = 256
@@ -110,8 +110,7 @@ def step_operations(policy: str | None) -> Counted:
 
 
 def _fewest(model: nn.Module, cache: Any) -> Counted:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 1024, (1, PROMPT + STEPS), generator=generator)
+    ids = tokens(PROMPT + STEPS)
     steps: list[Counted] = []
     with torch.no_grad():
         model(ids[:, :PROMPT], cache=cache)
