@@ -193,10 +193,15 @@ def generate_text(
     """
     import torch
 
+    from kvpolicy.hf.attach import attach
+
     ids = ids.to(model.device)
     interrupted = False
     torch.manual_seed(options.seed)
-    with torch.inference_mode(), _attached(model, policy, options) as handle:
+    with (
+        torch.inference_mode(),
+        attach(model, policy, tile=options.tile, hold=options.hold, compile=options.compile) as handle,
+    ):
         timed = TimedStreamer(streamer() if streamer else None)
         try:
             arguments = options.arguments(tokenizer)
@@ -206,12 +211,6 @@ def generate_text(
         finally:
             timed.end()
         return _result(handle, tokenizer, ids[0].tolist(), timed, interrupted, compiled=bool(options.compile))
-
-
-def _attached(model: Any, policy: str, options: GenerationOptions) -> Any:
-    from kvpolicy.hf.attach import attach
-
-    return attach(model, policy, tile=options.tile, hold=options.hold, compile=options.compile)
 
 
 def warm_up(model: Any, tokenizer: Any, ids: Any, policy: str) -> None:

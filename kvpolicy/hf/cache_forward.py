@@ -84,7 +84,6 @@ class CacheForward(TiledCache):
         self._end: list[int] | None = None  # tokens of each row once the last is generated
         self._measured = Measured()
         self.holds_next = False
-        self.tile = self.tile_size = None
         self.compiles = False
         self._as_compileable = True
 

@@ -24,8 +24,6 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, passed_cache
 from kvpolicy.reporting.logging import warn_uncompiled
 
-MASK = "attention_mask"
-
 shapes: Any = _config
 """How PyTorch names sizes."""
 
@@ -94,7 +92,7 @@ def keep_mask(cache: PolicyCache, given: Any, inputs: dict[str, Any]) -> None:
         inputs: The arguments of the forward, which are changed.
     """
     if given is not None and not is_plain_step(cache, inputs):
-        inputs[MASK] = given
+        inputs["attention_mask"] = given
 
 
 _compiled: weakref.WeakKeyDictionary[Any, dict[str, Callable[..., Any]]] = weakref.WeakKeyDictionary()

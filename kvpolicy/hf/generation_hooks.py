@@ -21,7 +21,7 @@ from kvpolicy.hf import forward_calls
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, OLD, cache_argument, output_cache, passed_cache, rename_cache
-from kvpolicy.hf.compiled_generation import MASK, StepCompiler, ask_to_compile, keep_mask
+from kvpolicy.hf.compiled_generation import StepCompiler, ask_to_compile, keep_mask
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.text.validation import expected
@@ -253,7 +253,7 @@ def _keeping_cache(inner: Any, recent: RecentCache) -> Callable[..., Any]:
         with given.as_compileable(shown=given.compiles):
             inputs = prepare(*args, **kwargs)
         if given.compiles:
-            keep_mask(given, kwargs.get(MASK), inputs)
+            keep_mask(given, kwargs.get("attention_mask"), inputs)
         if not any(isinstance(each, Cache) for each in inputs.values()):
             restart(given, inputs, recent.end_of(given))
             inputs |= cache_argument(inner, given)

@@ -41,7 +41,6 @@ class PassingCache(TiledCache):
         self.held = layers
         self._rows = rows
         super().__init__(layers=[self._view(layer) for layer in layers])
-        self.tile = self.tile_size = None
 
     def manages(self, layer_idx: int) -> bool:
         """Whether a layer is under the policy, or reads the keys of one that is."""

@@ -189,8 +189,8 @@ class TiledCache(Cache):
         tile: The tile that a layer takes at the moment, or None.
     """
 
-    tile_size: int | None
-    tile: PromptTile | None
+    tile_size: int | None = None
+    tile: PromptTile | None = None
 
 
 def tile_obstacle(sites: list[Site]) -> str:
