@@ -143,7 +143,7 @@ JOINING = [
     "snapkv:window=4+quest:page=4:read=8@0.6",
     "h2o+merge@16",
     "pyramid+h2o@20",
-    "minicache",
+    "minicache:start=0",
     "reuse/quest",
 ]
 PROMPTS = [37, 12, 50, 5, 30]
