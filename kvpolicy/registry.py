@@ -99,6 +99,7 @@ CODECS = {
     "kvquant": "kvpolicy.codecs.kvquant:KVQuant",
     "lowrank": "kvpolicy.codecs.lowrank.lowrank:LowRank",
     "rotate": "kvpolicy.codecs.rotate:RotateKV",
+    "kvarn": "kvpolicy.codecs.kvarn:KVarN",
     "turboquant": "kvpolicy.codecs.turboquant:TurboQuant",
     "bfp": "kvpolicy.codecs.bfp:BFP",
     "staircase": "kvpolicy.codecs.staircase:Staircase",
