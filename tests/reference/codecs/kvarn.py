@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from typing import NamedTuple
@@ -101,6 +102,16 @@ class Group(NamedTuple):
     channels: list[np.float32]
 
 
+@functools.cache
+def matrix_of(width: int) -> Matrix:
+    """The transform of vectors of a width; those of keys and values may differ."""
+    return mixing(width)
+
+
+def mixed(x: Tensor) -> list[np.float32]:
+    return times(scalars(x), matrix_of(x.shape[-1]))
+
+
 def in_steps(key: list[np.float32], frames: list[Frame]) -> float:
     """The deviation of a key over its channels, each counted in steps."""
     return deviation([float(x) / float(by.scale) if by.scale else 0.0 for x, by in zip(key, frames, strict=True)])
@@ -123,13 +134,11 @@ class Head:
         self.config = config
         self.size = config["group_size"]
         self.groups: dict[int, Group] = {}
-        self.matrix: Matrix = []
         self.margin = math.inf
 
     def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:
         """See `stages.Coder`."""
-        self.matrix = mixing(len(tokens[0][0]))
-        keys, values = ([times(scalars(pair[side]), self.matrix) for pair in tokens] for side in (0, 1))
+        keys, values = ([mixed(pair[side]) for pair in tokens] for side in (0, 1))
         scales: dict[int, np.float32] = {}
         for number in {slot // self.size for slot in slots}:
             if not any(live[number * self.size : (number + 1) * self.size]):
@@ -171,7 +180,7 @@ class Head:
         normal = [x / scale for x in key]
         self._note_codes(normal, group.frames, bits)
         read = [decode(encode(x, by, bits), by) * scale for x, by in zip(normal, group.frames, strict=True)]
-        return vector(times(read, transposed(self.matrix)))
+        return vector(times(read, transposed(matrix_of(len(read)))))
 
     def _value(self, value: list[np.float32], group: Group) -> Tensor:
         """What is read back of a mixed value."""
@@ -181,7 +190,7 @@ class Head:
         self._note_frame(normal, by, bits)
         self._note_codes(normal, [by] * len(normal), bits)
         read = [decode(encode(x, by, bits), by) * scale for x, scale in zip(normal, group.channels, strict=True)]
-        return vector(times(read, transposed(self.matrix)))
+        return vector(times(read, transposed(matrix_of(len(read)))))
 
     def _note_frame(self, xs: list[np.float32], by: Frame, bits: int) -> None:
         size = max(abs(float(x)) for x in xs)
