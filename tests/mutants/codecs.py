@@ -126,9 +126,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="masked tokens count in the maximum of a group",
-        file="kvpolicy/codecs/kivi.py",
-        old='keys.masked_fill(~is_written, -torch.inf), "amax")',
-        new='keys, "amax")',
+        file="kvpolicy/codecs/token_groups.py",
+        old='x.masked_fill(~is_written, -torch.inf), "amax")',
+        new='x, "amax")',
         tests=("tests/codecs/test_kivi.py",),
     ),
     Mutation(
