@@ -207,8 +207,8 @@ class CodedPageBody:
         )
         buffer = (tensors.keys, tensors.values)
         owner = tensors.paged().owner
-        occupied = tensors.positions >= 0
-        return attend_pages(q, pages, occupied, owner, self._heads, transform, buffer, tensors.log_counts)
+        empty = tensors.positions < 0
+        return attend_pages(q, pages, empty, owner, self._heads, transform, buffer, tensors.log_counts)
 
     def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
         """A slot of the buffer for each head's new token, [B, H, 1], after an eviction in heads that are full.

@@ -132,7 +132,7 @@ def attend_columns(
     q: Tensor,
     buffer: ExactColumns,
     others: Sequence[Columns],
-    occupied: Tensor,
+    empty: Tensor | None,
     transform: ScoreTransform,
     want_weights: bool,
     counts: Tensor | None = None,
@@ -145,7 +145,7 @@ def attend_columns(
         q: [B, Hq, 1, D].
         buffer: The full-precision slots.
         others: The slots that follow them; S slots in all.
-        occupied: Which slots hold a token, [B, H, S] bool.
+        empty: Which slots hold no token, or are not read, [B, H, S] bool; None if there are none.
         transform: From products to attention weights.
         want_weights: Whether to return the attention weights.
         counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one.
@@ -155,14 +155,13 @@ def attend_columns(
     Returns:
         The output [B, Hq, 1, D'], and the attention weights [B, H, G, S] fp32, or None.
     """
-    grouped = q.squeeze(2).unflatten(1, (occupied.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
+    grouped = q.squeeze(2).unflatten(1, (buffer.keys.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
     plain = not want_weights and transform.softcap is None and transform.sinks is None and not others
     plain = plain and buffer.known is None and rest is None and beside is None
     # The mask of the fused function has the dtype of the queries, in which bf16 would round the counts.
     if plain and (counts is None or q.dtype == torch.float32):
         keys, values, _ = buffer
-        visible = occupied if counts is None else counts.masked_fill(~occupied, -torch.inf)
-        mask = visible[:, :, None].expand(-1, -1, grouped.shape[2], -1)
+        mask = _mask(empty, counts, grouped.shape[2])
         values = values if values.shape[3] else keys
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=transform.scale)
         return out.flatten(1, 2).unsqueeze(2), None
@@ -170,7 +169,8 @@ def attend_columns(
     score = torch.cat(scores, -1) if others else scores[0]
     if counts is not None:
         score = score + counts[:, :, None]
-    score = score.masked_fill(~occupied[:, :, None], -torch.inf)
+    if empty is not None:
+        score = score.masked_fill(empty[:, :, None], -torch.inf)
     others_add: Tensor | None = None
     if rest is not None:
         start = buffer.keys.shape[2] if others else 0  # the buffer is always read, and no reader divides it
@@ -190,6 +190,15 @@ def attend_columns(
     if others_add is not None:
         mixed = mixed.float() + others_add
     return mixed.to(dtype).flatten(1, 2).unsqueeze(2), weights
+
+
+def _mask(empty: Tensor | None, counts: Tensor | None, group: int) -> Tensor | None:
+    """The mask of the fused function for a group of queries, [B, H, G, S]: what is seen, or counts that are added."""
+    if counts is None:
+        seen = None if empty is None else ~empty
+    else:
+        seen = counts if empty is None else counts.masked_fill(empty, -torch.inf)
+    return None if seen is None else seen[:, :, None].expand(-1, -1, group, -1)
 
 
 def with_rest(score: Tensor, of_entries: Tensor, transform: ScoreTransform, rest: Rest) -> tuple[Tensor, Tensor]:

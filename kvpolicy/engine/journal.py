@@ -216,6 +216,7 @@ class Journal:
         self._geometry.set_numbers(content.numbers)
         self.sizes = list(content.sizes)
         self._geometry.fix_addresses()
+        self._layer.note_full()
 
     # the newest tokens, without a mark
 
@@ -288,6 +289,7 @@ class Journal:
         for vectors in (tensors.keys, tensors.values):
             vectors.masked_fill_(beyond[..., None], 0)
         layer.free_steps = self._geometry.count_free_steps()
+        layer.note_full()
         self._geometry.fix_addresses()
 
 

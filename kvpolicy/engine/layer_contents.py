@@ -14,7 +14,7 @@ from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.link import Link
-from kvpolicy.engine.pages import RowPages
+from kvpolicy.engine.pages import RowPages, owned_by
 from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.reading import load_basis
 from kvpolicy.engine.row_limits import with_tokens
@@ -61,6 +61,7 @@ class LayerContents:
         free_steps: Steps until the layer must demote tokens, or needs more slots.
         steps_unsorted: Steps since slots were sorted, if the reader wants them sorted.
         link: The link that every read of a decode step goes through.
+        is_full: Whether every slot is known to hold a token, for good: a step evicts one of each head, and masks none.
         undo: The log to which steps write what they overwrite; None without a mark, and while block work is done.
         row_pages: Pages of each row, as it would have them alone in a batch; None in a layer without head budgets.
         group: The layers that store a part of what they hold together with this one; None if it is alone.
@@ -89,6 +90,7 @@ class LayerContents:
         self.free_steps: float = 0
         self.steps_unsorted = 0
         self.link = Link(spec.host)
+        self.is_full = False
         self.undo: UndoLog | None = None
         self.row_pages: RowPages | None = None
         self.group: LayerGroup | None = None
@@ -157,6 +159,19 @@ class LayerContents:
     def can_run_out(self) -> bool:
         """Whether a step may find no free slot, because it must wait for a demotion or for more slots."""
         return self.spec.grows or self.may_exceed_plan or sum(self.layout.coded) > 0
+
+    def note_full(self) -> None:
+        """Note on the host whether the layer is full, after slots were filled or emptied otherwise than by steps.
+
+        Steps keep a full layer full, and rows of one are full.
+        """
+        tensors = self.tensors
+        self.is_full = False
+        if not self.can_run_out:
+            full = (tensors.positions >= 0).all()
+            if tensors.pages is not None:  # a head without a page has no slot that could be empty
+                full = full & owned_by(tensors.pages.owner, self.shape.heads).any(-1).all()
+            self.is_full = bool(full)
 
     @property
     def prompt_statistics(self) -> tuple[Statistic[Any], ...]:

@@ -271,20 +271,20 @@ class StepReads:
                 shared = () if self._layer.group is None else self._layer.shared_codes
                 every = (exact, tensors.codes, shared)
                 self._link.whole(every if scanned is None else unscanned(exact, codes))
-            occupied = tensors.positions >= 0
+            empty = None if self._layer.is_full else tensors.positions < 0
             counts = tensors.log_counts
             buffer = ExactColumns(*exact, scanned if coded is None else None)
             stages = coded or ()
             if coded is not None and scanned is not None:
                 stages = coded.known(scanned)
-            return attend_columns(q, buffer, stages, occupied, transform, want_weights, counts, beside=beside)
+            return attend_columns(q, buffer, stages, empty, transform, want_weights, counts, beside=beside)
         # Of a fixed number of slots, those that are empty or were not chosen take no part in the softmax.
         occupied = (self._of_read(tensors.positions, read) >= 0) & self._of_read(None, read)
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, read)
         if coded is not None:
             buffer = ExactColumns(tensors.keys, tensors.values)
             others = [self._decode(coded, read.slots)]
-            out, weights = attend_columns(q, buffer, others, occupied, transform, want_weights, counts, read.rest)
+            out, weights = attend_columns(q, buffer, others, ~occupied, transform, want_weights, counts, read.rest)
         else:
             out, weights = self._attend_rows(q, read, occupied, transform, want_weights, counts)
         return out, self._to_slots(weights, read) if want_weights and weights is not None else None
@@ -322,7 +322,7 @@ class StepReads:
             return attend_in_place(q, keys, held, slots, occupied, transform, counts, read.rest)
         values = self._link.rows(tensors.values, slots) if values is None else values
         buffer = ExactColumns(keys, values)
-        return attend_columns(q, buffer, (), occupied, transform, want_weights, counts, read.rest)
+        return attend_columns(q, buffer, (), ~occupied, transform, want_weights, counts, read.rest)
 
     def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Read | None, Tensor | None]:
         """Choose the slots that a step reads, and show the choice to the layers behind this one.

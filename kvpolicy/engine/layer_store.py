@@ -474,8 +474,9 @@ class LayerStore:
         return added
 
     def recount(self) -> None:
-        """Count the free steps again, after slots were emptied or filled otherwise than by steps."""
+        """Count the free steps and what is full again, after slots were emptied or filled otherwise than by steps."""
         self.contents.free_steps = self.geometry.count_free_steps()
+        self.contents.note_full()
 
     # what is held
 

@@ -211,6 +211,11 @@ class SlotGeometry:
         if self._spec.grows:
             assert_compiled(lambda: self._has_room(view, valid), NO_ROOM)
             return self._empty_slot(), None
+        if layer.is_full:
+            slot = eviction_scores(self._spec.selector, tensors.state, view, None).argmax(-1, keepdim=True)
+            if not self._spec.merges_in_steps:
+                return slot, None
+            return slot, self._merge_evicted(slot, torch.ones_like(slot, dtype=torch.bool), valid, view)
         occupied = view.valid
         empty = ~occupied
         full = occupied.sum(-1, keepdim=True) >= tensors.budget[:, None, None]
