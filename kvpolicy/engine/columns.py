@@ -138,6 +138,7 @@ def attend_columns(
     counts: Tensor | None = None,
     rest: Rest | None = None,
     beside: Part | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from one token per row to slots.
 
@@ -151,6 +152,7 @@ def attend_columns(
         counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one.
         rest: Estimates what is not read, beside `others`, or beside all slots if there are none.
         beside: Attention of the queries [B, H, G, 1, D] to other keys, which takes part in the softmax, without `rest`.
+        mask: The mask that hides `empty`, [B, H or 1, S] in the dtype of the queries, if it is known.
 
     Returns:
         The output [B, Hq, 1, D'], and the attention weights [B, H, G, S] fp32, or None.
@@ -161,7 +163,9 @@ def attend_columns(
     # The mask of the fused function has the dtype of the queries, in which bf16 would round the counts.
     if plain and (counts is None or q.dtype == torch.float32):
         keys, values, _ = buffer
-        mask = _mask(empty, counts, grouped.shape[2])
+        mask = _mask(empty, counts, mask)
+        if mask is not None:
+            mask = mask[:, :, None].expand(*grouped.shape[:3], -1)
         values = values if values.shape[3] else keys
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=transform.scale)
         return out.flatten(1, 2).unsqueeze(2), None
@@ -192,13 +196,11 @@ def attend_columns(
     return mixed.to(dtype).flatten(1, 2).unsqueeze(2), weights
 
 
-def _mask(empty: Tensor | None, counts: Tensor | None, group: int) -> Tensor | None:
-    """The mask of the fused function for a group of queries, [B, H, G, S]: what is seen, or counts that are added."""
-    if counts is None:
-        seen = None if empty is None else ~empty
-    else:
-        seen = counts if empty is None else counts.masked_fill(empty, -torch.inf)
-    return None if seen is None else seen[:, :, None].expand(-1, -1, group, -1)
+def _mask(empty: Tensor | None, counts: Tensor | None, known: Tensor | None) -> Tensor | None:
+    """The mask of the fused function, [B, H or 1, S]: which slots are seen, or numbers to add to their scores."""
+    if counts is not None:
+        return counts if empty is None else counts.masked_fill(empty, -torch.inf)
+    return ~empty if known is None and empty is not None else known
 
 
 def with_rest(score: Tensor, of_entries: Tensor, transform: ScoreTransform, rest: Rest) -> tuple[Tensor, Tensor]:

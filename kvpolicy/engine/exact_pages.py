@@ -115,7 +115,7 @@ class ExactPageBody:
         """Write tokens to slots counted over all pages [B, H, n], in place, where `mask` [B, H, n] is set."""
         tensors = self._layer.tensors
         undo = self._layer.undo
-        index = flat_index(slots, tensors.positions)
+        index = flat_index(self._layer, slots)
         write_flat("keys", tensors.keys, slots, data.keys, mask, undo, index)
         write_flat("values", tensors.values, slots, data.values, mask, undo, index)
         write_flat("positions", tensors.positions, slots, data.positions, mask, undo, index)

@@ -19,7 +19,6 @@ from kvpolicy.engine.slot_writer import write_masked
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy.engine.undo_log import Targets, UndoLog
 from kvpolicy.kernels.products import matmul, products
-from kvpolicy.kernels.slot_writes import flat_slots
 from kvpolicy.protocols import State, View
 
 
@@ -236,6 +235,7 @@ def write_flat(
     write_masked(name, flat_pages(target), flat, data.flatten(1, 2)[:, None], flat_mask, undo, index)
 
 
-def flat_index(slots: Tensor, target: Tensor) -> Tensor:
-    """Slots [B, H, n], counted over all pages of a row, as indices into the slots of all rows of [B, NB, P, ...]."""
-    return flat_slots(slots.flatten(1, 2)[:, None], target.shape[1] * target.shape[2])
+def flat_index(layer: LayerContents, slots: Tensor) -> Tensor:
+    """Slots [B, H, n], counted over all pages of a row, as indices into the slots of all rows."""
+    _, pages, size = layer.tensors.positions.shape
+    return layer.flat_slots(slots.flatten(1, 2)[:, None], pages * size)
