@@ -46,7 +46,7 @@ from kvpolicy.engine.slot_writer import write_masked
 from kvpolicy.engine.state import join_states, map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
 from kvpolicy.engine.undo_log import Targets
-from kvpolicy.kernels.slot_writes import flat_slots, gather_slots
+from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import Calibration, Layout, State, Tokens, View
 from kvpolicy.statistics.windows import Past, ScoreTransform
 
@@ -182,11 +182,11 @@ class CodedPageBody:
         """Write tokens to slots [B, H, n] of each head's buffer, in place, where `mask` [B, H, n] is set."""
         tensors = self._layer.tensors
         undo = self._layer.undo
-        index = flat_slots(slots, tensors.keys.shape[2])
+        index = self._layer.flat_slots(slots, tensors.keys.shape[2])
         write_masked("keys", tensors.keys, slots, data.keys, mask, undo, index)
         write_masked("values", tensors.values, slots, data.values, mask, undo, index)
         slots = self._over_all_pages(slots)
-        index = flat_index(slots, tensors.positions)
+        index = flat_index(self._layer, slots)
         pairs = zip(slot_tensors(per_slot(self._layer)), slot_tensors((data.state, data.counts)), strict=True)
         for number, (target, item) in enumerate(pairs):
             write_flat(f"state.{number}", target, slots, item, mask, undo, index)
@@ -207,8 +207,8 @@ class CodedPageBody:
         )
         buffer = (tensors.keys, tensors.values)
         owner = tensors.paged().owner
-        occupied = tensors.positions >= 0
-        return attend_pages(q, pages, occupied, owner, self._heads, transform, buffer, tensors.log_counts)
+        empty = tensors.positions < 0
+        return attend_pages(q, pages, empty, owner, self._heads, transform, buffer, tensors.log_counts)
 
     def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
         """A slot of the buffer for each head's new token, [B, H, 1], after an eviction in heads that are full.
@@ -358,8 +358,8 @@ class CodedPageBody:
         size = tensors.positions.shape[-1]
         first = self.owner.shape[1]
         pages = buffer_pages(tensors.keys.shape[2], size)
-        starts = torch.arange(first * size, (first + self._heads * pages) * size, pages * size, device=slots.device)
-        return slots + starts[:, None]
+        ends = (first + self._heads * pages) * size
+        return slots + self._layer.once(_starts, first * size, ends, pages * size, slots.device)
 
     @property
     def _heads(self) -> int:
@@ -368,3 +368,7 @@ class CodedPageBody:
     @property
     def _calibration(self) -> Calibration:
         return self._layer.calibrations[0]
+
+
+def _starts(first: int, end: int, step: int, device: torch.device) -> Tensor:
+    return torch.arange(first, end, step, device=device)[:, None]

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.state import map_state, select_rows, tensors
 from kvpolicy.kernels.mixed_values import read_values
-from kvpolicy.protocols import NewToken, Reranks, Selector, State, View
+from kvpolicy.protocols import NewToken, Reranks, Selector, State, StepMemo, View
 from kvpolicy.statistics import Results
 from kvpolicy.statistics.query_moments import plain_queries
 
@@ -30,6 +30,62 @@ def assert_compiled(condition: Callable[[], Tensor], message: str) -> None:
     """
     if torch.compiler.is_compiling():
         assert_async(condition(), message)
+
+
+class SharedStep:
+    """An eager decode step of several layers, which have seen the same tokens: what is the same in all is made once.
+
+    A compiled step has none: its graph would depend on objects that are new in every step.
+
+    Attributes:
+        memo: What layers compute alike.
+    """
+
+    def __init__(self) -> None:
+        """Begin a step."""
+        self.memo = StepMemo()
+        self._rows: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._budgets: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+        self._counters: list[Tensor] = []
+        self._added: list[tuple[Tensor, Tensor]] = []
+
+    def count(self, length: Tensor, columns: Tensor, valid: Tensor | None) -> Tensor:
+        """Let the end of the step count a token in the counters of a layer; its position, [B, 1, 1] int32.
+
+        Args:
+            length: Tokens that each row has seen, [B] int64.
+            columns: Columns seen, [] int64.
+            valid: Which rows have a token, [B, 1] bool; None if all have.
+        """
+        by = 1 if valid is None else self.memo.once(_tokens, valid)
+        if length.device not in self._rows:
+            position = length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
+            self._rows[length.device] = position, length + by
+        if isinstance(by, Tensor):
+            self._added.append((length, by))
+        else:
+            self._counters.append(length)
+        self._counters.append(columns)
+        return self._rows[length.device][0]
+
+    def length(self, device: torch.device) -> Tensor:
+        """Tokens that each row has seen, the new one included, [B] int64."""
+        return self._rows[device][1]
+
+    def budget(self, budget: Tensor, numbers: tuple[int, ...] | None) -> Tensor:
+        """A tensor equal to `budget` [B], which holds `numbers`: the same one for all layers with equal budgets."""
+        return budget if numbers is None else self._budgets.setdefault((budget.device, numbers), budget)
+
+    def end(self) -> None:
+        """Count the token in every layer that attended."""
+        if self._counters:
+            torch._foreach_add_(self._counters, 1)
+        if self._added:
+            torch._foreach_add_(*map(list, zip(*self._added, strict=True)))
+
+
+def _tokens(valid: Tensor) -> Tensor:
+    return valid[:, 0].long()
 
 
 class Step(NamedTuple):

@@ -271,23 +271,34 @@ class StepReads:
                 shared = () if self._layer.group is None else self._layer.shared_codes
                 every = (exact, tensors.codes, shared)
                 self._link.whole(every if scanned is None else unscanned(exact, codes))
-            occupied = tensors.positions >= 0
+            empty, mask = self._empty_slots(q.dtype)
             counts = tensors.log_counts
             buffer = ExactColumns(*exact, scanned if coded is None else None)
             stages = coded or ()
             if coded is not None and scanned is not None:
                 stages = coded.known(scanned)
-            return attend_columns(q, buffer, stages, occupied, transform, want_weights, counts, beside=beside)
+            return attend_columns(q, buffer, stages, empty, transform, want_weights, counts, beside=beside, mask=mask)
         # Of a fixed number of slots, those that are empty or were not chosen take no part in the softmax.
         occupied = (self._of_read(tensors.positions, read) >= 0) & self._of_read(None, read)
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, read)
         if coded is not None:
             buffer = ExactColumns(tensors.keys, tensors.values)
             others = [self._decode(coded, read.slots)]
-            out, weights = attend_columns(q, buffer, others, occupied, transform, want_weights, counts, read.rest)
+            out, weights = attend_columns(q, buffer, others, ~occupied, transform, want_weights, counts, read.rest)
         else:
             out, weights = self._attend_rows(q, read, occupied, transform, want_weights, counts)
         return out, self._to_slots(weights, read) if want_weights and weights is not None else None
+
+    def _empty_slots(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Which slots hold no token, [B, H or 1, S] bool, and the mask that hides them, if layers share it."""
+        layer = self._layer
+        if layer.is_full:
+            return None, None
+        positions = layer.tensors.positions
+        if layer.shared is None or not layer.in_order:
+            return positions < 0, None
+        empty = layer.once(_behind, layer.length, positions.shape[-1])
+        return empty, layer.once(_hiding, empty, dtype)
 
     def _attend_rows(
         self,
@@ -322,7 +333,7 @@ class StepReads:
             return attend_in_place(q, keys, held, slots, occupied, transform, counts, read.rest)
         values = self._link.rows(tensors.values, slots) if values is None else values
         buffer = ExactColumns(keys, values)
-        return attend_columns(q, buffer, (), occupied, transform, want_weights, counts, read.rest)
+        return attend_columns(q, buffer, (), ~occupied, transform, want_weights, counts, read.rest)
 
     def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Read | None, Tensor | None]:
         """Choose the slots that a step reads, and show the choice to the layers behind this one.
@@ -350,7 +361,7 @@ class StepReads:
 
     def _follow(self, shape: ReadShape, reads: ReadState, choice: Choice) -> Read:
         tensors = self._layer.tensors
-        return follow(shape, reads.limit, choice, tensors.positions, tensors.length, self._index.same_slots)
+        return follow(shape, reads.limit, choice, tensors.positions, self._layer.length, self._index.same_slots)
 
     def _choose(
         self, q: Tensor, reads: ReadState, shape: ReadShape, transform: ScoreTransform, scanned: Tensor | None
@@ -437,3 +448,13 @@ class StepReads:
         layer = self._layer
         group_size = self._spec.codec_traits.group_size
         link.count_stages(layer.tensors.codes, layer.layout.coded, shape.slots, group_size, shape.page)
+
+
+def _behind(length: Tensor, slots: int) -> Tensor:
+    """Which slots are behind the tokens of a row, [B, 1, S] bool."""
+    return torch.arange(slots, device=length.device) >= length[:, None, None]
+
+
+def _hiding(empty: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to scores, -inf for empty slots."""
+    return torch.zeros_like(empty, dtype=dtype).masked_fill_(empty, -torch.inf)

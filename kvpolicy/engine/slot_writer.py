@@ -15,7 +15,7 @@ from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.undo_log import Targets, UndoLog
-from kvpolicy.kernels.slot_writes import flat_slots, gather_slots, write_slots
+from kvpolicy.kernels.slot_writes import gather_slots, write_slots
 
 
 class SlotWriter:
@@ -50,7 +50,7 @@ class SlotWriter:
             if layer.spec.host:
                 self._store_vectors(slots, data, mask)
             else:
-                index = flat_slots(slots, tensors.keys.shape[2])
+                index = layer.flat_slots(slots, tensors.keys.shape[2])
                 write_masked("keys", tensors.keys, slots, data.keys, mask, undo, index)
                 write_masked("values", tensors.values, slots, data.values, mask, undo, index)
         else:
@@ -67,7 +67,7 @@ class SlotWriter:
                 layer.group.write(layer.number, block)
             slots = slots + at.start
         if index is None or layer.layout.exact != layer.layout.slots:
-            index = flat_slots(slots, tensors.positions.shape[-1])
+            index = layer.flat_slots(slots, tensors.positions.shape[-1])
         write_masked("positions", tensors.positions, slots, data.positions, mask, undo, index)
         pairs = zip(slot_tensors((tensors.state, tensors.counts)), slot_tensors((data.state, data.counts)), strict=True)
         for number, (target, item) in enumerate(pairs):

@@ -77,6 +77,7 @@ from kvpolicy.protocols.selector import ScoredByKeys as ScoredByKeys
 from kvpolicy.protocols.selector import Scores as Scores
 from kvpolicy.protocols.selector import Selector as Selector
 from kvpolicy.protocols.selector import State as State
+from kvpolicy.protocols.selector import StepMemo as StepMemo
 from kvpolicy.protocols.selector import View as View
 from kvpolicy.protocols.selector import compares_heads as compares_heads
 from kvpolicy.protocols.selector import joint_decode as joint_decode

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -71,6 +71,31 @@ class NewToken(NamedTuple):
     scores: Tensor | None = None
 
 
+class StepMemo:
+    """What the layers of one decode step compute alike: the first that asks makes it, and the others get the same.
+
+    Tensors are known by their identity, so layers that are to share a result are given the same tensors.
+
+    Examples:
+        >>> memo = StepMemo()
+        >>> numbers = torch.ones(2)
+        >>> memo.once(torch.add, numbers, 1) is memo.once(torch.add, numbers, 1)
+        True
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._made: dict[Hashable, tuple[tuple[Any, ...], Tensor]] = {}
+
+    def once(self, make: Callable[..., Tensor], *args: Any) -> Tensor:
+        """The result of `make(*args)`, which depends on nothing else, and which nobody changes."""
+        key = (make, *(id(arg) if isinstance(arg, Tensor) else arg for arg in args))
+        found = self._made.get(key)
+        if found is None:  # the arguments are held, so that no other tensor gets their identity
+            found = self._made[key] = (args, make(*args))
+        return found[1]
+
+
 class View(NamedTuple):
     """The candidate tokens as a selector sees them.
 
@@ -85,6 +110,7 @@ class View(NamedTuple):
         alike: Whether all heads of all ranks have the same candidates, as in a first prompt.
         added: [B] int64, how many tokens a prompt or chunk adds to each row, in `Selector.observe`.
         token: The newest token, in `Selector.step`, if the selector asks for `Vectors(generated=True)`.
+        memo: What the layers of the step compute alike; None for one layer alone, and in a compiled step.
     """
 
     positions: Tensor
@@ -95,6 +121,7 @@ class View(NamedTuple):
     alike: bool = False
     added: Tensor | None = None
     token: NewToken | None = None
+    memo: StepMemo | None = None
 
     @property
     def valid(self) -> Tensor:
@@ -103,8 +130,16 @@ class View(NamedTuple):
 
     def newest(self, window: Tensor | int) -> Tensor:
         """Whether a token is among its row's `window` ([B] or int) newest positions, [B, H, N] bool."""
-        first = (self.length - window).clamp_min(0)  # an empty slot, at -1, is never among them
-        return self.positions >= first[:, None, None]
+        return self.positions >= self.once(_first_of_newest, self.length, window)
+
+    def once(self, make: Callable[..., Tensor], *args: Any) -> Tensor:
+        """The result of `make(*args)`, computed once in a step for layers with equal arguments, such as the budget."""
+        return make(*args) if self.memo is None else self.memo.once(make, *args)
+
+
+def _first_of_newest(length: Tensor, window: Tensor | int) -> Tensor:
+    """The first of the `window` newest positions of each row, [B, 1, 1]; an empty slot, at -1, is never among them."""
+    return (length - window).clamp_min(0)[:, None, None]
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors.common import group_mean, keep_always
+from kvpolicy.selectors.common import group_mean, half_budget, keep_always
 from kvpolicy.statistics import RecentQueries, Results, Statistic
 from kvpolicy.text.strategy import least, odd, strategy
 
@@ -88,4 +88,4 @@ class SnapKV(Scored):
         return seen[RecentQueries].sum(self._width(view))
 
     def _width(self, view: View) -> Tensor:
-        return (view.budget // 2).clamp(1, self.window)
+        return half_budget(view, self.window)
