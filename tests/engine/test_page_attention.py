@@ -119,7 +119,12 @@ def test_empty_slots_may_hold_any_number() -> None:
     q = torch.ones(ROWS, HEADS, 1, DIM)
     out, _, _ = attend_pages(q, ExactPages(keys, values), ~occupied, owner, HEADS, ScoreTransform(1.0))
     other, _, _ = attend_pages(
-        q, ExactPages(keys.masked_fill(~occupied[..., None], -3.0), values), ~occupied, owner, HEADS, ScoreTransform(1.0)
+        q,
+        ExactPages(keys.masked_fill(~occupied[..., None], -3.0), values),
+        ~occupied,
+        owner,
+        HEADS,
+        ScoreTransform(1.0),
     )
     assert torch.equal(out, other)
 
