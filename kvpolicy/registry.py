@@ -132,7 +132,8 @@ class SharedOption(NamedTuple):
 
     Attributes:
         kind: The kind.
-        values: A regular expression of its values; named groups of digits are fields of the class, 0 if they are empty.
+        values: A regular expression of its values. Named groups of digits are fields of the class, whose names may end in
+            underscores, so that each is given once; 0 if they are empty.
         shown: How its value is written, with the fields of the class.
         example: A value that works.
         target: The module and the class that wraps the strategy, through its field `base`.
@@ -149,7 +150,7 @@ OPTIONS = {
     "protect": SharedOption("selector", "prompt", "prompt", "prompt", "kvpolicy.selectors.protected:Protected"),
     "skip": SharedOption(
         "allocator",
-        r"(?:(?:first:(?P<first>\d+))?,?(?:last:(?P<last>\d+))?|(?P<first_>\d+)-(?P<last_>\d+))",
+        r"(?:first:(?P<first>\d+)(?:,last:(?P<last>\d+))?|last:(?P<last_>\d+)|(?P<first__>\d+)-(?P<last__>\d+))",
         "{first}-{last}",
         "2-2",
         "kvpolicy.allocators.skipped:SkippedLayers",
