@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,7 +48,7 @@ from kvpolicy.engine.slot_writer import write_masked
 from kvpolicy.engine.state import join_states, map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
 from kvpolicy.engine.undo_log import Targets
-from kvpolicy.kernels.slot_writes import gather_slots
+from kvpolicy.kernels.slot_writes import flat_slots, gather_slots
 from kvpolicy.protocols import Calibration, Layout, State, Tokens, View
 from kvpolicy.statistics.windows import Past, ScoreTransform
 
@@ -182,7 +184,7 @@ class CodedPageBody:
         """Write tokens to slots [B, H, n] of each head's buffer, in place, where `mask` [B, H, n] is set."""
         tensors = self._layer.tensors
         undo = self._layer.undo
-        index = self._layer.flat_slots(slots, tensors.keys.shape[2])
+        index = flat_slots(slots, tensors.keys.shape[2], self._layer.memo.once)
         write_masked("keys", tensors.keys, slots, data.keys, mask, undo, index)
         write_masked("values", tensors.values, slots, data.values, mask, undo, index)
         slots = self._over_all_pages(slots)
@@ -359,7 +361,8 @@ class CodedPageBody:
         first = self.owner.shape[1]
         pages = buffer_pages(tensors.keys.shape[2], size)
         ends = (first + self._heads * pages) * size
-        return slots + self._layer.once(_starts, first * size, ends, pages * size, slots.device)
+        arange = partial(self._layer.memo.once, torch.arange)
+        return slots + arange(first * size, ends, pages * size, device=slots.device)[:, None]
 
     @property
     def _heads(self) -> int:
@@ -368,7 +371,3 @@ class CodedPageBody:
     @property
     def _calibration(self) -> Calibration:
         return self._layer.calibrations[0]
-
-
-def _starts(first: int, end: int, step: int, device: torch.device) -> Tensor:
-    return torch.arange(first, end, step, device=device)[:, None]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ NO_ROOM = "the cache has no room left: call cache.tick() between steps"
 assert_async: Callable[[Tensor, str], None] = torch._assert_async  # pyright: ignore
 """Fails if a condition on the device does not hold, without waiting for it; stays in a compiled graph."""
 
+add_to_each: Callable[..., None] = torch._foreach_add_  # pyright: ignore
+"""Adds a number, or one of as many tensors, to each of a list of tensors, in place and in few launches."""
+
 
 def assert_compiled(condition: Callable[[], Tensor], message: str) -> None:
     """Fail in a compiled step if a condition does not hold; the host's counts answer for eager ones, without a launch.
@@ -32,6 +36,7 @@ def assert_compiled(condition: Callable[[], Tensor], message: str) -> None:
         assert_async(condition(), message)
 
 
+@dataclass(eq=False)
 class SharedStep:
     """An eager decode step of several layers, which have seen the same tokens: what is the same in all is made once.
 
@@ -39,15 +44,19 @@ class SharedStep:
 
     Attributes:
         memo: What layers compute alike.
+        positions: Positions of the new tokens on each device, [B, 1, 1] int32.
+        lengths: Tokens that each row has seen, the new one included, on each device, [B] int64.
+        budgets: One of the equal budgets of layers, [B] int64, by its numbers.
+        counters: Counters of the layers that attended, to each of which the end of the step adds one.
+        lengths_with: Lengths of layers in rows of which some have no token, and what is added to each.
     """
 
-    def __init__(self) -> None:
-        """Begin a step."""
-        self.memo = StepMemo()
-        self._rows: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._budgets: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
-        self._counters: list[Tensor] = []
-        self._added: list[tuple[Tensor, Tensor]] = []
+    memo: StepMemo
+    positions: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
+    lengths: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
+    budgets: dict[Hashable, Tensor] = field(default_factory=dict[Hashable, Tensor])
+    counters: list[Tensor] = field(default_factory=list[Tensor])
+    lengths_with: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
 
     def count(self, length: Tensor, columns: Tensor, valid: Tensor | None) -> Tensor:
         """Let the end of the step count a token in the counters of a layer; its position, [B, 1, 1] int32.
@@ -57,35 +66,24 @@ class SharedStep:
             columns: Columns seen, [] int64.
             valid: Which rows have a token, [B, 1] bool; None if all have.
         """
-        by = 1 if valid is None else self.memo.once(_tokens, valid)
-        if length.device not in self._rows:
-            position = length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
-            self._rows[length.device] = position, length + by
-        if isinstance(by, Tensor):
-            self._added.append((length, by))
+        device = length.device
+        by = None if valid is None else self.memo.once(Tensor.long, valid)[:, 0]
+        if device not in self.positions:
+            self.positions[device] = length.to(torch.int32)[:, None, None]  # as many came before it
+            self.lengths[device] = length + (1 if by is None else by)
+        self.counters.append(columns)
+        if by is None:
+            self.counters.append(length)
         else:
-            self._counters.append(length)
-        self._counters.append(columns)
-        return self._rows[length.device][0]
-
-    def length(self, device: torch.device) -> Tensor:
-        """Tokens that each row has seen, the new one included, [B] int64."""
-        return self._rows[device][1]
-
-    def budget(self, budget: Tensor, numbers: tuple[int, ...] | None) -> Tensor:
-        """A tensor equal to `budget` [B], which holds `numbers`: the same one for all layers with equal budgets."""
-        return budget if numbers is None else self._budgets.setdefault((budget.device, numbers), budget)
+            self.lengths_with.append((length, by))
+        return self.positions[device]
 
     def end(self) -> None:
         """Count the token in every layer that attended."""
-        if self._counters:
-            torch._foreach_add_(self._counters, 1)
-        if self._added:
-            torch._foreach_add_(*map(list, zip(*self._added, strict=True)))
-
-
-def _tokens(valid: Tensor) -> Tensor:
-    return valid[:, 0].long()
+        if self.counters:
+            add_to_each(self.counters, 1)
+        if self.lengths_with:
+            add_to_each(*map(list, zip(*self.lengths_with, strict=True)))
 
 
 class Step(NamedTuple):

@@ -21,8 +21,8 @@ from kvpolicy.engine.reading import load_basis
 from kvpolicy.engine.row_limits import with_tokens
 from kvpolicy.engine.state import map_numbers
 from kvpolicy.engine.undo_log import UndoLog
-from kvpolicy.kernels.slot_writes import first_slots, flat_slots
 from kvpolicy.protocols import (
+    ALONE,
     SINGLE_RANK,
     Calibration,
     Codes,
@@ -79,6 +79,7 @@ class LayerContents:
         is_full: Whether every slot is known to hold a token, for good: a step evicts one of each head, and masks none.
         in_order: Whether slot n of each head is known to hold its row's token n, for good.
         shared: What the layers of the running step share; None in a compiled step, of a layer alone, and between steps.
+        memo: What they compute alike.
         undo: The log to which steps write what they overwrite; None without a mark, and while block work is done.
         row_pages: Pages of each row, as it would have them alone in a batch; None in a layer without head budgets.
         group: The layers that store a part of what they hold together with this one; None if it is alone.
@@ -111,6 +112,7 @@ class LayerContents:
         self.is_full = False
         self.in_order = False
         self.shared: SharedStep | None = None
+        self.memo = ALONE
         self.undo: UndoLog | None = None
         self.row_pages: RowPages | None = None
         self.group: LayerGroup | None = None
@@ -237,6 +239,7 @@ class LayerContents:
         tensors = self.tensors
         if shared is not None:
             self.shared = shared
+            self.memo = shared.memo
             self._columns = self.columns + 1
             return shared.count(tensors.length, tensors.columns, valid)
         position = tensors.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
@@ -248,29 +251,15 @@ class LayerContents:
     def length(self) -> Tensor:
         """Tokens that each row has seen, that of the running step included, [B] int64."""
         length = self.tensors.length
-        return length if self.shared is None else self.shared.length(length.device)
-
-    def once(self, make: Callable[..., Tensor], *args: Any) -> Tensor:
-        """The result of `make(*args)`; see `StepMemo`."""
-        return make(*args) if self.shared is None else self.shared.memo.once(make, *args)
-
-    def flat_slots(self, slots: Tensor, size: int) -> Tensor:
-        """Slots [B, H, n] of heads with `size` slots each, as indices into their flat view."""
-        if self.shared is None:
-            return flat_slots(slots, size)
-        memo = self.shared.memo
-        first = memo.once(first_slots, slots.shape[0] * slots.shape[1], size, slots.device)
-        return memo.once(flat_slots, slots, size, first)
+        return length if self.shared is None else self.shared.lengths[length.device]
 
     def view(self) -> View:
         """The slots as the selector sees them in a step; in pages, with the budget of an average head."""
         tensors = self.tensors
         budget = tensors.budget if tensors.pages is None else tensors.pages.average
-        shared = self.shared
-        if shared is None:
-            return View(tensors.positions, tensors.length, budget, self.spec.layer_idx, self.ranks)
-        budget = shared.budget(budget, self._row_budgets)
-        return View(tensors.positions, self.length, budget, self.spec.layer_idx, self.ranks, memo=shared.memo)
+        if self.shared is not None and self._row_budgets is not None:
+            budget = self.shared.budgets.setdefault((budget.device, self._row_budgets), budget)
+        return View(tensors.positions, self.length, budget, self.spec.layer_idx, self.ranks, memo=self.memo)
 
     def set_budget(self, budget: Tensor) -> None:
         """Let each row hold `budget` [B] tokens."""

@@ -270,7 +270,7 @@ class StepReads:
         tensors = self._layer.tensors
         self._link.whole((tensors.positions, tensors.counts))
         coded = self._codes.view()
-        read, scanned = self._read(q, transform)
+        read, scanned = self._read(q, transform, tensors.reads) if tensors.reads else (None, None)
         # Without a choice all slots are read, less what the reader has already scored in a scan.
         if read is None:
             exact = (tensors.keys, tensors.values)
@@ -281,7 +281,12 @@ class StepReads:
                 shared = () if self._layer.group is None else self._layer.shared_codes
                 every = (exact, tensors.codes, shared)
                 self._link.whole(every if scanned is None else unscanned(exact, codes))
-            empty, mask = self._empty_slots(q.dtype)
+            empty = mask = None
+            if self._layer.shared is not None and self._layer.in_order:
+                empty = self._layer.memo.once(_behind, self._layer.length, tensors.positions.shape[-1])
+                mask = self._layer.memo.once(_hiding, empty, q.dtype)
+            elif not self._layer.is_full:
+                empty = tensors.positions < 0
             counts = tensors.log_counts
             buffer = ExactColumns(*exact, scanned if coded is None else None)
             stages = coded or ()
@@ -298,17 +303,6 @@ class StepReads:
         else:
             out, weights = self._attend_rows(q, read, occupied, transform, want_weights, counts)
         return out, self._to_slots(weights, read) if want_weights and weights is not None else None
-
-    def _empty_slots(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Which slots hold no token, [B, H or 1, S] bool, and the mask that hides them, if layers share it."""
-        layer = self._layer
-        if layer.is_full:
-            return None, None
-        positions = layer.tensors.positions
-        if layer.shared is None or not layer.in_order:
-            return positions < 0, None
-        empty = layer.once(_behind, layer.length, positions.shape[-1])
-        return empty, layer.once(_hiding, empty, dtype)
 
     def _attend_rows(
         self,
@@ -345,7 +339,7 @@ class StepReads:
         buffer = ExactColumns(keys, values)
         return attend_columns(q, buffer, (), ~occupied, transform, want_weights, counts, read.rest)
 
-    def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Read | None, Tensor | None]:
+    def _read(self, q: Tensor, transform: ScoreTransform, reads: ReadState) -> tuple[Read | None, Tensor | None]:
         """Choose the slots that a step reads, and show the choice to the layers behind this one.
 
         Returns:
@@ -354,19 +348,17 @@ class StepReads:
         """
         tensors = self._layer.tensors
         shape = self._index.shape
-        if not tensors.reads:
-            return None, None
         if shape is not None and shape.followed:
             board: Any = self._index.board  # not asserted to be one, since a compiler would trace the assertion
             self._link.whole(board.choice)
-            return self._follow(shape, tensors.reads, board.choice), None
+            return self._follow(shape, reads, board.choice), None
         scanned = None
         if shape is not None and self._reads_all and self._spec.reader_traits.scans_keys:
             scanned = KeyProducts(self._layer, self._codes)(self._queries(q))
-        read = None if shape is None else self._choose(q, tensors.reads, shape, transform, scanned)
-        if tensors.reads.choice:
+        read = None if shape is None else self._choose(q, reads, shape, transform, scanned)
+        if reads.choice:
             shown = every_slot(self._layer.layout, tensors.positions) if read is None else read
-            show(tensors.reads.choice, shown, tensors.positions)
+            show(reads.choice, shown, tensors.positions)
         return None if self._reads_all else read, scanned
 
     def _follow(self, shape: ReadShape, reads: ReadState, choice: Choice) -> Read:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.trimming import can_trim, trim
 from kvpolicy.kernels.mixed_values import read_values
 from kvpolicy.kernels.rotary import KeyRotation
-from kvpolicy.protocols import SINGLE_RANK, LayerBounds, LayerShape, Layout, Ranks
+from kvpolicy.protocols import ALONE, SINGLE_RANK, LayerBounds, LayerShape, Layout, Ranks
 from kvpolicy.statistics import AttentionSum, Candidates, Forward, Results, Rotation, Vectors
 from kvpolicy.statistics.input_scores import score_inputs
 from kvpolicy.statistics.statistic import first_of
@@ -339,9 +340,8 @@ class LayerStore:
         # What selectors and mergers read to evict goes through no link: only attention and its index are counted.
         slot, merge = self.geometry.free_slot(view, valid)
         # The slot still has the statistics of the token that it held before.
-        state, counts = map_slots(
-            lambda t: layer.once(_zeros, slot.shape, t.dtype, slot.device), (tensors.state, tensors.counts)
-        )
+        zeros = partial(layer.memo.once, torch.zeros, slot.shape, device=slot.device)
+        state, counts = map_slots(lambda t: zeros(dtype=t.dtype), (tensors.state, tensors.counts))
         data = SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts)
         if merge is not None:
             slot, data = merging.with_merge(slot, data, merge)
@@ -405,13 +405,14 @@ class LayerStore:
         """Count one decode step: rank the slots again where it is time, and demote a block if a buffer is full."""
         layer = self.contents
         layer.shared = None
+        layer.memo = ALONE
         # A counter on the host: asking the device how full the buffers are would synchronize in every step.
         layer.schedule.steps -= 1
         if layer.schedule.steps < 1:
             with self.journal.block_work():
                 self.rerank()
         layer.free_steps -= 1
-        if self.slots is not None and self.slots.index.count_unsorted_step():
+        if self.slots is not None and layer.tensors.reads and self.slots.index.count_unsorted_step():
             with self.journal.block_work():
                 self.slots.index.renew()
         if layer.free_steps < 1:
@@ -529,7 +530,3 @@ class LayerStore:
             return f"{type(self).__name__}(layer_idx={self.layer_idx}, empty)"
         rows = self.tensors.length.shape[0]
         return f"{type(self).__name__}(layer_idx={self.layer_idx}, rows={rows}, {self.geometry.describe()})"
-
-
-def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)

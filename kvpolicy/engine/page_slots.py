@@ -19,6 +19,7 @@ from kvpolicy.engine.slot_writer import write_masked
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy.engine.undo_log import Targets, UndoLog
 from kvpolicy.kernels.products import matmul, products
+from kvpolicy.kernels.slot_writes import flat_slots
 from kvpolicy.protocols import State, View
 
 
@@ -238,4 +239,4 @@ def write_flat(
 def flat_index(layer: LayerContents, slots: Tensor) -> Tensor:
     """Slots [B, H, n], counted over all pages of a row, as indices into the slots of all rows."""
     _, pages, size = layer.tensors.positions.shape
-    return layer.flat_slots(slots.flatten(1, 2)[:, None], pages * size)
+    return flat_slots(slots.flatten(1, 2)[:, None], pages * size, layer.memo.once)

@@ -212,7 +212,7 @@ class SlotGeometry:
         if self._spec.grows:
             assert_compiled(lambda: self._has_room(view, valid), NO_ROOM)
             if layer.shared is not None and layer.in_order:
-                return layer.once(_newest_slot, view.length, view.positions.shape[1]), None
+                return layer.memo.once(_newest_slot, view.length, view.positions.shape[1]), None
             return self._empty_slot(), None
         if layer.is_full:
             slot = eviction_scores(self._spec.selector, tensors.state, view, None).argmax(-1, keepdim=True)

@@ -45,6 +45,7 @@ from kvpolicy.hf.transcript import extended
 from kvpolicy.kernels.rotary import rope_offset
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
+from kvpolicy.protocols import StepMemo
 from kvpolicy.statistics import Forward
 from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyStateError
@@ -171,7 +172,7 @@ class CacheForward(TiledCache):
             self._awaits = self.is_chunk(first.length, 1, valid)
             is_step = not self._awaits
         forward = (
-            RunningForward(is_step=True, shared=SharedStep())
+            RunningForward(is_step=True, shared=SharedStep(StepMemo({})))
             if is_step
             else self._begin_prompt(tokens, mask, position_ids)
         )
@@ -389,7 +390,7 @@ class CacheForward(TiledCache):
         if not forward.is_step:
             self._end_prompts(decoder)
         # After all layers are compressed: if one fails, the layers disagree, and the next forward is refused.
-        self.forget_forward()
+        self.forward = RunningForward()
         if forward.shared is not None:
             forward.shared.end()
             for layer in self.policy_layers:

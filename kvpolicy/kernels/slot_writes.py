@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,19 +33,15 @@ def write_slots(target: Tensor, slots: Tensor, data: Tensor, index: Tensor | Non
     flat.index_copy_(0, flat_slots(slots, size) if index is None else index, data.flatten(0, 2))
 
 
-def first_slots(heads: int, size: int, device: torch.device) -> Tensor:
-    """Where the slots of each of B * H `heads` begin, of `size` slots each, in their flat view, [B * H, 1] int64."""
-    return torch.arange(0, heads * size, size, device=device)[:, None]
-
-
-def flat_slots(slots: Tensor, size: int, first: Tensor | None = None) -> Tensor:
+def flat_slots(slots: Tensor, size: int, once: Callable[..., Tensor] | None = None) -> Tensor:
     """Slots [B, H, n] of heads with `size` slots each, as indices into the flat view [B * H * size, ...].
 
-    `first` are the `first_slots` of these heads, if they are known.
+    Where heads begin is known to `once`, if it is given; see `kvpolicy.protocols.StepMemo`.
     """
     heads = slots.shape[0] * slots.shape[1]
-    first = first_slots(heads, size, slots.device) if first is None else first
-    return (first + slots.reshape(heads, -1)).flatten()
+    arange = torch.arange if once is None else partial(once, torch.arange)
+    first = arange(0, heads * size, size, device=slots.device)
+    return (first[:, None] + slots.reshape(heads, -1)).flatten()
 
 
 def gather_slots(t: Tensor, slots: Tensor) -> Tensor:

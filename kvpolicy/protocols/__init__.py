@@ -63,6 +63,7 @@ from kvpolicy.protocols.reader import ReaderTraits as ReaderTraits
 from kvpolicy.protocols.reader import RebuildsKeys as RebuildsKeys
 from kvpolicy.protocols.reader import Salience as Salience
 from kvpolicy.protocols.reader import SlotAccess as SlotAccess
+from kvpolicy.protocols.selector import ALONE as ALONE
 from kvpolicy.protocols.selector import ChecksModel as ChecksModel
 from kvpolicy.protocols.selector import ComparesHeads as ComparesHeads
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode

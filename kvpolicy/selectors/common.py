@@ -31,18 +31,15 @@ def unranked_first(score: Tensor, view: View, ranked: Tensor, most: float) -> Te
     return torch.where(view.positions >= ranked[:, None, None], view.positions.float() + most, score)
 
 
-def half_budget(view: View, most: int) -> Tensor:
-    """Tokens of a window of at most half the budget, from 1 to `most`, [B] int64."""
-    return view.once(_half, view.budget, 1, most)
-
-
-def _half(budget: Tensor, least: int, most: int) -> Tensor:
-    return (budget // 2).clamp(least, most)
+def half_budget(view: View, most: int, least: int = 1) -> Tensor:
+    """Half the budget of each row, within limits, [B] int64."""
+    half = view.memo.once(torch.floor_divide, view.budget, 2)
+    return view.memo.once(torch.clamp, half, least, most)
 
 
 def recent_tokens(view: View, fraction: float) -> Tensor:
     """Which tokens are the newest ones of a fraction of the budget, and always the newest one, [B, H, N] bool."""
-    return view.newest(view.once(_fraction, view.budget, fraction))
+    return view.newest(view.memo.once(_fraction, view.budget, fraction))
 
 
 def _fraction(budget: Tensor, fraction: float) -> Tensor:
@@ -88,7 +85,7 @@ def position_sums(x: Tensor, at: Tensor, size: int, view: View) -> Tensor:
 
 def first_tokens(view: View, most: int) -> Tensor:
     """Which tokens are the first `most` ones of a row, at most half the budget, [B, H, N] bool."""
-    return view.valid & (view.positions < view.once(_half, view.budget, 0, most)[:, None, None])
+    return view.valid & (view.positions < half_budget(view, most, 0)[:, None, None])
 
 
 def shares(attention: Tensor, valid: Tensor) -> Tensor:
