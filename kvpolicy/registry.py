@@ -132,8 +132,8 @@ class SharedOption(NamedTuple):
 
     Attributes:
         kind: The kind.
-        values: A regular expression of its values. Named groups of digits are fields of the class, whose names may end in
-            underscores, so that each is given once; 0 if they are empty.
+        values: A regular expression of its values. Named groups of digits are fields of the class, whose names may end
+            in underscores, so that each is given once; 0 if they are empty.
         shown: How its value is written, with the fields of the class.
         example: A value that works.
         target: The module and the class that wraps the strategy, through its field `base`.

@@ -20,6 +20,7 @@ from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.reading import load_basis
 from kvpolicy.engine.row_limits import with_tokens
 from kvpolicy.engine.state import map_numbers
+from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.engine.undo_log import UndoLog
 from kvpolicy.protocols import (
     ALONE,
@@ -275,6 +276,18 @@ class LayerContents:
             self.largest_block = max(traits_for(codec, count).block for count in allocated)
         may_exceed = self.room is not None or layout.may_exceed_plan(self.expected_len, tokens)
         self.may_exceed_plan = not self.spec.grows and may_exceed
+
+    def set_budget_in_place(self, budget: Tensor) -> None:
+        """The same in the tensors that are there, so that a compiled step finds them."""
+        tensors = self.tensors
+        held = tensors.budget
+        limits = tensors.limits
+        self.set_budget(budget)
+        tensors.budget = held.copy_(budget)
+        if limits is not None and tensors.limits is not None:
+            for target, new in zip(all_tensors(limits), all_tensors(tensors.limits), strict=True):
+                target.copy_(new)
+            tensors.limits = limits
 
     def expect(self, expected_len: list[int], idle: Tensor | None) -> None:
         """Raise the expected length of every row that is not `idle` [B] bool; it never falls."""

@@ -31,7 +31,6 @@ from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.slot_demoter import SlotDemoter, assign_slots
 from kvpolicy.engine.slot_writer import SlotWriter
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
-from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.engine.token_batch import SlotData, TokenBatch
 from kvpolicy.engine.trimming import ranked_again
 from kvpolicy.engine.undo_log import Targets
@@ -355,14 +354,8 @@ class SlotGeometry:
 
     def set_row_budgets(self, budget: Tensor) -> None:
         """Let each row hold `budget` [B] tokens, in the tensors that are there."""
-        tensors = self.layer.tensors
-        held, limits = tensors.budget, tensors.limits
-        self._set_budget(budget)
-        tensors.budget = held.copy_(tensors.budget)
-        if limits is not None and tensors.limits is not None:
-            for target, new in zip(all_tensors(limits), all_tensors(tensors.limits), strict=True):
-                target.copy_(new)
-            tensors.limits = limits
+        self.layer.set_budget_in_place(budget)
+        self.index.set_limit()
 
     def _lengthen(self) -> None:
         """Grow the slots to the capacity, and keep what they hold."""

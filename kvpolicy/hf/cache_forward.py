@@ -310,6 +310,9 @@ class CacheForward(TiledCache):
         elif forward.is_step if forward.runs else layer.holds_prompt:
             shared = None if torch.compiler.is_compiling() else forward.shared
             out, step = store.attend_step(q, k, v, valid, transform, call, shared)
+            if self.rows is not None and valid is not None:
+                # A free row attends to nothing, of which the softmax is NaN.
+                out = out.masked_fill(~valid[:, :, None, None], 0)
             if layer.is_read:
                 forward.steps[layer_idx] = step
             else:
