@@ -73,7 +73,7 @@ async def rewrite(chunks: AsyncIterator[str], job: Job) -> AsyncIterator[str]:
                         yield _event(chunk)
         yield "data: [DONE]\n\n"
     except BaseException:  # the client is gone, or the server ends
-        job.cancelled.set()
+        job.cancel()
         raise
 
 
@@ -320,7 +320,7 @@ def build_app(
         try:
             call = parse(await read_json(request, limit), name)
             job = Job(f"{kind}-{uuid.uuid4().hex}", call)
-            generation.open(job)
+            generation.open([job])
             # Until the response is complete, which uvicorn reports as a disconnect too.
             task = asyncio.create_task(_watch(request, job))
             watching.add(task)
@@ -387,7 +387,7 @@ async def _respond(handler: Any, job: Job, generation: Generation, preparation: 
         # The template and the tokenizer take seconds for a long prompt.
         response = await begin_in_thread(preparation, handler.handle_request(job.call.body, job.key))
     except BaseException:
-        job.cancelled.set()
+        job.cancel()
         generation.close(job)
         raise
     if not job.call.stream:
@@ -403,7 +403,7 @@ async def _watch(request: Request, job: Job) -> None:
     """Cancel a job once its client is gone; after the end of the response this does nothing."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    job.cancelled.set()
+    job.cancel()
 
 
 def _error(message: str, status: int, code: str | None = None) -> Response:

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import Request
 
 from kvpolicy.serving.handlers import RESERVED
+from kvpolicy.serving.sampling import Sampling
 from kvpolicy.serving.templates import as_list, brief, kind, parse_message
 from kvpolicy.text.errors import KVPolicyError
 
@@ -97,7 +98,7 @@ class Call:
         include_usage: Whether a stream ends with its usage.
         max_tokens: The most tokens to generate; None for the default.
         sample: Whether to sample (True), decode greedily (False), or do as the model's generation config says (None).
-        seed: The random seed, or None.
+        sampling: What else the choice of tokens depends on.
         stop: Strings that end the answer, which does not contain them.
     """
 
@@ -106,7 +107,7 @@ class Call:
     include_usage: bool = False
     max_tokens: int | None = None
     sample: bool | None = None
-    seed: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
 
 
@@ -202,7 +203,7 @@ def _call(fields: Mapping[str, Any], own: dict[str, Any], model: str) -> Call:
         include_usage=stream and include_usage,
         max_tokens=most,
         sample=sample,
-        seed=seed,
+        sampling=Sampling(seed=seed),
         stop=stop,
     )
 
@@ -308,6 +309,9 @@ def _number(name: str, value: Any, least: float, most: float) -> float:
 
 TOO_LARGE = 413
 """The HTTP status of a body that is too large."""
+
+TOO_MANY = 429
+"""The HTTP status of a request while too many others wait."""
 
 ENVELOPE = 2**16
 """Bytes of a body for everything but the tokens of the prompt."""

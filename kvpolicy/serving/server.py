@@ -19,10 +19,13 @@ from kvpolicy.hf.attachment import PLAIN, Hold
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.serving import handlers
 from kvpolicy.serving.app import Hosts, build_app
+from kvpolicy.serving.forwards import OneRow, pause_between_tiles, settle
 from kvpolicy.serving.generation import Generation
+from kvpolicy.serving.interruptible import Interruptible
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.prefix import Prefix
 from kvpolicy.serving.requests import body_limit, positions_of
+from kvpolicy.serving.scheduler import Scheduler
 from kvpolicy.serving.templates import adapt_tokenizer
 from kvpolicy.text.errors import KVPolicyError
 
@@ -123,7 +126,10 @@ def serving(
     with attach(model, policy, tile=tile, hold=hold, compile=compile) as handle:
         prefix = None if load is None else load(model)
         metrics = Metrics()
-        generation = Generation(handle, metrics, prefix)
+        reading = Interruptible(settle(model))
+        pausing = pause_between_tiles(model, reading)
+        forwards = OneRow(model, handle, metrics, prefix)
+        generation = Generation(Scheduler(forwards, reading), metrics, prefix)
         routes = handlers.make_handlers(handlers.OneModel(model, tokenizer, name), generation)
         app = build_app(name, policy, routes, generation, metrics, hosts, body_limit(positions_of(model)))
         config = uvicorn.Config(app, log_level="warning", lifespan="on")
@@ -131,7 +137,10 @@ def serving(
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
         for line in _notes(name, policy, listener, has_template, prefix):
             print(line, file=sys.stderr, flush=True)
-        yield Server(config, generation)
+        try:
+            yield Server(config, generation)
+        finally:
+            pausing()
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def test_fields_without_effect_are_left_out() -> None:
     given = {"user": "me", "n": 1, "logit_bias": {}, "seed": 3, "temperature": 0.5, "top_p": None, "max_tokens": 4}
     call = parse_completion({**TEXT, **given}, "tiny")
     assert call.body == {"prompt": "?", "model": "tiny", "max_tokens": 4, "stream": False, "temperature": 0.5}
-    assert (call.seed, call.sample, call.max_tokens) == (3, True, 4)
+    assert (call.sampling.seed, call.sample, call.max_tokens) == (3, True, 4)
     assert parse_completion({**TEXT, "temperature": 0, "stop": "."}, "tiny").sample is False
     assert parse_completion({**TEXT, "stop": ["a" * 256] * 16}, "tiny").stop == ("a" * 256,) * 16
     assert parse_completion(TEXT, "tiny").sample is None
@@ -114,7 +114,7 @@ HONORED: dict[str, tuple[Any, Callable[[Call], bool]]] = {
     "max_completion_tokens": (4, lambda call: call.max_tokens == 4),
     "temperature": (0.5, lambda call: call.body["temperature"] == 0.5),
     "top_p": (0.5, lambda call: call.body["top_p"] == 0.5),
-    "seed": (3, lambda call: call.seed == 3),
+    "seed": (3, lambda call: call.sampling.seed == 3),
     "stop": (["."], lambda call: call.stop == (".",)),
     "stream": (True, lambda call: call.stream),
     "stream_options": ({"include_usage": True}, lambda call: call.include_usage),
