@@ -17,10 +17,11 @@ from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.serving.interruptible import Interruptible
 from kvpolicy.serving.metrics import CacheUsage, Metrics
 from kvpolicy.serving.prefix import Prefix
+from kvpolicy.text.errors import KVPolicyError
 
 
-class OneRow:
-    """The model with one row, which is the cache of the answer in flight, of exactly the size that it needs.
+class Prompts:
+    """The forwards of prompts, each of which makes a cache of its own.
 
     Args:
         model: The model, with a policy attached.
@@ -29,16 +30,13 @@ class OneRow:
         prefix: The cache that every request starts from, or None.
     """
 
-    count = 1
-
     def __init__(self, model: Any, handle: Any, metrics: Metrics, prefix: Prefix | None = None) -> None:
-        """The row is free."""
-        self._model = model
-        self._handle = handle
-        self._metrics = metrics
+        """Nothing was read."""
+        self.model = model
+        self.handle = handle
+        self.metrics = metrics
         self._prefix = prefix
-        self._call: Callable[..., Any] = model
-        self._cache: PolicyCache | None = None
+        self._kept: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
 
     def read(self, answer: Any) -> tuple[PolicyCache, Tensor]:
         """Run the text of an answer: its cache, and logits [V] of the next token.
@@ -51,20 +49,20 @@ class OneRow:
         def run(model: Any, input_ids: Tensor, logits_processor: Any, generation_config: Any, **kwargs: Any) -> Any:
             cache = passed_cache(kwargs)
             processors.extend(logits_processor)
-            return cache, self._forward(model, cache, input_ids[:, cache.get_seq_length() :])[0]
+            return cache, self.forward(model, cache, input_ids[:, cache.get_seq_length() :])[0]
 
-        text = torch.tensor([answer.text], device=self._model.device)
+        text = torch.tensor([answer.text], device=self.model.device)
         prefix = self._prefix
         given: dict[str, Any] = {}
-        if prefix is not None and not changing_kind(self._model.config, len(prefix.ids), len(answer.text)):
+        if prefix is not None and not changing_kind(self.model.config, len(prefix.ids), len(answer.text)):
             given[CACHE] = prefix.start()
         config = copy.deepcopy(answer.prompt.config)
         config.max_new_tokens -= len(answer.tokens)
         if not answer.tokens:
-            self._metrics.prompt_tokens += len(answer.text)
+            self.metrics.prompt_tokens += len(answer.text)
         try:
             with torch.inference_mode():
-                found = self._model.generate(
+                found = self.model.generate(
                     text,
                     attention_mask=torch.ones_like(text),
                     generation_config=config,
@@ -72,10 +70,35 @@ class OneRow:
                     **given,
                 )
         finally:
-            self._handle.cache = None  # holds the newest one
+            self.handle.cache = None  # holds the newest one
         if answer.prompt.processors is None:
             answer.prompt.processors = processors
         return found
+
+    def step(self, call: Callable[..., Any], cache: Any, tokens: list[int]) -> Tensor:
+        """Logits [B, V] of the token behind the newest one of each row."""
+        with torch.inference_mode():
+            return self.forward(call, cache, torch.tensor(tokens, device=self.model.device)[:, None])
+
+    def forward(self, call: Callable[..., Any], cache: Any, tokens: Tensor) -> Tensor:
+        """Logits [B, V] of the token behind `tokens` [B, P]."""
+        return call(input_ids=tokens, **cache_argument(self.model, cache), **self._kept).logits[:, -1]
+
+
+class OneRow:
+    """One row, which is the cache of the answer in flight, of exactly the size that it needs.
+
+    Args:
+        prompts: The forwards of prompts.
+    """
+
+    count = 1
+
+    def __init__(self, prompts: Prompts) -> None:
+        """The row is free."""
+        self._prompts = prompts
+        self.read = prompts.read
+        self.drop(0)
 
     def copy(self, cache: PolicyCache) -> PolicyCache:
         """A copy of a cache that `read` has made."""
@@ -84,18 +107,18 @@ class OneRow:
     def put(self, row: int, cache: PolicyCache) -> None:
         """Let the row go on from a cache."""
         self._cache = cache
-        self._call = step_call(self._model, cache)
-        self._metrics.hold(cache)
+        self._call = step_call(self._prompts.model, cache)
+        self._prompts.metrics.hold(cache)
 
     def drop(self, row: int) -> None:
         """Free the row."""
-        self._cache = self._handle.cache = None
-        self._call = self._model
+        self._cache: PolicyCache | None = None
+        self._call: Callable[..., Any] = self._prompts.model
+        self._prompts.handle.cache = None
 
     def step(self, tokens: list[int]) -> Tensor:
         """Run a token: logits [1, V] of the next one."""
-        with torch.inference_mode():
-            return self._forward(self._call, self._cache, torch.tensor([tokens], device=self._model.device))
+        return self._prompts.step(self._call, self._cache, tokens)
 
     def usage(self, row: int) -> CacheUsage:
         """What the cache holds."""
@@ -103,21 +126,74 @@ class OneRow:
 
     def must_read_again(self, length: int) -> bool:
         """Whether a text must be read as a whole for its token number `length`, as models with `longrope` do."""
-        return bool(changing_kind(self._model.config, length - 1, length))
+        return bool(changing_kind(self._prompts.model.config, length - 1, length))
 
     def restart(self) -> None:
         """Free the row, after a step that was broken off."""
         self.drop(0)
 
-    def _forward(self, call: Callable[..., Any], cache: Any, tokens: Tensor) -> Tensor:
-        """Logits [B, V] of the token behind `tokens` [B, P]."""
-        out = call(input_ids=tokens, **cache_argument(self._model, cache), **self._kept)
-        return out.logits[:, -1]
 
-    @property
-    def _kept(self) -> dict[str, Any]:
-        """The argument by which a model computes the logits of the last token alone, if it has one."""
-        return {"logits_to_keep": 1} if self._model._supports_logits_to_keep() else {}
+class ManyRows:
+    """Rows of one cache of fixed size, so that a step of all of them is one forward.
+
+    Args:
+        prompts: The forwards of prompts.
+        count: The number of rows.
+        length: The most tokens of a prompt and its answer.
+
+    Raises:
+        KVPolicyError: If the policy or the model does not allow it.
+    """
+
+    def __init__(self, prompts: Prompts, count: int, length: int) -> None:
+        """All rows are free."""
+        kind = changing_kind(prompts.model.config, 1, length)
+        if kind:
+            raise KVPolicyError(
+                f"--length must be that of texts with the same angles for --rows {count}, got {length:,} for a model "
+                f"with {kind}, whose long texts have others; try a smaller --length, or --rows 1."
+            )
+        self.count = count
+        self._prompts = prompts
+        self._length = length
+        self.read = prompts.read
+        self.restart()
+
+    def copy(self, cache: PolicyCache) -> PolicyCache:
+        """The cache itself, which `put` does not change."""
+        return cache
+
+    def put(self, row: int, cache: PolicyCache) -> None:
+        """Let a row go on from a cache of one row."""
+        self._rows.put(row, cache)
+        if self._call is None:
+            self._call = step_call(self._prompts.model, self._rows)
+        self._prompts.metrics.hold(self._rows)
+
+    def drop(self, row: int) -> None:
+        """Free a row."""
+        if row not in self._rows.free_rows():
+            self._rows.drop(row)
+        self._prompts.handle.cache = None
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """Run a token of each row: logits [rows, V] of the next ones."""
+        assert self._call is not None
+        return self._prompts.step(self._call, self._rows, tokens)
+
+    def usage(self, row: int) -> CacheUsage:
+        """What a row holds, of a cache whose bytes are the same for all rows."""
+        return CacheUsage.of_row(self._rows, row)
+
+    def must_read_again(self, length: int) -> bool:
+        """No: the length of rows is that of texts with the same angles."""
+        return False
+
+    def restart(self) -> None:
+        """Begin with a new cache, after a step that was broken off."""
+        self._rows: Any = None  # freed first
+        self._call: Callable[..., Any] | None = None
+        self._rows = self._prompts.handle.rows(self.count, self._length)
 
 
 def step_call(model: Any, cache: Any) -> Callable[..., Any]:

@@ -23,9 +23,6 @@ from kvpolicy.text.errors import KVPolicyError
 DEFAULT_NEW_TOKENS = 1024
 """The most tokens of an answer without a number in its request, if the model's context has room for them."""
 
-DEFAULT_QUEUE = 1024
-"""The most answers that wait for a row; later ones are refused."""
-
 SHUTTING_DOWN = "The server is shutting down; try again later."
 
 log = logging.getLogger("kvpolicy.serving")
@@ -90,7 +87,12 @@ class Group:
         job.prompt = self.prompts.setdefault(tuple(ids), Prompt(ids, config))
         job.text = [*ids]
         self.ready.append(job)
-        return self.ready if len(self.ready) == self._size else []
+        return self.ready if self.is_complete else []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of them are prepared."""
+        return len(self.ready) == self._size
 
 
 class Job:
@@ -107,6 +109,10 @@ class Job:
         cancelled: Set once the client is gone.
         begun: Done once the first token is generated, or there will be none.
         done: Done once the answer has ended.
+        wake: Tells the rows that the answer was cancelled.
+        ended: Called once the answer has ended.
+        decode: The text of a token.
+        times: How long it took.
         prompt: The prompt.
         text: Token ids of the prompt and the answer so far.
         tokens: Generated tokens.
@@ -131,6 +137,7 @@ class Job:
         self.wake: Callable[[], None] = lambda: None
         self.ended: Callable[[Job], None] = lambda job: None
         self.streamer: AnswerStreamer | None = None
+        self.decode: Callable[[int], str] = str
         self.times = Times()
         self._sampler: Sampler | None = None
         self._stops: StopStrings | None = None
@@ -138,6 +145,7 @@ class Job:
     def prepare(self, tokenizer: Any, streamer: AnswerStreamer | None, stop: Sequence[str]) -> None:
         """Note what the text is decoded with, where it goes, and the strings that end it."""
         self.streamer = streamer
+        self.decode = tokenizer.decode
         if stop:
             self._stops = StopStrings(tokenizer, stop, self.prompt.ids)
         if streamer is not None:
@@ -212,6 +220,18 @@ class Job:
                 raise
 
 
+def make_jobs(key: str, call: Call) -> list[Job]:
+    """The answers of a request.
+
+    Args:
+        key: The id of the request.
+        call: The request.
+    """
+    calls = call.each()
+    group = Group(len(calls))
+    return [Job(key if not index else f"{key}-{index}", one, group) for index, one in enumerate(calls)]
+
+
 class Times:
     """When an answer was asked for, began and ended, in seconds.
 
@@ -250,8 +270,8 @@ class Generation:
         self,
         scheduler: Scheduler,
         metrics: Metrics,
-        prefix: Prefix | None = None,
-        queue: int = DEFAULT_QUEUE,
+        prefix: Prefix | None,
+        queue: int,
         length: int | None = None,
     ) -> None:
         """Start the rows."""
@@ -285,8 +305,12 @@ class Generation:
             self._jobs[job.key] = job
 
     def close(self, job: Job) -> None:
-        """Forget a job that did not reach the rows."""
-        self._jobs.pop(job.key, None)
+        """Cancel a job, and forget it if it did not reach the rows."""
+        job.cancel()
+        if job not in job.group.ready or not job.group.is_complete:
+            self._jobs.pop(job.key, None)
+            job.signal(job.begun)
+            job.signal(job.done)
 
     def refuse_new(self) -> None:
         """Refuse all waiting and later requests; those with a row go on."""

@@ -29,6 +29,15 @@ class CacheUsage:
         """Measure a `PolicyCache` of one row."""
         return cls(kept_tokens=mean_kept(cache), cache_nbytes=cache.nbytes, full_nbytes=cache.full_nbytes)
 
+    @classmethod
+    def of_row(cls, cache: Any, row: int) -> CacheUsage:
+        """Measure a row of a `PolicyCache` with several, which share its bytes evenly."""
+        other = sum(cache.unmanaged_bytes().values()) // cache.batch_size
+        full = sum(int(layer.length[row]) * layer.store.shape.token_nbytes for layer in cache.policy_layers)
+        return cls(
+            kept_tokens=mean_kept(cache, row), cache_nbytes=cache.nbytes // cache.batch_size, full_nbytes=full + other
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers, as they stand in `usage.kvpolicy` of an answer."""
         return asdict(self)
