@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,18 @@ NUMBERS = ("capacity", "expected_len", "reserved", "largest_block", "scale", "ma
 """The attributes of a layer that are numbers on the host, or lists of them."""
 
 
+class RowRoom(NamedTuple):
+    """Room of a free row, in a layer whose rows come and go.
+
+    Attributes:
+        tokens: Tokens that it has slots for.
+        budget: The most tokens that it may hold.
+    """
+
+    tokens: int
+    budget: int
+
+
 class LayerContents:
     """Contents of one layer under a policy; a `LayerStore` and its geometry operate on them.
 
@@ -54,17 +66,19 @@ class LayerContents:
         layout: Slots of the full-precision buffer and of each stage.
         capacity: Tokens that the layout was made for.
         expected_len: Tokens that each row has slots for.
-        may_exceed_plan: Whether a row may hold more tokens than it has slots for.
+        may_exceed_plan: Whether a row may hold more tokens than it has slots for; said of any rows that come and go, so
+            that a step is the same graph for all of them.
         schedule: When the slots are ranked together again.
         reserved: Dictionary slots, the first of the full-precision buffer.
         largest_block: The most tokens that any row demotes at a time.
         free_steps: Steps until the layer must demote tokens, or needs more slots.
-        steps_unsorted: Steps since slots were sorted, if the reader wants them sorted.
+        steps_unsorted: Steps since the slots of each row were sorted, if the reader wants them sorted.
         link: The link that every read of a decode step goes through.
         undo: The log to which steps write what they overwrite; None without a mark, and while block work is done.
         row_pages: Pages of each row, as it would have them alone in a batch; None in a layer without head budgets.
         group: The layers that store a part of what they hold together with this one; None if it is alone.
         number: Its number in the group.
+        room: What a free row has room for; None unless rows come and go.
     """
 
     tensors: LayerTensors
@@ -87,12 +101,13 @@ class LayerContents:
         self.reserved = 0
         self.largest_block = spec.codec_traits.block
         self.free_steps: float = 0
-        self.steps_unsorted = 0
+        self.steps_unsorted: list[int] = []
         self.link = Link(spec.host)
         self.undo: UndoLog | None = None
         self.row_pages: RowPages | None = None
         self.group: LayerGroup | None = None
         self.number = 0
+        self.room: RowRoom | None = None
         self._columns: int | None = None
 
     def join(self, group: LayerGroup, number: int) -> None:
@@ -127,6 +142,7 @@ class LayerContents:
             self.gate = self.spec.input_scorer.load_gate(self.spec.layer_idx, device, ranks.held)
         self.basis = load_basis(self.spec.reader, self.spec.layer_idx, device, ranks.held)
         self.expected_len = [0] * batch
+        self.steps_unsorted = [0] * batch
         self.schedule.start(batch)
         if self.spec.heads is not None:
             self.row_pages = RowPages(*(torch.zeros(batch, dtype=torch.int64, device="cpu") for _ in range(3)))
@@ -192,7 +208,8 @@ class LayerContents:
             allocated = [min(pair) for pair in zip(tokens, self.expected_len, strict=True)]
             tensors.limits = with_tokens(tensors.limits, codec, allocated, self.reserved)
             self.largest_block = max(traits_for(codec, count).block for count in allocated)
-        self.may_exceed_plan = not self.spec.grows and layout.may_exceed_plan(self.expected_len, tokens)
+        may_exceed = self.room is not None or layout.may_exceed_plan(self.expected_len, tokens)
+        self.may_exceed_plan = not self.spec.grows and may_exceed
 
     def expect(self, expected_len: list[int], idle: Tensor | None) -> None:
         """Raise the expected length of every row that is not `idle` [B] bool; it never falls."""
@@ -236,6 +253,7 @@ class LayerContents:
         """Replace everything that rows have by `fn` of it, which selects or repeats rows."""
         self.tensors.map_rows(fn)
         self.expected_len = map_numbers(fn, self.expected_len)
+        self.steps_unsorted = map_numbers(fn, self.steps_unsorted)
         self.schedule.map_rows(fn)
         if self.row_pages is not None:
             self.row_pages = RowPages(*(fn(t) for t in self.row_pages))

@@ -31,6 +31,7 @@ from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.slot_demoter import SlotDemoter, assign_slots
 from kvpolicy.engine.slot_writer import SlotWriter
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
+from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.engine.token_batch import SlotData, TokenBatch
 from kvpolicy.engine.trimming import ranked_again
 from kvpolicy.engine.undo_log import Targets
@@ -326,6 +327,35 @@ class SlotGeometry:
         self.index.complete()
         self.fix_addresses()
         return layer.capacity - old
+
+    def begin_rows(self, tokens: int) -> None:
+        """Make slots for `tokens` in each row of a layer that has none yet."""
+        layer = self.layer
+        rows = len(layer.expected_len)
+        layer.expected_len = [tokens] * rows
+        layer.capacity = tokens
+        self._lengthen()
+        traits = self._spec.codec_traits
+        # From the beginning, as the slots of a dictionary lower the flush thresholds of the rows that have one.
+        layer.reserved = traits.pinned if traits.pins == "newest" and sum(layer.layout.coded) else 0
+
+    def widen(self, tokens: int) -> None:
+        """Add slots to all rows, so that one of them may have `tokens`; budgets stay."""
+        self.layer.capacity = tokens
+        self._lengthen()
+        self._set_budget(self.layer.tensors.budget)
+        self.fix_addresses()
+
+    def set_row_budgets(self, budget: Tensor) -> None:
+        """Let each row hold `budget` [B] tokens, in the tensors that are there."""
+        tensors = self.layer.tensors
+        held, limits = tensors.budget, tensors.limits
+        self._set_budget(budget)
+        tensors.budget = held.copy_(tensors.budget)
+        if limits is not None and tensors.limits is not None:
+            for target, new in zip(all_tensors(limits), all_tensors(tensors.limits), strict=True):
+                target.copy_(new)
+            tensors.limits = limits
 
     def _lengthen(self) -> None:
         """Grow the slots to the capacity, and keep what they hold."""

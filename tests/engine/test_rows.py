@@ -1,16 +1,21 @@
-"""Rule 4: row i of a padded batch gives what the same prompt gives alone."""
+"""Rule 4: row i of a batch gives what the same prompt gives alone, in a padded one, and where rows come and go."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
+from kvpolicy.engine.invariants import check_invariants
 from tests.conformance.access import kept_positions
 from tests.conformance.models import FAMILIES, build, layers_for
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, words
+from tests.engine.filled import text
 from tests.sampling import each_once, product
 
 LENGTHS = [26, 6]
@@ -113,3 +118,70 @@ def test_rows_that_begin_in_a_step(policy: str, turns: list[int]) -> None:
         own = talk(model, ids[1:, 16:], mask[1:, 16:], turns[turns.index(1) if turns[0] > 1 else 16 :], alone)
     assert (own[0] - logits[1, 16:]).abs().max() < (0.1 if "kivi" in policy else 5e-5)
     same_row(alone, together, 1)
+
+
+JOINING = [
+    "full",
+    "window@16",
+    "snapkv:window=4@0.4",
+    "h2o@16",
+    "tova@16",
+    "kivi:bits=4:group_size=4:residual_length=8",
+]
+PROMPTS = [37, 12, 50, 5, 30]
+ANSWERS = [6, 14, 9, 20, 4]
+LONGEST = 96
+
+
+def alone(model: Any, prompt: Tensor, count: int) -> list[int]:
+    """The greedy answer to a prompt by itself."""
+    cache = PolicyCache(model, new=LONGEST - prompt.shape[1])
+    answer = [model(prompt, cache=cache).logits[:, -1:].argmax(-1)]
+    for _ in range(count - 1):
+        answer.append(model(answer[-1], cache=cache).logits[:, -1:].argmax(-1))
+    return torch.cat(answer, 1)[0].tolist()
+
+
+def together(model: Any, rows: PolicyCache, prompts: list[Tensor], counts: list[int]) -> list[list[int]]:
+    """The answers to prompts in a cache whose rows come and go, which is checked after each change."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    running: dict[int, int] = {}
+    waiting = [*range(len(prompts))]
+    newest = torch.zeros(rows.batch_size, 1, dtype=torch.int64)
+    while waiting or running:
+        while waiting and rows.free_rows():
+            number = waiting.pop(0)
+            row = rows.free_rows()[-1]
+            cache = PolicyCache(model, new=LONGEST - prompts[number].shape[1])
+            newest[row] = model(prompts[number], cache=cache).logits[0, -1].argmax()
+            rows.put(row, cache)
+            running[row] = number
+            same_row(cache, rows, row)
+            check_rows(rows)
+        for row, number in [*running.items()]:
+            answers[number].append(int(newest[row]))
+            if len(answers[number]) == counts[number]:
+                rows.drop(row)
+                del running[row]
+                check_rows(rows)
+        if running:
+            newest = model(newest, cache=rows).logits[:, -1:].argmax(-1)
+            check_rows(rows)
+    return answers
+
+
+def check_rows(rows: PolicyCache) -> None:
+    for layer in rows.policy_layers:
+        check_invariants(layer.store)
+
+
+@pytest.mark.parametrize("policy", JOINING)
+def test_answers_in_rows_that_come_and_go(policy: str) -> None:
+    model = build("llama", layers=layers_for(policy))
+    prompts = [text(1, length, seed) for seed, length in enumerate(PROMPTS)]
+    with torch.no_grad(), kvpolicy.attach(model, policy) as handle:
+        rows = handle.rows(3, LONGEST)
+        expected = [alone(model, *pair) for pair in zip(prompts, ANSWERS, strict=True)]
+        assert together(model, rows, prompts, ANSWERS) == expected
+        assert rows.free_rows() == [0, 1, 2]
+        assert rows.plan is not None and rows.nbytes == rows.plan.nbytes
