@@ -303,6 +303,9 @@ class CacheForward(TiledCache):
                 valid, new = tiles.valid, tile.columns
         elif forward.is_step if forward.runs else layer.holds_prompt:
             out, step = store.attend_step(q, k, v, valid, transform, call)
+            if self.rows is not None and valid is not None:
+                # A free row attends to nothing, of which the softmax is NaN.
+                out = out.masked_fill(~valid[:, :, None, None], 0)
             if layer.is_read:
                 forward.steps[layer_idx] = step
             else:
