@@ -75,9 +75,12 @@ class Interruptible:
         """
         result, self._result = self._result, None
         error, self._error = self._error, None
-        if error is not None:
+        if error is None:
+            return result
+        try:
             raise error
-        return result
+        finally:
+            del error  # or it would hold itself by this frame, and all that the function had
 
     def pause(self) -> None:
         """Called by the function where it may pause; elsewhere, it does nothing.
