@@ -155,6 +155,7 @@ def put_row(store: LayerStore, row: int, other: LayerStore, tokens: int) -> None
     with only_rows(layer, _one(row)):
         slots.fill_index()
     store.demote()
+    layer.note_slots()
 
 
 def drop_row(store: LayerStore, row: int) -> None:

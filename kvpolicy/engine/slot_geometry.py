@@ -210,7 +210,14 @@ class SlotGeometry:
         tensors = layer.tensors
         if self._spec.grows:
             assert_compiled(lambda: self._has_room(view, valid), NO_ROOM)
+            if layer.shared is not None and layer.in_order:
+                return layer.memo.once(_newest_slot, view.length, view.positions.shape[1]), None
             return self._empty_slot(), None
+        if layer.is_full:
+            slot = eviction_scores(self._spec.selector, tensors.state, view, None).argmax(-1, keepdim=True)
+            if not self._spec.merges_in_steps:
+                return slot, None
+            return slot, self._merge_evicted(slot, torch.ones_like(slot, dtype=torch.bool), valid, view)
         occupied = view.valid
         empty = ~occupied
         full = occupied.sum(-1, keepdim=True) >= tensors.budget[:, None, None]
@@ -430,3 +437,8 @@ class SlotGeometry:
         self.layer.set_numbers(numbers)
         if self.layer.tensors.reads:
             self.index.set_numbers(numbers["reading"])
+
+
+def _newest_slot(length: Tensor, heads: int) -> Tensor:
+    """The slot of each row's newest token where slots are in order of their tokens, [B, H, 1] int64."""
+    return (length - 1).clamp_min(0)[:, None, None].expand(-1, heads, 1)

@@ -71,8 +71,8 @@ MUTATIONS = (
     Mutation(
         name="stop strings are looked for without the prompt",
         file="kvpolicy/serving/streamer.py",
-        old="Detokenizer(self._tokenizer, prompt, skip_special_tokens=False)",
-        new="Detokenizer(self._tokenizer, [], skip_special_tokens=False)",
+        old="Detokenizer(tokenizer, prompt, skip_special_tokens=False)",
+        new="Detokenizer(tokenizer, [], skip_special_tokens=False)",
         tests=("tests/serving/test_texts.py",),
     ),
     Mutation(
@@ -88,5 +88,47 @@ MUTATIONS = (
         old="if not text or text.endswith(INCOMPLETE):",
         new="if not text:",
         tests=("tests/test_detokenizer.py",),
+    ),
+    Mutation(
+        name="requests with many prompts are answered before others",
+        file="kvpolicy/serving/scheduler.py",
+        old="elif queue[0].text != answer.text:",
+        new="elif False:",
+        tests=("tests/serving/test_scheduler.py",),
+    ),
+    Mutation(
+        name="a prompt is read as a whole while rows wait",
+        file="kvpolicy/serving/scheduler.py",
+        old="if self._share >= 1 or all(row is None for row in self.rows):",
+        new="if True:",
+        tests=("tests/serving/test_scheduler.py",),
+    ),
+    Mutation(
+        name="the answer of a client that left keeps its row",
+        file="kvpolicy/serving/scheduler.py",
+        old="if answer is not None and self._is_over(answer):",
+        new="if answer is not None and self._stopped is not None:",
+        tests=("tests/serving/test_scheduler.py",),
+    ),
+    Mutation(
+        name="an error of a row ends all rows",
+        file="kvpolicy/serving/scheduler.py",
+        old="            except Exception as error:\n                self._end(row, error)\n",
+        new="            except Exception as error:\n                self._end_all(error)\n                return\n",
+        tests=("tests/serving/test_scheduler.py",),
+    ),
+    Mutation(
+        name="choices of a prompt share one cache",
+        file="kvpolicy/serving/scheduler.py",
+        old="cache = self._forwards.copy(cache)",
+        new="pass",
+        tests=("tests/serving/test_scheduler.py",),
+    ),
+    Mutation(
+        name="all rows draw from the same random numbers",
+        file="kvpolicy/serving/sampling.py",
+        old="torch.multinomial(scores.softmax(-1), 1, generator=self._generator)",
+        new="torch.multinomial(scores.softmax(-1), 1)",
+        tests=("tests/serving/test_sampling.py",),
     ),
 )
