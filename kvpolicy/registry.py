@@ -101,6 +101,7 @@ CODECS = {
     "rotate": "kvpolicy.codecs.rotate:RotateKV",
     "kvarn": "kvpolicy.codecs.kvarn:KVarN",
     "turboquant": "kvpolicy.codecs.turboquant:TurboQuant",
+    "oscar": "kvpolicy.codecs.oscar:OSCAR",
     "bfp": "kvpolicy.codecs.bfp:BFP",
     "staircase": "kvpolicy.codecs.staircase:Staircase",
     "csr": "kvpolicy.codecs.csr.csr:CSR",
@@ -132,8 +133,8 @@ class SharedOption(NamedTuple):
 
     Attributes:
         kind: The kind.
-        values: A regular expression of its values. Named groups of digits are fields of the class, whose names may end in
-            underscores, so that each is given once; 0 if they are empty.
+        values: A regular expression of its values. Named groups of digits are fields of the class, 0 if they are empty;
+            their names may end in underscores, since a name is given once.
         shown: How its value is written, with the fields of the class.
         example: A value that works.
         target: The module and the class that wraps the strategy, through its field `base`.
