@@ -233,6 +233,7 @@ SUMMARIES = {
     "rotate": "Quantize each token separately, after a Hadamard transform has spread its outliers over all channels.",
     "kvarn": "Quantize groups of tokens whose tokens and channels were given equal variances, after a Hadamard transform.",  # noqa: E501
     "turboquant": "Quantize each token separately: the direction of a key with fixed levels, a value by its range.",
+    "oscar": "Quantize each token to 2 bits after a calibrated rotation, and keep many sinks and recent tokens as they are.",  # noqa: E501
     "bfp": "Store short mantissas, with one exponent per block of channels.",
     "staircase": "Store tokens in 8 bits, then in 4, then in 2 as they age.",
     "csr": "Store each vector as a sum of a few atoms of a dictionary, found by matching pursuit.",

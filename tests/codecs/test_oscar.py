@@ -1,4 +1,4 @@
-"""OSCAR: rotations and codes against vectors of the authors' code, and its rules; tests/conformance has the slow version."""
+"""OSCAR: vectors of the authors' code, and its rules; tests/conformance has its slow version."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused(tensors: dict[str, tuple[int, ...]], messa
 
 def test_a_rank_takes_its_heads(tmp_path: Path) -> None:
     rotation = torch.arange(4 * 64.0).reshape(4, 8, 8)
-    save(tmp_path, "oscar", {"model": None, "head_dim": 8}, {f"{side}.rotation.0": rotation for side in SIDES})
+    save(tmp_path, "oscar", {"model": None, "head_dim": 8}, {f"{side}.rotation.0": rotation.clone() for side in SIDES})
     found = OSCAR(calibration=str(tmp_path)).load_calibration(0, "cpu", slice(1, 3))
     assert torch.equal(found.keys[0], rotation[1:3]) and torch.equal(found.values[0], rotation[1:3])
 
