@@ -169,8 +169,8 @@ class KIVI(SideBits, TwoSides):
         codes: KIVICodes = store.codes
         code = unpack_float(take(codes.keys, at), self.bits_of_keys)
         group = to_groups(at, self.group_size)
-        scale = take(codes.key_scale, group).float()
-        zero = take(codes.key_zero, group).float()
+        scale = take(codes.key_scale, group)  # applied in fp32, as the codes are
+        zero = take(codes.key_zero, group)
         if isinstance(at, slice):
             # The scales of a range are broadcast over the tokens of a group instead of being copied to each of them.
             grouped = code.unflatten(2, (-1, self.group_size))
