@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from torch import Tensor
 
 from kvpolicy.engine.layer_contents import LayerContents, RowRoom
@@ -78,8 +80,8 @@ class PageRows:
         own = other.contents
         store = LayerStore(own.spec)
         store.contents.begin(own.tensors.of_rows(slice(0, 1)), own.shape, own.ranks)
-        store.geometry.set_numbers(other.geometry.numbers())
-        # Nothing of this changes the other layer: pages are added and cut in new tensors.
+        # Nothing of this changes the other layer: its lists are copied, and pages are added and cut in new tensors.
+        store.geometry.set_numbers(copy.deepcopy(other.geometry.numbers()))
         more = tokens - own.expected_len[0]
         if more > 0:
             store.geometry.extend([more])

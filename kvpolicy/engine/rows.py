@@ -98,11 +98,10 @@ def needed_tokens(other: LayerStore, end: int, *, is_announced: bool) -> int:
     """
     layer = other.contents
     expected = layer.expected_len[0]
-    if not is_announced:
-        more = int(layer.tensors.budget)
-        if other.spec.grows:
-            more = int(other.geometry.tokens_by_head().max()) + end - int(layer.tensors.length)
-        expected = max(expected, more)
+    if not is_announced and other.spec.grows:
+        expected += other.geometry.tokens_lacking(end - int(layer.tensors.length))[0]
+    elif not is_announced:
+        expected = max(expected, int(layer.tensors.budget))
     return min(expected, end)
 
 
