@@ -47,6 +47,7 @@ KINDS = {
             "tests/engine/test_generated_code.py",
             "tests/engine/test_lowrank_layers.py::test_a_step_compiles_once_and_is_that_of_eager_code",
             "tests/engine/test_rollback.py::test_marked_steps_compile_to_one_graph",
+            "tests/engine/test_rows.py::test_a_compiled_step_is_one_graph_whatever_rows_hold",
             "tests/engine/test_shared_fork.py::test_a_step_compiles_once",
             "tests/engine/test_states.py::test_a_compiled_step_is_one_graph",
             "tests/eval/bench/test_kernel_start.py",

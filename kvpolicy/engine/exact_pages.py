@@ -115,7 +115,7 @@ class ExactPageBody:
         """Write tokens to slots counted over all pages [B, H, n], in place, where `mask` [B, H, n] is set."""
         tensors = self._layer.tensors
         undo = self._layer.undo
-        index = flat_index(slots, tensors.positions)
+        index = flat_index(self._layer, slots)
         write_flat("keys", tensors.keys, slots, data.keys, mask, undo, index)
         write_flat("values", tensors.values, slots, data.values, mask, undo, index)
         write_flat("positions", tensors.positions, slots, data.positions, mask, undo, index)
@@ -130,8 +130,8 @@ class ExactPageBody:
         tensors = self._layer.tensors
         pages = ExactPages(tensors.keys, tensors.values)
         heads = self._layer.shape.heads
-        occupied = tensors.positions >= 0
-        return attend_pages(q, pages, occupied, self.owner, heads, transform, counts=tensors.log_counts)
+        empty = None if self._layer.is_full else tensors.positions < 0
+        return attend_pages(q, pages, empty, self.owner, heads, transform, counts=tensors.log_counts)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads."""
@@ -147,14 +147,17 @@ class ExactPageBody:
         owner = self.owner
         heads = layer.shape.heads
         owned = owned_by(owner, heads)
-        require_pages(owned, valid)
-        empty = ~view.valid
-        free = (empty & (owner < heads)[..., None]).to(torch.int32) * BEYOND
-        if layer.can_run_out:
-            assert_compiled(lambda: self._has_room(free, owned, valid), NO_SLOT)
-        # An empty slot is taken before any token, and a cache that grows has one.
-        taken = torch.full_like(free, -1) if layer.spec.grows else victims(layer, view, empty, owned)
-        slot = best_slot(torch.where(free > 0, free, taken), owned)
+        if layer.is_full:
+            slot = best_slot(victims(layer, view, None, owned), owned)
+        else:
+            require_pages(owned, valid)
+            empty = ~view.valid
+            free = (empty & (owner < heads)[..., None]).to(torch.int32) * BEYOND
+            if layer.can_run_out:
+                assert_compiled(lambda: self._has_room(free, owned, valid), NO_SLOT)
+            # An empty slot is taken before any token, and a cache that grows has one.
+            taken = torch.full_like(free, -1) if layer.spec.grows else victims(layer, view, empty, owned)
+            slot = best_slot(torch.where(free > 0, free, taken), owned)
         return slot, self._merge_evicted(slot, valid, view) if layer.spec.merges_in_steps else None
 
     def _has_room(self, free: Tensor, owned: Tensor, valid: Tensor | None) -> Tensor:
@@ -193,6 +196,20 @@ class ExactPageBody:
 
     def demote_block(self) -> None:
         """Nothing is ever demoted."""
+
+    def cut(self, size: int) -> None:
+        """Cut pages into ones of `size` slots, which belong to the same heads."""
+        tensors = self._layer.tensors
+        pieces = tensors.positions.shape[-1] // size
+
+        def smaller(t: Tensor) -> Tensor:
+            return t.unflatten(2, (pieces, size)).flatten(1, 2)
+
+        tensors.paged().owner = self.owner.repeat_interleave(pieces, 1)
+        tensors.keys = smaller(tensors.keys)
+        tensors.values = smaller(tensors.values)
+        tensors.positions = smaller(tensors.positions)
+        set_per_slot(self._layer, map_slots(smaller, per_slot(self._layer)))
 
     def lengthen(self, owner: Tensor) -> None:
         """Append pages, so that they have these owners [B, NB]; existing pages keep their contents."""

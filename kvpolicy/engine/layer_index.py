@@ -270,7 +270,7 @@ class StepReads:
         tensors = self._layer.tensors
         self._link.whole((tensors.positions, tensors.counts))
         coded = self._codes.view()
-        read, scanned = self._read(q, transform)
+        read, scanned = self._read(q, transform, tensors.reads) if tensors.reads else (None, None)
         # Without a choice all slots are read, less what the reader has already scored in a scan.
         if read is None:
             exact = (tensors.keys, tensors.values)
@@ -281,20 +281,25 @@ class StepReads:
                 shared = () if self._layer.group is None else self._layer.shared_codes
                 every = (exact, tensors.codes, shared)
                 self._link.whole(every if scanned is None else unscanned(exact, codes))
-            occupied = tensors.positions >= 0
+            empty = mask = None
+            if self._layer.shared is not None and self._layer.in_order:
+                empty = self._layer.memo.once(_behind, self._layer.length, tensors.positions.shape[-1])
+                mask = self._layer.memo.once(_hiding, empty, q.dtype)
+            elif not self._layer.is_full:
+                empty = tensors.positions < 0
             counts = tensors.log_counts
             buffer = ExactColumns(*exact, scanned if coded is None else None)
             stages = coded or ()
             if coded is not None and scanned is not None:
                 stages = coded.known(scanned)
-            return attend_columns(q, buffer, stages, occupied, transform, want_weights, counts, beside=beside)
+            return attend_columns(q, buffer, stages, empty, transform, want_weights, counts, beside=beside, mask=mask)
         # Of a fixed number of slots, those that are empty or were not chosen take no part in the softmax.
         occupied = (self._of_read(tensors.positions, read) >= 0) & self._of_read(None, read)
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, read)
         if coded is not None:
             buffer = ExactColumns(tensors.keys, tensors.values)
             others = [self._decode(coded, read.slots)]
-            out, weights = attend_columns(q, buffer, others, occupied, transform, want_weights, counts, read.rest)
+            out, weights = attend_columns(q, buffer, others, ~occupied, transform, want_weights, counts, read.rest)
         else:
             out, weights = self._attend_rows(q, read, occupied, transform, want_weights, counts)
         return out, self._to_slots(weights, read) if want_weights and weights is not None else None
@@ -332,9 +337,9 @@ class StepReads:
             return attend_in_place(q, keys, held, slots, occupied, transform, counts, read.rest)
         values = self._link.rows(tensors.values, slots) if values is None else values
         buffer = ExactColumns(keys, values)
-        return attend_columns(q, buffer, (), occupied, transform, want_weights, counts, read.rest)
+        return attend_columns(q, buffer, (), ~occupied, transform, want_weights, counts, read.rest)
 
-    def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Read | None, Tensor | None]:
+    def _read(self, q: Tensor, transform: ScoreTransform, reads: ReadState) -> tuple[Read | None, Tensor | None]:
         """Choose the slots that a step reads, and show the choice to the layers behind this one.
 
         Returns:
@@ -343,24 +348,22 @@ class StepReads:
         """
         tensors = self._layer.tensors
         shape = self._index.shape
-        if not tensors.reads:
-            return None, None
         if shape is not None and shape.followed:
             board: Any = self._index.board  # not asserted to be one, since a compiler would trace the assertion
             self._link.whole(board.choice)
-            return self._follow(shape, tensors.reads, board.choice), None
+            return self._follow(shape, reads, board.choice), None
         scanned = None
         if shape is not None and self._reads_all and self._spec.reader_traits.scans_keys:
             scanned = KeyProducts(self._layer, self._codes)(self._queries(q))
-        read = None if shape is None else self._choose(q, tensors.reads, shape, transform, scanned)
-        if tensors.reads.choice:
+        read = None if shape is None else self._choose(q, reads, shape, transform, scanned)
+        if reads.choice:
             shown = every_slot(self._layer.layout, tensors.positions) if read is None else read
-            show(tensors.reads.choice, shown, tensors.positions)
+            show(reads.choice, shown, tensors.positions)
         return None if self._reads_all else read, scanned
 
     def _follow(self, shape: ReadShape, reads: ReadState, choice: Choice) -> Read:
         tensors = self._layer.tensors
-        return follow(shape, reads.limit, choice, tensors.positions, tensors.length, self._index.same_slots)
+        return follow(shape, reads.limit, choice, tensors.positions, self._layer.length, self._index.same_slots)
 
     def _choose(
         self, q: Tensor, reads: ReadState, shape: ReadShape, transform: ScoreTransform, scanned: Tensor | None
@@ -447,3 +450,13 @@ class StepReads:
         layer = self._layer
         group_size = self._spec.codec_traits.group_size
         link.count_stages(layer.tensors.codes, layer.layout.coded, shape.slots, group_size, shape.page)
+
+
+def _behind(length: Tensor, slots: int) -> Tensor:
+    """Which slots are behind the tokens of a row, [B, 1, S] bool."""
+    return torch.arange(slots, device=length.device) >= length[:, None, None]
+
+
+def _hiding(empty: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to scores, -inf for empty slots."""
+    return torch.zeros_like(empty, dtype=dtype).masked_fill_(empty, -torch.inf)

@@ -53,7 +53,7 @@ class ExactPages(NamedTuple):
 def attend_pages(
     q: Tensor,
     pages: StoredPages,
-    occupied: Tensor,
+    empty: Tensor | None,
     owner: Tensor,
     heads: int,
     transform: ScoreTransform,
@@ -68,7 +68,8 @@ def attend_pages(
     Args:
         q: [B, Hq, 1, D].
         pages: NB pages of P slots.
-        occupied: Which slots hold a token, [B, NB, P] bool; at least one of each head. The pages of the buffer follow.
+        empty: Which slots hold no token, [B, NB, P] bool; not all of a head. The pages of the buffer follow.
+            None if all hold one, which is so without a buffer only.
         owner: Head of each page, [B, NB]; the pages of the buffer follow.
         heads: H.
         transform: From products to attention weights.
@@ -81,25 +82,27 @@ def attend_pages(
         logarithm of the sum of the exponentials of the scores, [B, H, G] fp32.
     """
     grouped = q.squeeze(2).unflatten(1, (heads, -1))
-    size = occupied.shape[-1]
-    number = owner.shape[1]
+    size = 0
     behind: Tensor | None = None
     if buffer is not None:
+        assert empty is not None, "a buffer has an empty slot"
+        size = empty.shape[-1]
         slots = buffer[0].shape[2]
-        number -= heads * buffer_pages(slots, size)
+        number = owner.shape[1] - heads * buffer_pages(slots, size)
         behind = transform.scores(grouped, buffer[0])
         if counts is not None:
             behind = behind + from_pages(counts[:, number:], heads, slots)[:, :, None]
             counts = counts[:, :number]
-        behind = behind.masked_fill(~from_pages(occupied[:, number:], heads, slots)[:, :, None], -torch.inf)
+        behind = behind.masked_fill(from_pages(empty[:, number:], heads, slots)[:, :, None], -torch.inf)
+        empty = empty[:, :number]
         owner = owner[:, :number]
-        occupied = occupied[:, :number]
     mine = owned_by(owner, heads)
     # An unused page gets the queries of the last head, and weights of 0: none of its slots is occupied.
     score = transform.finish(pages.score(for_pages(grouped, owner)))
     if counts is not None:  # after scale and softcap, as everywhere
         score = score + counts[:, :, None]
-    score = score.masked_fill(~occupied[:, :, None], -torch.inf)
+    if empty is not None:
+        score = score.masked_fill(empty[:, :, None], -torch.inf)
     # A head's largest score; [B, H, NB, G] is small beside the slots.
     top = score.amax(-1)[:, None].masked_fill(~mine[..., None], -torch.inf).amax(2)
     if behind is not None:
@@ -147,17 +150,19 @@ def count_tokens(occupied: Tensor, owned: Tensor) -> Tensor:
     return (owned * occupied.sum(-1)[:, None]).sum(-1)
 
 
-def victims(layer: LayerContents, view: View, empty: Tensor, owned: Tensor) -> Tensor:
+def victims(layer: LayerContents, view: View, empty: Tensor | None, owned: Tensor) -> Tensor:
     """The position of each head's tokens of lowest priority, -1 for all others: of ties the latest is evicted.
 
     Args:
         layer: The layer.
         view: The slots.
-        empty: Which of them hold no token, [B, NB, P] bool.
+        empty: Which of them hold no token, [B, NB, P] bool; None if all hold one.
         owned: Which pages belong to each head, [B, H, NB] bool.
     """
     tensors = layer.tensors
-    priority = finite_priority(layer.spec.selector.priority(tensors.state, view)).masked_fill(empty, torch.inf)
+    priority = finite_priority(layer.spec.selector.priority(tensors.state, view))
+    if empty is not None:
+        priority = priority.masked_fill(empty, torch.inf)
     low = lowest_of_head(priority, tensors.paged().owner, owned)
     return view.positions.masked_fill(priority != low[..., None], -1)
 
@@ -231,6 +236,7 @@ def write_flat(
     write_masked(name, flat_pages(target), flat, data.flatten(1, 2)[:, None], flat_mask, undo, index)
 
 
-def flat_index(slots: Tensor, target: Tensor) -> Tensor:
-    """Slots [B, H, n], counted over all pages of a row, as indices into the slots of all rows of [B, NB, P, ...]."""
-    return flat_slots(slots.flatten(1, 2)[:, None], target.shape[1] * target.shape[2])
+def flat_index(layer: LayerContents, slots: Tensor) -> Tensor:
+    """Slots [B, H, n], counted over all pages of a row, as indices into the slots of all rows."""
+    _, pages, size = layer.tensors.positions.shape
+    return flat_slots(slots.flatten(1, 2)[:, None], pages * size, layer.memo.once)

@@ -31,7 +31,6 @@ from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.slot_demoter import SlotDemoter, assign_slots
 from kvpolicy.engine.slot_writer import SlotWriter
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
-from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.engine.token_batch import SlotData, TokenBatch
 from kvpolicy.engine.trimming import ranked_again
 from kvpolicy.engine.undo_log import Targets
@@ -211,7 +210,14 @@ class SlotGeometry:
         tensors = layer.tensors
         if self._spec.grows:
             assert_compiled(lambda: self._has_room(view, valid), NO_ROOM)
+            if layer.shared is not None and layer.in_order:
+                return layer.memo.once(_newest_slot, view.length, view.positions.shape[1]), None
             return self._empty_slot(), None
+        if layer.is_full:
+            slot = eviction_scores(self._spec.selector, tensors.state, view, None).argmax(-1, keepdim=True)
+            if not self._spec.merges_in_steps:
+                return slot, None
+            return slot, self._merge_evicted(slot, torch.ones_like(slot, dtype=torch.bool), valid, view)
         occupied = view.valid
         empty = ~occupied
         full = occupied.sum(-1, keepdim=True) >= tensors.budget[:, None, None]
@@ -348,14 +354,8 @@ class SlotGeometry:
 
     def set_row_budgets(self, budget: Tensor) -> None:
         """Let each row hold `budget` [B] tokens, in the tensors that are there."""
-        tensors = self.layer.tensors
-        held, limits = tensors.budget, tensors.limits
-        self._set_budget(budget)
-        tensors.budget = held.copy_(tensors.budget)
-        if limits is not None and tensors.limits is not None:
-            for target, new in zip(all_tensors(limits), all_tensors(tensors.limits), strict=True):
-                target.copy_(new)
-            tensors.limits = limits
+        self.layer.set_budget_in_place(budget)
+        self.index.set_limit()
 
     def _lengthen(self) -> None:
         """Grow the slots to the capacity, and keep what they hold."""
@@ -437,3 +437,8 @@ class SlotGeometry:
         self.layer.set_numbers(numbers)
         if self.layer.tensors.reads:
             self.index.set_numbers(numbers["reading"])
+
+
+def _newest_slot(length: Tensor, heads: int) -> Tensor:
+    """The slot of each row's newest token where slots are in order of their tokens, [B, H, 1] int64."""
+    return (length - 1).clamp_min(0)[:, None, None].expand(-1, heads, 1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.attention import attend
+from kvpolicy.engine.decode import SharedStep
 from kvpolicy.engine.hidden_stats import massive_tokens, sum_cosines
 from kvpolicy.engine.host import on_host, outside_autocast
 from kvpolicy.engine.layer_store import LayerStore
@@ -44,6 +45,7 @@ from kvpolicy.hf.transcript import extended
 from kvpolicy.kernels.rotary import rope_offset
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
+from kvpolicy.protocols import StepMemo
 from kvpolicy.statistics import Forward
 from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.text.errors import KVPolicyStateError
@@ -169,7 +171,11 @@ class CacheForward(TiledCache):
             valid = newest_valid(mask, 1)
             self._awaits = self.is_chunk(first.length, 1, valid)
             is_step = not self._awaits
-        forward = RunningForward(is_step=True) if is_step else self._begin_prompt(tokens, mask, position_ids)
+        forward = (
+            RunningForward(is_step=True, shared=SharedStep(StepMemo({})))
+            if is_step
+            else self._begin_prompt(tokens, mask, position_ids)
+        )
         if is_step and (self.journal.mark is not None or self.journal.is_shared):
             self.journal.note_step(self.layers)
         forward.runs = True
@@ -302,7 +308,8 @@ class CacheForward(TiledCache):
                 ended = tiles.prompt(transform), partial(tiles.shown, contents)
                 valid, new = tiles.valid, tile.columns
         elif forward.is_step if forward.runs else layer.holds_prompt:
-            out, step = store.attend_step(q, k, v, valid, transform, call)
+            shared = None if torch.compiler.is_compiling() else forward.shared
+            out, step = store.attend_step(q, k, v, valid, transform, call, shared)
             if self.rows is not None and valid is not None:
                 # A free row attends to nothing, of which the softmax is NaN.
                 out = out.masked_fill(~valid[:, :, None, None], 0)
@@ -386,8 +393,9 @@ class CacheForward(TiledCache):
         if not forward.is_step:
             self._end_prompts(decoder)
         # After all layers are compressed: if one fails, the layers disagree, and the next forward is refused.
-        self.forget_forward()
-        if forward.is_step:
+        self.forward = RunningForward()
+        if forward.shared is not None:
+            forward.shared.end()
             for layer in self.policy_layers:
                 layer.count_step()
 

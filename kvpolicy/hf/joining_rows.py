@@ -53,9 +53,10 @@ def _check_policy(cache: CacheForward) -> None:
             f"{min(windows)}, whose mask counts the columns of a batch; try a padded batch."
         )
     headed = next((own for own in policy.distinct if own.heads is not None), None)
-    if headed is not None:
+    if headed is not None and cache.attachment.sharing is not None:
         raise KVPolicyError(
-            f"The heads of a layer must have equal budgets where rows come and go, got {headed.heads}; try uniform."
+            "The heads of a layer must have equal budgets where rows come and go on several ranks, got "
+            f"{headed.heads}; try uniform."
         )
 
 
@@ -77,18 +78,18 @@ def put(cache: CacheForward, row: Any, other: Any) -> None:
             if found:
                 raise KVPolicyError(f"A row must be of the same model as the cache, got {found}; try a new cache.")
             tokens.append(engine.needed_tokens(own.store, rows.length, is_announced=other.new is not None))
-        if any(needed > layer.store.contents.capacity for (layer, _), needed in zip(layers, tokens, strict=True)):
-            for (layer, _), needed in zip(layers, tokens, strict=True):
-                engine.widen(layer.store, needed)
+        each = [*zip(layers, tokens, strict=True)]
+        changes = [engine.widen(layer.store, own.store, needed) for (layer, own), needed in each]
+        if any(changes):
             assert cache.plan is not None, "the layers have slots"
             cache.plan = counted(cache.plan, cache.policy_layers)
-        for layer, own in layers:
-            if not engine.fits(layer.store, own.store):
+        for (layer, own), needed in each:
+            if not engine.holds(layer.store, own.store, needed):
                 raise KVPolicyError(
                     f"A row must hold at most {rows.length} tokens, got a cache with more slots in layer "
-                    f"{layer.layer_idx}; try handle.rows with a larger length."
+                    f"{layer.layer_idx}; try PolicyCache(model, new=...) with the tokens that will follow."
                 )
-        for (layer, own), needed in zip(layers, tokens, strict=True):
+        for (layer, own), needed in each:
             engine.put_row(layer.store, row, own.store, needed)
         for mine, theirs in zip(cache.layers, other.layers, strict=True):
             if isinstance(mine, States):
@@ -192,6 +193,8 @@ def _begin(cache: CacheForward, rows: Rows, like: CacheForward) -> None:
         measured=True,
         held=store.ranks.held,
     )
+    if any(own.heads is not None for own in cache.policy.distinct):  # with pages for any division among the heads
+        cache.plan = counted(cache.plan, cache.policy_layers)
 
 
 def _room(cache: CacheForward, rows: Rows, like: CacheForward) -> Tokens:

@@ -126,9 +126,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="masked tokens count in the maximum of a group",
-        file="kvpolicy/codecs/kivi.py",
-        old='keys.masked_fill(~is_written, -torch.inf), "amax")',
-        new='keys, "amax")',
+        file="kvpolicy/codecs/token_groups.py",
+        old='x.masked_fill(~is_written, -torch.inf), "amax")',
+        new='x, "amax")',
         tests=("tests/codecs/test_kivi.py",),
     ),
     Mutation(
@@ -467,5 +467,40 @@ MUTATIONS = (
         old="torch.where(seen[:, None, None], square, held)",
         new="square",
         tests=("tests/engine/test_layer_store.py",),
+    ),
+    Mutation(
+        name="scales of the first round stay, whatever the imbalance",
+        file="kvpolicy/kernels/balance.py",
+        old="is_better = imbalance <= least * _AS_GOOD",
+        new="is_better = torch.ones_like(imbalance, dtype=torch.bool)",
+        tests=("tests/codecs/test_kvarn.py",),
+    ),
+    Mutation(
+        name="absent tokens count in the deviations of channels",
+        file="kvpolicy/kernels/balance.py",
+        old="apart = (x - mean).masked_fill(~is_written, 0)",
+        new="apart = x - mean",
+        tests=("tests/codecs/test_kvarn.py",),
+    ),
+    Mutation(
+        name="keys are balanced from their channels on",
+        file="kvpolicy/codecs/kvarn.py",
+        old="self._fit(grouped, is_written, tokens_first=True)",
+        new="self._fit(grouped, is_written, tokens_first=False)",
+        tests=("tests/codecs/test_kvarn.py",),
+    ),
+    Mutation(
+        name="later keys have the scale that their slot had",
+        file="kvpolicy/codecs/kvarn.py",
+        old="torch.where(_is_new(blocks, slots), own, _later_scale(codes, mixed, group))",
+        new="own",
+        tests=("tests/codecs/test_kvarn.py",),
+    ),
+    Mutation(
+        name="channels of values have the scales of another group",
+        file="kvpolicy/codecs/kvarn.py",
+        old="(sums * widen(codes.value_channel_scale)[:, :, :, None]).sum(2)",
+        new="(sums * widen(codes.value_channel_scale)[:, :, :1, None]).sum(2)",
+        tests=("tests/codecs/test_fused.py",),
     ),
 )

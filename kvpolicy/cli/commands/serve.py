@@ -15,6 +15,7 @@ from kvpolicy.text.limits import LEAST_TOKENS
 def serve(
     model: arguments.ModelName = TINY,
     policy: arguments.Policy = arguments.POLICY,
+    policy_option: arguments.PolicyOption = "",
     least: Annotated[int | None, arguments.least_option("with --prefix, where the policy is that of the file")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 for one that is free.")] = 8000,
     host: Annotated[
@@ -102,7 +103,9 @@ def serve(
     check_order("serve", model)
     # An invalid spec or file raises an error before the model is loaded.
     default = LEAST_TOKENS if prefix is None else 0
-    parsed = keep_at_least(Policy.parse(policy), default if least is None else least)
+    parsed = keep_at_least(
+        Policy.parse(arguments.policy_of(policy, policy_option)), default if least is None else least
+    )
     if share_prefix and prefix is None:
         raise KVPolicyError("--share-prefix must be given with --prefix, got no prefix; try --prefix FILE.")
     file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed, share_prefix)
