@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +29,7 @@ from kvpolicy.engine.page_slots import (
     write_flat,
 )
 from kvpolicy.engine.pages import (
+    Owners,
     PageTable,
     as_pages,
     best_slot,
@@ -182,11 +185,11 @@ class CodedPageBody:
         """Write tokens to slots [B, H, n] of each head's buffer, in place, where `mask` [B, H, n] is set."""
         tensors = self._layer.tensors
         undo = self._layer.undo
-        index = flat_slots(slots, tensors.keys.shape[2])
+        index = flat_slots(slots, tensors.keys.shape[2], self._layer.memo.once)
         write_masked("keys", tensors.keys, slots, data.keys, mask, undo, index)
         write_masked("values", tensors.values, slots, data.values, mask, undo, index)
         slots = self._over_all_pages(slots)
-        index = flat_index(slots, tensors.positions)
+        index = flat_index(self._layer, slots)
         pairs = zip(slot_tensors(per_slot(self._layer)), slot_tensors((data.state, data.counts)), strict=True)
         for number, (target, item) in enumerate(pairs):
             write_flat(f"state.{number}", target, slots, item, mask, undo, index)
@@ -199,16 +202,19 @@ class CodedPageBody:
 
     # a decode step
 
-    def attend(self, q: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, transform: ScoreTransform, *, want_weights: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Attend from one token per row to every page and to the buffers; see `attend_pages`."""
         tensors = self._layer.tensors
         pages = CodedPages(
             self._codec, tensors.codes[0], self._calibration, self.owner, self._heads, tensors.values.dtype
         )
         buffer = (tensors.keys, tensors.values)
-        owner = tensors.paged().owner
-        occupied = tensors.positions >= 0
-        return attend_pages(q, pages, occupied, owner, self._heads, transform, buffer, tensors.log_counts)
+        empty = tensors.positions < 0
+        owners = Owners.of(tensors.paged().owner, self._heads, self._layer.memo.once)
+        counts = tensors.log_counts
+        return attend_pages(q, pages, empty, owners, transform, buffer, counts, want_weights=want_weights)
 
     def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
         """A slot of the buffer for each head's new token, [B, H, 1], after an eviction in heads that are full.
@@ -217,7 +223,8 @@ class CodedPageBody:
         """
         tensors = self._layer.tensors
         size = tensors.positions.shape[-1]
-        owned = owned_by(tensors.paged().owner, self._heads)
+        owners = Owners.of(tensors.paged().owner, self._heads, self._layer.memo.once)
+        owned = owners.owned
         of_codes = owned[..., : self.owner.shape[1]]
         require_pages(of_codes, valid)
         occupied = view.valid
@@ -229,7 +236,7 @@ class CodedPageBody:
         merge = None
         if not self._layer.spec.grows:
             # The evicted token may be coded, and the new one is not: they are in different slots.
-            victim = best_slot(victims(self._layer, view, ~occupied, owned), owned)
+            victim = best_slot(victims(self._layer, view, ~occupied, owners), owners)
             if self._layer.spec.merges_in_steps:
                 merge = self._merge_evicted(victim, full[..., None], view)
             self._empty(victim, full[..., None])
@@ -322,6 +329,22 @@ class CodedPageBody:
         assert limits is not None
         return limits.flush_threshold - (self._parts(tensors.positions)[1] >= 0).sum(-1)
 
+    def cut(self, size: int) -> None:
+        """Cut pages into ones of `size` slots, which belong to the same heads."""
+        tensors = self._layer.tensors
+        pieces = tensors.positions.shape[-1] // size
+
+        def smaller(t: Tensor) -> Tensor:
+            return t.unflatten(2, (pieces, size)).flatten(1, 2)
+
+        held = per_slot(self._layer)
+        owner = self.owner.repeat_interleave(pieces, 1)
+        body, behind = self._parts(tensors.positions)
+        state = map_slots(lambda t: smaller(self._parts(t)[0]), held)
+        behind_state = map_slots(lambda t: self._parts(t)[1], held)
+        tensors.codes = (by_field(self._codec, tensors.codes[0], lambda name, t: smaller(t), lambda name, t: t),)
+        self._assemble(owner, smaller(body), state, behind, behind_state)
+
     def lengthen(self, owner: Tensor) -> None:
         """Append pages, so that they have these owners [B, NB]; existing pages keep their contents."""
         tensors = self._layer.tensors
@@ -358,8 +381,9 @@ class CodedPageBody:
         size = tensors.positions.shape[-1]
         first = self.owner.shape[1]
         pages = buffer_pages(tensors.keys.shape[2], size)
-        starts = torch.arange(first * size, (first + self._heads * pages) * size, pages * size, device=slots.device)
-        return slots + starts[:, None]
+        ends = (first + self._heads * pages) * size
+        arange = partial(self._layer.memo.once, torch.arange)
+        return slots + arange(first * size, ends, pages * size, device=slots.device)[:, None]
 
     @property
     def _heads(self) -> int:

@@ -132,12 +132,13 @@ def attend_columns(
     q: Tensor,
     buffer: ExactColumns,
     others: Sequence[Columns],
-    occupied: Tensor,
+    empty: Tensor | None,
     transform: ScoreTransform,
     want_weights: bool,
     counts: Tensor | None = None,
     rest: Rest | None = None,
     beside: Part | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from one token per row to slots.
 
@@ -145,32 +146,35 @@ def attend_columns(
         q: [B, Hq, 1, D].
         buffer: The full-precision slots.
         others: The slots that follow them; S slots in all.
-        occupied: Which slots hold a token, [B, H, S] bool.
+        empty: Which slots hold no token, or are not read, [B, H, S] bool; None if there are none.
         transform: From products to attention weights.
         want_weights: Whether to return the attention weights.
         counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one.
         rest: Estimates what is not read, beside `others`, or beside all slots if there are none.
         beside: Attention of the queries [B, H, G, 1, D] to other keys, which takes part in the softmax, without `rest`.
+        mask: The mask that hides `empty`, [B, H or 1, S] in the dtype of the queries, if it is known.
 
     Returns:
         The output [B, Hq, 1, D'], and the attention weights [B, H, G, S] fp32, or None.
     """
-    grouped = q.squeeze(2).unflatten(1, (occupied.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
+    grouped = q.squeeze(2).unflatten(1, (buffer.keys.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
     plain = not want_weights and transform.softcap is None and transform.sinks is None and not others
     plain = plain and buffer.known is None and rest is None and beside is None
     # The mask of the fused function has the dtype of the queries, in which bf16 would round the counts.
     if plain and (counts is None or q.dtype == torch.float32):
         keys, values, _ = buffer
-        visible = occupied if counts is None else counts.masked_fill(~occupied, -torch.inf)
-        mask = visible[:, :, None].expand(-1, -1, grouped.shape[2], -1)
+        mask = _mask(empty, counts, mask)
+        if mask is not None:
+            mask = mask[:, :, None].expand(*grouped.shape[:3], -1)
         values = values if values.shape[3] else keys
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=transform.scale)
         return out.flatten(1, 2).unsqueeze(2), None
-    scores = [transform.finish(part.score(grouped)) for part in (buffer, *others)]
-    score = torch.cat(scores, -1) if others else scores[0]
+    scores = [part.score(grouped) for part in (buffer, *others)]
+    score = transform.finish(torch.cat(scores, -1) if others else scores[0])
     if counts is not None:
         score = score + counts[:, :, None]
-    score = score.masked_fill(~occupied[:, :, None], -torch.inf)
+    if empty is not None:
+        score = score.masked_fill(empty[:, :, None], -torch.inf)
     others_add: Tensor | None = None
     if rest is not None:
         start = buffer.keys.shape[2] if others else 0  # the buffer is always read, and no reader divides it
@@ -190,6 +194,13 @@ def attend_columns(
     if others_add is not None:
         mixed = mixed.float() + others_add
     return mixed.to(dtype).flatten(1, 2).unsqueeze(2), weights
+
+
+def _mask(empty: Tensor | None, counts: Tensor | None, known: Tensor | None) -> Tensor | None:
+    """The mask of the fused function, [B, H or 1, S]: which slots are seen, or numbers to add to their scores."""
+    if counts is not None:
+        return counts if empty is None else counts.masked_fill(empty, -torch.inf)
+    return ~empty if known is None and empty is not None else known
 
 
 def with_rest(score: Tensor, of_entries: Tensor, transform: ScoreTransform, rest: Rest) -> tuple[Tensor, Tensor]:

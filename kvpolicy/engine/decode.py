@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.state import map_state, select_rows, tensors
 from kvpolicy.kernels.mixed_values import read_values
-from kvpolicy.protocols import NewToken, Reranks, Selector, State, View
+from kvpolicy.protocols import NewToken, Reranks, Selector, State, StepMemo, View
 from kvpolicy.statistics import Results
 from kvpolicy.statistics.query_moments import plain_queries
 
@@ -22,6 +23,9 @@ NO_ROOM = "the cache has no room left: call cache.tick() between steps"
 assert_async: Callable[[Tensor, str], None] = torch._assert_async  # pyright: ignore
 """Fails if a condition on the device does not hold, without waiting for it; stays in a compiled graph."""
 
+add_to_each: Callable[..., None] = torch._foreach_add_  # pyright: ignore
+"""Adds a number, or one of as many tensors, to each of a list of tensors, in place and in few launches."""
+
 
 def assert_compiled(condition: Callable[[], Tensor], message: str) -> None:
     """Fail in a compiled step if a condition does not hold; the host's counts answer for eager ones, without a launch.
@@ -30,6 +34,56 @@ def assert_compiled(condition: Callable[[], Tensor], message: str) -> None:
     """
     if torch.compiler.is_compiling():
         assert_async(condition(), message)
+
+
+@dataclass(eq=False)
+class SharedStep:
+    """An eager decode step of several layers, which have seen the same tokens: what is the same in all is made once.
+
+    A compiled step has none: its graph would depend on objects that are new in every step.
+
+    Attributes:
+        memo: What layers compute alike.
+        positions: Positions of the new tokens on each device, [B, 1, 1] int32.
+        lengths: Tokens that each row has seen, the new one included, on each device, [B] int64.
+        budgets: One of the equal budgets of layers, [B] int64, by its numbers.
+        counters: Counters of the layers that attended, to each of which the end of the step adds one.
+        lengths_with: Lengths of layers in rows of which some have no token, and what is added to each.
+    """
+
+    memo: StepMemo
+    positions: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
+    lengths: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
+    budgets: dict[Hashable, Tensor] = field(default_factory=dict[Hashable, Tensor])
+    counters: list[Tensor] = field(default_factory=list[Tensor])
+    lengths_with: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+
+    def count(self, length: Tensor, columns: Tensor, valid: Tensor | None) -> Tensor:
+        """Let the end of the step count a token in the counters of a layer; its position, [B, 1, 1] int32.
+
+        Args:
+            length: Tokens that each row has seen, [B] int64.
+            columns: Columns seen, [] int64.
+            valid: Which rows have a token, [B, 1] bool; None if all have.
+        """
+        device = length.device
+        by = None if valid is None else self.memo.once(Tensor.long, valid)[:, 0]
+        if device not in self.positions:
+            self.positions[device] = length.to(torch.int32)[:, None, None]  # as many came before it
+            self.lengths[device] = length + (1 if by is None else by)
+        self.counters.append(columns)
+        if by is None:
+            self.counters.append(length)
+        else:
+            self.lengths_with.append((length, by))
+        return self.positions[device]
+
+    def end(self) -> None:
+        """Count the token in every layer that attended."""
+        if self.counters:
+            add_to_each(self.counters, 1)
+        if self.lengths_with:
+            add_to_each(*map(list, zip(*self.lengths_with, strict=True)))
 
 
 class Step(NamedTuple):

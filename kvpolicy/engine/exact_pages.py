@@ -24,7 +24,7 @@ from kvpolicy.engine.page_slots import (
     victims,
     write_flat,
 )
-from kvpolicy.engine.pages import best_slot, owned_by, page_table, place_tokens
+from kvpolicy.engine.pages import Owners, best_slot, owned_by, page_table, place_tokens
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import Selection, finite_priority
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
@@ -115,7 +115,7 @@ class ExactPageBody:
         """Write tokens to slots counted over all pages [B, H, n], in place, where `mask` [B, H, n] is set."""
         tensors = self._layer.tensors
         undo = self._layer.undo
-        index = flat_index(slots, tensors.positions)
+        index = flat_index(self._layer, slots)
         write_flat("keys", tensors.keys, slots, data.keys, mask, undo, index)
         write_flat("values", tensors.values, slots, data.values, mask, undo, index)
         write_flat("positions", tensors.positions, slots, data.positions, mask, undo, index)
@@ -125,13 +125,19 @@ class ExactPageBody:
 
     # a decode step
 
-    def attend(self, q: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor, Tensor]:
+    def _owners(self) -> Owners:
+        layer = self._layer
+        return Owners.of(self.owner, layer.shape.heads, layer.memo.once, all_used=layer.is_full)
+
+    def attend(
+        self, q: Tensor, transform: ScoreTransform, *, want_weights: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Attend from one token per row to every page; see `attend_pages`."""
         tensors = self._layer.tensors
         pages = ExactPages(tensors.keys, tensors.values)
-        heads = self._layer.shape.heads
-        occupied = tensors.positions >= 0
-        return attend_pages(q, pages, occupied, self.owner, heads, transform, counts=tensors.log_counts)
+        empty = None if self._layer.is_full else tensors.positions < 0
+        counts = tensors.log_counts
+        return attend_pages(q, pages, empty, self._owners(), transform, counts=counts, want_weights=want_weights)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads."""
@@ -146,15 +152,18 @@ class ExactPageBody:
         layer = self._layer
         owner = self.owner
         heads = layer.shape.heads
-        owned = owned_by(owner, heads)
-        require_pages(owned, valid)
-        empty = ~view.valid
-        free = (empty & (owner < heads)[..., None]).to(torch.int32) * BEYOND
-        if layer.can_run_out:
-            assert_compiled(lambda: self._has_room(free, owned, valid), NO_SLOT)
-        # An empty slot is taken before any token, and a cache that grows has one.
-        taken = torch.full_like(free, -1) if layer.spec.grows else victims(layer, view, empty, owned)
-        slot = best_slot(torch.where(free > 0, free, taken), owned)
+        owners = self._owners()
+        if layer.is_full:
+            slot = best_slot(victims(layer, view, None, owners), owners)
+        else:
+            require_pages(owners.owned, valid)
+            empty = ~view.valid
+            free = (empty & (owner < heads)[..., None]).to(torch.int32) * BEYOND
+            if layer.can_run_out:
+                assert_compiled(lambda: self._has_room(free, owners.owned, valid), NO_SLOT)
+            # An empty slot is taken before any token, and a cache that grows has one.
+            taken = torch.full_like(free, -1) if layer.spec.grows else victims(layer, view, empty, owners)
+            slot = best_slot(torch.where(free > 0, free, taken), owners)
         return slot, self._merge_evicted(slot, valid, view) if layer.spec.merges_in_steps else None
 
     def _has_room(self, free: Tensor, owned: Tensor, valid: Tensor | None) -> Tensor:
@@ -193,6 +202,20 @@ class ExactPageBody:
 
     def demote_block(self) -> None:
         """Nothing is ever demoted."""
+
+    def cut(self, size: int) -> None:
+        """Cut pages into ones of `size` slots, which belong to the same heads."""
+        tensors = self._layer.tensors
+        pieces = tensors.positions.shape[-1] // size
+
+        def smaller(t: Tensor) -> Tensor:
+            return t.unflatten(2, (pieces, size)).flatten(1, 2)
+
+        tensors.paged().owner = self.owner.repeat_interleave(pieces, 1)
+        tensors.keys = smaller(tensors.keys)
+        tensors.values = smaller(tensors.values)
+        tensors.positions = smaller(tensors.positions)
+        set_per_slot(self._layer, map_slots(smaller, per_slot(self._layer)))
 
     def lengthen(self, owner: Tensor) -> None:
         """Append pages, so that they have these owners [B, NB]; existing pages keep their contents."""

@@ -226,6 +226,9 @@ def _check_numbers(store: LayerStore, positions: Tensor) -> None:
     tensors = store.tensors
     _require(store.geometry.tokens_by_head() == (positions >= 0).sum(-1), store, "tokens_by_head equals a recount")
     _require(layer.free_steps <= store.geometry.count_free_steps(), store, "no step is counted that has no slot")
+    full = (tensors.positions >= 0).all()
+    _require(full | (not layer.is_full), store, "a layer that is noted as full has no empty slot")
+    _require(not layer.in_order or layer.holds_in_order(), store, "a layer that is noted as in order is")
     lengths = tensors.length.tolist()
     fine = all(ranked <= seen for ranked, seen in zip(layer.schedule.ranked_len, lengths, strict=True))
     _require(fine, store, "no row was ranked with tokens that it has not seen")

@@ -216,6 +216,7 @@ class Journal:
         self._geometry.set_numbers(content.numbers)
         self.sizes = list(content.sizes)
         self._geometry.fix_addresses()
+        self._layer.note_slots()
 
     # the newest tokens, without a mark
 
@@ -245,10 +246,7 @@ class Journal:
 
     def keeps_all(self) -> bool:
         """Whether every head holds every token of its row, in order."""
-        tensors = self._layer.tensors
-        slot = torch.arange(tensors.positions.shape[-1], device=tensors.positions.device)
-        length = tensors.length[:, None, None]
-        return bool((tensors.positions == torch.where(slot < length, slot, -1)).all() & (length <= len(slot)).all())
+        return self._layer.holds_in_order()
 
     def newest_tokens(self, length: Tensor, count: int, valid: Tensor | None) -> PendingPrompt:
         """The tokens behind the first `length` [B] of each row, as a prompt of `count` columns that was attended to.
@@ -288,6 +286,7 @@ class Journal:
         for vectors in (tensors.keys, tensors.values):
             vectors.masked_fill_(beyond[..., None], 0)
         layer.free_steps = self._geometry.count_free_steps()
+        layer.note_slots()
         self._geometry.fix_addresses()
 
 

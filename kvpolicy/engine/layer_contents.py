@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpolicy.engine import layout
+from kvpolicy.engine.decode import SharedStep
 from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.link import Link
-from kvpolicy.engine.pages import RowPages
+from kvpolicy.engine.pages import RowPages, owned_by
 from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.reading import load_basis
 from kvpolicy.engine.row_limits import with_tokens
 from kvpolicy.engine.state import map_numbers
+from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.engine.undo_log import UndoLog
 from kvpolicy.protocols import (
+    ALONE,
     SINGLE_RANK,
     Calibration,
     Codes,
@@ -39,6 +42,18 @@ NUMBERS = ("capacity", "expected_len", "reserved", "largest_block", "scale", "ma
 """The attributes of a layer that are numbers on the host, or lists of them."""
 
 
+class RowRoom(NamedTuple):
+    """Room of a free row, in a layer whose rows come and go.
+
+    Attributes:
+        tokens: Tokens that it has slots for.
+        budget: The most tokens that it may hold.
+    """
+
+    tokens: int
+    budget: int
+
+
 class LayerContents:
     """Contents of one layer under a policy; a `LayerStore` and its geometry operate on them.
 
@@ -54,17 +69,23 @@ class LayerContents:
         layout: Slots of the full-precision buffer and of each stage.
         capacity: Tokens that the layout was made for.
         expected_len: Tokens that each row has slots for.
-        may_exceed_plan: Whether a row may hold more tokens than it has slots for.
+        may_exceed_plan: Whether a row may hold more tokens than it has slots for; said of any rows that come and go, so
+            that a step is the same graph for all of them.
         schedule: When the slots are ranked together again.
         reserved: Dictionary slots, the first of the full-precision buffer.
         largest_block: The most tokens that any row demotes at a time.
         free_steps: Steps until the layer must demote tokens, or needs more slots.
-        steps_unsorted: Steps since slots were sorted, if the reader wants them sorted.
+        steps_unsorted: Steps since the slots of each row were sorted, if the reader wants them sorted.
         link: The link that every read of a decode step goes through.
+        is_full: Whether every slot is known to hold a token, for good: a step evicts one of each head, and masks none.
+        in_order: Whether slot n of each head is known to hold its row's token n, for good.
+        shared: What the layers of the running step share; None in a compiled step, of a layer alone, and between steps.
+        memo: What they compute alike.
         undo: The log to which steps write what they overwrite; None without a mark, and while block work is done.
         row_pages: Pages of each row, as it would have them alone in a batch; None in a layer without head budgets.
         group: The layers that store a part of what they hold together with this one; None if it is alone.
         number: Its number in the group.
+        room: What a free row has room for; None unless rows come and go.
     """
 
     tensors: LayerTensors
@@ -87,13 +108,19 @@ class LayerContents:
         self.reserved = 0
         self.largest_block = spec.codec_traits.block
         self.free_steps: float = 0
-        self.steps_unsorted = 0
+        self.steps_unsorted: list[int] = []
         self.link = Link(spec.host)
+        self.is_full = False
+        self.in_order = False
+        self.shared: SharedStep | None = None
+        self.memo = ALONE
         self.undo: UndoLog | None = None
         self.row_pages: RowPages | None = None
         self.group: LayerGroup | None = None
         self.number = 0
+        self.room: RowRoom | None = None
         self._columns: int | None = None
+        self._row_budgets: tuple[int, ...] | None = None
 
     def join(self, group: LayerGroup, number: int) -> None:
         """Store a part of what the layer holds together with the other layers of a group."""
@@ -127,6 +154,7 @@ class LayerContents:
             self.gate = self.spec.input_scorer.load_gate(self.spec.layer_idx, device, ranks.held)
         self.basis = load_basis(self.spec.reader, self.spec.layer_idx, device, ranks.held)
         self.expected_len = [0] * batch
+        self.steps_unsorted = [0] * batch
         self.schedule.start(batch)
         if self.spec.heads is not None:
             self.row_pages = RowPages(*(torch.zeros(batch, dtype=torch.int64, device="cpu") for _ in range(3)))
@@ -158,6 +186,31 @@ class LayerContents:
         """Whether a step may find no free slot, because it must wait for a demotion or for more slots."""
         return self.spec.grows or self.may_exceed_plan or sum(self.layout.coded) > 0
 
+    def note_slots(self) -> None:
+        """Note on the host what steps keep as it is, after slots were filled or emptied otherwise than by steps.
+
+        What is true of a layer is true of some of its rows.
+        """
+        tensors = self.tensors
+        self.is_full = False
+        is_plain = tensors.pages is None and not sum(self.layout.coded)
+        self.in_order = self.spec.grows and is_plain and self.holds_in_order()
+        if not self.can_run_out:
+            if self._row_budgets is None:
+                budget = tensors.budget if tensors.pages is None else tensors.pages.average
+                self._row_budgets = tuple(budget.tolist())
+            full = (tensors.positions >= 0).all()
+            if tensors.pages is not None:  # a head without a page has no slot that could be empty
+                full = full & owned_by(tensors.pages.owner, self.shape.heads).any(-1).all()
+            self.is_full = bool(full)
+
+    def holds_in_order(self) -> bool:
+        """Whether slot n of each head holds its row's token n, and the others none; not in pages."""
+        tensors = self.tensors
+        slot = torch.arange(tensors.positions.shape[-1], device=tensors.positions.device)
+        length = tensors.length[:, None, None]
+        return bool((tensors.positions == torch.where(slot < length, slot, -1)).all() & (length <= len(slot)).all())
+
     @property
     def prompt_statistics(self) -> tuple[Statistic[Any], ...]:
         """The statistics that the parts need of a prompt that comes now: the allocator those of a first one."""
@@ -175,11 +228,39 @@ class LayerContents:
         salience = self.spec.reader_traits.salience
         return bool(reads and reads.index) and salience is not None and not salience.is_calibrated
 
+    # a decode step
+
+    def count_token(self, valid: Tensor | None, shared: SharedStep | None) -> Tensor:
+        """Count the token of a step; its position, [B, 1, 1] int32.
+
+        Args:
+            valid: Which rows have a token, [B, 1] bool; None if all have.
+            shared: What the layers of the step share, which counts the token on the device at its end.
+        """
+        tensors = self.tensors
+        if shared is not None:
+            self.shared = shared
+            self.memo = shared.memo
+            self._columns = self.columns + 1
+            return shared.count(tensors.length, tensors.columns, valid)
+        position = tensors.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
+        tensors.length.add_(1 if valid is None else valid[:, 0].long())
+        self.add_columns(1)
+        return position
+
+    @property
+    def length(self) -> Tensor:
+        """Tokens that each row has seen, that of the running step included, [B] int64."""
+        length = self.tensors.length
+        return length if self.shared is None else self.shared.lengths[length.device]
+
     def view(self) -> View:
         """The slots as the selector sees them in a step; in pages, with the budget of an average head."""
         tensors = self.tensors
         budget = tensors.budget if tensors.pages is None else tensors.pages.average
-        return View(tensors.positions, tensors.length, budget, self.spec.layer_idx, self.ranks)
+        if self.shared is not None and self._row_budgets is not None:
+            budget = self.shared.budgets.setdefault((budget.device, self._row_budgets), budget)
+        return View(tensors.positions, self.length, budget, self.spec.layer_idx, self.ranks, memo=self.memo)
 
     def set_budget(self, budget: Tensor) -> None:
         """Let each row hold `budget` [B] tokens."""
@@ -187,12 +268,26 @@ class LayerContents:
         codec = self.spec.codec
         tensors.budget = budget
         tokens = budget.tolist()
+        self._row_budgets = tuple(tokens if tensors.pages is None else tensors.pages.average.tolist())
         if tensors.limits is not None:
             # A budget may exceed all tokens that are expected, and slots are allocated for no more than those.
             allocated = [min(pair) for pair in zip(tokens, self.expected_len, strict=True)]
             tensors.limits = with_tokens(tensors.limits, codec, allocated, self.reserved)
             self.largest_block = max(traits_for(codec, count).block for count in allocated)
-        self.may_exceed_plan = not self.spec.grows and layout.may_exceed_plan(self.expected_len, tokens)
+        may_exceed = self.room is not None or layout.may_exceed_plan(self.expected_len, tokens)
+        self.may_exceed_plan = not self.spec.grows and may_exceed
+
+    def set_budget_in_place(self, budget: Tensor) -> None:
+        """The same in the tensors that are there, so that a compiled step finds them."""
+        tensors = self.tensors
+        held = tensors.budget
+        limits = tensors.limits
+        self.set_budget(budget)
+        tensors.budget = held.copy_(budget)
+        if limits is not None and tensors.limits is not None:
+            for target, new in zip(all_tensors(limits), all_tensors(tensors.limits), strict=True):
+                target.copy_(new)
+            tensors.limits = limits
 
     def expect(self, expected_len: list[int], idle: Tensor | None) -> None:
         """Raise the expected length of every row that is not `idle` [B] bool; it never falls."""
@@ -236,6 +331,9 @@ class LayerContents:
         """Replace everything that rows have by `fn` of it, which selects or repeats rows."""
         self.tensors.map_rows(fn)
         self.expected_len = map_numbers(fn, self.expected_len)
+        if self._row_budgets is not None:
+            self._row_budgets = tuple(map_numbers(fn, [*self._row_budgets]))
+        self.steps_unsorted = map_numbers(fn, self.steps_unsorted)
         self.schedule.map_rows(fn)
         if self.row_pages is not None:
             self.row_pages = RowPages(*(fn(t) for t in self.row_pages))
@@ -268,5 +366,6 @@ class LayerContents:
         self.schedule.set_numbers(numbers["schedule"])
         free = numbers["free_steps"]
         self.free_steps = layout.UNLIMITED if free is None else free
+        self._row_budgets = None
         for name in NUMBERS:
             setattr(self, name, numbers[name])

@@ -153,11 +153,13 @@ class LayerIndex:
 
     def numbers(self) -> list[Any]:
         """The numbers of the index on the host, as JSON values."""
-        return [self.same_slots, self.is_current, self._layer.steps_unsorted]
+        # One number, since the rows of a cache that is saved have had the same steps.
+        return [self.same_slots, self.is_current, max(self._layer.steps_unsorted, default=0)]
 
     def set_numbers(self, numbers: list[Any]) -> None:
         """Restore the result of `numbers`, after the layout was set."""
-        self.same_slots, self.is_current, self._layer.steps_unsorted = numbers
+        self.same_slots, self.is_current, steps = numbers
+        self._layer.steps_unsorted = [steps] * len(self._layer.expected_len)
         self.fit_layout()
 
     def prompt_salience(self, sums: AbsoluteSums | None, count: Tensor) -> Tensor | None:
@@ -199,25 +201,33 @@ class LayerIndex:
         is_sorted = traits.ordered and not self._spec.grows
         if self.shape is None or not (is_sorted or self._fitted is not None):
             return False
-        self._layer.steps_unsorted += 1
-        steps = self._layer.steps_unsorted
+        self._layer.steps_unsorted = [steps + 1 for steps in self._layer.steps_unsorted]
+        steps = max(self._layer.steps_unsorted)
         return steps >= traits.resort or self._is_missing(self.shape, steps)
 
     def renew(self) -> None:
         """Sort the slots again, and find again what is fitted to them; see `count_unsorted_step`."""
-        if self._layer.steps_unsorted < self._spec.reader_traits.resort:  # for rows that lack it alone
+        due = [steps >= self._spec.reader_traits.resort for steps in self._layer.steps_unsorted]
+        if not any(due):  # for rows that lack it alone
             return self.rebuild()
-        self._layer.steps_unsorted = 0
-        placed = torch.ones_like(self._layer.tensors.length, dtype=torch.bool)
+        rows = zip(due, self._layer.steps_unsorted, strict=True)
+        self._layer.steps_unsorted = [0 if is_due else steps for is_due, steps in rows]
+        placed = torch.tensor(due, device=self._layer.tensors.device)
         if self._spec.reader_traits.ordered and not self._spec.grows:
             self.sort_slots(placed)
         else:
             self.rebuild(placed=placed)
 
     def sort_slots(self, placed: Tensor | None = None) -> None:
-        """Sort the slots of each head by position, in place, and `rebuild`; no coded slot is moved."""
+        """Sort the slots of each head by position, in place, and `rebuild`; no coded slot is moved.
+
+        Args:
+            placed: Rows whose slots are sorted, [B] bool; None for all of them.
+        """
         tensors = self._layer.tensors
         order = torch.where(tensors.positions >= 0, tensors.positions, BEYOND).argsort(dim=-1, stable=True)
+        if placed is not None:
+            order = torch.where(placed[:, None, None], order, torch.arange(order.shape[-1], device=order.device))
         # Every slot is in full precision here: a policy that evicts may not combine a codec with an `ordered` reader.
         for held in (tensors.keys, tensors.values):
             held.copy_(held.gather(2, order.to(held.device)[..., None].expand(held.shape)))
@@ -260,7 +270,7 @@ class StepReads:
         tensors = self._layer.tensors
         self._link.whole((tensors.positions, tensors.counts))
         coded = self._codes.view()
-        read, scanned = self._read(q, transform)
+        read, scanned = self._read(q, transform, tensors.reads) if tensors.reads else (None, None)
         # Without a choice all slots are read, less what the reader has already scored in a scan.
         if read is None:
             exact = (tensors.keys, tensors.values)
@@ -271,20 +281,25 @@ class StepReads:
                 shared = () if self._layer.group is None else self._layer.shared_codes
                 every = (exact, tensors.codes, shared)
                 self._link.whole(every if scanned is None else unscanned(exact, codes))
-            occupied = tensors.positions >= 0
+            empty = mask = None
+            if self._layer.shared is not None and self._layer.in_order:
+                empty = self._layer.memo.once(_behind, self._layer.length, tensors.positions.shape[-1])
+                mask = self._layer.memo.once(_hiding, empty, q.dtype)
+            elif not self._layer.is_full:
+                empty = tensors.positions < 0
             counts = tensors.log_counts
             buffer = ExactColumns(*exact, scanned if coded is None else None)
             stages = coded or ()
             if coded is not None and scanned is not None:
                 stages = coded.known(scanned)
-            return attend_columns(q, buffer, stages, occupied, transform, want_weights, counts, beside=beside)
+            return attend_columns(q, buffer, stages, empty, transform, want_weights, counts, beside=beside, mask=mask)
         # Of a fixed number of slots, those that are empty or were not chosen take no part in the softmax.
         occupied = (self._of_read(tensors.positions, read) >= 0) & self._of_read(None, read)
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, read)
         if coded is not None:
             buffer = ExactColumns(tensors.keys, tensors.values)
             others = [self._decode(coded, read.slots)]
-            out, weights = attend_columns(q, buffer, others, occupied, transform, want_weights, counts, read.rest)
+            out, weights = attend_columns(q, buffer, others, ~occupied, transform, want_weights, counts, read.rest)
         else:
             out, weights = self._attend_rows(q, read, occupied, transform, want_weights, counts)
         return out, self._to_slots(weights, read) if want_weights and weights is not None else None
@@ -322,9 +337,9 @@ class StepReads:
             return attend_in_place(q, keys, held, slots, occupied, transform, counts, read.rest)
         values = self._link.rows(tensors.values, slots) if values is None else values
         buffer = ExactColumns(keys, values)
-        return attend_columns(q, buffer, (), occupied, transform, want_weights, counts, read.rest)
+        return attend_columns(q, buffer, (), ~occupied, transform, want_weights, counts, read.rest)
 
-    def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Read | None, Tensor | None]:
+    def _read(self, q: Tensor, transform: ScoreTransform, reads: ReadState) -> tuple[Read | None, Tensor | None]:
         """Choose the slots that a step reads, and show the choice to the layers behind this one.
 
         Returns:
@@ -333,24 +348,22 @@ class StepReads:
         """
         tensors = self._layer.tensors
         shape = self._index.shape
-        if not tensors.reads:
-            return None, None
         if shape is not None and shape.followed:
             board: Any = self._index.board  # not asserted to be one, since a compiler would trace the assertion
             self._link.whole(board.choice)
-            return self._follow(shape, tensors.reads, board.choice), None
+            return self._follow(shape, reads, board.choice), None
         scanned = None
         if shape is not None and self._reads_all and self._spec.reader_traits.scans_keys:
             scanned = KeyProducts(self._layer, self._codes)(self._queries(q))
-        read = None if shape is None else self._choose(q, tensors.reads, shape, transform, scanned)
-        if tensors.reads.choice:
+        read = None if shape is None else self._choose(q, reads, shape, transform, scanned)
+        if reads.choice:
             shown = every_slot(self._layer.layout, tensors.positions) if read is None else read
-            show(tensors.reads.choice, shown, tensors.positions)
+            show(reads.choice, shown, tensors.positions)
         return None if self._reads_all else read, scanned
 
     def _follow(self, shape: ReadShape, reads: ReadState, choice: Choice) -> Read:
         tensors = self._layer.tensors
-        return follow(shape, reads.limit, choice, tensors.positions, tensors.length, self._index.same_slots)
+        return follow(shape, reads.limit, choice, tensors.positions, self._layer.length, self._index.same_slots)
 
     def _choose(
         self, q: Tensor, reads: ReadState, shape: ReadShape, transform: ScoreTransform, scanned: Tensor | None
@@ -437,3 +450,13 @@ class StepReads:
         layer = self._layer
         group_size = self._spec.codec_traits.group_size
         link.count_stages(layer.tensors.codes, layer.layout.coded, shape.slots, group_size, shape.page)
+
+
+def _behind(length: Tensor, slots: int) -> Tensor:
+    """Which slots are behind the tokens of a row, [B, 1, S] bool."""
+    return torch.arange(slots, device=length.device) >= length[:, None, None]
+
+
+def _hiding(empty: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to scores, -inf for empty slots."""
+    return torch.zeros_like(empty, dtype=dtype).masked_fill_(empty, -torch.inf)

@@ -62,7 +62,7 @@ class LayerSlots:
         self._transform = transform
         self._link = layer.link if link is None else link
         self.positions = layer.tensors.positions
-        self.length = layer.tensors.length
+        self.length = layer.length
         self.ranks = layer.ranks
         self.entries = shape.entries
         self.slots_read = shape.slots

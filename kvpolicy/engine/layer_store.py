@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvpolicy.engine import decode, merging
 from kvpolicy.engine.attention import attend
-from kvpolicy.engine.decode import NO_ROOM, Step, new_token, update_state
+from kvpolicy.engine.decode import NO_ROOM, SharedStep, Step, new_token, update_state
 from kvpolicy.engine.due_rows import due_rows, only_rows
 from kvpolicy.engine.geometry import Geometry, step_bytes
 from kvpolicy.engine.host import on_host
@@ -33,7 +34,7 @@ from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.trimming import can_trim, trim
 from kvpolicy.kernels.mixed_values import read_values
 from kvpolicy.kernels.rotary import KeyRotation
-from kvpolicy.protocols import SINGLE_RANK, LayerBounds, LayerShape, Layout, Ranks
+from kvpolicy.protocols import ALONE, SINGLE_RANK, LayerBounds, LayerShape, Layout, Ranks
 from kvpolicy.statistics import AttentionSum, Candidates, Forward, Results, Rotation, Vectors
 from kvpolicy.statistics.input_scores import score_inputs
 from kvpolicy.statistics.statistic import first_of
@@ -235,7 +236,7 @@ class LayerStore:
 
     @on_host
     def trim(self, pending: PendingPrompt, bounds: LayerBounds, rope_offset: Tensor | None = None) -> PendingPrompt:
-        """A first prompt without the tokens that no budget to come keeps; as it is where that cannot be known.
+        """Drop tokens of a first prompt that no possible budget keeps. Unchanged if the bounds are unknown.
 
         Args:
             pending: The prompt, from `attend_prompt`.
@@ -308,6 +309,7 @@ class LayerStore:
         valid: Tensor | None,
         transform: ScoreTransform,
         forward: Forward | None = None,
+        shared: SharedStep | None = None,
     ) -> tuple[Tensor, Step]:
         """Write one token per row and attend from it; `end_step` must follow, behind the layers that `read`.
 
@@ -318,6 +320,7 @@ class LayerStore:
             valid: Which rows have a token that is not padding, [B, 1] bool; None if all have.
             transform: From products to attention weights.
             forward: The arguments of the attention module, if the selector scores inputs.
+            shared: What the layers of the step share, which counts the token at its end; None for this layer alone.
 
         Returns:
             The output [B, Hq, 1, D], and what the selector is to see of the step.
@@ -329,9 +332,7 @@ class LayerStore:
             raise KVPolicyStateError(NO_ROOM)
         if layer.undo is not None:
             layer.undo.begin(self.journal.copied())
-        position = tensors.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
-        tensors.length.add_(1 if valid is None else valid[:, 0].long())
-        layer.add_columns(1)
+        position = layer.count_token(valid, shared)
         # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
         # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
         view = layer.view()
@@ -339,7 +340,8 @@ class LayerStore:
         # What selectors and mergers read to evict goes through no link: only attention and its index are counted.
         slot, merge = self.geometry.free_slot(view, valid)
         # The slot still has the statistics of the token that it held before.
-        state, counts = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), (tensors.state, tensors.counts))
+        zeros = partial(layer.memo.once, torch.zeros, slot.shape, device=slot.device)
+        state, counts = map_slots(lambda t: zeros(dtype=t.dtype), (tensors.state, tensors.counts))
         data = SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts)
         if merge is not None:
             slot, data = merging.with_merge(slot, data, merge)
@@ -402,13 +404,15 @@ class LayerStore:
     def count_step(self) -> None:
         """Count one decode step: rank the slots again where it is time, and demote a block if a buffer is full."""
         layer = self.contents
+        layer.shared = None
+        layer.memo = ALONE
         # A counter on the host: asking the device how full the buffers are would synchronize in every step.
         layer.schedule.steps -= 1
         if layer.schedule.steps < 1:
             with self.journal.block_work():
                 self.rerank()
         layer.free_steps -= 1
-        if self.slots is not None and self.slots.index.count_unsorted_step():
+        if self.slots is not None and layer.tensors.reads and self.slots.index.count_unsorted_step():
             with self.journal.block_work():
                 self.slots.index.renew()
         if layer.free_steps < 1:
@@ -474,8 +478,9 @@ class LayerStore:
         return added
 
     def recount(self) -> None:
-        """Count the free steps again, after slots were emptied or filled otherwise than by steps."""
+        """Count the free steps and what is full again, after slots were emptied or filled otherwise than by steps."""
         self.contents.free_steps = self.geometry.count_free_steps()
+        self.contents.note_slots()
 
     # what is held
 

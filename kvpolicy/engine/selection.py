@@ -186,22 +186,26 @@ def worth_of(selector: Selector, ranking: Ranking) -> Tensor:
 
 def finite_priority(priority: Tensor) -> Tensor:
     """A priority in which NaN ranks above every number and below inf, so that a broken token is not lost silently."""
-    # Not `nan_to_num`, which inductor (torch 2.13) does not vectorize.
-    return priority.masked_fill(priority != priority, torch.finfo(priority.dtype).max)
+    most = torch.finfo(priority.dtype).max
+    if torch.compiler.is_compiling():  # inductor (torch 2.13) does not vectorize `nan_to_num`, which is one operation
+        return priority.masked_fill(priority != priority, most)
+    return priority.nan_to_num(most, torch.inf, -torch.inf)
 
 
-def eviction_scores(selector: Selector, state: State, view: View, empty: Tensor) -> Tensor:
+def eviction_scores(selector: Selector, state: State, view: View, empty: Tensor | None) -> Tensor:
     """The position of each token of lowest priority, -1 for all others, [B, H, S]: of ties the latest is evicted.
 
     Args:
         selector: The selector.
         state: Its state.
         view: The slots.
-        empty: Which of them hold no token, [B, H, S] bool.
+        empty: Which of them hold no token, [B, H, S] bool; None if all hold one.
     """
     # The minimum is found by equality, and NaN equals nothing: without `finite_priority`, any slot could be the victim.
     # If all tokens are protected, empty slots tie with them at inf, but lose by their position of -1.
-    priority = finite_priority(selector.priority(state, view)).masked_fill(empty, torch.inf)
+    priority = finite_priority(selector.priority(state, view))
+    if empty is not None:
+        priority = priority.masked_fill(empty, torch.inf)
     return view.positions.masked_fill(priority != priority.amin(-1, keepdim=True), -1)
 
 

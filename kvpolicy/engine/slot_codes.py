@@ -34,7 +34,7 @@ class SlotCodes:
                 rotary = None
                 if rope is not None and tensors.limits is not None:
                     positions = tensors.positions[..., start : start + size]
-                    rotary = SlotRotary(rope, positions, tensors.length - 1, tensors.limits.rope_offset)
+                    rotary = SlotRotary(rope, positions, layer.length - 1, tensors.limits.rope_offset)
                 columns.append(StageColumns(layer.spec.stages[stage], self.stage_store(stage), rotary, size, start))
                 start += size
         return CodedColumns(columns) if columns else None

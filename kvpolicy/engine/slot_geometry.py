@@ -210,7 +210,14 @@ class SlotGeometry:
         tensors = layer.tensors
         if self._spec.grows:
             assert_compiled(lambda: self._has_room(view, valid), NO_ROOM)
+            if layer.shared is not None and layer.in_order:
+                return layer.memo.once(_newest_slot, view.length, view.positions.shape[1]), None
             return self._empty_slot(), None
+        if layer.is_full:
+            slot = eviction_scores(self._spec.selector, tensors.state, view, None).argmax(-1, keepdim=True)
+            if not self._spec.merges_in_steps:
+                return slot, None
+            return slot, self._merge_evicted(slot, torch.ones_like(slot, dtype=torch.bool), valid, view)
         occupied = view.valid
         empty = ~occupied
         full = occupied.sum(-1, keepdim=True) >= tensors.budget[:, None, None]
@@ -327,6 +334,29 @@ class SlotGeometry:
         self.fix_addresses()
         return layer.capacity - old
 
+    def begin_rows(self, tokens: int) -> None:
+        """Make slots for `tokens` in each row of a layer that has none yet."""
+        layer = self.layer
+        rows = len(layer.expected_len)
+        layer.expected_len = [tokens] * rows
+        layer.capacity = tokens
+        self._lengthen()
+        traits = self._spec.codec_traits
+        # From the beginning, as the slots of a dictionary lower the flush thresholds of the rows that have one.
+        layer.reserved = traits.pinned if traits.pins == "newest" and sum(layer.layout.coded) else 0
+
+    def widen(self, tokens: int) -> None:
+        """Add slots to all rows, so that one of them may have `tokens`; budgets stay."""
+        self.layer.capacity = tokens
+        self._lengthen()
+        self._set_budget(self.layer.tensors.budget)
+        self.fix_addresses()
+
+    def set_row_budgets(self, budget: Tensor) -> None:
+        """Let each row hold `budget` [B] tokens, in the tensors that are there."""
+        self.layer.set_budget_in_place(budget)
+        self.index.set_limit()
+
     def _lengthen(self) -> None:
         """Grow the slots to the capacity, and keep what they hold."""
         layer = self.layer
@@ -407,3 +437,8 @@ class SlotGeometry:
         self.layer.set_numbers(numbers)
         if self.layer.tensors.reads:
             self.index.set_numbers(numbers["reading"])
+
+
+def _newest_slot(length: Tensor, heads: int) -> Tensor:
+    """The slot of each row's newest token where slots are in order of their tokens, [B, H, 1] int64."""
+    return (length - 1).clamp_min(0)[:, None, None].expand(-1, heads, 1)

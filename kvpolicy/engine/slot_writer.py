@@ -44,13 +44,14 @@ class SlotWriter:
             slots = slots if stage is None else slots + self._codes.stage_slots(stage).start
             nothing = torch.full_like(slots, -1, dtype=torch.int32)
             write_masked("emptied", tensors.positions, slots, nothing, mask, undo)
-            self._index.refresh_slots(slots, stage, emptied=True)
+            if tensors.reads:
+                self._index.refresh_slots(slots, stage, emptied=True)
             return
         if stage is None:
             if layer.spec.host:
                 self._store_vectors(slots, data, mask)
             else:
-                index = flat_slots(slots, tensors.keys.shape[2])
+                index = layer.memo.once(flat_slots, slots, tensors.keys.shape[2], layer.memo.once)
                 write_masked("keys", tensors.keys, slots, data.keys, mask, undo, index)
                 write_masked("values", tensors.values, slots, data.values, mask, undo, index)
         else:
@@ -67,12 +68,13 @@ class SlotWriter:
                 layer.group.write(layer.number, block)
             slots = slots + at.start
         if index is None or layer.layout.exact != layer.layout.slots:
-            index = flat_slots(slots, tensors.positions.shape[-1])
+            index = layer.memo.once(flat_slots, slots, tensors.positions.shape[-1], layer.memo.once)
         write_masked("positions", tensors.positions, slots, data.positions, mask, undo, index)
         pairs = zip(slot_tensors((tensors.state, tensors.counts)), slot_tensors((data.state, data.counts)), strict=True)
         for number, (target, item) in enumerate(pairs):
             write_masked(f"state.{number}", target, slots, item, mask, undo, index)
-        self._index.refresh_slots(slots, stage)
+        if tensors.reads:
+            self._index.refresh_slots(slots, stage)
 
     def _store_vectors(self, slots: Tensor, data: SlotData, mask: Tensor | None) -> None:
         """Write keys and values of tokens to host memory."""

@@ -84,6 +84,7 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
         store.tensors.set_part(name, map_state(filled, part))
     store.contents.forget_columns()
     store.geometry.fix_addresses()
+    store.contents.note_slots()
     _check_numbers(store)
 
 

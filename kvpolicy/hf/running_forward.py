@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.decode import Step
+from kvpolicy.engine.decode import SharedStep, Step
 from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.planning.tokens import Tokens
@@ -34,6 +34,7 @@ class RunningForward:
         wants_massive: Whether a codec needs the largest activations of its tokens.
         compares_layers: Whether the budget is divided when all layers were measured.
 
+        shared: What the layers of a decode step share.
         missing: Layers that have not attended yet.
         residuals: Inputs of layers that are being measured, [B, P, hidden], by layer.
         massive: Tokens with the largest activations, [B, P] bool, by layer.
@@ -57,6 +58,7 @@ class RunningForward:
     wants_massive: bool = False
     compares_layers: bool = False
 
+    shared: SharedStep | None = None
     missing: set[int] = field(default_factory=set[int])
     residuals: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     massive: dict[int, Tensor] = field(default_factory=dict[int, Tensor])

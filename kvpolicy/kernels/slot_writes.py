@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,10 +33,14 @@ def write_slots(target: Tensor, slots: Tensor, data: Tensor, index: Tensor | Non
     flat.index_copy_(0, flat_slots(slots, size) if index is None else index, data.flatten(0, 2))
 
 
-def flat_slots(slots: Tensor, size: int) -> Tensor:
-    """Slots [B, H, n] of heads with `size` slots each, as indices into the flat view [B * H * size, ...]."""
+def flat_slots(slots: Tensor, size: int, once: Callable[..., Tensor] | None = None) -> Tensor:
+    """Slots [B, H, n] of heads with `size` slots each, as indices into the flat view [B * H * size, ...].
+
+    Where heads begin is known to `once`, if it is given; see `kvpolicy.protocols.StepMemo`.
+    """
     heads = slots.shape[0] * slots.shape[1]
-    first = torch.arange(0, heads * size, size, device=slots.device)
+    arange = torch.arange if once is None else partial(once, torch.arange)
+    first = arange(0, heads * size, size, device=slots.device)
     return (first[:, None] + slots.reshape(heads, -1)).flatten()
 
 

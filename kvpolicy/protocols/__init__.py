@@ -63,6 +63,7 @@ from kvpolicy.protocols.reader import ReaderTraits as ReaderTraits
 from kvpolicy.protocols.reader import RebuildsKeys as RebuildsKeys
 from kvpolicy.protocols.reader import Salience as Salience
 from kvpolicy.protocols.reader import SlotAccess as SlotAccess
+from kvpolicy.protocols.selector import ALONE as ALONE
 from kvpolicy.protocols.selector import ChecksModel as ChecksModel
 from kvpolicy.protocols.selector import ComparesHeads as ComparesHeads
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
@@ -77,6 +78,7 @@ from kvpolicy.protocols.selector import ScoredByKeys as ScoredByKeys
 from kvpolicy.protocols.selector import Scores as Scores
 from kvpolicy.protocols.selector import Selector as Selector
 from kvpolicy.protocols.selector import State as State
+from kvpolicy.protocols.selector import StepMemo as StepMemo
 from kvpolicy.protocols.selector import View as View
 from kvpolicy.protocols.selector import compares_heads as compares_heads
 from kvpolicy.protocols.selector import joint_decode as joint_decode

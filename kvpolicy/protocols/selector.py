@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -71,6 +72,39 @@ class NewToken(NamedTuple):
     scores: Tensor | None = None
 
 
+@dataclass(eq=False)
+class StepMemo:
+    """What the layers of one decode step compute alike: the first that asks makes it, and the others get the same.
+
+    Tensors are known by their identity, so layers that are to share a result are given the same tensors.
+
+    Attributes:
+        made: What was made, with its arguments; None to make everything anew.
+
+    Examples:
+        >>> memo = StepMemo({})
+        >>> numbers = torch.ones(2)
+        >>> memo.once(torch.add, numbers, 1) is memo.once(torch.add, numbers, 1)
+        True
+    """
+
+    made: dict[Hashable, tuple[tuple[Any, ...], Tensor]] | None = None
+
+    def once(self, make: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        """The result of a call, which depends on nothing but its arguments, and which nobody changes."""
+        if self.made is None:
+            return make(*args, **options)
+        key = (make, *((id(arg),) if isinstance(arg, Tensor) else arg for arg in args), *options.items())
+        found = self.made.get(key)
+        if found is None:  # the arguments are held, so that no other tensor gets their identity
+            found = self.made[key] = (args, make(*args, **options))
+        return found[1]
+
+
+ALONE = StepMemo()
+"""That of a layer alone, and of a compiled step, which is one graph for all steps."""
+
+
 class View(NamedTuple):
     """The candidate tokens as a selector sees them.
 
@@ -85,6 +119,7 @@ class View(NamedTuple):
         alike: Whether all heads of all ranks have the same candidates, as in a first prompt.
         added: [B] int64, how many tokens a prompt or chunk adds to each row, in `Selector.observe`.
         token: The newest token, in `Selector.step`, if the selector asks for `Vectors(generated=True)`.
+        memo: What the layers of the step compute alike.
     """
 
     positions: Tensor
@@ -95,6 +130,7 @@ class View(NamedTuple):
     alike: bool = False
     added: Tensor | None = None
     token: NewToken | None = None
+    memo: StepMemo = ALONE
 
     @property
     def valid(self) -> Tensor:
@@ -103,7 +139,8 @@ class View(NamedTuple):
 
     def newest(self, window: Tensor | int) -> Tensor:
         """Whether a token is among its row's `window` ([B] or int) newest positions, [B, H, N] bool."""
-        first = (self.length - window).clamp_min(0)  # an empty slot, at -1, is never among them
+        first = self.memo.once(torch.sub, self.length, window)
+        first = self.memo.once(torch.clamp_min, first, 0)  # an empty slot, at -1, is never among them
         return self.positions >= first[:, None, None]
 
 

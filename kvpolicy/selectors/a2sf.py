@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors.common import group_mean, keep_always
+from kvpolicy.selectors.common import group_mean, half_budget, keep_always
 from kvpolicy.statistics import AttentionSum, Context, GeneratedAttention, NewestWindow, Results, Statistic
 from kvpolicy.statistics.windows import QueryWindow
 from kvpolicy.text.strategy import least, strategy, where
@@ -108,7 +108,7 @@ class A2SF(Scored):
 
     def priority(self, state: Scores, view: View) -> Tensor:
         """The newest tokens are always kept, others by what they have accumulated: [B, H, N]."""
-        return keep_always(state.score, view.newest((view.budget // 2).clamp(1, self.recent)))
+        return keep_always(state.score, view.newest(half_budget(view, self.recent)))
 
     def attention(self, state: Scores) -> Tensor:
         """The accumulated attention of each token: [B, H, N]."""

@@ -31,10 +31,20 @@ def unranked_first(score: Tensor, view: View, ranked: Tensor, most: float) -> Te
     return torch.where(view.positions >= ranked[:, None, None], view.positions.float() + most, score)
 
 
+def half_budget(view: View, most: int, least: int = 1) -> Tensor:
+    """Half the budget of each row, within limits, [B] int64."""
+    half = view.memo.once(torch.floor_divide, view.budget, 2)
+    return view.memo.once(torch.clamp, half, least, most)
+
+
 def recent_tokens(view: View, fraction: float) -> Tensor:
     """Which tokens are the newest ones of a fraction of the budget, and always the newest one, [B, H, N] bool."""
+    return view.newest(view.memo.once(_fraction, view.budget, fraction))
+
+
+def _fraction(budget: Tensor, fraction: float) -> Tensor:
     # In floating point, 0.07 * 100 is slightly more than 7, and would be rounded up to 8.
-    return view.newest((view.budget.double() * fraction - 1e-9).ceil().long().clamp_min(1))
+    return (budget.double() * fraction - 1e-9).ceil().long().clamp_min(1)
 
 
 def by_position(positions: Tensor) -> Tensor:
@@ -75,8 +85,7 @@ def position_sums(x: Tensor, at: Tensor, size: int, view: View) -> Tensor:
 
 def first_tokens(view: View, most: int) -> Tensor:
     """Which tokens are the first `most` ones of a row, at most half the budget, [B, H, N] bool."""
-    count = (view.budget // 2).clamp_max(most)[:, None, None]
-    return view.valid & (view.positions < count)
+    return view.valid & (view.positions < half_budget(view, most, 0)[:, None, None])
 
 
 def shares(attention: Tensor, valid: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors.common import head_sum, keep_always, mean_output_norm
+from kvpolicy.selectors.common import half_budget, head_sum, keep_always, mean_output_norm
 from kvpolicy.statistics import OutputNorms, RecentQueries, Results, Statistic
 from kvpolicy.text.strategy import between, least, odd, strategy
 
@@ -93,7 +93,7 @@ class DefensiveKV(Scored):
         return seen[RecentQueries].sum(self._width(view))
 
     def _width(self, view: View) -> Tensor:
-        return (view.budget // 2).clamp(1, self.window)
+        return half_budget(view, self.window)
 
     def _first(self, mean: Tensor, past: Tensor, most: Tensor) -> Tensor:
         """Tokens of the past that hold the first `mass` of the mean attention, at most `most` [B], [B, H, N] bool."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors.common import keep_always
+from kvpolicy.selectors.common import half_budget, keep_always
 from kvpolicy.statistics import RecentQueries, Results, Statistic, Vectors
 from kvpolicy.text.strategy import least, odd, strategy
 
@@ -87,7 +87,7 @@ class DropKV(Scored):
         return seen[RecentQueries].sum(self._width(view))
 
     def _width(self, view: View) -> Tensor:
-        return (view.budget // 2).clamp(1, self.window)
+        return half_budget(view, self.window)
 
 
 def squared_losses(weights: Tensor, values: Tensor) -> Tensor:

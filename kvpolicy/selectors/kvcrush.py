@@ -194,7 +194,10 @@ class KVCrush(Wrapper):
 
     def _base_view(self, view: View) -> View:
         """The view of the base; its budget is the rest after the representatives."""
-        return view._replace(budget=view.budget - self.representative_count(view.budget))
+        return view._replace(budget=view.memo.once(self._base_budget, view.budget))
+
+    def _base_budget(self, budget: Tensor) -> Tensor:
+        return budget - self.representative_count(budget)
 
     def representative_count(self, budget: Tensor) -> Tensor:
         """The number of representatives in budgets of tokens, of any shape."""

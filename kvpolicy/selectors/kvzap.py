@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import ALL_HEADS, DecodeMode, ModelInfo, Scored, Scores, State, View
-from kvpolicy.selectors.common import keep_always
+from kvpolicy.selectors.common import half_budget, keep_always
 from kvpolicy.selectors.gate_files import GATE_FILES, LayerGate
 from kvpolicy.statistics import InputScores, Results, Statistic
 from kvpolicy.text.strategy import least, strategy, tiny_or
@@ -87,7 +87,7 @@ class KVzap(Scored):
 
     def priority(self, state: Scores, view: View) -> Tensor:
         """Tokens of the window are always kept, others by their score: [B, H, N]."""
-        window = (view.budget // 2).clamp(1, self.window)
+        window = half_budget(view, self.window)
         return keep_always(state.score, view.newest(window))
 
     def attention(self, state: Scores) -> Tensor:

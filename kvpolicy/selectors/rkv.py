@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
-from kvpolicy.selectors.common import keep_always, unranked_first
+from kvpolicy.selectors.common import half_budget, keep_always, unranked_first
 from kvpolicy.statistics import NewestQueries, Results, Statistic, Vectors
 from kvpolicy.text.strategy import between, least, odd, strategy
 
@@ -161,7 +161,7 @@ class RKV(Selector):
 
     def _width(self, view: View) -> Tensor:
         """Tokens of the window, [B]."""
-        return (view.budget // 2).clamp(1, self.window)
+        return half_budget(view, self.window)
 
 
 def _softmax(x: Tensor, among: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Scored, Scores, State, View
-from kvpolicy.selectors.common import group_mean, keep_always
+from kvpolicy.selectors.common import group_mean, half_budget, keep_always
 from kvpolicy.statistics import RecentQueries, Results, Statistic
 from kvpolicy.text.strategy import least, odd, strategy
 
@@ -69,7 +69,7 @@ class SnapKV(Scored):
 
     def observe(self, state: Scores, seen: Results, view: View) -> State:
         """Score every candidate by the attention of the newest queries."""
-        score = group_mean(seen[RecentQueries].sum(self._width(view)), view)
+        score = group_mean(seen[RecentQueries].sum(half_budget(view, self.window)), view)
         if self.pool == "avg":
             pooled = F.avg_pool1d(score, self.kernel, 1, self.kernel // 2)
         else:
@@ -78,14 +78,11 @@ class SnapKV(Scored):
 
     def priority(self, state: Scores, view: View) -> Tensor:
         """The window is always kept, other tokens by pooled attention: [B, H, N]."""
-        return keep_always(state.score, view.newest(self._width(view)))
+        return keep_always(state.score, view.newest(half_budget(view, self.window)))
 
     def attention(self, state: Scores) -> Tensor:
         return state.score
 
     def statistic(self, seen: Results, view: View) -> Tensor | None:
         """The attention of the window before pooling, per query head."""
-        return seen[RecentQueries].sum(self._width(view))
-
-    def _width(self, view: View) -> Tensor:
-        return (view.budget // 2).clamp(1, self.window)
+        return seen[RecentQueries].sum(half_budget(view, self.window))

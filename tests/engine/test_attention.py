@@ -167,5 +167,5 @@ def test_counts_of_thousands_are_not_rounded(dtype: torch.dtype, want_weights: b
     q = torch.zeros(1, 1, 1, 2, dtype=dtype)
     k = torch.zeros(1, 1, 3, 2, dtype=dtype)
     v = torch.tensor([[[[1.0, 0.0], [-1.0, 1.0], [9.0, 9.0]]]], dtype=dtype)
-    out, _ = attend_columns(q, ExactColumns(k, v), (), occupied, ScoreTransform(1.0), want_weights, counts)
+    out, _ = attend_columns(q, ExactColumns(k, v), (), ~occupied, ScoreTransform(1.0), want_weights, counts)
     assert out[0, 0, 0].tolist() == pytest.approx([93 / 6055, 2981 / 6055], abs=2e-3)

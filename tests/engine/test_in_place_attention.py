@@ -26,7 +26,7 @@ def test_an_estimate_weighs_as_much_as_a_slot(in_place: bool, softcap: float | N
     transform = ScoreTransform(0.7, softcap, torch.linspace(-1, 1, HEADS * GROUP) if sinks else None)
     occupied = torch.rand(1, HEADS, 9, generator=generator) < 0.8
     occupied[..., 0] = True
-    want, weights = attend_columns(q, ExactColumns(k, v), (), occupied, transform, True)
+    want, weights = attend_columns(q, ExactColumns(k, v), (), ~occupied, transform, True)
     assert weights is not None
     asked: list[Tensor] = []
 
@@ -41,7 +41,7 @@ def test_an_estimate_weighs_as_much_as_a_slot(in_place: bool, softcap: float | N
         out, own = attend_in_place(q, k[:, :, :6], v, slots, occupied[..., :6], transform, rest=rest)
     else:
         first = ExactColumns(k[:, :, :6], v[:, :, :6])
-        out, found = attend_columns(q, first, (), occupied[..., :6], transform, False, rest=rest)
+        out, found = attend_columns(q, first, (), ~occupied[..., :6], transform, False, rest=rest)
         assert found is not None
         own = found
     assert torch.allclose(out, want, atol=1e-6)
@@ -64,5 +64,5 @@ def test_a_head_without_a_token_has_no_output(in_place: bool) -> None:
     if in_place:
         out, _ = attend_in_place(q, k, v, torch.arange(5)[None, None], occupied, transform, rest=rest)
     else:
-        out, _ = attend_columns(q, ExactColumns(k, v), (), occupied, transform, False, rest=rest)
+        out, _ = attend_columns(q, ExactColumns(k, v), (), ~occupied, transform, False, rest=rest)
     assert torch.equal(out, torch.zeros_like(out))

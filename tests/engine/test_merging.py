@@ -53,7 +53,7 @@ def test_counts_in_prompts_and_steps(softcap: float | None, sinks: Tensor | None
     past = Past(k, v, occupied, counts)
     out, total = attend(q, new_k, new_v, transform, past, None, want)
     rows = window_attention(newest_queries(q, None, 3), new_k, transform, past, None)
-    step, weights = attend_columns(q[:, :, :1], ExactColumns(k, v), (), occupied, transform, want, counts)
+    step, weights = attend_columns(q[:, :, :1], ExactColumns(k, v), (), ~occupied, transform, want, counts)
     for b in range(2):
         for hq in range(4):
             h = hq // 2
@@ -84,7 +84,7 @@ def test_counts_in_half_precision_are_not_rounded() -> None:
     counts[..., 0] = math.log(1000)
     q = torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16)
     occupied = torch.ones(1, 1, 1001, dtype=torch.bool)
-    out, _ = attend_columns(q, ExactColumns(k, v), (), occupied, ScoreTransform(0.5), False, counts)
+    out, _ = attend_columns(q, ExactColumns(k, v), (), ~occupied, ScoreTransform(0.5), False, counts)
     assert abs(float(out[0, 0, 0, 0]) - 0.5) < 1e-3
 
 

@@ -1,0 +1,91 @@
+"""A layer that is known to be full takes a shorter way to the same results, and is known to be full only if it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import kvpolicy
+from kvpolicy.hf.layer import PolicyLayer
+from tests.conformance.models import build
+
+NEW = 6
+POLICIES = ("snapkv@0.3", "h2o@24", "h2o+merge@24", "uniform/adakv+h2o@32", "window@16")
+"""Of slots and of pages, with and without weights of attention and merges."""
+
+
+def _ids(tokens: int) -> torch.Tensor:
+    return torch.randint(3, 24, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def _layers(cache: kvpolicy.PolicyCache) -> list[PolicyLayer]:
+    return cache.policy_layers
+
+
+def _never_full(cache: kvpolicy.PolicyCache) -> None:
+    for layer in _layers(cache):
+        layer.store.contents.is_full = False
+
+
+def _steps(
+    policy: str, ids: torch.Tensor, mask: torch.Tensor | None, before: Callable[[kvpolicy.PolicyCache], None]
+) -> list[torch.Tensor]:
+    model = build("llama", layers=2)
+    start = ids.shape[1] - NEW
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model, new=NEW)
+        model(ids[:, :start], attention_mask=None if mask is None else mask[:, :start], cache=cache)
+        before(cache)
+        logits = [
+            model(ids[:, n, None], attention_mask=None if mask is None else mask[:, : n + 1], cache=cache).logits
+            for n in range(start, ids.shape[1])
+        ]
+        held = [t for layer in _layers(cache) for t in (layer.positions, layer.keys, layer.values)]
+        return logits + held
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_shorter_way_leads_to_the_same_bits(policy: str) -> None:
+    known: list[bool] = []
+    ids = _ids(80)
+
+    def note(cache: kvpolicy.PolicyCache) -> None:
+        known.extend(layer.store.contents.is_full for layer in _layers(cache))
+
+    short = _steps(policy, ids, None, note)
+    assert all(known) and known
+    for ours, theirs in zip(short, _steps(policy, ids, None, _never_full), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_only_rows_that_are_all_full_are() -> None:
+    ids = _ids(80).expand(2, -1)
+    mask = torch.ones_like(ids)
+    mask[0, :70] = 0
+    known: list[bool] = []
+    _steps("h2o@24", ids, mask, lambda cache: known.extend(e.store.contents.is_full for e in _layers(cache)))
+    assert known == [False, False]
+
+
+def test_a_prompt_that_is_shorter_than_its_slots_leaves_room() -> None:
+    known: list[bool] = []
+    _steps("h2o@64", _ids(40), None, lambda cache: known.extend(e.store.contents.is_full for e in _layers(cache)))
+    assert known == [False, False]
+
+
+def test_removed_tokens_leave_room() -> None:
+    model = build("llama", layers=2)
+    with torch.no_grad(), kvpolicy.attach(model, "snapkv@24"):
+        cache = kvpolicy.PolicyCache(model, new=NEW)
+        model(_ids(80), cache=cache)
+        assert all(layer.store.contents.is_full for layer in _layers(cache))
+        cache.mark(2)
+        model(_ids(1), cache=cache)
+        cache.rollback(0)
+        assert all(layer.store.contents.is_full for layer in _layers(cache))
+        cache.shift(75, -5)
+        assert not any(layer.store.contents.is_full for layer in _layers(cache))
