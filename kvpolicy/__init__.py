@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from kvpolicy.codecs.csr.csr import CSR as CSR
     from kvpolicy.codecs.gear import GEAR as GEAR
     from kvpolicy.codecs.kivi import KIVI as KIVI
+    from kvpolicy.codecs.kvarn import KVarN as KVarN
     from kvpolicy.codecs.kvquant import KVQuant as KVQuant
     from kvpolicy.codecs.lowrank.lowrank import LowRank as LowRank
     from kvpolicy.codecs.mikv import MiKV as MiKV
     from kvpolicy.codecs.minicache import MiniCache as MiniCache
+    from kvpolicy.codecs.oscar import OSCAR as OSCAR
     from kvpolicy.codecs.plain import Plain as Plain
     from kvpolicy.codecs.rotate import RotateKV as RotateKV
     from kvpolicy.codecs.staircase import Staircase as Staircase

@@ -10,7 +10,7 @@ import functools
 import importlib
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.tables import shorten
@@ -99,7 +99,9 @@ CODECS = {
     "kvquant": "kvpolicy.codecs.kvquant:KVQuant",
     "lowrank": "kvpolicy.codecs.lowrank.lowrank:LowRank",
     "rotate": "kvpolicy.codecs.rotate:RotateKV",
+    "kvarn": "kvpolicy.codecs.kvarn:KVarN",
     "turboquant": "kvpolicy.codecs.turboquant:TurboQuant",
+    "oscar": "kvpolicy.codecs.oscar:OSCAR",
     "bfp": "kvpolicy.codecs.bfp:BFP",
     "staircase": "kvpolicy.codecs.staircase:Staircase",
     "csr": "kvpolicy.codecs.csr.csr:CSR",
@@ -125,10 +127,37 @@ WHOLE = {"tuned": "kvpolicy.policy.tuned:TunedPolicy"}
 
 ALIASES = {"keepall": "full"}
 
-OPTIONS: dict[str, tuple[Kind, str, str]] = {
-    "protect": ("selector", "prompt", "kvpolicy.selectors.protected:Protected"),
+
+class SharedOption(NamedTuple):
+    """An option that every strategy of a kind takes, and that wraps it.
+
+    Attributes:
+        kind: The kind.
+        values: A regular expression of its values. Named groups of digits are fields of the class, 0 if they are empty;
+            their names may end in underscores, since a name is given once.
+        shown: How its value is written, with the fields of the class.
+        example: A value that works.
+        target: The module and the class that wraps the strategy, through its field `base`.
+    """
+
+    kind: Kind
+    values: str
+    shown: str
+    example: str
+    target: str
+
+
+OPTIONS = {
+    "protect": SharedOption("selector", "prompt", "prompt", "prompt", "kvpolicy.selectors.protected:Protected"),
+    "skip": SharedOption(
+        "allocator",
+        r"(?:first:(?P<first>\d+)(?:,last:(?P<last>\d+))?|last:(?P<last_>\d+)|(?P<first__>\d+)-(?P<last__>\d+))",
+        "{first}-{last}",
+        "2-2",
+        "kvpolicy.allocators.skipped:SkippedLayers",
+    ),
 }
-"""Options that every strategy of a kind takes, with their value, and the class that then wraps the strategy."""
+"""Options that every strategy of a kind takes, by name."""
 
 BUILT_IN: dict[Kind, dict[str, str]] = {
     "allocator": ALLOCATORS,
@@ -202,7 +231,9 @@ SUMMARIES = {
     "kvquant": "Quantize to calibrated levels, keys before the rotary embedding.",
     "lowrank": "Store the products of keys and values with a few calibrated directions of each head.",
     "rotate": "Quantize each token separately, after a Hadamard transform has spread its outliers over all channels.",
+    "kvarn": "Quantize groups of tokens whose tokens and channels were given equal variances, after a Hadamard transform.",  # noqa: E501
     "turboquant": "Quantize each token separately: the direction of a key with fixed levels, a value by its range.",
+    "oscar": "Quantize each token to 2 bits after a calibrated rotation, and keep many sinks and recent tokens as they are.",  # noqa: E501
     "bfp": "Store short mantissas, with one exponent per block of channels.",
     "staircase": "Store tokens in 8 bits, then in 4, then in 2 as they age.",
     "csr": "Store each vector as a sum of a few atoms of a dictionary, found by matching pursuit.",
@@ -353,7 +384,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 def _classes() -> dict[str, tuple[Kind, str]]:
     """The result of `_table`, and the classes behind `OPTIONS`, which no spec names."""
-    behind: dict[str, tuple[Kind, str]] = {name: (kind, target) for name, (kind, _, target) in OPTIONS.items()}
+    behind: dict[str, tuple[Kind, str]] = {name: (option.kind, option.target) for name, option in OPTIONS.items()}
     return behind | _table()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.mutants import Mutation, all_mutations
+from tests import draw_mutations
+from tests.mutants import Mutation, all_mutations, read
 
 ROOT = Path(__file__).parent.parent
 MUTATIONS = all_mutations()
@@ -38,3 +40,34 @@ def test_a_text_that_is_not_unique_is_refused() -> None:
     mutation = Mutation(name="twice", file="", old="a", new="b", tests=())
     with pytest.raises(ValueError, match="2 times"):
         mutation.apply("a a")
+
+
+SOURCE = """
+def first(values, least=2, *, strict=False):
+    if values and least < 3:
+        check(values, least)
+        raise ValueError("no")
+    try:
+        return values["key"]
+    except KeyError:
+        return not strict
+"""
+
+
+def test_defects_are_drawn_that_change_one_thing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_mutations, "ROOT", tmp_path)
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "part.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "tests" / "room").mkdir(parents=True)
+    drawn = [read(json.dumps(defect)) for defect in draw_mutations.draw(Path("room"), 0, 1)]
+    assert [*draw_mutations.draw(Path("room"), 0, 4)] == [*draw_mutations.draw(Path("room"), 0, 4)]
+    changed = [mutation.apply(SOURCE) for mutation in drawn]
+    assert len({*changed}) == len(drawn) == 8  # as many as lines of code
+    assert all(ast.dump(ast.parse(text)) != ast.dump(ast.parse(SOURCE)) for text in changed)
+    assert {test for mutation in drawn for test in mutation.tests} == {"tests/room"}
+    source = draw_mutations.Source(Path("room/part.py"))
+    assert {change.what for _, change in source.changes()} >= {
+        *("another default", "another connective", "< becomes <=", "off by one", "arguments are swapped"),
+        *("a call is forgotten", "an error is not raised", "a key misspelled", "any error is caught"),
+        "a negation left out",
+    }

@@ -158,6 +158,17 @@ def test_the_board_shows_one_length_and_budget_at_first() -> None:
 
 
 @NODE
+def test_answers_below_chance_have_a_mark() -> None:
+    lines = CSV.splitlines()
+    text = "\n".join(
+        [f"{lines[0]},below", *(f"{line},{'all held' if line[:6] == 'snapkv' else ''}" for line in lines[1:])]
+    )
+    rows = [[row[0], row[5], row[7]] for row in _board(text=text)["rows"]]
+    assert rows[2] == ["snapkv", "0.35 (.20-.41)†", "0.10†"] and rows[0] == ["full", "1.00 (.93-1.00)", "1.02"]
+    assert rows[3][1] == "", "nothing was measured"
+
+
+@NODE
 @pytest.mark.parametrize(
     ("acts", "names"),
     [

@@ -41,7 +41,9 @@
     if (name === "budget") return `${Math.round(100 * value)}%`;
     const end = (key) => Number(row[key]).toFixed(2).replace(/^0/, "");
     const interval = ANSWERS.includes(name) ? ` (${end(`${name}_low`)}-${end(`${name}_high`)})` : "";
-    return Number(value).toFixed(2) + interval;
+    // A mark for fewer right answers than `random` has with the same bytes.
+    const mark = (row.below || "").split(" ").includes(name) ? "†" : "";
+    return Number(value).toFixed(2) + interval + mark;
   }
 
   function make(tag, attributes, ...children) {

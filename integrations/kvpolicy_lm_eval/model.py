@@ -8,7 +8,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from kvpolicy_lm_eval.arguments import (
     read_policy,
     read_sharding,
 )
+from kvpolicy_lm_eval.held_back import NOTHING_HELD, HeldBack, find_held_back
 from kvpolicy_lm_eval.prefixes import (
     Group,
     SharedText,
@@ -77,7 +77,9 @@ class KVPolicyLM(HFLM):
         holdback: The number of tokens at the end of a scored context that are fed with the answer, instead of being
             compressed with the context. With 0, the first token of an answer is predicted by the uncompressed prefill,
             as in generation. If the document of a request has a text `held_back`, with which its prompt ends, at least
-            that text is held back, in generation too.
+            that text is held back, in generation too. If it also has a true `beyond`, what is held back is kept in
+            addition to the budget; an answer that is scored is fed in the same forward pass, for which nothing is
+            evicted either way.
         rolling_chunk: Tokens per forward pass of a rolling log-likelihood; the cache is compressed after each.
         tp: The number of ranks over which the model is sharded. Each is a process, started by `torchrun` or
             `deepspeed`.
@@ -125,7 +127,7 @@ class KVPolicyLM(HFLM):
         self._shared: SharedText | None = None  # of the requests in progress
         self.sharding = read_sharding(tp, backend, kwargs, os.environ)
         self.stats = Stats()
-        self._held_back = 0  # tokens that the documents of the requests in progress hold back
+        self._held_back = NOTHING_HELD  # of the documents of the requests in progress
         self._auto_batch: int | None = None
         if isinstance(pretrained, str) and pretrained in _EMBEDDED:
             pretrained = _EMBEDDED[pretrained]
@@ -268,10 +270,10 @@ class KVPolicyLM(HFLM):
         """Answer the requests of each task separately, so that each task has its own tally."""
         if self.sharding.tp > 1:
             ranks.check_same_requests(kind, requests)
-        groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        groups: defaultdict[tuple[str, HeldBack], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             task = getattr(request, "task_name", None) or "unknown"
-            groups[task, self._tokens_held_back(kind, request)].append(index)
+            groups[task, find_held_back(kind, request, self.tok_encode)].append(index)
         if self.world_size > 1:
             groups = self._without_tasks(groups)
         answers: list[Any] = [None] * len(requests)
@@ -284,14 +286,14 @@ class KVPolicyLM(HFLM):
                     task_answers = answer([requests[index] for index in members], disable_tqdm=quiet)
                 for index, task_answer in zip(members, task_answers, strict=True):
                     answers[index] = task_answer
-        self._held_back = 0
+        self._held_back = NOTHING_HELD
         return answers
 
     def _texts(self, kind: str, requests: list[Any], indices: list[int]) -> list[Group]:
         """Prompts to generate from, by their common prefixes; of other requests, all in one group."""
         if not self.least_prefix or kind != "generate_until":
             return [Group((), indices)]
-        behind = max(self._held_back, 1)
+        behind = max(self._held_back.tokens, 1)
         prompts = [tuple(self.tok_encode(requests[index].args[0]))[:-behind] for index in indices]
         found = group_by_prefix(prompts, self.least_prefix)
         alone = [member for group in found if len(group.members) == 1 for member in group.members]
@@ -316,37 +318,20 @@ class KVPolicyLM(HFLM):
             finally:
                 self._shared = None
 
-    def _without_tasks(self, groups: dict[tuple[str, int], list[int]]) -> defaultdict[tuple[str, int], list[int]]:
+    def _without_tasks(
+        self, groups: dict[tuple[str, HeldBack], list[int]]
+    ) -> defaultdict[tuple[str, HeldBack], list[int]]:
         """Join the tasks: processes wait for each other while they answer, and may have requests of different tasks."""
-        if self.batch_size == "auto" and any(held_back for _, held_back in groups):
+        if self.batch_size == "auto" and any(held_back.tokens for _, held_back in groups):
             raise KVPolicyError(
                 "batch_size must be a number for tasks whose question is fed later, if several processes answer them, "
                 "because each would measure it a different number of times, got auto; try batch_size=1."
             )
         tasks = "+".join(sorted({task for task, _ in groups}))
-        joined: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        joined: defaultdict[tuple[str, HeldBack], list[int]] = defaultdict(list)
         for (_, held_back), indices in groups.items():
             joined[tasks, held_back] += indices
         return joined
-
-    def _tokens_held_back(self, kind: str, request: Any) -> int:
-        """Return how many tokens at the end of a prompt its document holds back, until the rest is compressed."""
-        document = getattr(request, "doc", None)
-        text = document.get("held_back") if isinstance(document, dict) else None
-        if not text or kind == "loglikelihood_rolling":
-            return 0
-        # lm-eval scores the white space at the end of a context with the answer. A chat template ends the prompt.
-        prompt = request.args[0].rstrip() if kind == "loglikelihood" else request.args[0]
-        start = prompt.rfind(text.rstrip())
-        if start < 0:
-            raise KVPolicyError(
-                f"held_back must be the end of the prompt, got {text!r} and a prompt without it; try to end the "
-                "prompt with it."
-            )
-        tokens = self.tok_encode(prompt)
-        # A token at the border may contain the end of the context and the begin of the text. It is held back.
-        pairs = zip(tokens, self.tok_encode(prompt[:start]), strict=False)
-        return len(tokens) - sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     # Scoring
 
@@ -409,7 +394,7 @@ class KVPolicyLM(HFLM):
     @property
     def _holdback(self) -> int:
         """Tokens at the end of a scored context that are fed with the answer, in the requests in progress."""
-        return max(self.holdback, self._held_back)
+        return max(self.holdback, self._held_back.tokens)
 
     def _scorer(self, policy: Policy) -> Scorer:
         def add_cache(rows: int, cache: Any) -> None:
@@ -475,7 +460,7 @@ class KVPolicyLM(HFLM):
                 out = torch.cat([context, new[:, ids.shape[1] :]], 1)
                 tally.add_cache(len(prompt), cache.nbytes, cache.full_nbytes)
             else:
-                held_back = max(min(self._held_back, int(lengths.min()) - 1), 0)
+                held_back = max(min(self._held_back.tokens, int(lengths.min()) - 1), 0)
                 with self._attached() if shared is None else nullcontext():
                     cache = kvpolicy.PolicyCache(
                         self.model, self.policy, prompt=prompt - held_back, new=max_length - columns + held_back
@@ -486,6 +471,8 @@ class KVPolicyLM(HFLM):
                             self.config, shortest - held_back, longest, "The end of a prompt that is held back"
                         )
                         self._prefill(context, mask, columns - held_back, beams, cache)
+                        if self._held_back.beyond:
+                            cache.hold_next()
                     out = generate(context, max_length, stop, **kwargs, **{CACHE: cache})
                 tally.add_cache(len(prompt), cache.nbytes, cache.full_nbytes)
         tally.prompt_tokens += int(lengths.sum())

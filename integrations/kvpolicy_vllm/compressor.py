@@ -194,7 +194,9 @@ class Compressor:
         """
         held = self._held.get(name)
         if held is None or name in self._failed or held.layers.keys() != self._layers.keys():
-            raise KVPolicyError("Its prompt could not be compressed; see the log of the engine.")
+            raise KVPolicyError(
+                "The prompt must be compressed, got an error in a worker; try its traceback in the log of the engine."
+            )
         layers = held.layers
         held.layers = {}
         return [*layers.values()]

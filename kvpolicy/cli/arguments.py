@@ -100,6 +100,24 @@ Policy = Annotated[
 ]
 """A policy spec, as an argument. The default of the parameter is `POLICY`."""
 
+PolicyOption = Annotated[
+    str,
+    typer.Option("--policy", metavar="POLICY", help="The same as the argument POLICY.", autocompletion=complete_policy),
+]
+"""A policy spec, as an option beside the argument. The default of the parameter is empty; `policy_of` reads both."""
+
+
+def policy_of(argument: str, option: str) -> str:
+    """The policy spec that was given as an argument or as an option.
+
+    Raises:
+        KVPolicyError: If both were given.
+    """
+    if option and argument != POLICY:
+        raise KVPolicyError(f"The policy must be given once, got {argument} and --policy {option}; try one of them.")
+    return option or argument
+
+
 Policies = Annotated[
     list[str] | None,
     typer.Argument(

@@ -137,8 +137,8 @@ def transfer_text(facts: dict[str, Any]) -> str:
     """The result of `transfer_facts` in sentences."""
     copied = size(facts["loaded"] + facts["stored"])
     text = (
-        f"At {_rate(facts['rate'])}, the copies of a step, {copied}, take {_time(facts['seconds'])}. Nothing hides "
-        "them: a step waits for its copies."
+        f"At {_rate(facts['rate'])}, the copies of a step, {copied}, take {_time(facts['seconds'])}. They do not "
+        "overlap with computation: a step waits for its copies."
     )
     if facts["read_seconds"] is None:
         return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import platform
 import statistics
 import time
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
+from transformers import CompileConfig
 
 import kvpolicy
+from kvpolicy.cli.generation import TimedStreamer
 from kvpolicy.hf.cache_names import cache_argument, output_cache
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
@@ -48,7 +51,14 @@ def machine(model: Any) -> dict[str, Any]:
 
 
 def compare_to_stock(
-    model: Any, policies: Sequence[Policy], length: int, steps: int, rounds: int, tile: TileSize = None
+    model: Any,
+    policies: Sequence[Policy],
+    length: int,
+    steps: int,
+    rounds: int,
+    tile: TileSize = None,
+    *,
+    compile: bool = False,
 ) -> dict[str, Any]:
     """Measure each policy and the stock cache.
 
@@ -62,19 +72,23 @@ def compare_to_stock(
         steps: Number of decode steps.
         rounds: Number of measurements of each policy.
         tile: The most tokens of a prompt that a layer takes at a time under a policy, `auto`, or None.
+        compile: Whether steps are compiled: those of `generate`, beside those of the compiled static cache.
     """
     ids = _random_tokens(model, 1, length)
+    measure_stock = static_times if compile else _measure
+    measure_policy = _compiled_policy if compile else _measure_policy
     stock: list[Times] = []
     results: list[dict[str, Any]] = []
     for policy in policies:
-        _measure_policy(model, policy, ids, 1, tile)  # warm-up
+        measure_stock(model, ids, 1)  # warm-up, and compilation
+        measure_policy(model, policy, ids, 1, tile)
         reference: list[Times] = []
         measured: list[Times] = []
         nbytes = 0
         full_nbytes = 0
         for _ in range(rounds):
-            reference.append(_measure(model, ids, steps))
-            times, nbytes, full_nbytes = _measure_policy(model, policy, ids, steps, tile)
+            reference.append(measure_stock(model, ids, steps))
+            times, nbytes, full_nbytes = measure_policy(model, policy, ids, steps, tile)
             measured.append(times)
         results.append(_result(policy, reference, measured, nbytes, full_nbytes))
         stock.append(_median(reference))
@@ -127,6 +141,42 @@ def _measure(model: Any, ids: Tensor, steps: int, cache: Any = None) -> Times:
         for _ in range(steps):
             model(ids[:, :1], **given)
         return Times(prefilled - start, (_now(model) - decode_start) / steps)
+
+
+def generation_times(model: Any, ids: Tensor, steps: int, **how: Any) -> tuple[Times, float]:
+    """Generate greedily, and return the times of the prompt and of a step, and the seconds of the first step.
+
+    The first step is none of those that are counted: it may wait for a compilation.
+
+    Args:
+        model: The model, with a policy attached or without.
+        ids: The prompt, [1, P].
+        steps: Number of steps that count, at least 1.
+        **how: Further arguments of `generate`.
+    """
+    new = steps + 2  # the prompt gives the first token
+    timed = TimedStreamer()
+    ended: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    start = _now(model)
+    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=timed, **ended, **how)
+    first, *rest = [after - before for before, after in itertools.pairwise(timed.times)]
+    return Times(timed.times[0] - start, statistics.median(rest)), first
+
+
+def static_times(model: Any, ids: Tensor, steps: int) -> Times:
+    """Times of `generate` on the static cache, compiled on any device, as `generation_times`."""
+    config = CompileConfig()
+    config._compile_all_devices = True  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    return generation_times(model, ids, steps, cache_implementation="static", compile_config=config)[0]
+
+
+def _compiled_policy(model: Any, policy: Policy, ids: Tensor, steps: int, tile: TileSize) -> tuple[Times, int, int]:
+    """As `_measure_policy`, of `generate` with compiled steps."""
+    with kvpolicy.attach(model, policy, tile=tile, compile=True), without_warning_of_few_tokens():
+        cache = kvpolicy.PolicyCache(model, new=steps + 2)
+        times, _ = generation_times(model, ids, steps, **cache_argument(model, cache))
+        report = cache.report()
+    return times, report.nbytes, report.full_nbytes
 
 
 def _now(model: Any) -> float:

@@ -7,25 +7,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs.blocks import Blocks, blocks_of
 from kvpolicy.codecs.buffer import buffer_sizes
-from kvpolicy.codecs.common import TwoSides, mix_by_chunks, put, score_by_chunks, take, to_groups
+from kvpolicy.codecs.common import TwoSides, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs.side_bits import SideBits
-from kvpolicy.codecs.uniform import (
-    dequantize,
-    encode,
-    is_fused,
-    largest_divisor,
-    mix_fused,
-    quantize,
-    scale_and_zero,
-)
-from kvpolicy.kernels.compiled import call, is_compiled, widen
-from kvpolicy.kernels.fused_read import score_token_groups
-from kvpolicy.kernels.packing import pack, unpack_float
-from kvpolicy.kernels.products import products
-from kvpolicy.kernels.slot_writes import gather_slots
-from kvpolicy.kernels.words import as_words, in_order_of_places
+from kvpolicy.codecs.token_groups import read_groups, score_groups, write_groups
+from kvpolicy.codecs.uniform import dequantize, is_fused, largest_divisor, mix_fused, quantize
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, least, strategy
@@ -135,25 +121,7 @@ class KIVI(SideBits, TwoSides):
         codes: KIVICodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
-        keys = keys.float()
-        # The codes of occupied slots refer to the scale of their group, so it can only be fitted to an empty group.
-        blocks = blocks_of(slots, write_mask, occupied, self.group_size)
-        # The bounds of a block to which nothing is written are infinite. It is not new, so nothing of it is stored.
-        is_long = is_compiled(keys)
-        if is_long:
-            bounds = call(_block_bounds, keys, blocks.tokens(blocks.started))
-        else:
-            bounds = _bounds(keys, blocks, slots, write_mask)
-        scale, zero = scale_and_zero(*bounds, self.bits_of_keys)
-        put(codes.key_scale, scale.half(), blocks.started, blocks.is_new)
-        put(codes.key_zero, zero.half(), blocks.started, blocks.is_new)
-        # Read back, since a token may also go to an older group, which keeps its scale and zero.
-        group = slots.div(self.group_size, rounding_mode="floor")
-        if is_long:
-            encoded = call(_encode_keys, keys, group, codes.key_scale, codes.key_zero, bits=self.bits_of_keys)
-        else:
-            encoded = _encode_keys(keys, group, codes.key_scale, codes.key_zero, self.bits_of_keys)
-        put(codes.keys, encoded, slots, write_mask)
+        write_groups(codes[:3], keys.float(), slots, write_mask, occupied, self.bits_of_keys, self.group_size)
 
     def write_values(
         self, store: StageStore, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
@@ -167,15 +135,7 @@ class KIVI(SideBits, TwoSides):
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         codes: KIVICodes = store.codes
-        code = unpack_float(take(codes.keys, at), self.bits_of_keys)
-        group = to_groups(at, self.group_size)
-        scale = take(codes.key_scale, group)  # applied in fp32, as the codes are
-        zero = take(codes.key_zero, group)
-        if isinstance(at, slice):
-            # The scales of a range are broadcast over the tokens of a group instead of being copied to each of them.
-            grouped = code.unflatten(2, (-1, self.group_size))
-            return grouped.mul_(scale[:, :, :, None]).add_(zero[:, :, :, None]).flatten(2, 3)
-        return code.mul_(scale).add_(zero)
+        return read_groups(codes[:3], at, self.bits_of_keys, self.group_size)
 
     def values(self, store: StageStore, at: At) -> Tensor:
         codes: KIVICodes = store.codes
@@ -185,10 +145,7 @@ class KIVI(SideBits, TwoSides):
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         codes: KIVICodes = store.codes
         if rope is None and is_fused(codes.keys, self.bits_of_keys, queries.shape[-1]):
-            words = as_words(codes.keys, self.bits_of_keys)
-            scale, ordered = (in_order_of_places(t, words) for t in (codes.key_scale, queries.float()))
-            offsets = products(queries.float(), widen(codes.key_zero))
-            return call(score_token_groups, words, scale, offsets, ordered, bits=self.bits_of_keys)
+            return score_groups(codes[:3], queries, self.bits_of_keys)
         return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2], self.group_size)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
@@ -196,31 +153,3 @@ class KIVI(SideBits, TwoSides):
         if is_fused(codes.values, self.bits_of_values, codes.key_scale.shape[-1]):
             return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits_of_values)
         return mix_by_chunks(self.values, store, weights, self.group_size)
-
-
-def _encode_keys(keys: Tensor, group: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Codes of keys [B, H, n, D] in groups [B, H, n] that have the scales and zeros [B, H, X, D]."""
-    scale, zero = (gather_slots(t, group).float() for t in (scale, zero))
-    return pack(encode(keys, scale, zero, bits), bits)
-
-
-def _block_bounds(keys: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """`_bounds` of blocks to which the tokens [B, H, F, size] are written, -1 for none, in one pass."""
-    grouped = gather_slots(keys, token.clamp_min(0).flatten(2)).unflatten(2, token.shape[2:])
-    absent = (token < 0)[..., None]
-    return grouped.masked_fill(absent, torch.inf).amin(3), grouped.masked_fill(absent, -torch.inf).amax(3)
-
-
-def _bounds(keys: Tensor, blocks: Blocks, slots: Tensor, write_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum of what is written to each channel of the blocks `started`, [B, H, F, D] each.
-
-    They are inf and -inf in blocks to which nothing is written.
-    """
-    batch, heads, count = blocks.started.shape
-    # Tokens of blocks that are not in `started` go to an extra row at the end, which is cut off.
-    inf = keys.new_full((batch, heads, count + 1, keys.shape[-1]), torch.inf)
-    row = blocks.rows(slots)[..., None].expand_as(keys)
-    is_written = write_mask[..., None]
-    least = inf.scatter_reduce(2, row, keys.masked_fill(~is_written, torch.inf), "amin")
-    most = (-inf).scatter_reduce(2, row, keys.masked_fill(~is_written, -torch.inf), "amax")
-    return least[:, :, :count], most[:, :, :count]

@@ -387,7 +387,7 @@ def interpolate(one: Tensor, other: Tensor, t: float) -> Tensor:
 
 
 def _unless_zero(x: Tensor, other: Tensor) -> Tensor:
-    """Vectors [..., D], and the other ones where they are 0."""
+    """Vectors [..., D], replaced by the other ones where they are zero."""
     return torch.where((x == 0).all(-1, keepdim=True), other, x)
 
 

@@ -329,6 +329,22 @@ class CodedPageBody:
         assert limits is not None
         return limits.flush_threshold - (self._parts(tensors.positions)[1] >= 0).sum(-1)
 
+    def cut(self, size: int) -> None:
+        """Cut pages into ones of `size` slots, which belong to the same heads."""
+        tensors = self._layer.tensors
+        pieces = tensors.positions.shape[-1] // size
+
+        def smaller(t: Tensor) -> Tensor:
+            return t.unflatten(2, (pieces, size)).flatten(1, 2)
+
+        held = per_slot(self._layer)
+        owner = self.owner.repeat_interleave(pieces, 1)
+        body, behind = self._parts(tensors.positions)
+        state = map_slots(lambda t: smaller(self._parts(t)[0]), held)
+        behind_state = map_slots(lambda t: self._parts(t)[1], held)
+        tensors.codes = (by_field(self._codec, tensors.codes[0], lambda name, t: smaller(t), lambda name, t: t),)
+        self._assemble(owner, smaller(body), state, behind, behind_state)
+
     def lengthen(self, owner: Tensor) -> None:
         """Append pages, so that they have these owners [B, NB]; existing pages keep their contents."""
         tensors = self._layer.tensors

@@ -203,6 +203,20 @@ class ExactPageBody:
     def demote_block(self) -> None:
         """Nothing is ever demoted."""
 
+    def cut(self, size: int) -> None:
+        """Cut pages into ones of `size` slots, which belong to the same heads."""
+        tensors = self._layer.tensors
+        pieces = tensors.positions.shape[-1] // size
+
+        def smaller(t: Tensor) -> Tensor:
+            return t.unflatten(2, (pieces, size)).flatten(1, 2)
+
+        tensors.paged().owner = self.owner.repeat_interleave(pieces, 1)
+        tensors.keys = smaller(tensors.keys)
+        tensors.values = smaller(tensors.values)
+        tensors.positions = smaller(tensors.positions)
+        set_per_slot(self._layer, map_slots(smaller, per_slot(self._layer)))
+
     def lengthen(self, owner: Tensor) -> None:
         """Append pages, so that they have these owners [B, NB]; existing pages keep their contents."""
         tensors = self._layer.tensors

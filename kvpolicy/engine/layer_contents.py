@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.reading import load_basis
 from kvpolicy.engine.row_limits import with_tokens
 from kvpolicy.engine.state import map_numbers
+from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.engine.undo_log import UndoLog
 from kvpolicy.protocols import (
     ALONE,
@@ -41,6 +42,18 @@ NUMBERS = ("capacity", "expected_len", "reserved", "largest_block", "scale", "ma
 """The attributes of a layer that are numbers on the host, or lists of them."""
 
 
+class RowRoom(NamedTuple):
+    """Room of a free row, in a layer whose rows come and go.
+
+    Attributes:
+        tokens: Tokens that it has slots for.
+        budget: The most tokens that it may hold.
+    """
+
+    tokens: int
+    budget: int
+
+
 class LayerContents:
     """Contents of one layer under a policy; a `LayerStore` and its geometry operate on them.
 
@@ -56,12 +69,13 @@ class LayerContents:
         layout: Slots of the full-precision buffer and of each stage.
         capacity: Tokens that the layout was made for.
         expected_len: Tokens that each row has slots for.
-        may_exceed_plan: Whether a row may hold more tokens than it has slots for.
+        may_exceed_plan: Whether a row may hold more tokens than it has slots for; said of any rows that come and go, so
+            that a step is the same graph for all of them.
         schedule: When the slots are ranked together again.
         reserved: Dictionary slots, the first of the full-precision buffer.
         largest_block: The most tokens that any row demotes at a time.
         free_steps: Steps until the layer must demote tokens, or needs more slots.
-        steps_unsorted: Steps since slots were sorted, if the reader wants them sorted.
+        steps_unsorted: Steps since the slots of each row were sorted, if the reader wants them sorted.
         link: The link that every read of a decode step goes through.
         is_full: Whether every slot is known to hold a token, for good: a step evicts one of each head, and masks none.
         in_order: Whether slot n of each head is known to hold its row's token n, for good.
@@ -71,6 +85,7 @@ class LayerContents:
         row_pages: Pages of each row, as it would have them alone in a batch; None in a layer without head budgets.
         group: The layers that store a part of what they hold together with this one; None if it is alone.
         number: Its number in the group.
+        room: What a free row has room for; None unless rows come and go.
     """
 
     tensors: LayerTensors
@@ -93,7 +108,7 @@ class LayerContents:
         self.reserved = 0
         self.largest_block = spec.codec_traits.block
         self.free_steps: float = 0
-        self.steps_unsorted = 0
+        self.steps_unsorted: list[int] = []
         self.link = Link(spec.host)
         self.is_full = False
         self.in_order = False
@@ -103,6 +118,7 @@ class LayerContents:
         self.row_pages: RowPages | None = None
         self.group: LayerGroup | None = None
         self.number = 0
+        self.room: RowRoom | None = None
         self._columns: int | None = None
         self._row_budgets: tuple[int, ...] | None = None
 
@@ -138,6 +154,7 @@ class LayerContents:
             self.gate = self.spec.input_scorer.load_gate(self.spec.layer_idx, device, ranks.held)
         self.basis = load_basis(self.spec.reader, self.spec.layer_idx, device, ranks.held)
         self.expected_len = [0] * batch
+        self.steps_unsorted = [0] * batch
         self.schedule.start(batch)
         if self.spec.heads is not None:
             self.row_pages = RowPages(*(torch.zeros(batch, dtype=torch.int64, device="cpu") for _ in range(3)))
@@ -257,7 +274,20 @@ class LayerContents:
             allocated = [min(pair) for pair in zip(tokens, self.expected_len, strict=True)]
             tensors.limits = with_tokens(tensors.limits, codec, allocated, self.reserved)
             self.largest_block = max(traits_for(codec, count).block for count in allocated)
-        self.may_exceed_plan = not self.spec.grows and layout.may_exceed_plan(self.expected_len, tokens)
+        may_exceed = self.room is not None or layout.may_exceed_plan(self.expected_len, tokens)
+        self.may_exceed_plan = not self.spec.grows and may_exceed
+
+    def set_budget_in_place(self, budget: Tensor) -> None:
+        """The same in the tensors that are there, so that a compiled step finds them."""
+        tensors = self.tensors
+        held = tensors.budget
+        limits = tensors.limits
+        self.set_budget(budget)
+        tensors.budget = held.copy_(budget)
+        if limits is not None and tensors.limits is not None:
+            for target, new in zip(all_tensors(limits), all_tensors(tensors.limits), strict=True):
+                target.copy_(new)
+            tensors.limits = limits
 
     def expect(self, expected_len: list[int], idle: Tensor | None) -> None:
         """Raise the expected length of every row that is not `idle` [B] bool; it never falls."""
@@ -303,6 +333,7 @@ class LayerContents:
         self.expected_len = map_numbers(fn, self.expected_len)
         if self._row_budgets is not None:
             self._row_budgets = tuple(map_numbers(fn, [*self._row_budgets]))
+        self.steps_unsorted = map_numbers(fn, self.steps_unsorted)
         self.schedule.map_rows(fn)
         if self.row_pages is not None:
             self.row_pages = RowPages(*(fn(t) for t in self.row_pages))

@@ -153,11 +153,13 @@ class LayerIndex:
 
     def numbers(self) -> list[Any]:
         """The numbers of the index on the host, as JSON values."""
-        return [self.same_slots, self.is_current, self._layer.steps_unsorted]
+        # One number, since the rows of a cache that is saved have had the same steps.
+        return [self.same_slots, self.is_current, max(self._layer.steps_unsorted, default=0)]
 
     def set_numbers(self, numbers: list[Any]) -> None:
         """Restore the result of `numbers`, after the layout was set."""
-        self.same_slots, self.is_current, self._layer.steps_unsorted = numbers
+        self.same_slots, self.is_current, steps = numbers
+        self._layer.steps_unsorted = [steps] * len(self._layer.expected_len)
         self.fit_layout()
 
     def prompt_salience(self, sums: AbsoluteSums | None, count: Tensor) -> Tensor | None:
@@ -199,25 +201,33 @@ class LayerIndex:
         is_sorted = traits.ordered and not self._spec.grows
         if self.shape is None or not (is_sorted or self._fitted is not None):
             return False
-        self._layer.steps_unsorted += 1
-        steps = self._layer.steps_unsorted
+        self._layer.steps_unsorted = [steps + 1 for steps in self._layer.steps_unsorted]
+        steps = max(self._layer.steps_unsorted)
         return steps >= traits.resort or self._is_missing(self.shape, steps)
 
     def renew(self) -> None:
         """Sort the slots again, and find again what is fitted to them; see `count_unsorted_step`."""
-        if self._layer.steps_unsorted < self._spec.reader_traits.resort:  # for rows that lack it alone
+        due = [steps >= self._spec.reader_traits.resort for steps in self._layer.steps_unsorted]
+        if not any(due):  # for rows that lack it alone
             return self.rebuild()
-        self._layer.steps_unsorted = 0
-        placed = torch.ones_like(self._layer.tensors.length, dtype=torch.bool)
+        rows = zip(due, self._layer.steps_unsorted, strict=True)
+        self._layer.steps_unsorted = [0 if is_due else steps for is_due, steps in rows]
+        placed = torch.tensor(due, device=self._layer.tensors.device)
         if self._spec.reader_traits.ordered and not self._spec.grows:
             self.sort_slots(placed)
         else:
             self.rebuild(placed=placed)
 
     def sort_slots(self, placed: Tensor | None = None) -> None:
-        """Sort the slots of each head by position, in place, and `rebuild`; no coded slot is moved."""
+        """Sort the slots of each head by position, in place, and `rebuild`; no coded slot is moved.
+
+        Args:
+            placed: Rows whose slots are sorted, [B] bool; None for all of them.
+        """
         tensors = self._layer.tensors
         order = torch.where(tensors.positions >= 0, tensors.positions, BEYOND).argsort(dim=-1, stable=True)
+        if placed is not None:
+            order = torch.where(placed[:, None, None], order, torch.arange(order.shape[-1], device=order.device))
         # Every slot is in full precision here: a policy that evicts may not combine a codec with an `ordered` reader.
         for held in (tensors.keys, tensors.values):
             held.copy_(held.gather(2, order.to(held.device)[..., None].expand(held.shape)))

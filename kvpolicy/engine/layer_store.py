@@ -236,7 +236,7 @@ class LayerStore:
 
     @on_host
     def trim(self, pending: PendingPrompt, bounds: LayerBounds, rope_offset: Tensor | None = None) -> PendingPrompt:
-        """A first prompt without the tokens that no budget to come keeps; as it is where that cannot be known.
+        """Drop tokens of a first prompt that no possible budget keeps. Unchanged if the bounds are unknown.
 
         Args:
             pending: The prompt, from `attend_prompt`.

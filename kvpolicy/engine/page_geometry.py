@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine import layout
@@ -22,7 +23,7 @@ from kvpolicy.engine.merging import SlotMerge
 from kvpolicy.engine.page_slots import tokens_by_head
 from kvpolicy.engine.pages import Pages, RowPages, buffer_pages, owned_by, page_table, row_pages
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.engine.row_limits import RowBudget, buffer_slots
 from kvpolicy.engine.selection import HeadBudgets, rank_candidates, select_tokens
 from kvpolicy.engine.token_batch import BEYOND, SlotData
 from kvpolicy.engine.undo_log import Targets
@@ -263,6 +264,58 @@ class PageGeometry:
         layer.layout = self.find_layout()
         self.fix_addresses()
         return layer.capacity - old
+
+    # rows that come and go
+
+    def begin_rows(self, each: int, size: int) -> None:
+        """Give every head of a layer without pages `each` pages of `size` slots in each row."""
+        layer = self._layer
+        heads = layer.shape.heads
+        rows = len(layer.expected_len)
+        buffer = buffer_slots(self._spec.codec, layer.capacity) if self._spec.stages else 0
+        layer.layout = Layout(buffer)
+        self._page_shape = (each * heads + heads * buffer_pages(buffer, size), size)
+        tensors = layer.tensors = self.alloc(rows, layer.shape, layer.tensors.device)
+        tensors.positions.fill_(-1)
+        for part in (tensors.keys, tensors.values):
+            part.zero_()
+        tensors.paged().owner.copy_(self.even_owners())
+        sizes = (size, each * heads, 0)
+        layer.row_pages = RowPages(*(torch.full((rows,), n, dtype=torch.int64, device="cpu") for n in sizes))
+        layer.layout = self.find_layout()
+
+    def even_owners(self) -> Tensor:
+        """The owners of the pages of one row in which all heads have equally many, [NB] int64."""
+        layer = self._layer
+        tensors = layer.tensors
+        head = torch.arange(layer.shape.heads, device=tensors.device)
+        buffers = buffer_pages(tensors.keys.shape[2], tensors.positions.shape[-1]) if self._spec.stages else 0
+        each, odd = divmod(tensors.positions.shape[1], layer.shape.heads)
+        owner = F.pad(head.repeat_interleave(each - buffers), (0, odd), value=layer.shape.heads)
+        return torch.cat([owner, head.repeat_interleave(buffers)])
+
+    def cut(self, size: int) -> None:
+        """Cut pages into ones of `size` slots, a divisor of theirs."""
+        if size < self._layer.tensors.positions.shape[-1]:
+            self._body.cut(size)
+            self._layer.layout = self.find_layout()
+            self.fix_addresses()
+
+    def lengthen(self, pages: int) -> None:
+        """Append pages that belong to no head, so that there are at least so many beside the buffers."""
+        owner = self._body.owner
+        self._body.lengthen(F.pad(owner, (0, max(pages - owner.shape[1], 0)), value=self._layer.shape.heads))
+        self._layer.layout = self.find_layout()
+        self.fix_addresses()
+
+    @property
+    def pages(self) -> int:
+        """Pages of a row beside the buffers."""
+        return self._body.owner.shape[1]
+
+    def note_complete(self) -> None:
+        """Note which rows have slots for their whole budget, in the tensor that is there."""
+        self._layer.tensors.paged().complete.copy_(self._find_complete())
 
     def _evicting_pages(self, row: int) -> Tensor:
         """Pages of each head of a row that has not reached its budget: as many as fit, and equally many."""

@@ -38,6 +38,11 @@ class RankSchedule:
         """Select or repeat rows."""
         self.ranked_len = map_numbers(fn, self.ranked_len)
 
+    def replace(self, row: int, ranked_len: int, length: Tensor, budget: Tensor) -> None:
+        """Let another text be in a row, which was last ranked at `ranked_len` tokens."""
+        self.ranked_len[row] = ranked_len
+        self.note(torch.zeros_like(length, dtype=torch.bool), length, budget)
+
     @property
     def is_started(self) -> bool:
         """Whether the steps until the next ranking are counted; True if there is none."""

@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
     sinks: Tensor
 
     def to(self, device: torch.device) -> Chunk:
-        """The same on a device."""
+        """Move to a device."""
         return Chunk(self.number, *(t.to(device) for t in self[1:]))
 
 

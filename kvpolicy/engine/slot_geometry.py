@@ -334,6 +334,29 @@ class SlotGeometry:
         self.fix_addresses()
         return layer.capacity - old
 
+    def begin_rows(self, tokens: int) -> None:
+        """Make slots for `tokens` in each row of a layer that has none yet."""
+        layer = self.layer
+        rows = len(layer.expected_len)
+        layer.expected_len = [tokens] * rows
+        layer.capacity = tokens
+        self._lengthen()
+        traits = self._spec.codec_traits
+        # From the beginning, as the slots of a dictionary lower the flush thresholds of the rows that have one.
+        layer.reserved = traits.pinned if traits.pins == "newest" and sum(layer.layout.coded) else 0
+
+    def widen(self, tokens: int) -> None:
+        """Add slots to all rows, so that one of them may have `tokens`; budgets stay."""
+        self.layer.capacity = tokens
+        self._lengthen()
+        self._set_budget(self.layer.tensors.budget)
+        self.fix_addresses()
+
+    def set_row_budgets(self, budget: Tensor) -> None:
+        """Let each row hold `budget` [B] tokens, in the tensors that are there."""
+        self.layer.set_budget_in_place(budget)
+        self.index.set_limit()
+
     def _lengthen(self) -> None:
         """Grow the slots to the capacity, and keep what they hold."""
         layer = self.layer

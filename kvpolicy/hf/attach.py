@@ -39,6 +39,7 @@ from kvpolicy.hf.discovery import Site, Sites, around, find_sites, is_falcon, ro
 from kvpolicy.hf.edit_checks import move_obstacle
 from kvpolicy.hf.generation_hooks import RecentCache, offer_cache
 from kvpolicy.hf.identity import identity
+from kvpolicy.hf.joining_rows import open_rows
 from kvpolicy.hf.latent import latent_projection
 from kvpolicy.hf.masks import defer_masks
 from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
@@ -192,6 +193,60 @@ class Handle:
             )
         return self.cache.report()
 
+    def rows(self, count: int, length: int, new: int | None = None) -> PolicyCache:
+        r"""A cache of rows that come and go: many answers in one batch, each as if it were generated alone.
+
+        All rows are free at first. `put` fills one with the cache of a prompt, and `drop` frees it when its answer
+        ends; both happen between two steps. A step is an ordinary call of the model with `input_ids` [count, 1], the
+        newest token of each row, and this cache, and nothing else: the cache knows the position of each row, and which
+        rows are free. The token of a free row may be any that the model knows, such as 0; it is not stored, and its
+        logits mean nothing. Around compiled steps, call `tick` as usual.
+
+        Slots are allocated when the first row is filled, on the devices of its layers, and for texts of `length`
+        tokens: steps, `put` and `drop` replace no tensor, so that a compiled step stays the same graph. Only where
+        layers are measured by the prompt (`squeeze`, `cake`), or get other shares of shorter prompts, `put` adds slots
+        to a layer if a row needs more of them there than any before.
+
+        Args:
+            count: Number of rows.
+            length: The most tokens of a row, its prompt and what follows.
+            new: The most tokens that follow a prompt, if known: a cache that grows then has slots for no more.
+
+        Raises:
+            KVPolicyError: If the policy or the model does not allow it, or a number is out of range.
+
+        Examples:
+            >>> import torch, kvpolicy
+            >>> model, tokenizer = kvpolicy.tiny()
+            >>> prompts = ["tiger=4821\n" * 12 + "?tiger=", "falcon=1937\n" * 30 + "?falcon="]
+            >>> with torch.no_grad(), kvpolicy.attach(model, "snapkv@0.25") as handle:
+            ...     rows = handle.rows(4, 512)
+            ...     newest = torch.zeros(4, 1, dtype=torch.int64)  # free rows have a token too, which means nothing
+            ...     for prompt in prompts:
+            ...         cache = kvpolicy.PolicyCache(model)
+            ...         logits = model(tokenizer(prompt, return_tensors="pt").input_ids, cache=cache).logits
+            ...         row = rows.free_rows()[0]
+            ...         rows.put(row, cache)
+            ...         newest[row] = logits[0, -1].argmax()
+            ...     answers = [newest]
+            ...     for _ in range(3):
+            ...         answers.append(model(answers[-1], cache=rows).logits[:, -1:].argmax(-1))
+            ...     rows.drop(0)
+            >>> tokenizer.batch_decode(torch.cat(answers, 1)[:2])
+            ['4821', '1937']
+            >>> rows.free_rows()
+            [0, 2, 3]
+        """
+        cache = PolicyCache(self._model)
+        open_rows(cache, count, length, new)
+        forward_checks.check_rows(self._model, cache, self._names, self._learned)
+        if self._deltas is not None:
+            raise KVPolicyError(
+                "Rows that come and go must be of a model that reads text alone, got "
+                f"{type(self._model).__name__}, which counts positions behind pictures; try its text model."
+            )
+        return cache
+
     def detach(self) -> None:
         """Restore the model to its state before `attach`; a second call does nothing."""
         with _LOCK:
@@ -295,7 +350,8 @@ class Handle:
         if self._running.cache is not None:  # it was broken off, and is not this forward's to finish
             self._running.cache = None
         if torch.compiler.is_compiling():
-            return forward_calls.check_step(module, args, kwargs)
+            forward_calls.check_step(module, args, kwargs)
+            return forward_calls.with_positions(args, kwargs)
         if len(args) > 1:
             args, kwargs = forward_checks.by_name(self._names, args, kwargs)
         rename_cache(kwargs, self._cache_name)
@@ -328,6 +384,8 @@ class Handle:
                     "The cache must belong to this model, got one that was made for another model; try "
                     "kvpolicy.PolicyCache(model)."
                 )
+            if cache.rows is not None:
+                cache.rows.check_step(tokens, kwargs)
             mask = forward_checks.own_mask(module, kwargs.get("attention_mask"))
             forward_checks.check_call(self._model, cache, tokens, {**kwargs, "attention_mask": mask}, self._learned)
             limit = self._attachment.trained_positions
@@ -349,6 +407,7 @@ class Handle:
             # Last, since a call that was refused has not used the stock cache, which may be passed again.
             if given is not None and given is not cache:
                 forward_calls.note_replaced(given)
+            return forward_calls.with_positions(args, kwargs)
         return args, kwargs
 
     def _warn_of_chunks(self, cache: PolicyCache, tokens: Tensor, mask: Any) -> None:

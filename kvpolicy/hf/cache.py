@@ -18,8 +18,10 @@ from kvpolicy.hf.budgets import Measured
 from kvpolicy.hf.cache_file import rank_path, write
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.edit_checks import check_rows, check_shift
+from kvpolicy.hf.joining_rows import drop, put
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.model_spec import resolve_for
+from kvpolicy.hf.rows import given_rows, refuse_rows
 from kvpolicy.hf.saved_cache import describe_cache, load_cache
 from kvpolicy.hf.seen_text import extend_digest, remove_from_digest
 from kvpolicy.hf.shared_fork import behind, own_policy, refuse_prefix, refuse_windows, share
@@ -154,6 +156,7 @@ class PolicyCache(CacheForward):
             there is one prefix, and no tree of them.
         """
         if shared:
+            refuse_rows(self.rows, "fork(shared=True)")
             other = PolicyCache.__new__(type(self))
             CacheForward.__init__(other, self.attachment, own_policy(self, own))
             share(self, other, rows)
@@ -190,6 +193,7 @@ class PolicyCache(CacheForward):
         """
         self.journal.refuse_changes("shift()")
         refuse_prefix(self, "shift()")
+        refuse_rows(self.rows, "shift()")
         check_shift(self, from_position, by)
         if not by:
             return
@@ -205,6 +209,60 @@ class PolicyCache(CacheForward):
         else:
             remove_from_digest(digest, -by)
         self._end = None if self._end is None else [end + by for end in self._end]
+
+    # rows that come and go
+
+    @on_host
+    def put(self, row: int, other: PolicyCache) -> None:
+        """Let a free row go on as another cache, of one row; only on a cache of `Handle.rows`.
+
+        The row holds bit for bit what the other cache holds, and answers as that would alone. The other cache is not
+        changed, and may be filled into several rows. Its prompt ran under the same policy. What it was announced to
+        answer (`new`) holds for the row too; else the row has slots for as many tokens as the cache was made for.
+
+        Args:
+            row: Number of the row, one of `free_rows`.
+            other: The cache of a whole prompt.
+
+        Raises:
+            KVPolicyError: If there is no such row, or it is not free, or the other cache has several rows, too many
+                tokens, or another policy.
+            KVPolicyStateError: If this is an ordinary cache, or the other one is in the middle of something.
+
+        Examples:
+            >>> import torch, kvpolicy
+            >>> model, _ = kvpolicy.tiny()
+            >>> with torch.no_grad(), kvpolicy.attach(model, "window@4") as handle:
+            ...     rows = handle.rows(2, 64)
+            ...     prompt = kvpolicy.PolicyCache(model)
+            ...     _ = model(torch.arange(5, 14)[None], cache=prompt)
+            ...     rows.put(1, prompt)
+            ...     _ = model(torch.tensor([[0], [20]]), cache=rows)
+            >>> rows.free_rows(), rows.layers[0].length.tolist()
+            ([0], [0, 10])
+        """
+        put(self, row, other)
+
+    @on_host
+    def drop(self, row: int) -> None:
+        """Free a row, which then holds nothing; only on a cache of `Handle.rows`.
+
+        Args:
+            row: Number of the row.
+
+        Raises:
+            KVPolicyError: If there is no such row, or it is free.
+            KVPolicyStateError: If this is an ordinary cache.
+        """
+        drop(self, row)
+
+    def is_free(self, row: int) -> bool:
+        """Whether a row holds nothing; only on a cache of `Handle.rows`. The device is not asked."""
+        return not given_rows(self.rows, "is_free()").live[row]
+
+    def free_rows(self) -> list[int]:
+        """The rows that hold nothing, ascending; only on a cache of `Handle.rows`. The device is not asked."""
+        return [row for row, is_live in enumerate(given_rows(self.rows, "free_rows()").live) if not is_live]
 
     # files
 
@@ -243,6 +301,7 @@ class PolicyCache(CacheForward):
         """
         self.journal.refuse_marked("save()")
         refuse_prefix(self, "save()")
+        refuse_rows(self.rows, "save()")
         if self.holds_next:
             raise KVPolicyStateError("save() must not follow hold_next(), which no file keeps; try to save before it.")
         content = describe_cache(self, tokens, {"nbytes": self.nbytes, "full_nbytes": self.full_nbytes})
@@ -321,6 +380,7 @@ class PolicyCache(CacheForward):
             >>> cache.layers[0].length.tolist()
             [10]
         """
+        refuse_rows(self.rows, "mark()")
         set_mark(self, most)
 
     @on_host
@@ -352,6 +412,7 @@ class PolicyCache(CacheForward):
             KVPolicyError: If a part of the policy, or an eviction, cannot be undone; the message names it.
         """
         refuse_prefix(self, "crop()")
+        refuse_rows(self.rows, "crop()")
         crop(self, tokens_to_remove)
 
     def expect(self, prompt: Tensor | Sequence[int] | int | None, new: int) -> None:
@@ -360,6 +421,7 @@ class PolicyCache(CacheForward):
         A shared prefix is a part of the prompt.
         """
         self.journal.refuse_changes("expect()")
+        refuse_rows(self.rows, "expect()")
         whole, self.new = expected(prompt, new)
         own = behind(whole, self.policy_layers[0])
         self.prompt = longest(self.prompt, own)
@@ -396,6 +458,7 @@ class PolicyCache(CacheForward):
             [2, 3, 4, 5, 6]
         """
         self.journal.refuse_changes("hold_next()")
+        refuse_rows(self.rows, "hold_next()")
         self.forward.check_idle("hold_next()")
         if not self.is_initialized or not self.has_prompt or not bool((self.policy_layers[0].length > 0).all()):
             raise KVPolicyStateError(
@@ -459,6 +522,8 @@ class PolicyCache(CacheForward):
 
     def _map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
         self.journal.map_rows(fn)
+        if self.rows is not None:
+            self.rows.map_rows(fn)
         prompt = self.prompt
         if prompt is not None and prompt.dim():
             self.prompt = fn(prompt)
@@ -478,4 +543,6 @@ class PolicyCache(CacheForward):
         self._end = None
         self._measured = Measured()
         self.holds_next = False
+        if self.rows is not None:
+            self.rows.clear()
         self.forget_forward()

@@ -37,6 +37,7 @@ from kvpolicy.hf.journal import Journal, obstacle_of
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.make_layers import make_layers
 from kvpolicy.hf.replay import replay
+from kvpolicy.hf.rows import Rows
 from kvpolicy.hf.running_forward import RunningForward, newest_valid, refuse_gradients
 from kvpolicy.hf.shared_keys import ReadingLayer, attend_shared
 from kvpolicy.hf.tiles import TiledCache
@@ -64,6 +65,7 @@ class CacheForward(TiledCache):
         journal: What the cache can take back.
         holds_next: Whether the next forward is added whole.
         compiles: Whether the steps of the generation that runs on it are compiled.
+        rows: Its rows if they come and go; else None.
     """
 
     def __init__(self, attachment: Attachment, policy: Policy) -> None:
@@ -87,6 +89,7 @@ class CacheForward(TiledCache):
         self._measured = Measured()
         self.holds_next = False
         self.compiles = False
+        self.rows: Rows | None = None
         self._as_compileable = True
 
     @property
@@ -121,7 +124,9 @@ class CacheForward(TiledCache):
 
     @property
     def batch_size(self) -> int:
-        """Rows, -1 before the first forward."""
+        """Rows, -1 before the first forward unless they come and go."""
+        if self.rows is not None:
+            return self.rows.count
         first = self.policy_layers[0]
         return first.length.shape[0] if first.is_initialized else -1
 
@@ -275,6 +280,8 @@ class CacheForward(TiledCache):
         layer: Any = self.layers[layer_idx]
         forward = self.forward
         tile = self.tile
+        if self.rows is not None:
+            valid = self.rows.valid()
         # A step that is compiled as a whole changes nothing on the host, and no forward runs.
         if forward.runs and (tile is None or tile.start == 0):
             if layer_idx not in forward.missing and not torch.compiler.is_compiling():
@@ -303,6 +310,9 @@ class CacheForward(TiledCache):
         elif forward.is_step if forward.runs else layer.holds_prompt:
             shared = None if torch.compiler.is_compiling() else forward.shared
             out, step = store.attend_step(q, k, v, valid, transform, call, shared)
+            if self.rows is not None and valid is not None:
+                # A free row attends to nothing, of which the softmax is NaN.
+                out = out.masked_fill(~valid[:, :, None, None], 0)
             if layer.is_read:
                 forward.steps[layer_idx] = step
             else:
@@ -484,6 +494,11 @@ class CacheForward(TiledCache):
                 "Cosines must be measured during a prompt, got none; try the allocator squeeze, and run a prompt."
             )
         return self._measured.of_rows(self._indices, self.forward.unbegun)
+
+    @property
+    def metrics(self) -> Tensor | None:
+        """The metric of the layers in the first prompt of each row, [B, L, ...]; None if they are not measured."""
+        return None if self._measured.known is None else self._measured.of_rows(self._indices, None)
 
     # budgets
 

@@ -177,6 +177,21 @@ class Steps:
         return out
 
 
+def compiled_forward(model: Any, cache: PolicyCache) -> Callable[..., Any]:
+    """The forward of a model for one cache, whose plain steps are compiled as those of `generate`.
+
+    Args:
+        model: The module that implements `generate`, with a policy attached.
+        cache: The cache that each call of the forward gets. If its steps cannot be compiled, a warning says why.
+    """
+    reason = step_obstacle(cache) or model_obstacle(model)
+    if reason:
+        _warn(cache.attachment, cache, reason)
+        return model
+    cache.compiles = True
+    return StepCompiler(model).compiled_call(None)
+
+
 def _default(model: Any) -> CompileConfig:
     """The config of transformers for a model, which depends on its device."""
     make = getattr(model, "_default_compile_config", CompileConfig)

@@ -123,6 +123,15 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
 
 
+def with_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a forward, with the positions of the new tokens where rows come and go."""
+    cache: Cache | None = passed_cache(kwargs)
+    if isinstance(cache, PolicyCache) and cache.rows is not None:
+        # Copied, since the first layer counts the new token before the last one may look at its position.
+        kwargs["position_ids"] = cache.policy_layers[0].store.tensors.length[:, None].clone()
+    return args, kwargs
+
+
 def makes_both_caches(decoder: nn.Module) -> bool:
     """Whether the model around a decoder makes an EncoderDecoderCache itself, of which the decoder needs one part.
 

@@ -11,7 +11,7 @@ from kvpolicy.engine.decode import assert_async
 from kvpolicy.hf.attention_interface import PREFIX, no_padding
 from kvpolicy.hf.masks import DeferredMask
 from kvpolicy.hf.replay import TABLES
-from kvpolicy.hf.rotary_lookup import depends_on_length
+from kvpolicy.hf.rotary_lookup import changing_kind, depends_on_length
 from kvpolicy.hf.seen_text import mask_digest
 from kvpolicy.hf.text_angles import check_angles
 from kvpolicy.text.errors import KVPolicyError
@@ -185,6 +185,35 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
             raise KVPolicyError(f"{said}, or the earlier mask with the new columns after it.")
         if new == 1:  # without waiting for the device
             assert_async(same.all(), f"{said}.")
+
+
+def check_rows(model: nn.Module, cache: PolicyCache, names: list[str], learned: int | None) -> None:
+    """Refuse a model in which a row of a batch depends on the positions of the others, or whose positions are fewer.
+
+    Args:
+        model: The attached model.
+        cache: A cache whose rows come and go.
+        names: The arguments of its decoder.
+        learned: How many positions the model has learned embeddings of, or None.
+
+    Raises:
+        KVPolicyError: Naming what stands against it.
+    """
+    assert cache.rows is not None, "the rows of the cache come and go"
+    length = cache.rows.length
+    if "position_ids" not in names:
+        raise KVPolicyError(
+            f"The model must take positions where rows come and go, got {type(model).__name__}, which counts columns; "
+            "try a padded batch."
+        )
+    if learned is not None and length > learned:
+        raise KVPolicyError(f"length must be at most {learned}, as many as the model has positions, got {length}.")
+    kind = changing_kind(model.config, 1, length)
+    if kind:
+        raise KVPolicyError(
+            f"The angles of the rotary embedding must not depend on other rows where rows come and go, got {kind} with "
+            f"other angles at {length} tokens; try a smaller length."
+        )
 
 
 def exceeds(cache: PolicyCache, limit: int, new: int, call: dict[str, Any]) -> bool:

@@ -80,6 +80,22 @@ class States(LinearAttentionLayer):
             setattr(self, name, {n: _copy(state, rows) for n, state in getattr(other, name).items()})
         self.dtype, self.device = other.dtype, other.device
 
+    def begin_states(self, like: States, rows: int) -> None:
+        """Begin with empty states of so many rows, like those of another layer."""
+        self.adopt_states(like, rows)
+        for state in self.named_states().values():
+            state.zero_()
+
+    def put_states(self, row: int, other: States) -> None:
+        """Copy the states of another layer, of one row, to a row, in place."""
+        for state, own in zip(self.named_states().values(), other.named_states().values(), strict=True):
+            state[row] = own[0]
+
+    def drop_states(self, row: int) -> None:
+        """Empty the states of a row, in place."""
+        for state in self.named_states().values():
+            state[row] = 0
+
     def forget_states(self) -> None:
         """Forget the states: zeroed ones, as transformers leaves them, would keep their number of rows."""
         LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)

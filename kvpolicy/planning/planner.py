@@ -5,7 +5,7 @@ While layers are measured, prompts wait and are trimmed to what may be kept; how
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -321,18 +321,40 @@ def _divide_bytes(
         layers = plan_layers(policy, tokens, shapes, [*indices], batch)
         return tokens, unmanaged_nbytes + sum(layer.device_nbytes for layer in layers)
 
-    low = policy.min_tokens
+    # A token takes at least one byte per layer, so the limit bounds the search if the end is unknown.
+    high = min(limit, MAX_SIZE) if end is None else int(end.max())
+    low = _least_divided(attempt, policy.min_tokens, high)
     _, smallest = attempt(low)
     if smallest > limit:
         raise KVPolicyError(
             f"The budget must be at least {smallest}B for {batch} row(s) of this model under {policy.selector}, which "
             f"is {low} token(s) per layer, got {policy.budget}."
         )
-    # A token takes at least one byte per layer, so the limit bounds the search if the end is unknown.
-    high = min(limit, MAX_SIZE) if end is None else int(end.max())
     base = largest(lambda tokens: attempt(tokens)[1] <= limit, low, high)
     # The bytes were counted with all slots that may be needed; only some of them are allocated at first.
     return attempt(base, INITIAL_SLOTS)[0]
+
+
+def _least_divided(attempt: Callable[[int], object], low: int, high: int) -> int:
+    """The fewest tokens per layer that the allocator divides, which may keep more than the smallest budget of a layer.
+
+    Args:
+        attempt: Divides so many tokens per layer, or raises KVPolicyError.
+        low: The fewest tokens of a layer.
+        high: The most that are of use.
+    """
+
+    def is_refused(tokens: int) -> bool:
+        try:
+            attempt(tokens)
+        except KVPolicyError:
+            return True
+        return False
+
+    if not is_refused(low):
+        return low
+    found = largest(is_refused, low, high)
+    return low if found >= high else found + 1  # what is always refused has another reason
 
 
 def trimmed_bytes(

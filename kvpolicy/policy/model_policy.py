@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from kvpolicy.allocators.skipped import SkippedLayers
+from kvpolicy.codecs.plain import Plain
 from kvpolicy.policy.combination import PROTOCOLS
 from kvpolicy.policy.policy import Policy
 from kvpolicy.protocols import Codec, ModelInfo
 from kvpolicy.text.budget import Budget, with_least
+from kvpolicy.text.errors import KVPolicyError
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -73,6 +76,8 @@ class ModelPolicy(Policy):
 def for_model(policy: Policy, model: ModelInfo) -> Policy:
     """A policy for the layers of a model, if its codec is not the same in all of them; else the policy as it is.
 
+    Layers that are skipped store tokens in full precision.
+
     Raises:
         KVPolicyError: If the codec cannot be used with the model.
     """
@@ -84,10 +89,24 @@ def for_model(policy: Policy, model: ModelInfo) -> Policy:
         groups = grouping.groups(model)
         places = {index: grouping.codec_at(number) for group in groups for number, index in enumerate(group)}
         return ModelPolicy(policy, places, grouping.codec_at(None), groups)
+    plain = _plain_layers(policy, model)
     if differing is not None:
         codecs = differing.by_layer(model)
-        return ModelPolicy(policy, codecs, codecs[model.indices[0]])
-    return policy
+        return ModelPolicy(policy, {**codecs, **plain}, codecs[model.indices[0]])
+    return ModelPolicy(policy, plain, codec) if plain else policy
+
+
+def _plain_layers(policy: Policy, model: ModelInfo) -> dict[int, Codec]:
+    """The codec of layers that are skipped, by index."""
+    allocator = policy.allocator
+    if not isinstance(allocator, SkippedLayers) or not policy.codec.stages:
+        return {}
+    if dataclasses.replace(policy, codec=Plain()).decode != policy.decode:
+        raise KVPolicyError(
+            f"The selector must keep generated tokens in addition to the budget if layers are skipped that "
+            f"{policy.codec} does not rank, got {policy}; try decode=grow, or a budget below 1.0."
+        )
+    return dict.fromkeys(allocator.skipped(model.indices), Plain())
 
 
 def keep_at_least(policy: Policy, least: int) -> Policy:

@@ -267,7 +267,7 @@ class ShadowKV(TokenReader):
         return min(self.recent + self.sinks, slots.slots_read)
 
     def _size(self, heads: int, head_dim: int) -> tuple[int, int]:
-        """How many bases there are for so many heads, and the channels that each is of."""
+        """Number of bases for a number of heads, and the channels of each."""
         return (1, heads * head_dim) if self.joint else (heads, head_dim)
 
     def _auto_rank(self, width: int) -> int:

@@ -341,10 +341,10 @@ def cache_of(source: Any) -> CacheSource:
     return cache
 
 
-def mean_kept(cache: CacheSource) -> float:
-    """Tokens held of the first row, of a shared prefix too, as a mean over layers and KV heads; 0 before a prompt."""
+def mean_kept(cache: CacheSource, row: int = 0) -> float:
+    """Tokens held of a row, of a shared prefix too, as a mean over layers and KV heads; 0 before a prompt."""
     layers = [layer for layer in cache.policy_layers if layer.is_initialized]
-    kept = [float((layer.head_positions[0] >= 0).sum(-1).float().mean()) + layer.prefix_kept for layer in layers]
+    kept = [float((layer.head_positions[row] >= 0).sum(-1).float().mean()) + layer.prefix_kept for layer in layers]
     return sum(kept) / max(len(kept), 1)
 
 

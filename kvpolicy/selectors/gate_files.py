@@ -72,7 +72,7 @@ class LayerGate(NamedTuple):
         return self._replace(weight=self.weight[heads], bias=self.bias[heads])
 
     def to(self, device: torch.device | str) -> LayerGate:
-        """The same on a device."""
+        """Move to a device."""
         inner = Inner(*(t.to(device) for t in self.inner)) if isinstance(self.inner, Inner) else ()
         return LayerGate(self.weight.to(device), self.bias.to(device), inner)
 

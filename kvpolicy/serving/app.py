@@ -1,7 +1,6 @@
-"""The routes of the server, the names that it answers to, and its responses.
+"""The routes of the server, and the names that it answers to.
 
-Responses have usage with the cache's numbers, texts that end before a stop string, and errors in JSON. What a coroutine
-does before it first waits runs in a thread.
+Errors are in JSON. What a coroutine does before it first waits runs in a thread.
 
 A web page may let its own name resolve to the address of a local server, and then reads what the server answers ("DNS
 rebinding"). The browser sends the page's name in the `Host` header, by which the server can tell.
@@ -10,6 +9,7 @@ rebinding"). The browser sends the page's name in the `Host` header, by which th
 from __future__ import annotations
 
 import asyncio
+import hmac
 import ipaddress
 import json
 import re
@@ -17,7 +17,7 @@ import socket
 import time
 import types
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,113 +26,12 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from kvpolicy.serving.generation import Cancelled, Failure, Generation, Job, describe
+from kvpolicy.serving.answers import error_body, join, rewrite
+from kvpolicy.serving.generation import Cancelled, Failure, Generation, Job, describe, make_jobs
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.requests import TOO_LARGE, Call, RequestError, parse_chat, parse_completion, read_json
-from kvpolicy.serving.streamer import StopFilter
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.version import __version__
-
-
-def finish(answer: dict[str, Any], job: Job) -> dict[str, Any]:
-    """Complete an answer that is not streamed: its text ends before a stop string, its usage has the cache's numbers.
-
-    Args:
-        answer: The answer of transformers' handler.
-        job: The request; its tokens are generated.
-    """
-    for choice in answer["choices"]:
-        holder, name = _text_of(choice, "message")
-        if holder.get(name):
-            stop = StopFilter(job.call.stop)
-            holder[name] = stop.feed(holder[name]) + stop.flush()
-            _note_stop(choice, stop)
-    answer["usage"] = _usage(answer["usage"], job)
-    return answer
-
-
-async def rewrite(chunks: AsyncIterator[str], job: Job) -> AsyncIterator[str]:
-    """Complete a stream of transformers' handler.
-
-    The text ends before a stop string. The usage is sent if it was asked for, in a chunk of its own without choices, as
-    the OpenAI API does, and `[DONE]` follows.
-
-    Args:
-        chunks: Events of the handler; one string may contain several.
-        job: The request.
-    """
-    stop = StopFilter(job.call.stop)
-    try:
-        async for several in chunks:
-            for event in several.split("\n\n"):
-                if event.startswith('data: {"error"') and job.failure is not None:  # transformers escapes no quotes
-                    yield _event(error_body(str(job.failure), job.failure.status))
-                    return
-                if event:
-                    for chunk in _rewritten(json.loads(event.removeprefix("data: ")), stop, job):
-                        yield _event(chunk)
-        yield "data: [DONE]\n\n"
-    except BaseException:  # the client is gone, or the server ends
-        job.cancelled.set()
-        raise
-
-
-def _rewritten(chunk: dict[str, Any], stop: StopFilter, job: Job) -> list[dict[str, Any]]:
-    """One event as none, one or several."""
-    usage = chunk.pop("usage", None)
-    (choice,) = chunk["choices"]
-    holder, name = _text_of(choice, "delta")
-    text = holder.get(name)
-    out: list[dict[str, Any]] = []
-    if choice.get("finish_reason"):
-        rest = stop.flush()
-        if rest:
-            out.append({**chunk, "choices": [_with_text(choice, rest)]})
-        _note_stop(choice, stop)
-        out.append(chunk)
-        if usage is not None and job.call.include_usage and job.usage is not None:
-            out.append({**chunk, "choices": [], "usage": _usage(usage, job)})
-        return out
-    if text:
-        holder[name] = stop.feed(text)
-        return [chunk] if holder[name] else []
-    return [chunk]
-
-
-def _note_stop(choice: dict[str, Any], stop: StopFilter) -> None:
-    """Let a text that ended before a stop string say so: transformers sees only that the last token was reached."""
-    if stop.has_ended and choice["finish_reason"] == "length":
-        choice["finish_reason"] = "stop"
-
-
-def _with_text(choice: dict[str, Any], text: str) -> dict[str, Any]:
-    """A choice that only has a text, like one that has the finish reason."""
-    plain = {"index": choice.get("index", 0), "finish_reason": None}
-    return {**plain, "delta": {"content": text}} if "delta" in choice else {**plain, "text": text}
-
-
-def _text_of(choice: dict[str, Any], inner: str) -> tuple[dict[str, Any], str]:
-    """Where the text of a choice stands: in its message or delta, or in itself for completions."""
-    return (choice[inner], "content") if inner in choice else (choice, "text")
-
-
-def _usage(usage: dict[str, Any], job: Job) -> dict[str, Any]:
-    return usage if job.usage is None else {**usage, "kvpolicy": job.usage.as_dict()}
-
-
-def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
-    """An error as the OpenAI API words it.
-
-    >>> error_body("no", 400)["error"]["type"]
-    'invalid_request_error'
-    """
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content)}\n\n"
-
 
 ANY = "*"
 """Stands for every name."""
@@ -193,6 +92,30 @@ def check_names(names: Sequence[str]) -> Sequence[str]:
                 "gpu-box.example.com,10.0.0.5."
             )
     return names
+
+
+class KeyCheck:
+    """Middleware that refuses requests to `/v1` without the server's key.
+
+    Args:
+        app: The app.
+        key: The key.
+    """
+
+    def __init__(self, app: Any, key: str) -> None:
+        """Stand before an app."""
+        self._app = app
+        self._wanted = b"Bearer " + key.encode("utf-8")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request, or hand it on."""
+        if scope["type"] == "http" and scope["path"].startswith("/v1"):
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._wanted):
+                message = "The Authorization header must be 'Bearer' and the key of this server, got another."
+                await JSONResponse(error_body(message, 401, "invalid_api_key"), 401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class HostCheck:
@@ -289,6 +212,7 @@ def build_app(
     metrics: Metrics,
     hosts: Hosts,
     limit: int,
+    key: str | None = None,
 ) -> FastAPI:
     """Build the app of a server.
 
@@ -300,6 +224,7 @@ def build_app(
         metrics: The counters.
         hosts: The names that the server answers to.
         limit: The bytes that the body of a request may have.
+        key: The key that requests must have; None for none.
     """
     # One thread: tokenizers may have state, and a long prompt leaves the other cores to the model.
     preparation = ThreadPoolExecutor(1, "kvpolicy-prompts")
@@ -311,6 +236,8 @@ def build_app(
         preparation.shutdown()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    if key is not None:
+        app.add_middleware(KeyCheck, key=key)
     app.add_middleware(HostCheck, hosts=hosts)
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "kvpolicy", "policy": policy}
     chat, completion = handlers
@@ -319,13 +246,13 @@ def build_app(
     async def answer(request: Request, kind: str, parse: Callable[[Any, str], Call], handler: Any) -> Response:
         try:
             call = parse(await read_json(request, limit), name)
-            job = Job(f"{kind}-{uuid.uuid4().hex}", call)
-            generation.open(job)
+            jobs = make_jobs(f"{kind}-{uuid.uuid4().hex}", call)
+            generation.open(jobs)
             # Until the response is complete, which uvicorn reports as a disconnect too.
-            task = asyncio.create_task(_watch(request, job))
+            task = asyncio.create_task(_watch(request, jobs))
             watching.add(task)
             task.add_done_callback(watching.discard)
-            return await _respond(handler, job, generation, preparation)
+            return await _respond(handler, call, jobs, generation, preparation)
         except ClientDisconnect:  # while it sent the body
             metrics.count("cancelled")
             return Response(status_code=CLIENT_CLOSED)
@@ -382,28 +309,41 @@ def build_app(
     return app
 
 
-async def _respond(handler: Any, job: Job, generation: Generation, preparation: Executor) -> Response:
+async def _respond(
+    handler: Any, call: Call, jobs: list[Job], generation: Generation, preparation: Executor
+) -> Response:
+    # The template and the tokenizer take seconds for a long prompt.
+    started = [begin_in_thread(preparation, handler.handle_request(job.call.body, job.key)) for job in jobs]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in started]
     try:
-        # The template and the tokenizer take seconds for a long prompt.
-        response = await begin_in_thread(preparation, handler.handle_request(job.call.body, job.key))
-    except BaseException:
-        job.cancelled.set()
-        generation.close(job)
+        responses = await asyncio.gather(*tasks)
+    except BaseException as error:
+        for job in jobs:
+            generation.close(job)
+        if isinstance(error, Exception):
+            await asyncio.gather(*tasks, return_exceptions=True)
         raise
-    if not job.call.stream:
-        return JSONResponse(finish(json.loads(response.body), job))
+    if not call.stream:
+        return JSONResponse(join([json.loads(response.body) for response in responses], jobs, call))
     # Only now, since a status cannot be taken back: the policy may refuse the prompt.
-    await job.begun
-    if job.failure is not None and not job.tokens:
-        raise job.failure
-    return StreamingResponse(rewrite(response.body_iterator, job), media_type="text/event-stream")
+    await asyncio.gather(*(job.begun for job in jobs))
+    failed = next((job.failure for job in jobs if job.failure is not None and not job.tokens), None)
+    if failed is not None:
+        for job in jobs:
+            job.cancel()
+        raise failed
+    return StreamingResponse(rewrite([each.body_iterator for each in responses], jobs, call), media_type=EVENTS)
 
 
-async def _watch(request: Request, job: Job) -> None:
-    """Cancel a job once its client is gone; after the end of the response this does nothing."""
+EVENTS = "text/event-stream"
+
+
+async def _watch(request: Request, jobs: list[Job]) -> None:
+    """Cancel answers once their client is gone; after the end of the response this does nothing."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    job.cancelled.set()
+    for job in jobs:
+        job.cancel()
 
 
 def _error(message: str, status: int, code: str | None = None) -> Response:

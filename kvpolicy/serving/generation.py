@@ -1,20 +1,22 @@
-"""The thread that generates: one request after the other, each with a cache of its own."""
+"""Answers on their way through the rows: what transformers' handlers ask for, and what they get."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kvpolicy.hf.cache_names import CACHE
-from kvpolicy.serving import handlers
 from kvpolicy.serving.metrics import CacheUsage, Metrics
 from kvpolicy.serving.prefix import Prefix
-from kvpolicy.serving.requests import Call, positions_of
+from kvpolicy.serving.requests import TOO_MANY, Call, RequestError, positions_of
+from kvpolicy.serving.sampling import Sampler
+from kvpolicy.serving.scheduler import Scheduler
 from kvpolicy.serving.streamer import AnswerStreamer, AnswerTokens, StopStrings
 from kvpolicy.text.errors import KVPolicyError
 
@@ -27,7 +29,7 @@ log = logging.getLogger("kvpolicy.serving")
 
 
 class Cancelled(Exception):
-    """The client of the running request is gone."""
+    """The client of a request is gone."""
 
 
 class Failure(Exception):
@@ -44,37 +46,163 @@ class Failure(Exception):
         self.status = status
 
 
-class Job:
-    """One request on its way through the thread.
+class Prompt:
+    """A prompt, and how its answers are generated.
 
     Args:
-        key: The id of the request.
-        call: The request.
+        ids: Token ids.
+        config: The generation config of transformers.
 
     Attributes:
+        ids: Token ids.
+        config: The generation config.
+        ends: Tokens that end an answer.
+        processors: The logits processors; None until the prompt was read.
+    """
+
+    def __init__(self, ids: list[int], config: Any) -> None:
+        """A prompt that was not read."""
+        self.ids = ids
+        self.config = config
+        ends = getattr(config, "eos_token_id", None)
+        self.ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
+        self.processors: list[Any] | None = None
+
+
+class Group:
+    """The answers of one request, which wait for rows together.
+
+    Args:
+        size: How many they are.
+    """
+
+    def __init__(self, size: int = 1) -> None:
+        """None of them is prepared."""
+        self.ready: list[Job] = []
+        self.prompts: dict[tuple[int, ...], Prompt] = {}
+        self._size = size
+
+    def add(self, job: Job, ids: list[int], config: Any) -> list[Job]:
+        """Note that an answer is prepared; returns all of them once the last one is, and else none."""
+        job.prompt = self.prompts.setdefault(tuple(ids), Prompt(ids, config))
+        job.text = [*ids]
+        self.ready.append(job)
+        return self.ready if self.is_complete else []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of them are prepared."""
+        return len(self.ready) == self._size
+
+
+class Job:
+    """One answer on its way through the rows.
+
+    Args:
+        key: The id of the answer.
+        call: The request.
+        group: The answers of the same request.
+
+    Attributes:
+        client: The same, for the scheduler.
         loop: The event loop.
         cancelled: Set once the client is gone.
         begun: Done once the first token is generated, or there will be none.
-        done: Done once the thread is done with it.
+        done: Done once the answer has ended.
+        wake: Tells the rows that the answer was cancelled.
+        ended: Called once the answer has ended.
+        decode: The text of a token.
+        times: How long it took.
+        prompt: The prompt.
+        text: Token ids of the prompt and the answer so far.
         tokens: Generated tokens.
         usage: Content of the cache at the end; None before it.
         failure: The error, or None.
     """
 
-    def __init__(self, key: str, call: Call) -> None:
-        """A request that has not reached the thread."""
+    def __init__(self, key: str, call: Call, group: Group | None = None) -> None:
+        """An answer that is not prepared."""
         self.key = key
         self.call = call
+        self.group = self.client = group or Group()
         self.cancelled = threading.Event()
+        self.prompt = Prompt([], None)
+        self.text: list[int] = []
         self.tokens: list[int] = []
         self.usage: CacheUsage | None = None
         self.failure: Failure | None = None
         self.loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[None] = self.loop.create_future()
         self.done: asyncio.Future[None] = self.loop.create_future()
+        self.wake: Callable[[], None] = lambda: None
+        self.ended: Callable[[Job], None] = lambda job: None
+        self.streamer: AnswerStreamer | None = None
+        self.decode: Callable[[int], str] = str
+        self.times = Times()
+        self._sampler: Sampler | None = None
+        self._stops: StopStrings | None = None
+
+    def prepare(self, tokenizer: Any, streamer: AnswerStreamer | None, stop: Sequence[str]) -> None:
+        """Note what the text is decoded with, where it goes, and the strings that end it."""
+        self.streamer = streamer
+        self.decode = tokenizer.decode
+        if stop:
+            self._stops = StopStrings(tokenizer, stop, self.prompt.ids)
+        if streamer is not None:
+            streamer.begin(self.prompt.ids)
+
+    def cancel(self) -> None:
+        """Let the answer end, since nobody waits for it."""
+        self.cancelled.set()
+        self.wake()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for the answer anymore."""
+        return self.cancelled.is_set()
+
+    @property
+    def logprobs(self) -> list[Any]:
+        """The log probabilities of the tokens so far, if the request asks for them."""
+        return [] if self._sampler is None else self._sampler.logprobs
+
+    def take(self, logits: Tensor, best: int) -> bool:
+        """Choose the next token, and send its text; returns whether it is the last one."""
+        prompt = self.prompt
+        new = prompt.config.max_new_tokens
+        if self._sampler is None:
+            is_greedy = not prompt.config.do_sample
+            self._sampler = Sampler(
+                self.call.sampling, prompt.ids, new, prompt.processors or [], is_greedy=is_greedy, device=logits.device
+            )
+        token = self._sampler(logits, best)
+        self.tokens.append(token)
+        self.text.append(token)
+        if len(self.tokens) == 1:
+            self.times.begin()
+            self.signal(self.begun)
+        if self.streamer is not None:
+            self.streamer.add(token)
+        is_stopped = self._stops is not None and self._stops.add(token)
+        return is_stopped or token in prompt.ends or len(self.tokens) >= new
+
+    def end(self, usage: CacheUsage | None, error: Exception | None) -> None:
+        """End the answer: with what its cache held, or with an error; with neither if it was cancelled."""
+        self.times.end()
+        self.usage = usage
+        if error is not None:
+            self.failure = describe(error)
+        if self.streamer is not None:
+            try:
+                self.streamer.end(self.failure, is_whole=usage is not None)
+            except Exception as found:  # of the tokenizer
+                self.failure = describe(found)
+        self.ended(self)
+        self.signal(self.begun)
+        self.signal(self.done)
 
     def signal(self, future: asyncio.Future[None]) -> None:
-        """Complete a future of the event loop from the thread."""
+        """Complete a future of the event loop from another thread."""
 
         def complete() -> None:
             # `begun` is signaled twice, and asyncio cancels a future together with the task that awaits it.
@@ -92,93 +220,106 @@ class Job:
                 raise
 
 
-class Watcher:
-    """The streamer of a job: it counts tokens, measures the cache, and ends `generate` if the client is gone.
+def make_jobs(key: str, call: Call) -> list[Job]:
+    """The answers of a request.
 
     Args:
-        job: The job.
-        cache: The cache of the running `generate`.
+        key: The id of the request.
+        call: The request.
+    """
+    calls = call.each()
+    group = Group(len(calls))
+    return [Job(key if not index else f"{key}-{index}", one, group) for index, one in enumerate(calls)]
+
+
+class Times:
+    """When an answer was asked for, began and ended, in seconds.
+
+    Attributes:
+        first: From the request to the first token; None before it.
+        whole: From the request to the end; None before it.
+    """
+
+    def __init__(self) -> None:
+        """The request has arrived."""
+        self._arrived = time.monotonic()
+        self.first: float | None = None
+        self.whole: float | None = None
+
+    def begin(self) -> None:
+        """The first token is there."""
+        self.first = time.monotonic() - self._arrived
+
+    def end(self) -> None:
+        """The answer has ended."""
+        self.whole = time.monotonic() - self._arrived
+
+
+class Generation:
+    """What transformers' handlers know as the manager that generates.
+
+    Args:
+        scheduler: The rows.
         metrics: The counters.
-        stopping: Set if the server ends.
-        inner: The streamer that sends the text, or None.
+        prefix: The cache that every request starts from, or None.
+        queue: The most answers that wait for a row.
+        length: The most tokens of a prompt and its answer, if rows have room for fewer than the model.
     """
 
     def __init__(
-        self, job: Job, cache: Callable[[], Any], metrics: Metrics, stopping: threading.Event, inner: Any
+        self,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        prefix: Prefix | None,
+        queue: int,
+        length: int | None = None,
     ) -> None:
-        """A streamer for one `generate`."""
-        self._job = job
-        self._cache = cache
-        self._metrics = metrics
-        self._stopping = stopping
-        self._inner = inner
-        self._is_prompt = True
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take the prompt in the first call, and one token in each later call.
-
-        Raises:
-            Cancelled: If the client is gone.
-            Failure: If the server ends.
-        """
-        job = self._job
-        if job.cancelled.is_set():
-            raise Cancelled
-        if self._stopping.is_set():
-            raise Failure(SHUTTING_DOWN, 503)
-        if not self._is_prompt:
-            if not job.tokens:
-                self._metrics.hold(self._cache())
-                job.signal(job.begun)
-            job.tokens += value.flatten().tolist()
-        self._is_prompt = False
-        if self._inner is not None:
-            self._inner.put(value)
-
-    def end(self) -> None:
-        """Measure the cache, then end the text, since the last chunk of a stream contains the measures."""
-        self._job.usage = CacheUsage.of(self._cache())
-        if self._inner is not None:
-            self._inner.end()
-
-
-class Generation(handlers.BaseGeneration):
-    """Transformers' manager of `generate` on one thread, with the cache of each request measured and released.
-
-    Args:
-        handle: The attached policy.
-        metrics: The counters.
-        prefix: The cache that every request starts from, or None.
-    """
-
-    def __init__(self, handle: Any, metrics: Metrics, prefix: Prefix | None = None) -> None:
-        """Start the thread."""
-        super().__init__()
-        self._handle = handle
+        """Start the rows."""
+        self._scheduler = scheduler
         self._metrics = metrics
         self._prefix = prefix
+        self._queue = queue
+        self._length = length
         self._jobs: dict[str, Job] = {}
-        self._closing = threading.Event()
-        self._stopping = threading.Event()
         metrics.prefix_nbytes = 0 if prefix is None else prefix.cache.nbytes
+        metrics.watch(scheduler)
+        scheduler.start()
 
-    def open(self, job: Job) -> None:
-        """Expect a job, which a handler will ask for by its key."""
-        self._jobs[job.key] = job
+    def open(self, jobs: list[Job]) -> None:
+        """Expect answers of one request, for which a handler will ask by their keys.
+
+        Raises:
+            RequestError: If too many others wait.
+        """
+        most = self._queue + len(self._scheduler.rows)
+        if self._jobs and len(self._jobs) + len(jobs) > most:
+            raise RequestError(
+                f"At most {self._queue:,} answers may wait, got {len(self._jobs):,} that wait or are being generated; "
+                "try again later.",
+                TOO_MANY,
+                "rate_limit_exceeded",
+            )
+        for job in jobs:
+            job.wake = self._scheduler.wake
+            job.ended = self._count
+            self._jobs[job.key] = job
 
     def close(self, job: Job) -> None:
-        """Forget a job that did not reach the thread."""
-        self._jobs.pop(job.key, None)
+        """Cancel a job, and forget it if it did not reach the rows."""
+        job.cancel()
+        if job not in job.group.ready or not job.group.is_complete:
+            self._jobs.pop(job.key, None)
+            job.signal(job.begun)
+            job.signal(job.done)
 
     def refuse_new(self) -> None:
-        """Refuse all waiting and later requests; the running one goes on."""
-        self._closing.set()
+        """Refuse all waiting and later requests; those with a row go on."""
+        self._scheduler.close(Failure(SHUTTING_DOWN, 503))
 
     async def stop_running(self) -> None:
         """End what runs with an error, and wait for the thread."""
-        self._closing.set()
-        self._stopping.set()
-        await asyncio.wrap_future(self.submit(lambda: None))
+        self._scheduler.stop(Failure(SHUTTING_DOWN, 503))
+        await asyncio.get_running_loop().run_in_executor(None, self._scheduler.join)
 
     def generate_streaming(
         self,
@@ -193,15 +334,8 @@ class Generation(handlers.BaseGeneration):
         """Start to generate, and return the queue of the text and its streamer."""
         job = self._jobs[request_id]
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        streamer = AnswerStreamer(processor, queue, job.post, job.cancelled.set, response_parser)
-
-        def after() -> None:
-            if job.failure is not None:
-                job.post(queue.put_nowait, handlers.stream_error(str(job.failure)))
-            elif job.usage is None:  # cancelled
-                job.post(queue.put_nowait, None)
-
-        self._start(job, model, processor, inputs, gen_config, streamer, after)
+        streamer = AnswerStreamer(processor, queue, job.post, job.cancel, response_parser)
+        self._start(job, model, processor, inputs, gen_config, streamer)
         return queue, streamer
 
     async def generate_non_streaming(
@@ -214,106 +348,80 @@ class Generation(handlers.BaseGeneration):
             Failure: If the policy refuses the prompt, or something else goes wrong.
         """
         job = self._jobs[request_id]
-        self._start(job, model, processor, inputs, gen_config, None, lambda: None)
+        self._start(job, model, processor, inputs, gen_config, None)
         await asyncio.sleep(0)  # until here in a thread: see `begin_in_thread`
         await job.done
         if job.failure is not None:
             raise job.failure
         if job.usage is None:
             raise Cancelled
-        prompt: list[int] = inputs["input_ids"][0].tolist()
+        prompt = job.prompt.ids
         answer = AnswerTokens(processor, prompt, job.tokens)
         return answer.text, len(prompt), answer
 
-    def _start(
-        self,
-        job: Job,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: Any,
-        inner: Any,
-        after: Callable[[], None],
-    ) -> None:
-        """Check a prompt, and queue it for the thread."""
-        ids = inputs["input_ids"]
-        if not ids.numel():
+    def _start(self, job: Job, model: Any, processor: Any, inputs: Any, config: Any, streamer: Any) -> None:
+        """Check a prompt, and let it wait for a row."""
+        ids: list[int] = inputs["input_ids"].flatten().tolist()
+        if not ids:
             raise KVPolicyError("The prompt must have at least one token, got none; try a longer prompt.")
         if self._prefix is not None:
-            self._prefix.check(ids[0].tolist())
-        _configure(gen_config, job.call, model, ids.shape[1], processor)
-        arguments = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "generation_config": gen_config,
-            "tokenizer": processor,
-        }
-        self._metrics.queue(1)
-        self.submit(self._run, job, model, arguments, inner, after)
+            self._prefix.check(ids)
+        of_model = config.stop_strings or ()  # those of a request are not among them
+        configure(config, job.call, positions_of(model), self._length, len(ids), processor)
+        ready = job.group.add(job, ids, config)
+        job.prepare(processor, streamer, (*job.call.stop, *([of_model] if isinstance(of_model, str) else of_model)))
+        if ready:
+            self._scheduler.submit(ready)
 
-    def _run(self, job: Job, model: Any, arguments: dict[str, Any], inner: Any, after: Callable[[], None]) -> None:
-        """Answer one request, on the thread. Nothing is raised: an error would keep the frames, and so the cache."""
-        metrics = self._metrics
-        metrics.queue(-1)
-        metrics.running = 1
-        try:
-            if job.cancelled.is_set():  # also while the server ends: nobody is refused
-                raise Cancelled
-            if self._closing.is_set():
-                raise Failure(SHUTTING_DOWN, 503)
-            self._generate(job, model, arguments, inner)
-        except Cancelled:
-            pass
-        except Exception as error:
-            job.failure = describe(error)
-        finally:
-            # Frees the cache: the arguments hold a prefix's copy, and the handle holds the cache that `generate` made.
-            arguments.clear()
-            self._handle.cache = None
+    def _count(self, job: Job) -> None:
+        """Count an answer that has ended, and write it to the log."""
         outcome = "answered" if job.usage is not None else "cancelled"
         if job.failure is not None:
             outcome = "refused" if job.failure.status < 500 else "failed"
-        metrics.count(outcome)
-        metrics.generated_tokens += len(job.tokens)
-        metrics.last = job.usage or metrics.last
-        metrics.running = 0
+        self._metrics.end(outcome, job)
         self._jobs.pop(job.key, None)
-        after()
-        job.signal(job.begun)
-        job.signal(job.done)
-
-    def _generate(self, job: Job, model: Any, arguments: dict[str, Any], inner: Any) -> None:
-        # Here, and not where the request arrived: the request before may have been sampling then.
-        if job.call.seed is not None:
-            torch.manual_seed(job.call.seed)
-        cache = None
-        if self._prefix is not None:
-            cache = arguments[CACHE] = self._prefix.start()
-        self._metrics.prompt_tokens += arguments["input_ids"].shape[1]
-        watcher = Watcher(
-            job, lambda: self._handle.cache if cache is None else cache, self._metrics, self._stopping, inner
-        )
-        if job.call.stop:
-            arguments["stopping_criteria"] = [StopStrings(arguments["tokenizer"], job.call.stop)]
-        with torch.inference_mode():
-            model.generate(**arguments, streamer=watcher)
+        log.info("%s", _line(outcome, job))
 
 
-def _configure(config: Any, call: Call, model: Any, prompt: int, tokenizer: Any) -> None:
-    """Set the options that transformers' handler leaves to the model: requested sampling, and a length that fits."""
+def _line(outcome: str, job: Job) -> str:
+    """One line of log about an answer."""
+    said = f"{job.key} {outcome}: {len(job.prompt.ids):,} tokens of prompt, {len(job.tokens):,} generated"
+    if job.times.first is not None and job.times.whole is not None:
+        said += f", the first after {job.times.first:.2f} s and the last after {job.times.whole:.2f} s"
+    if job.usage is not None:
+        said += f", {job.usage.kept_tokens:,.0f} tokens kept in {job.usage.cache_nbytes:,} bytes"
+    return said + ("" if job.failure is None else f": {job.failure}")
+
+
+def configure(config: Any, call: Call, positions: int | None, rows: int | None, prompt: int, tokenizer: Any) -> None:
+    """Set the options that transformers' handler leaves to the model: requested sampling, and a length that fits.
+
+    Args:
+        config: The generation config, which is changed.
+        call: The request.
+        positions: The positions of the model; None without a limit.
+        rows: The tokens for which a row has room; None without a limit.
+        prompt: Tokens of the prompt.
+        tokenizer: The tokenizer.
+
+    Raises:
+        KVPolicyError: If the prompt and the answer do not fit.
+    """
     config.num_beams = 1  # tokens are streamed
+    config.num_return_sequences = 1
+    config.stop_strings = None  # see `StopStrings`
     if call.sample is not None:
         config.do_sample = call.sample
-    if not config.do_sample:  # generate warns of what has no effect
-        config.temperature = config.top_p = config.top_k = None
+    call.sampling.configure(config)
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    limit = positions_of(model)
+    limit = min((each for each in (positions, rows) if each is not None), default=None)
     new = call.max_tokens or (DEFAULT_NEW_TOKENS if limit is None else max(min(DEFAULT_NEW_TOKENS, limit - prompt), 1))
     if limit is not None and prompt + new > limit:
+        what = "positions" if limit == positions else "tokens, see --length,"
         raise KVPolicyError(
-            f"The prompt and max_tokens must fit into {limit:,} positions, got {prompt:,} and {new:,}; try a shorter "
-            "prompt or a smaller max_tokens."
+            f"The prompt and max_tokens must fit into {limit:,} {what.rstrip(',')}, got {prompt:,} and {new:,}; try a "
+            "shorter prompt or a smaller max_tokens."
         )
     config.max_new_tokens = new
 

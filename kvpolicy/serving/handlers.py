@@ -16,12 +16,11 @@ try:
     from transformers.cli.serving import chat_completion, completion, model_manager, utils
 
     BaseChat: Any = chat_completion.ChatCompletionHandler
-    BaseGeneration: Any = utils.GenerateManager
     BaseModels: Any = model_manager.ModelManager
     BaseState: Any = utils.GenerationState
 except (ImportError, AttributeError):  # another version; `check_transformers` says so
     chat_completion = completion = model_manager = utils = None
-    BaseChat = BaseGeneration = BaseModels = BaseState = object
+    BaseChat = BaseModels = BaseState = object
 
 TESTED = "5.18 to 5.24"
 """The versions of transformers with which this module was tested."""
@@ -41,7 +40,6 @@ _EXPECTED: dict[str, tuple[str, ...]] = {
     "utils.GenerationState.get_manager": ("model_id", "use_cb"),
     "utils.GenerateManager.generate_streaming": ("model", "processor", "inputs", "gen_config", "request_id"),
     "utils.GenerateManager.generate_non_streaming": ("model", "processor", "inputs", "gen_config", "request_id"),
-    "utils.GenerateManager.submit": ("fn",),
     "utils.response_events_to_chunks": ("events",),
     "utils._StreamError.__init__": ("msg",),
 }
@@ -92,7 +90,7 @@ class OneModel(BaseModels):
 
 
 class OneManager(BaseState):
-    """Generation by one manager, so that one request is answered at a time.
+    """Generation by one manager, which has the rows.
 
     Args:
         manager: The manager.

@@ -29,6 +29,15 @@ class CacheUsage:
         """Measure a `PolicyCache` of one row."""
         return cls(kept_tokens=mean_kept(cache), cache_nbytes=cache.nbytes, full_nbytes=cache.full_nbytes)
 
+    @classmethod
+    def of_row(cls, cache: Any, row: int) -> CacheUsage:
+        """Measure a row of a `PolicyCache` with several, which share its bytes evenly."""
+        other = sum(cache.unmanaged_bytes().values()) // cache.batch_size
+        full = sum(int(layer.length[row]) * layer.store.shape.token_nbytes for layer in cache.policy_layers)
+        return cls(
+            kept_tokens=mean_kept(cache, row), cache_nbytes=cache.nbytes // cache.batch_size, full_nbytes=full + other
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers, as they stand in `usage.kvpolicy` of an answer."""
         return asdict(self)
@@ -51,8 +60,9 @@ class Metrics:
         requests: Requests by outcome.
         prompt_tokens: Tokens of prompts.
         generated_tokens: Tokens generated.
-        waiting: Requests that wait for their turn.
-        running: Whether a request is being answered, 0 or 1.
+        evicted_tokens: Tokens of answers and their prompts that were not kept, as means over layers and KV heads.
+        first_seconds: Seconds from requests to their first tokens, in all.
+        first_tokens: How many first tokens these were.
         last: The cache of the last answered request.
         prefix_nbytes: Bytes of the cache that requests start from.
     """
@@ -60,10 +70,12 @@ class Metrics:
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    waiting: int = 0
-    running: int = 0
+    evicted_tokens: float = 0.0
+    first_seconds: float = 0.0
+    first_tokens: int = 0
     last: CacheUsage | None = None
     prefix_nbytes: int = 0
+    _scheduler: Any = None
     _cache: Any = None
     _nbytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -73,19 +85,44 @@ class Metrics:
         with self._lock:
             self.requests[outcome] += 1
 
-    def queue(self, change: int) -> None:
-        """Count a request that begins to wait (1) or has its turn (-1); called by both as well."""
-        with self._lock:
-            self.waiting += change
+    def end(self, outcome: str, job: Any) -> None:
+        """Count an answer that has ended, which the rows' thread alone does."""
+        self.count(outcome)
+        self.generated_tokens += len(job.tokens)
+        if job.times.first is not None:
+            self.first_seconds += job.times.first
+            self.first_tokens += 1
+        if job.usage is not None:
+            self.last = job.usage
+            self.evicted_tokens += max(len(job.text) - 1 - job.usage.kept_tokens, 0)
+
+    def watch(self, scheduler: Any) -> None:
+        """Show what waits and what is in flight in a scheduler."""
+        self._scheduler = scheduler
 
     def hold(self, cache: Any) -> None:
-        """Note the running request's cache, which has its slots."""
+        """Note the cache of the rows in flight, which has its slots."""
         self._nbytes = cache.nbytes
         self._cache = weakref.ref(cache)
 
     @property
+    def waiting(self) -> int:
+        """Requests that wait for a row."""
+        return 0 if self._scheduler is None else self._scheduler.waiting
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row, or whose prompt is being read."""
+        return 0 if self._scheduler is None else self._scheduler.running
+
+    @property
+    def rows(self) -> int:
+        """Rows for requests."""
+        return 0 if self._scheduler is None else len(self._scheduler.rows)
+
+    @property
     def cache_nbytes(self) -> int:
-        """Bytes of the running request's cache; 0 once the cache is gone, whoever held it."""
+        """Bytes of the cache of the rows; 0 once the cache is gone, whoever held it."""
         return self._nbytes if self._cache is not None and self._cache() is not None else 0
 
     def text(self) -> str:
@@ -96,9 +133,18 @@ class Metrics:
         for name, kind, value, what in (
             ("prompt_tokens_total", "counter", self.prompt_tokens, "Tokens of prompts."),
             ("generated_tokens_total", "counter", self.generated_tokens, "Generated tokens."),
-            ("requests_waiting", "gauge", self.waiting, "Requests that wait for their turn."),
-            ("requests_running", "gauge", self.running, "Requests being answered, at most one."),
-            ("cache_nbytes", "gauge", self.cache_nbytes, "Bytes of the running request's cache."),
+            (
+                "evicted_tokens_total",
+                "counter",
+                self.evicted_tokens,
+                "Tokens not kept to the end of answers.",
+            ),
+            ("first_token_seconds_sum", "counter", self.first_seconds, "Seconds until the first tokens of answers."),
+            ("first_token_seconds_count", "counter", self.first_tokens, "First tokens of answers."),
+            ("requests_waiting", "gauge", self.waiting, "Requests that wait for a row."),
+            ("requests_running", "gauge", self.running, "Requests being answered."),
+            ("rows", "gauge", self.rows, "Requests that can be answered at a time."),
+            ("cache_nbytes", "gauge", self.cache_nbytes, "Bytes of the cache of the rows."),
             ("prefix_nbytes", "gauge", self.prefix_nbytes, "Bytes of the cache that requests start from."),
             ("last_kept_tokens", "gauge", last.kept_tokens, "Tokens kept at the end of the last answer."),
             ("last_cache_nbytes", "gauge", last.cache_nbytes, "Bytes of its cache."),

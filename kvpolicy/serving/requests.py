@@ -6,12 +6,13 @@ import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request
 
 from kvpolicy.serving.handlers import RESERVED
+from kvpolicy.serving.sampling import Sampling
 from kvpolicy.serving.templates import as_list, brief, kind, parse_message
 from kvpolicy.text.errors import KVPolicyError
 
@@ -28,13 +29,8 @@ IGNORED = {  # docs/guide/serving.md lists them
 """Fields without effect on an answer."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
     "logit_bias": ({},),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
@@ -53,10 +49,19 @@ MOST_STOPS = 16
 LONGEST_STOP = 256
 """The most characters of a stop string."""
 
+MOST_CHOICES = 16
+"""The most answers to one prompt."""
+
+MOST_PROMPTS = 256
+"""The most prompts of a request; the OpenAI API has 2048."""
+
+MOST_LOGPROBS = 20
+"""The most tokens whose log probabilities are returned beside a chosen one, as in the OpenAI API."""
+
 MOST_ROLES = 16
 """The most different roles of the messages of a request."""
 
-CHAT = {"messages", "tools", "chat_template_kwargs"}
+CHAT = {"messages", "tools", "chat_template_kwargs", "top_logprobs"}
 COMPLETION = {"prompt"}
 SHARED = {
     "model",
@@ -68,6 +73,13 @@ SHARED = {
     "top_p",
     "seed",
     "stop",
+    "n",
+    "logprobs",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
 }
 
 
@@ -97,8 +109,10 @@ class Call:
         include_usage: Whether a stream ends with its usage.
         max_tokens: The most tokens to generate; None for the default.
         sample: Whether to sample (True), decode greedily (False), or do as the model's generation config says (None).
-        seed: The random seed, or None.
+        sampling: What else the choice of tokens depends on.
         stop: Strings that end the answer, which does not contain them.
+        prompts: The prompts of a completion; none for a chat, which has one.
+        choices: Answers to each prompt.
     """
 
     body: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -106,8 +120,24 @@ class Call:
     include_usage: bool = False
     max_tokens: int | None = None
     sample: bool | None = None
-    seed: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
+    choices: int = 1
+
+    def each(self) -> list[Call]:
+        """The request of each answer: the choices of the first prompt, of the second one, and so on.
+
+        Choices of a prompt have seeds that follow each other.
+        """
+        bodies = [{**self.body, "prompt": prompt} for prompt in self.prompts] or [self.body]
+        seed = self.sampling.seed
+        seeds = [seed if seed is None else (seed + k + 2**63) % 2**64 - 2**63 for k in range(self.choices)]
+        return [
+            replace(self, body=body, sampling=replace(self.sampling, seed=own), prompts=(), choices=1)
+            for body in bodies
+            for own in seeds
+        ]
 
 
 def parse_chat(body: Any, model: str) -> Call:
@@ -134,7 +164,7 @@ def parse_chat(body: Any, model: str) -> Call:
         own["tools"] = _tools(fields["tools"])
     if fields.get("chat_template_kwargs") is not None:
         own["chat_template_kwargs"] = _template_options(fields["chat_template_kwargs"])
-    return _call(fields, own, model)
+    return _call(fields, own, model, _chat_logprobs(fields))
 
 
 def parse_completion(body: Any, model: str) -> Call:
@@ -153,11 +183,27 @@ def parse_completion(body: Any, model: str) -> Call:
     """
     fields = _fields(body, COMPLETION)
     prompt = fields.get("prompt")
-    if not isinstance(prompt, str):
-        raise KVPolicyError(f"prompt must be a string, got {kind(prompt)}; try one request for each prompt.")
-    if not prompt:
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(prompts, list) or not all(isinstance(each, str) for each in prompts):
+        raise KVPolicyError(f"prompt must be a string or a list of strings, got {brief(prompt)}.")
+    if not prompts or not all(prompts):
         raise KVPolicyError("The prompt must have at least one token, got none; try a longer prompt.")
-    return _call(fields, {"prompt": prompt}, model)
+    if len(prompts) > MOST_PROMPTS:
+        raise KVPolicyError(f"prompt must be at most {MOST_PROMPTS} prompts, got {len(prompts):,}; try two requests.")
+    logprobs = fields.get("logprobs", False)
+    most = None if logprobs is False else _integer("logprobs", logprobs, 0, MOST_LOGPROBS, 5)
+    call = _call(fields, {"prompt": prompts[0]}, model, most)
+    return replace(call, prompts=tuple(prompts))
+
+
+def _chat_logprobs(fields: Mapping[str, Any]) -> int | None:
+    """How many tokens are returned beside a chosen one, or None for neither."""
+    most = _integer("top_logprobs", fields.get("top_logprobs", 0), 0, MOST_LOGPROBS, 5)
+    if _bool("logprobs", fields.get("logprobs", False)):
+        return most
+    if most:
+        raise KVPolicyError(f"logprobs must be true with top_logprobs, got top_logprobs={most} alone; try both.")
+    return None
 
 
 def _fields(body: Any, own: set[str]) -> dict[str, Any]:
@@ -178,7 +224,7 @@ def _fields(body: Any, own: set[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in supported}
 
 
-def _call(fields: Mapping[str, Any], own: dict[str, Any], model: str) -> Call:
+def _call(fields: Mapping[str, Any], own: dict[str, Any], model: str, logprobs: int | None) -> Call:
     _check_model(fields.get("model", model), model)
     stream = _bool("stream", fields.get("stream", False))
     include_usage = _include_usage(fields.get("stream_options", {}))
@@ -187,23 +233,40 @@ def _call(fields: Mapping[str, Any], own: dict[str, Any], model: str) -> Call:
     top_p = _number("top_p", fields["top_p"], 0, 1) if "top_p" in fields else None
     if top_p == 0:
         raise KVPolicyError("top_p must be above 0 and at most 1, got 0; try temperature=0 for greedy decoding.")
-    sample = None if temperature is None and top_p is None else temperature is None or temperature >= LEAST_TEMPERATURE
-    seed = _integer("seed", fields["seed"], -(2**63), 2**63 - 1) if "seed" in fields else None
-    stop = _stop(fields.get("stop", []))
-    # Not the seed: transformers would set it at once, while the request before this one is still sampling. Not the stop
-    # strings either: see `StopStrings`.
+    sampling = _sampling(fields, logprobs)
+    asks = temperature is not None or any(each is not None for each in (top_p, sampling.top_k, sampling.min_p))
+    sample = (temperature is None or temperature >= LEAST_TEMPERATURE) if asks else None
+    # Not the seed: transformers would set it at once, for the whole program. Not the stop strings either: see
+    # `StopStrings`. Nor `frequency_penalty`, which transformers takes for one of repetition.
     passed = {"max_tokens": most, "stream": stream}
     if sample:
         passed |= {"temperature": temperature, "top_p": top_p}
-    body = {**own, "model": model, **{name: value for name, value in passed.items() if value is not None}}
     return Call(
-        body=body,
+        body={**own, "model": model, **{name: value for name, value in passed.items() if value is not None}},
         stream=stream,
         include_usage=stream and include_usage,
         max_tokens=most,
         sample=sample,
-        seed=seed,
-        stop=stop,
+        sampling=sampling,
+        stop=_stop(fields.get("stop", [])),
+        choices=_integer("n", fields.get("n", 1), 1, MOST_CHOICES, 2),
+    )
+
+
+def _sampling(fields: Mapping[str, Any], logprobs: int | None) -> Sampling:
+    """What the choice of tokens depends on, beyond temperature and `top_p`."""
+    top_k = _integer("top_k", fields["top_k"], -1) if "top_k" in fields else None
+    penalty = fields.get("repetition_penalty")
+    if penalty is not None and _number("repetition_penalty", penalty, 0, 100) == 0:
+        raise KVPolicyError("repetition_penalty must be above 0 and at most 100, got 0; try 1.1.")
+    return Sampling(
+        seed=_integer("seed", fields["seed"], -(2**63), 2**63 - 1) if "seed" in fields else None,
+        top_k=None if top_k is None else max(top_k, 0),  # -1 is another word for all
+        min_p=_number("min_p", fields["min_p"], 0, 1) if "min_p" in fields else None,
+        repetition_penalty=None if penalty is None else float(penalty),
+        frequency_penalty=_number("frequency_penalty", fields.get("frequency_penalty", 0), -2, 2),
+        presence_penalty=_number("presence_penalty", fields.get("presence_penalty", 0), -2, 2),
+        logprobs=logprobs,
     )
 
 
@@ -294,9 +357,9 @@ def _bool(name: str, value: Any) -> bool:
     return value
 
 
-def _integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
+def _integer(name: str, value: Any, least: int, most: int = 2**31 - 1, example: int = 64) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise KVPolicyError(f"{name} must be an integer from {least} to {most}, got {brief(value)}; try 64.")
+        raise KVPolicyError(f"{name} must be an integer from {least} to {most}, got {brief(value)}; try {example}.")
     return value
 
 
@@ -308,6 +371,9 @@ def _number(name: str, value: Any, least: float, most: float) -> float:
 
 TOO_LARGE = 413
 """The HTTP status of a body that is too large."""
+
+TOO_MANY = 429
+"""The HTTP status of a request while too many others wait."""
 
 ENVELOPE = 2**16
 """Bytes of a body for everything but the tokens of the prompt."""

@@ -19,10 +19,14 @@ from kvpolicy.hf.attachment import PLAIN, Hold
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.serving import handlers
 from kvpolicy.serving.app import Hosts, build_app
+from kvpolicy.serving.capacity import Capacity
+from kvpolicy.serving.forwards import ManyRows, OneRow, Prompts, pause_between_tiles, settle
 from kvpolicy.serving.generation import Generation
+from kvpolicy.serving.interruptible import Interruptible
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.prefix import Prefix
 from kvpolicy.serving.requests import body_limit, positions_of
+from kvpolicy.serving.scheduler import Scheduler
 from kvpolicy.serving.templates import adapt_tokenizer
 from kvpolicy.text.errors import KVPolicyError
 
@@ -84,6 +88,10 @@ def bind(host: str, port: int) -> socket.socket:
     return found
 
 
+ONE_ROW = Capacity()
+"""One request at a time."""
+
+
 @contextmanager
 def serving(
     model: Any,
@@ -96,6 +104,8 @@ def serving(
     tile: TileSize = None,
     hold: Hold = PLAIN,
     compile: bool | None = None,
+    capacity: Capacity = ONE_ROW,
+    key: str | None = None,
 ) -> Generator[uvicorn.Server, None, None]:
     """Attach a policy to a model, and make the server.
 
@@ -110,6 +120,8 @@ def serving(
         tile: The most tokens of a prompt that a layer takes at a time, `auto`, or None.
         hold: How a prompt is held that waits, as `hold` of `attach`.
         compile: Whether steps are compiled, as `compile` of `attach`.
+        capacity: How many requests are answered at a time.
+        key: The key that requests must have; None for none.
 
     Yields:
         The server; call `run(sockets=[listener])`. The policy is detached at the end.
@@ -123,21 +135,37 @@ def serving(
     with attach(model, policy, tile=tile, hold=hold, compile=compile) as handle:
         prefix = None if load is None else load(model)
         metrics = Metrics()
-        generation = Generation(handle, metrics, prefix)
+        reading = Interruptible(settle(model))
+        pausing = pause_between_tiles(model, reading)
+        prompts = Prompts(model, handle, metrics, prefix)
+        rows, length = capacity.sizes(model, handle.policy)
+        forwards = OneRow(prompts) if rows == 1 else ManyRows(prompts, rows, length or 1)
+        scheduler = Scheduler(forwards, reading, capacity.share)
+        generation = Generation(scheduler, metrics, prefix, capacity.queue, length)
         routes = handlers.make_handlers(handlers.OneModel(model, tokenizer, name), generation)
-        app = build_app(name, policy, routes, generation, metrics, hosts, body_limit(positions_of(model)))
+        app = build_app(name, policy, routes, generation, metrics, hosts, body_limit(positions_of(model)), key)
         config = uvicorn.Config(app, log_level="warning", lifespan="on")
         # transformers logs each request as a warning.
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
-        for line in _notes(name, policy, listener, has_template, prefix):
+        if rows > 1 and prefix is not None and prefix.shared:
+            raise KVPolicyError(
+                f"--share-prefix must be without --rows, got {rows} rows, of which each has a copy of the prefix; try "
+                "--prefix alone."
+            )
+        for line in _notes(name, policy, listener, (rows, length, key is not None), has_template, prefix):
             print(line, file=sys.stderr, flush=True)
-        yield Server(config, generation)
+        try:
+            yield Server(config, generation)
+        finally:
+            pausing()
 
 
 @contextmanager
 def log_to_terminal() -> Generator[None, None, None]:
-    """Write the log of the server to stderr meanwhile, with the traceback of each failed request."""
+    """Write the log of the server to stderr meanwhile: a line for each answer, and the traceback of each failure."""
     log = logging.getLogger("kvpolicy.serving")
+    before = log.level
+    log.setLevel(logging.INFO)  # a line for each request
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
     log.addHandler(handler)
@@ -145,6 +173,7 @@ def log_to_terminal() -> Generator[None, None, None]:
         yield
     finally:
         log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def run(server: uvicorn.Server, listener: socket.socket) -> None:
@@ -161,13 +190,22 @@ def run(server: uvicorn.Server, listener: socket.socket) -> None:
 
 
 def _notes(
-    name: str, policy: str, listener: socket.socket, has_template: bool, prefix: Prefix | None
+    name: str,
+    policy: str,
+    listener: socket.socket,
+    limits: tuple[int, int | None, bool],
+    has_template: bool,
+    prefix: Prefix | None,
 ) -> Generator[str, None, None]:
     """The start-up log."""
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     yield f"{name} under {policy}: http://{address}:{port}/v1"
-    yield "One request is answered at a time; others wait for their turn."
+    rows, length, has_key = limits
+    if rows == 1:
+        yield "One request is answered at a time; others wait for their turn."
+    else:
+        yield f"{rows} requests are answered at a time, of up to {length:,} tokens each; others wait for a row."
     if not has_template:
         yield (
             "The tokenizer has no chat template: the contents of messages are joined by newlines, with nothing after "
@@ -176,4 +214,4 @@ def _notes(
     if prefix is not None:
         yield f"Every prompt must begin with the {len(prefix.ids):,} tokens of the prefix."
     if not host.startswith("127.") and host != "::1":
-        yield "The server can be reached from other machines, and asks for no key."
+        yield f"The server can be reached from other machines, and asks for {'a' if has_key else 'no'} key."

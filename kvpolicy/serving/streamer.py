@@ -6,9 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from transformers import StoppingCriteria
-
 from kvpolicy.reporting.detokenizer import Detokenizer, text_behind
 from kvpolicy.serving import handlers
 
@@ -59,8 +56,8 @@ class StopFilter:
         return text
 
 
-class StopStrings(StoppingCriteria):
-    """Ends `generate` once the text of one row has a stop string.
+class StopStrings:
+    """Says when the text of an answer has a stop string.
 
     Transformers' own criterion compares every string with every token of the vocabulary before the first step, which
     takes seconds for 150,000 tokens.
@@ -68,25 +65,22 @@ class StopStrings(StoppingCriteria):
     Args:
         tokenizer: The tokenizer.
         stop: The strings.
+        prompt: Token ids before the answer.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        """A criterion for one `generate`."""
-        self._tokenizer = tokenizer
-        self._text: Detokenizer | None = None
+    def __init__(self, tokenizer: Any, stop: Sequence[str], prompt: Sequence[int]) -> None:
+        """No token was generated."""
+        self._text = Detokenizer(tokenizer, prompt, skip_special_tokens=False)  # one may be a stop string
         self._filter = StopFilter(stop)
 
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        """Take the last token, and return whether the row has ended."""
-        if self._text is None:
-            prompt: list[int] = input_ids[0, :-1].tolist()
-            self._text = Detokenizer(self._tokenizer, prompt, skip_special_tokens=False)  # one may be a stop string
-        self._filter.feed(self._text.add(int(input_ids[0, -1])))
-        return torch.tensor([self._filter.has_ended], device=input_ids.device)
+    def add(self, token: int) -> bool:
+        """Take a token, and return whether the text has had a stop string."""
+        self._filter.feed(self._text.add(token))
+        return self._filter.has_ended
 
 
 class AnswerStreamer:
-    """Puts the text of an answer into a queue, token by token, for `generate`.
+    """Puts the text of an answer into a queue, token by token.
 
     Unlike transformers' streamer, it decodes tokens with those before them.
 
@@ -120,23 +114,26 @@ class AnswerStreamer:
         if parser is not None:
             self._put_events(parser.initial_events)
 
-    def put(self, value: Any) -> None:
-        """Take the prompt in the first call, and one token in each later call."""
-        tokens: list[int] = value.flatten().tolist()
-        if self._text is None:
-            # The parser looks for special tokens, such as the one before a tool call.
-            self._text = Detokenizer(self._tokenizer, tokens, skip_special_tokens=self._parser is None)
-            return
-        for token in tokens:
-            self.total_tokens += 1
-            self._put_text(self._text.add(token))
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Take the prompt."""
+        # The parser looks for special tokens, such as the one before a tool call.
+        self._text = Detokenizer(self._tokenizer, prompt, skip_special_tokens=self._parser is None)
 
-    def end(self) -> None:
-        """Put the rest of the text, and the mark of its end."""
-        if self._text is not None:
+    def add(self, token: int) -> None:
+        """Take a generated token."""
+        assert self._text is not None
+        self.total_tokens += 1
+        self._put_text(self._text.add(token))
+
+    def end(self, failure: Exception | None = None, *, is_whole: bool = True) -> None:
+        """Put the rest of the text, if it is whole, or an error, and the mark of the end."""
+        if failure is not None:
+            self._post(self._queue.put_nowait, handlers.stream_error(str(failure)))
+            return
+        if is_whole and self._text is not None:
             self._put_text(self._text.flush())
-        if self._parser is not None:
-            self._put_events(handlers.last_events(self._parser))
+            if self._parser is not None:
+                self._put_events(handlers.last_events(self._parser))
         self._post(self._queue.put_nowait, None)
 
     def _put_text(self, text: str) -> None:

@@ -7,7 +7,8 @@
 A budget that is a fraction may have a least number of tokens: `snapkv@0.2:least=1024`. A policy that is made from a
 file stands alone: `tuned:file=plan.json@0.1`.
 
-Every selector that evicts while decoding takes `protect=prompt`, which wraps it.
+Every selector that evicts while decoding takes `protect=prompt`, and every allocator `skip=2-2`, which wraps it; the
+latter is also read as `skip=first:2,last:2`.
 
 Parts come in any order, at most one of each kind. A selector wraps a selector, a codec a codec and a reader a reader;
 an allocator wraps a head allocator through its field `heads`. Spaces around `+`, `/`, `:`, `=` and `@` are ignored. As
@@ -160,7 +161,7 @@ def show(parts: Mapping[Kind, object], budget: Budget | None) -> str:
 
 
 def _part(text: str) -> tuple[Kind, Any]:
-    terms: list[tuple[str, Kind, type[Any], dict[str, Any], list[str]]] = []
+    terms: list[tuple[str, Kind, type[Any], dict[str, Any], dict[str, dict[str, int]]]] = []
     rest: str | None = text
     while rest is not None:
         name, kind, cls, options, shared, rest = _term(rest)
@@ -180,8 +181,8 @@ def _part(text: str) -> tuple[Kind, Any]:
     for name, _, cls, options, shared in reversed(terms):
         wrapping = {_wraps(cls): inner} if inner is not None else {}
         inner = _build(name, cls, options | wrapping)
-        for option in shared:
-            inner = _build(option, lookup(option)[1], {"base": inner})
+        for option, values in shared.items():
+            inner = _build(option, lookup(option)[1], values | {"base": inner})
     return terms[0][1], inner
 
 
@@ -190,7 +191,7 @@ def _wraps(cls: type[Any]) -> str:
     return next((field for field in WRAPPING if field in fields_of(cls)), "")
 
 
-def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], list[str], str | None]:
+def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], dict[str, dict[str, int]], str | None]:
     """The first term of a part: its name, kind, class, options, those of its kind, and the text that it wraps."""
     match = _NAME.match(text)
     name = match.group() if match else ""
@@ -216,22 +217,27 @@ def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], list[str], s
     return name, kind, cls, _options(name, cls, own), shared, inner
 
 
-def _shared(name: str, kind: Kind, text: str) -> tuple[list[str], str]:
-    """The options of a term that every strategy of its kind takes, and the text of the others."""
-    found: list[str] = []
-    others: list[str] = []
-    for option in text.split(":"):
-        key, equals, value = option.partition("=")
-        of_kind, known, _ = OPTIONS.get(key, (None, "", ""))
-        if of_kind != kind or not equals:
-            others.append(option)
-        elif value != known:
-            raise KVPolicyError(f"The option {name}:{key} must be {known}, got {shorten(value)!r}; try {key}={known}.")
-        elif key in found:
-            raise KVPolicyError(f"Every option of {name!r} must be given once, got {key!r} twice.")
-        else:
-            found.append(key)
-    return found, ":".join(others)
+def _shared(name: str, kind: Kind, text: str) -> tuple[dict[str, dict[str, int]], str]:
+    """The options of a term that every strategy of its kind takes, with their fields, and the text of the others."""
+    found: dict[str, dict[str, int]] = {}
+    for key, option in OPTIONS.items():
+        if option.kind != kind:
+            continue
+        # Before the options are separated, since a value may contain colons.
+        for match in reversed([*re.finditer(rf"(?:^|:){key}=({option.values})(?=:|$)", text)]):
+            if key in found:
+                raise KVPolicyError(f"Every option of {name!r} must be given once, got {key!r} twice.")
+            fields = {field.rstrip("_"): int(value) for field, value in match.groupdict().items() if value}
+            empty = {field: 0 for field in match.groupdict() if not field.endswith("_")}
+            found[key] = empty | fields
+            text = (text[: match.start()] + text[match.end() :]).removeprefix(":")
+        wrong = re.search(rf"(?:^|:){key}=([^:]*)", text)
+        if wrong:
+            raise KVPolicyError(
+                f"The option {name}:{key} must be {option.example}, got {shorten(wrong.group(1))!r}; try "
+                f"{key}={option.example}."
+            )
+    return found, text
 
 
 def _options(name: str, cls: type[Any], text: str) -> dict[str, Any]:
@@ -315,7 +321,8 @@ def _show_term(strategy: object, name: str = "", shared: tuple[str, ...] = ()) -
     cls = type(strategy)
     name = name or name_of(cls)
     if name in OPTIONS:
-        return _show_term(getattr(strategy, "base"), shared=(f"{name}={OPTIONS[name][1]}", *shared))  # noqa: B009
+        shown = OPTIONS[name].shown.format(**{key: getattr(strategy, key) for key in fields_of(cls)})
+        return _show_term(getattr(strategy, "base"), shared=(f"{name}={shown}", *shared))  # noqa: B009
     terms = [name]
     base = ""
     for key, field in fields_of(cls).items():

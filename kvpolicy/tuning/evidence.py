@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
+from kvpolicy.hf.compiled_generation import compiled_forward
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.text_angles import check_pieces
@@ -56,6 +57,7 @@ def score(
     share: float | None = None,
     reference: Sequence[Tensor] | None = None,
     tile: TileSize = None,
+    compile: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Score:
     """Run windows through a model under a policy, each in a cache of its own.
@@ -71,6 +73,7 @@ def score(
         share: The budget as a share of the full cache's bytes, see `share_bytes`; that of the policy by default.
         reference: The result of `reference_logits` for these windows; computed if it is not given.
         tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
+        compile: Whether the steps of an answer are compiled, as with `compile=True` of `attach`.
         progress: Called after each window, with how many are done and how many there are.
 
     Raises:
@@ -94,7 +97,7 @@ def score(
         for window, each, full in zip(windows, sized, reference, strict=True):
             with attach(model, each, tile=tile):  # a policy from a file may have other parts for another budget
                 start = time.perf_counter()
-                logits, nbytes = _decode(model, window)
+                logits, nbytes = _decode(model, window, compile=compile)
                 found = _compare(logits, full, window)
             rows.append((*found, nbytes, time.perf_counter() - start))
             if progress is not None:
@@ -188,7 +191,7 @@ def share_bytes(model: nn.Module, window: Window, share: float) -> int:
     return int(share * full) + sum(shape.unmanaged_bytes(1, tokens).values())
 
 
-def _decode(model: nn.Module, window: Window) -> tuple[Tensor, int]:
+def _decode(model: nn.Module, window: Window, *, compile: bool) -> tuple[Tensor, int]:
     """Logits from the last token of the prompt on, [1 + Q + M, V], and bytes after the prompt."""
     prompt = len(window.prompt)
     check_pieces(model, prompt, prompt + len(window.follow), "What follows the prompt of a window")
@@ -197,16 +200,25 @@ def _decode(model: nn.Module, window: Window) -> tuple[Tensor, int]:
     nbytes = cache.nbytes
     if len(window.question):
         parts.append(_logits(model, window.question, len(window.question), cache=cache))
-    parts += [_logits(model, token, 1, cache=cache) for token in window.answer.split(1)]
+    forward = compiled_forward(model, cache) if compile else model
+    parts += [_logits(model, token, 1, forward, cache=cache) for token in window.answer.split(1)]
     return torch.cat(parts), nbytes
 
 
-def _logits(model: Any, ids: Tensor, count: int, cache: PolicyCache | None = None, **kwargs: Any) -> Tensor:
+def _logits(
+    model: Any,
+    ids: Tensor,
+    count: int,
+    forward: Callable[..., Any] | None = None,
+    cache: PolicyCache | None = None,
+    **kwargs: Any,
+) -> Tensor:
     """Logits behind the last `count` of some tokens, [count, V]."""
     keeps = getattr(model, "_supports_logits_to_keep", None)
     given = {"logits_to_keep": count} if keeps is not None and keeps() else {}
     device = next(model.parameters()).device
-    out = model(ids[None].to(device), **given, **cache_argument(model, cache), **kwargs)
+    given |= cache_argument(model, cache)
+    out = (forward or model)(input_ids=ids[None].to(device), **given, **kwargs)
     return out.logits[0, -count:]
 
 

@@ -109,7 +109,7 @@ def read_windows(
     for name, size in (("prompt", prompt), ("answer", answer)):
         if size is not None:
             raise KVPolicyError(
-                f"The length {name} must be given for plain text alone, got {name}={size} for {path}, whose lines say "
+                f"The length {name} must be given only for plain text, got {name}={size} for {path}, whose lines say "
                 "what is prompt and answer; try without it."
             )
     # Not splitlines, which also splits at characters that JSON allows inside a string.

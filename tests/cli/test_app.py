@@ -260,3 +260,16 @@ def test_it_runs_as_a_module() -> None:
 def test_the_numpy_warning_of_pytorch_is_ignored() -> None:
     assert main(["--version"]) == 0
     warnings.warn("Failed to initialize NumPy: No module named 'numpy'", UserWarning, stacklevel=1)  # would raise
+
+
+def test_a_policy_is_an_argument_or_an_option() -> None:
+    assert (
+        arguments.policy_of(arguments.POLICY, "") == arguments.POLICY and arguments.policy_of("h2o@64", "") == "h2o@64"
+    )
+    assert arguments.policy_of(arguments.POLICY, "h2o@64") == "h2o@64"
+    with pytest.raises(KVPolicyError, match="must be given once, got window and --policy h2o"):
+        arguments.policy_of("window", "h2o")
+
+
+def test_serve_takes_the_policy_as_an_option(run: Run) -> None:
+    assert "got 'nonsense'" in run("serve tiny --policy nonsense --rows 8", 2)

@@ -11,10 +11,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import CompileConfig, GPT2Config, GPT2LMHeadModel
 
 import kvpolicy
 from kvpolicy.cli import measurement
+from kvpolicy.hf import compiled_generation
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]
@@ -32,6 +33,20 @@ def test_policies_are_compared_to_the_stock_cache(facts: Facts) -> None:
     assert all(check["passed"] for check in found["checks"]) and len(found["checks"]) == 2
     assert found["versions"]["torch"] == torch.__version__
     assert (found["device"], found["dtype"]) == ("cpu", "float32")
+
+
+def test_compiled_steps_are_compared_to_the_static_cache(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides are traced; what inductor would make of it takes minutes."""
+
+    def traced(*args: Any) -> CompileConfig:
+        return CompileConfig(backend="eager", mode="default")
+
+    monkeypatch.setattr(measurement, "CompileConfig", traced)
+    monkeypatch.setattr(compiled_generation, "_default", traced)
+    found = facts(f"bench window@0.25 --compile {FEW}")
+    (window,) = found["policies"]
+    assert found["compiled"] and window["full_bytes"] == 8 * 2 * 4 * 32 * 4 * 103
+    assert 0.24 < window["bytes"] / window["full_bytes"] < 0.3 and window["step_ratio"] > 0
 
 
 def test_the_text_and_a_failed_check(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

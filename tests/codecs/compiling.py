@@ -34,7 +34,7 @@ def call_directly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     compile_all(monkeypatch)
     for module in (
-        "codecs.kivi",
+        "codecs.token_groups",
         "codecs.base",
         "codecs.e4m3",
         "codecs.uniform",

@@ -31,7 +31,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kivi": {"group_size": 8},
     "minicache": {"start": 0},
 }
-SIZED = [name for name in names("codec") if name != "plain"]
+FIXED = ("plain", "kvarn", "oscar")
+"""Codecs whose residual is a number, as in their papers, or that encode nothing."""
+SIZED = [name for name in names("codec") if name not in FIXED]
 
 
 def made(name: str, **options: Any) -> Any:

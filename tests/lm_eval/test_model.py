@@ -188,10 +188,12 @@ def test_budget_overrides_that_of_the_policy(make):
         make("full", budget=0.2)
 
 
-def held_back(requests: list[Instance]) -> list[Instance]:
+def held_back(requests: list[Instance], **more: Any) -> list[Instance]:
     """The same requests, with documents that hold back the question."""
     return [
-        dataclasses.replace(one, doc={"held_back": prompts.split(one.args[0])[1]}) if "\n?" in one.args[0] else one
+        dataclasses.replace(one, doc={"held_back": prompts.split(one.args[0])[1]} | more)
+        if "\n?" in one.args[0]
+        else one
         for one in requests
     ]
 
@@ -200,6 +202,31 @@ def test_a_question_of_a_document_is_scored_after_the_rest_was_compressed(make, 
     scored = answers(make("streaming@0.5", batch_size=2), held_back(choices[:6]))
     assert scored == answers(make("streaming@0.5", batch_size=2, holdback=3), choices[:6])
     assert scored != answers(make("streaming@0.5", batch_size=2), choices[:6])
+
+
+def test_a_question_beyond_the_budget_takes_no_slots(make, tiny, questions):
+    model, tokenizer = tiny
+    whole, competing = make("snapkv@0.4"), make("snapkv@0.4")
+    found = answers(whole, held_back(questions, beyond=True))
+    answers(competing, held_back(questions))
+    held = [lm.stats.report()["task/generate_until"]["kv_bytes"] for lm in (whole, competing)]
+    assert held[0] > held[1]
+    for request, text in zip(questions, found, strict=True):
+        document, question = prompts.split(request.args[0])
+        asked = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+        with torch.no_grad(), kvpolicy.attach(model, "snapkv@0.4"):
+            cache = kvpolicy.PolicyCache(model)
+            model(tokenizer(document, return_tensors="pt").input_ids, cache=cache)
+            cache.hold_next()
+            tokens = [int(model(asked, cache=cache).logits[0, -1].argmax())]
+            while len(tokens) < 6:
+                tokens.append(int(model(torch.tensor([tokens[-1:]]), cache=cache).logits[0, -1].argmax()))
+        assert text == tokenizer.decode(tokens).split("\n")[0]
+
+
+@pytest.mark.parametrize("policy", ["kivi:bits=4", "full+quest:read=0.5", "uniform/adakv+snapkv@0.5", "full"])
+def test_a_question_beyond_the_budget_of_any_policy(make, policy: str, questions):
+    assert answers(make(policy), held_back(questions[:2], beyond=True))
 
 
 @pytest.mark.parametrize("more", [{}, {"num_beams": 2}])

@@ -1,10 +1,19 @@
-"""Small defects that the tests must find: one module for each room, run by `python tests/mutations.py`."""
+"""Small defects that the tests must find, run by `python tests/mutations.py`.
+
+Those that a person thought of stand in one module for each room; those that `tests/draw_mutations.py` drew are lines of
+JSON, with the same fields.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,14 @@ class Mutation:
 
 
 def all_mutations() -> list[Mutation]:
-    """The mutations of all modules here, by room."""
+    """The mutations of all modules here, by room, and the drawn ones."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return [mutation for name in names for mutation in importlib.import_module(f"{__name__}.{name}").MUTATIONS]
+    written = [mutation for name in names for mutation in importlib.import_module(f"{__name__}.{name}").MUTATIONS]
+    return [*written, *(read(line) for path in sorted(FOLDER.glob("*.jsonl")) for line in path.open(encoding="utf-8"))]
+
+
+def read(line: str) -> Mutation:
+    """A mutation from a line of JSON."""
+    fields: dict[str, Any] = json.loads(line)
+    fields["tests"] = tuple(fields["tests"])
+    return Mutation(**fields)

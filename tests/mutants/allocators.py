@@ -220,4 +220,32 @@ MUTATIONS = (
         new="without_measured(pending, contents.prompt_statistics)",
         tests=("tests/allocators/test_attention.py",),
     ),
+    Mutation(
+        name="layers that are skipped are encoded",
+        file="kvpolicy/policy/model_policy.py",
+        old="    return ModelPolicy(policy, plain, codec) if plain else policy",
+        new="    return policy",
+        tests=("tests/allocators/test_skipped.py",),
+    ),
+    Mutation(
+        name="the last layers are not skipped",
+        file="kvpolicy/allocators/skipped.py",
+        old="(*indices[: self.first], *indices[len(indices) - self.last :])",
+        new="(*indices[: self.first + self.last],)",
+        tests=("tests/allocators/test_skipped.py",),
+    ),
+    Mutation(
+        name="other layers are measured than divide the rest",
+        file="kvpolicy/allocators/skipped.py",
+        old="left = None if metrics is None else metrics[:, self.first : layers - self.last]",
+        new="left = None if metrics is None else metrics[:, : layers - self.first - self.last]",
+        tests=("tests/allocators/test_skipped.py",),
+    ),
+    Mutation(
+        name="a budget in bytes is refused where its smallest division is",
+        file="kvpolicy/planning/planner.py",
+        old="    return low if found >= high else found + 1",
+        new="    return low",
+        tests=("tests/allocators/test_skipped.py",),
+    ),
 )

@@ -249,15 +249,15 @@ MUTATIONS = (
     Mutation(
         name="steps since slots were sorted are not restored",
         file="kvpolicy/engine/layer_index.py",
-        old="self.same_slots, self.is_current, self._layer.steps_unsorted = numbers",
-        new="self.same_slots, self.is_current, _ = numbers",
+        old="self._layer.steps_unsorted = [steps] * len(self._layer.expected_len)",
+        new="self._layer.steps_unsorted = [0] * len(self._layer.expected_len)",
         tests=("tests/engine/test_snapshot.py::test_every_later_step_gives_the_same_bits",),
     ),
     Mutation(
         name="whether layers hold the same is not restored",
         file="kvpolicy/engine/layer_index.py",
-        old="self.same_slots, self.is_current, self._layer.steps_unsorted = numbers",
-        new="_, self.is_current, self._layer.steps_unsorted = numbers",
+        old="self.same_slots, self.is_current, steps = numbers",
+        new="_, self.is_current, steps = numbers",
         tests=("tests/engine/test_snapshot.py::test_layers_that_share_a_choice_go_on_sharing_it",),
     ),
     Mutation(

@@ -168,7 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="absent tokens count in the bounds of a block",
-        file="kvpolicy/codecs/kivi.py",
+        file="kvpolicy/codecs/token_groups.py",
         old="grouped.masked_fill(absent, torch.inf).amin(3)",
         new="grouped.amin(3)",
         tests=("tests/codecs/test_fused.py::test_encoding_in_compiled_code_makes_the_same_codes",),

@@ -50,7 +50,7 @@ MUTATIONS = (
     Mutation(
         name="a codec of each layer is that of all",
         file="kvpolicy/policy/model_policy.py",
-        old="return ModelPolicy(policy, codecs, codecs[model.indices[0]])",
+        old="return ModelPolicy(policy, {**codecs, **plain}, codecs[model.indices[0]])",
         new="return policy",
         tests=("tests/codecs/test_lowrank_ranks.py",),
     ),

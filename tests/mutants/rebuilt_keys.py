@@ -115,7 +115,7 @@ MUTATIONS = (
     Mutation(
         name="a row that begins gives every row a new basis",
         file="kvpolicy/engine/layer_index.py",
-        old="if self._layer.steps_unsorted < self._spec.reader_traits.resort:",
+        old="if not any(due):",
         new="if False:",
         tests=REBUILT,
     ),

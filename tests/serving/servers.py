@@ -35,10 +35,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def running(
-    model: tuple[Any, Any], load: Callable[[Any], Prefix] | None = None, allowed_hosts: Sequence[str] = ()
+    model: tuple[Any, Any],
+    load: Callable[[Any], Prefix] | None = None,
+    allowed_hosts: Sequence[str] = (),
+    policy: str = POLICY,
+    **options: Any,
 ) -> Generator[int, None, None]:
     """A server in a thread, and its port."""
-    with bind("127.0.0.1", 0) as listener, serving(*model, "tiny", POLICY, listener, load, allowed_hosts) as server:
+    with (
+        bind("127.0.0.1", 0) as listener,
+        serving(*model, "tiny", policy, listener, load, allowed_hosts, **options) as server,
+    ):
         thread = threading.Thread(target=run, args=(server, listener))
         thread.start()
         wait_for(lambda: server.started)

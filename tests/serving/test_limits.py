@@ -23,7 +23,7 @@ import openai
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.serving.app import begin_in_thread
-from kvpolicy.serving.generation import _configure, describe  # pyright: ignore[reportPrivateUsage]
+from kvpolicy.serving.generation import configure, describe
 from kvpolicy.serving.metrics import OUTCOMES
 from kvpolicy.serving.requests import Call, body_limit
 from kvpolicy.serving.server import log_to_terminal
@@ -93,10 +93,10 @@ def test_a_body_that_is_too_large_is_answered_whether_or_not_it_is_sent(sent: in
 def test_an_answer_may_reach_the_last_position(prompt: int, tiny: tuple[Any, Any]) -> None:
     model, tokenizer = tiny
     config = model.generation_config.__class__()
-    _configure(config, Call(max_tokens=2048 - prompt), model, prompt, tokenizer)
+    configure(config, Call(max_tokens=2048 - prompt), 2048, None, prompt, tokenizer)
     assert config.max_new_tokens == 2048 - prompt
     with pytest.raises(kvpolicy.KVPolicyError, match="must fit into 2,048 positions"):
-        _configure(config, Call(max_tokens=2049 - prompt), model, prompt, tokenizer)
+        configure(config, Call(max_tokens=2049 - prompt), 2048, None, prompt, tokenizer)
 
 
 def test_a_body_of_unknown_length_is_read_up_to_the_limit(port: int) -> None:
@@ -211,7 +211,7 @@ def test_a_failure_is_logged_with_its_traceback(
     def broken(*args: Any) -> None:
         raise ValueError("a secret of the server")
 
-    monkeypatch.setattr("kvpolicy.serving.generation.CacheUsage.of", broken)
+    monkeypatch.setattr("kvpolicy.serving.metrics.CacheUsage.of", broken)
     with log_to_terminal():
         status, answer = complete(port)
     logged = capsys.readouterr().err

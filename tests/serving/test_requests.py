@@ -40,12 +40,18 @@ CHAT = {"messages": [{"role": "user", "content": "?"}]}
         ({"temperature": 10**400}, "temperature must be a number from 0 to 100, got 1000"),
         ({"temperature": 100.1}, "temperature must be a number from 0 to 100"),
         ({"top_p": float("nan")}, "top_p must be a number from 0 to 1, got NaN"),
-        ({"presence_penalty": float("nan")}, "got presence_penalty=NaN"),
-        ({"frequency_penalty": 1e308}, "got frequency_penalty=1e+308"),
+        ({"presence_penalty": float("nan")}, "presence_penalty must be a number from -2 to 2, got NaN"),
+        ({"frequency_penalty": 1e308}, "frequency_penalty must be a number from -2 to 2, got 1e+308"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": -1}, "repetition_penalty must be a number from 0 to 100, got -1"),
+        ({"top_k": -2}, "top_k must be an integer from -1"),
+        ({"min_p": 1.5}, "min_p must be a number from 0 to 1, got 1.5"),
+        ({"n": 0}, "n must be an integer from 1 to 16, got 0; try 2"),
+        ({"n": 17}, "n must be an integer from 1 to 16, got 17; try 2"),
         ({"stop": [1]}, "stop must be a string or a list of strings"),
         ({"stop": ["a"] * 17}, "at most 16 strings of at most 256 characters, got 17 of up to 1; try"),
         ({"stop": "a" * 257}, "at most 16 strings of at most 256 characters, got 1 of up to 257; try"),
-        ({"logprobs": 0}, "got logprobs=0; try it without logprobs"),
+        ({"logprobs": "yes"}, "logprobs must be"),
         ({"logit_bias": {"5": 1}}, 'got logit_bias={"5": 1}'),
         ({"generation_config": "{}"}, "got generation_config="),
         ({"model": 3}, "model must be 'tiny', the one that this server has, got 3"),
@@ -91,7 +97,7 @@ def test_fields_without_effect_are_left_out() -> None:
     given = {"user": "me", "n": 1, "logit_bias": {}, "seed": 3, "temperature": 0.5, "top_p": None, "max_tokens": 4}
     call = parse_completion({**TEXT, **given}, "tiny")
     assert call.body == {"prompt": "?", "model": "tiny", "max_tokens": 4, "stream": False, "temperature": 0.5}
-    assert (call.seed, call.sample, call.max_tokens) == (3, True, 4)
+    assert (call.sampling.seed, call.sample, call.max_tokens) == (3, True, 4)
     assert parse_completion({**TEXT, "temperature": 0, "stop": "."}, "tiny").sample is False
     assert parse_completion({**TEXT, "stop": ["a" * 256] * 16}, "tiny").stop == ("a" * 256,) * 16
     assert parse_completion(TEXT, "tiny").sample is None
@@ -107,22 +113,34 @@ def test_a_temperature_near_zero_is_greedy(temperature: float, sample: bool) -> 
 HONORED: dict[str, tuple[Any, Callable[[Call], bool]]] = {
     "model": ("tiny", lambda call: call.body["model"] == "tiny"),
     "messages": ([{"role": "user", "content": "!"}], lambda call: call.body["messages"][0]["content"] == "!"),
-    "prompt": ("!", lambda call: call.body["prompt"] == "!"),
+    "prompt": ("!", lambda call: call.body["prompt"] == "!" and call.prompts == ("!",)),
     "tools": ([{"type": "function", "function": {"name": "f"}}], lambda call: len(call.body["tools"]) == 1),
     "chat_template_kwargs": ({"a": 1}, lambda call: call.body["chat_template_kwargs"] == {"a": 1}),
     "max_tokens": (4, lambda call: call.max_tokens == 4),
     "max_completion_tokens": (4, lambda call: call.max_tokens == 4),
     "temperature": (0.5, lambda call: call.body["temperature"] == 0.5),
     "top_p": (0.5, lambda call: call.body["top_p"] == 0.5),
-    "seed": (3, lambda call: call.seed == 3),
+    "seed": (3, lambda call: call.sampling.seed == 3),
     "stop": (["."], lambda call: call.stop == (".",)),
+    "n": (2, lambda call: call.choices == 2),
+    "top_k": (5, lambda call: call.sampling.top_k == 5 and call.sample is True),
+    "min_p": (0.5, lambda call: call.sampling.min_p == 0.5 and call.sample is True),
+    "repetition_penalty": (1.5, lambda call: call.sampling.repetition_penalty == 1.5 and call.sample is None),
+    "frequency_penalty": (1.5, lambda call: call.sampling.frequency_penalty == 1.5),
+    "presence_penalty": (-1, lambda call: call.sampling.presence_penalty == -1),
     "stream": (True, lambda call: call.stream),
     "stream_options": ({"include_usage": True}, lambda call: call.include_usage),
 }
 """Fields with an effect: a value, and how to see that it was taken."""
 
-OTHERS = {"top_k", "min_p", "repetition_penalty", "guided_json", "ignore_eos", "continue_final_message", "typo"}
+TAKEN = {"top_k", "min_p", "repetition_penalty"}
+"""Fields of other servers, which this one has too."""
+
+OTHERS = {"guided_json", "ignore_eos", "continue_final_message", "typo"} | TAKEN
 """Fields of other servers."""
+
+LOGPROBS = {"logprobs", "top_logprobs"}
+"""Fields whose values depend on the kind of request: see `test_log_probabilities`."""
 
 
 def fields_of(kind: str) -> set[str]:
@@ -147,11 +165,45 @@ def test_every_field_of_the_api_is_honored_or_refused_or_listed_as_ignored(kind:
         assert parse({**body, name: "x"}, "tiny") == plain
     for name, values in NEUTRAL.items():
         assert all(parse({**body, name: value}, "tiny") == plain for value in values)
-    rest = fields_of(kind) - HONORED.keys() - IGNORED
-    assert {"logit_bias", "n", "logprobs"} < rest
+    rest = fields_of(kind) - HONORED.keys() - IGNORED - LOGPROBS
+    assert {"logit_bias", "typo"} < rest
     for name in rest:
         with pytest.raises(KVPolicyError, match=f"got {name}=.*try it without {name}\\.$"):
             parse({**body, name: "x"}, "tiny")
+
+
+def test_log_probabilities() -> None:
+    asked = [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0)]
+    for fields, most in [*asked, ({"logprobs": True, "top_logprobs": 5}, 5)]:
+        assert parse_chat({**CHAT, **fields}, "tiny").sampling.logprobs == most
+    for fields, most in ({}, None), ({"logprobs": 0}, 0), ({"logprobs": 5}, 5), ({"logprobs": False}, None):
+        assert parse_completion({**TEXT, **fields}, "tiny").sampling.logprobs == most
+    with pytest.raises(KVPolicyError, match="logprobs must be an integer from 0 to 20, got true"):
+        parse_completion({**TEXT, "logprobs": True}, "tiny")
+
+
+def test_every_answer_has_a_request_of_its_own() -> None:
+    call = parse_completion({"prompt": ["a", "b"], "n": 2, "seed": 2**63 - 1, "temperature": 1}, "tiny")
+    each = call.each()
+    assert [one.body["prompt"] for one in each] == ["a", "a", "b", "b"]
+    assert [one.sampling.seed for one in each] == [2**63 - 1, -(2**63)] * 2
+    assert all((one.choices, one.prompts, one.sample) == (1, (), True) for one in each)
+    chat_call = parse_chat({**CHAT, "n": 3}, "tiny")
+    assert [one.body for one in chat_call.each()] == [chat_call.body] * 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "must have at least one token"),
+        (["a", ""], "must have at least one token"),
+        ([1, 2], "must be a string or a list of strings, got"),
+        (["a"] * 257, "must be at most 256 prompts, got 257"),
+    ],
+)
+def test_lists_that_are_no_prompts(prompt: Any, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        parse_completion({"prompt": prompt}, "tiny")
 
 
 def test_ignored_fields_are_documented() -> None:
@@ -171,7 +223,9 @@ def test_ignored_fields_are_documented() -> None:
         ({"stream_options": {"continuous_usage_stats": True}}, "only include_usage, got continuous_usage_stats=true"),
         ({"parallel_tool_calls": False}, "got parallel_tool_calls=false; try it without parallel_tool_calls"),
         ({"tool_choice": "none"}, 'got tool_choice="none"'),
-        ({"logprobs": True}, "got logprobs=true"),
+        ({"top_logprobs": 2}, "logprobs must be true with top_logprobs, got top_logprobs=2 alone"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20, got 21; try 5"),
+        ({"logprobs": 2}, "logprobs must be true or false, got 2"),
         ({"response_format": {"type": "json_object"}}, "got response_format="),
     ],
 )

@@ -141,12 +141,12 @@ def test_there_is_one_model(client: Any, port: int) -> None:
     [
         ({"model": "gpt"}, "model must be 'tiny', the one that this server has, got 'gpt'"),
         ({"prompt": ""}, "must have at least one token"),
-        ({"prompt": ["a", "b"]}, "prompt must be a string, got a list"),
+        ({"prompt": [1, 2]}, "prompt must be a string or a list of strings, got [1, 2]"),
         ({"max_tokens": -1}, "max_tokens must be an integer from 1 to 2147483647, got -1"),
         ({"max_tokens": 2048}, "must fit into 2,048 positions"),
         ({"temperature": -1}, "temperature must be a number from 0"),
         ({"stop": [""]}, "stop must be a string or a list"),
-        ({"n": 2}, "got n=2; try it without n"),
+        ({"best_of": 2}, "got best_of=2; try it without best_of"),
         ({"extra_body": {"cache_implementation": "static"}}, "got cache_implementation="),
     ],
 )

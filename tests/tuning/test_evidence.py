@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
+from kvpolicy.hf import compiled_generation
 from kvpolicy.hf.identity import identity
 from kvpolicy.planning.curves import Curves, save_curves
 from kvpolicy.tuning import evidence
@@ -128,6 +129,23 @@ def test_tokens_of_an_answer_are_steps_and_readers_act_on_them(monkeypatch: pyte
     monkeypatch.undo()
     read, everything = (score(model, [window], spec) for spec in ("exact:read=0.1", "full"))
     assert read.kl > everything.kl + 1e-3
+
+
+def test_compiled_steps_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph
+
+    monkeypatch.setattr(compiled_generation, "_default", lambda model: CompileConfig(backend=backend, mode="default"))
+    torch.compiler.reset()
+    model, _ = kvpolicy.tiny()
+    windows = [Window(torch.arange(3, 3 + length), torch.arange(5, 13)) for length in (40, 57)]
+    eager, compiled = (score(model, windows, "h2o@0.5", compile=compile) for compile in (False, True))
+    assert len(graphs) == 1
+    torch.testing.assert_close(compiled.kl, eager.kl)
+    assert torch.equal(compiled.correct, eager.correct) and compiled.nbytes == eager.nbytes
 
 
 def test_bytes_are_a_share_of_the_full_cache() -> None:

@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for wrong in wrongs:
         with pytest.raises(kvpolicy.KVPolicyError, match="must be"):
             read_windows(TOKENIZER, text, **wrong)
-    with pytest.raises(kvpolicy.KVPolicyError, match="length answer must be given for plain text alone, got answer=5"):
+    with pytest.raises(kvpolicy.KVPolicyError, match="length answer must be given only for plain text, got answer=5"):
         read_windows(TOKENIZER, written(tmp_path / "w.jsonl", {"prompt": "a", "answer": "b"}), answer=5)
 
 

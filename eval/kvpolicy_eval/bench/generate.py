@@ -8,7 +8,6 @@ of a process waits for the compilation: its seconds are a column of their own.
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import warnings
 from collections.abc import Iterator
@@ -16,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig
 
 import kvpolicy
-from kvpolicy.cli.generation import TimedStreamer
+from kvpolicy.cli.measurement import Times, generation_times, static_times
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, threads, torch_note
 
@@ -44,69 +42,48 @@ COLUMNS = [
 ]
 
 
-class Times(NamedTuple):
-    """A call of `generate`.
+class Round(NamedTuple):
+    """Seconds of a step, each side in turn.
 
     Attributes:
-        first: Seconds of the first step.
-        step: Median seconds of the others.
+        stock: Of the dynamic cache.
+        static: Of the static cache, compiled.
+        eager: Under the policy.
+        compiled: Under the policy, compiled.
+        first: The first step of `compiled`.
     """
 
+    stock: float
+    static: float
+    eager: float
+    compiled: float
     first: float
-    step: float
 
 
-def generate(model: Any, ids: Tensor, new: int, **how: Any) -> Times:
-    """Generate `new` tokens greedily, and time the steps.
-
-    Args:
-        model: The model, with a policy attached or without.
-        ids: The prompt, [1, P].
-        new: Tokens to generate, at least 3.
-        **how: Further arguments of `generate`.
-    """
-    timed = TimedStreamer()
-    ended: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=timed, **ended, **how)
-    first, *steps = [after - before for before, after in itertools.pairwise(timed.times)]
-    return Times(first, statistics.median(steps))
-
-
-def static(model: Any, ids: Tensor, new: int) -> Times:
-    """Generate on the static cache, compiled on any device."""
-    config = CompileConfig()
-    config._compile_all_devices = True  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-    return generate(model, ids, new, cache_implementation="static", compile_config=config)
-
-
-def under(model: Any, policy: str, ids: Tensor, new: int, *, compiled: bool) -> Times:
-    """Generate under a policy."""
+def under(model: Any, policy: str, ids: Tensor, steps: int, *, compiled: bool) -> tuple[Times, float]:
+    """Generate under a policy, see `generation_times`."""
     with kvpolicy.attach(model, policy, compile=compiled):
-        return generate(model, ids, new)
+        return generation_times(model, ids, steps)
 
 
-def compare(model: Any, policy: str, ids: Tensor, new: int, rounds: int) -> list[list[Times]]:
-    """Times of the dynamic cache, the static one, and of the policy uncompiled and compiled, by round.
-
-    The first round compiles.
-    """
-    return [
-        [
-            generate(model, ids, new),
-            static(model, ids, new),
-            under(model, policy, ids, new, compiled=False),
-            under(model, policy, ids, new, compiled=True),
-        ]
-        for _ in range(rounds + 1)
-    ]
+def compare(model: Any, policy: str, ids: Tensor, steps: int, rounds: int) -> list[Round]:
+    """The rounds of a policy; the first one compiles."""
+    found: list[Round] = []
+    for _ in range(rounds + 1):
+        stock, _ = generation_times(model, ids, steps)
+        static = static_times(model, ids, steps)
+        eager, _ = under(model, policy, ids, steps, compiled=False)
+        compiled, first = under(model, policy, ids, steps, compiled=True)
+        found.append(Round(stock.step, static.step, eager.step, compiled.step, first))
+    return found
 
 
-def line(name: str, policy: str, prompt: int, times: list[list[Times]]) -> list[str]:
+def line(name: str, policy: str, prompt: int, rounds: list[Round]) -> list[str]:
     """A row of the table from the result of `compare`."""
-    warm_up, *measured = times
-    sides = [statistics.median(side.step for side in each) for each in zip(*measured, strict=True)]
-    eager = statistics.median(ours.step / stock.step for stock, _, ours, _ in measured)
-    compiled = statistics.median(ours.step / stock.step for _, stock, _, ours in measured)
+    warm_up, *measured = rounds
+    sides = [statistics.median(side) for side in zip(*measured, strict=True)][:4]
+    eager = statistics.median(one.eager / one.stock for one in measured)
+    compiled = statistics.median(one.compiled / one.static for one in measured)
     return [
         name,
         f"`{policy}`",
@@ -114,7 +91,7 @@ def line(name: str, policy: str, prompt: int, times: list[list[Times]]) -> list[
         *(f"{1000 * seconds:.2f} ms" for seconds in sides),
         f"{eager:.2f}x",
         f"{compiled:.2f}x",
-        f"{warm_up[3].first:.1f} s",
+        f"{warm_up.first:.1f} s",
         "pass" if compiled <= LIMIT else "miss",
     ]
 
@@ -130,7 +107,7 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
         warnings.simplefilter("ignore")  # of texts beyond the trained positions, whose answers do not count here
         rows = collect(_lines(args))
     note = (
-        f"Steps of {args.new} new tokens, {args.rounds} rounds; hidden 512 has {LAYERS} layers of random weights in "
+        f"{args.steps} steps, {args.rounds} rounds; hidden 512 has {LAYERS} layers of random weights in "
         f"fp32. First step: of the compiled policy, with the compilation, or 0 s where the graph was there. Goal: "
         f"compiled over static <= {LIMIT:g}x. {torch_note()}"
     )
@@ -142,7 +119,7 @@ def _lines(args: argparse.Namespace) -> Iterator[list[str]]:
         model = load(name)
         for policy in args.policies:
             for length in args.lengths:
-                times = compare(model, policy, tokens(length) % 700, args.new, args.rounds)
+                times = compare(model, policy, tokens(length) % 700, args.steps, args.rounds)
                 yield line(name, policy, length, times)
 
 
@@ -153,7 +130,7 @@ TABLE = Table(
         Option("--models", nargs="+", default=list(MODELS), choices=MODELS, help="models"),
         Option("--policies", nargs="+", default=list(POLICIES), help="specs of policies"),
         Option("--lengths", nargs="+", type=int, default=list(LENGTHS), help="tokens of a prompt"),
-        Option("--new", type=int, default=32, help="new tokens, at least 3"),
+        Option("--steps", type=int, default=32, help="decode steps that count"),
         Option("--rounds", type=int, default=5, help="rounds"),
         threads(1),
     ],

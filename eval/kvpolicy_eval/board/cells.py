@@ -25,6 +25,13 @@ DOCS = {512: 8, 1024: 8, 4096: 4}
 SHARES = [0.1, 0.2, 0.05, 0.02]
 """Budgets, in the order in which they are measured."""
 
+CHANCE = "random"
+"""Policy that chooses by chance, below which no other one should be."""
+MARK = "†"
+"""Behind right answers that are fewer than those of `CHANCE`."""
+MARKED = f"{MARK}: fewer right answers than `{CHANCE}`."
+"""What the mark means."""
+
 HELD_TOLERANCE = 1.01
 """Factor by which a method of another library may exceed its budget: it rounds tokens."""
 
@@ -171,6 +178,16 @@ def has_beyond(entry: Entry) -> bool:
     (True, False)
     """
     return entry.by_bytes and not entry.is_peer
+
+
+def is_below_chance(board: Board, cell: Cell) -> bool:
+    """Whether a policy has fewer right answers than `random` with the same bytes, of what both have results for."""
+    if not cell.entry.by_bytes:
+        return False
+    found, chance = (
+        accuracy([board.known_cell(each) or {}]) for each in (cell, cell._replace(entry=Entry(CHANCE, "selector")))
+    )
+    return found is not None and chance is not None and found.mean < chance.mean
 
 
 def accuracy(results: list[Result]) -> Interval | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from kvpolicy_eval.board.cells import Board, Cell, accuracy
+from kvpolicy_eval.board.cells import MARK, MARKED, Board, Cell, accuracy, is_below_chance
 from kvpolicy_eval.board.policies import Entry, within_bytes
 from kvpolicy_eval.board.rows import ANSWERS, COSTS, find_row
 from kvpolicy_eval.common.markdown import table
@@ -30,7 +30,8 @@ def tables(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengt
             if all(cells[0] == "`full`" for cells in rows):
                 continue
             title = f"### {length:,} tokens, {share:.0%} of the bytes"
-            parts += [title, SORTABLE.format(table(COLUMNS, rows)), _docs(board, length)]
+            marked = f" {MARKED}" if any(MARK in cell for cells in rows for cell in cells) else ""
+            parts += [title, SORTABLE.format(table(COLUMNS, rows)), _docs(board, length) + marked]
     return "\n\n".join(parts)
 
 
@@ -46,14 +47,16 @@ def top(board: Board, listed: Sequence[Entry], shares: Sequence[float]) -> str:
         columns = [_best(board, [Cell(entry, share, mode, length) for entry in compared]) for mode in TOP_MODES]
         rows += [[f"{share:.0%}", *cells] for cells in zip_longest(*columns, fillvalue="")]
     found = table([f"{length:,} tokens", *(f"question {mode}" for mode in TOP_MODES)], rows)
-    return f"{found}\n\n<!-- {len(board.known)} results -->"
+    marked = f"\n\n{MARKED}" if MARK in found else ""
+    return f"{found}{marked}\n\n<!-- {len(board.known)} results -->"
 
 
 def _best(board: Board, cells: Sequence[Cell]) -> list[str]:
     """The policies of the cells with most right answers, and these; equal ones stay in their order."""
     known = {cell: right for cell in cells if (right := accuracy([board.known_cell(cell) or {}]))}
     best = sorted(known, key=lambda cell: known[cell].mean, reverse=True)[:TOP]
-    return [f"`{cell.entry.at(cell.share)}` {known[cell]}" for cell in best]
+    marks = [MARK if is_below_chance(board, cell) else "" for cell in best]
+    return [f"`{cell.entry.at(cell.share)}` {known[cell]}{mark}" for cell, mark in zip(best, marks, strict=True)]
 
 
 def full_cache(board: Board, lengths: Sequence[int]) -> str:
@@ -74,7 +77,7 @@ def row(board: Board, entry: Entry, share: float, length: int) -> list[str]:
     return [
         f"`{entry.at(share)}`" + entry.name.removeprefix(entry.spec),
         entry.kind,
-        *(str(found.answers.get(name, "")) for name in ANSWERS),
+        *(found.shown(name) for name in ANSWERS),
         *(f"{found.costs[name]:.2f}" if name in found.costs else "" for name in COSTS),
     ]
 

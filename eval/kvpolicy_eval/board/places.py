@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpolicy import registry
-from kvpolicy_eval.board.cells import Board, Cell, accuracy, has_beyond
+from kvpolicy_eval.board.cells import MARK, MARKED, Board, Cell, accuracy, has_beyond, is_below_chance
 from kvpolicy_eval.board.policies import SELECTOR, Entry
 from kvpolicy_eval.common.codecs import selector_for
 from kvpolicy_eval.common.intervals import interval
@@ -53,7 +53,8 @@ def page_table(name: str, board: Board, listed: Sequence[Entry], shares: Sequenc
         text = method_table(board, compared(name, listed), [share for share in shares if share >= LEAST_SHARE])
     else:
         text = overview_table(board, [entry for entry in listed if entry.name in OVERVIEW])
-    return f"{text}\n\n<!-- {len(board.known)} results -->"
+    marked = f" {MARKED}" if MARK in text else ""
+    return f"{text}{marked}\n\n<!-- {len(board.known)} results -->"
 
 
 def compared(name: str, listed: Sequence[Entry]) -> list[Entry]:
@@ -117,7 +118,7 @@ def overview_table(board: Board, found: Sequence[Entry]) -> str:
 def _answers(board: Board, cell: Cell) -> str:
     result = board.known_cell(cell)
     right = accuracy([result] if result else [])
-    return f"{right.mean:.2f}" if right else ""
+    return f"{right.mean:.2f}{MARK if is_below_chance(board, cell) else ''}" if right else ""
 
 
 def note(board: Board) -> str:

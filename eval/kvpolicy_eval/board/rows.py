@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvpolicy.text.formats import replacing
-from kvpolicy_eval.board.cells import Board, Cell, accuracy, has_beyond
+from kvpolicy_eval.board.cells import CHANCE, MARK, Board, Cell, accuracy, has_beyond
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.common.intervals import Interval
 from kvpolicy_lm_eval.data.modes import BEYOND, MODES
@@ -21,6 +21,7 @@ COLUMNS = (
     *("policy", "kind", "tokens", "budget"),
     *(f"{name}{end}" for name in ANSWERS for end in ("", "_low", "_high")),
     *COSTS,
+    "below",
 )
 """Columns of the file."""
 
@@ -33,12 +34,18 @@ class Row(NamedTuple):
         kind: Kind of the method that it shows.
         answers: Right answers, by `ANSWERS`; without what was not measured.
         costs: The most of any place of the question, by `COSTS`; without what was not measured.
+        below: Names of the answers of which `random` with the same bytes has more that are right.
     """
 
     policy: str
     kind: str
     answers: dict[str, Interval]
     costs: dict[str, float]
+    below: tuple[str, ...] = ()
+
+    def shown(self, name: str) -> str:
+        """Right answers with their interval, and the mark if `random` has more; empty if they were not measured."""
+        return f"{self.answers[name]}{MARK if name in self.below else ''}" if name in self.answers else ""
 
 
 def find_row(board: Board, entry: Entry, share: float, length: int) -> Row:
@@ -50,12 +57,24 @@ def find_row(board: Board, entry: Entry, share: float, length: int) -> Row:
     rights["all"] = accuracy(measured if len(measured) == len(MODES) else [])
     costs = {name: max((result[name] for result in measured if name in result), default=None) for name in COSTS[:2]}
     costs["step"] = (board.known_time(entry, share) or {}).get("ratio")
+    answers = {name: right for name in ANSWERS if (right := rights[name]) is not None}
     return Row(
         entry.at(share) + entry.name.removeprefix(entry.spec),
         entry.kind,
-        {name: right for name in ANSWERS if (right := rights[name]) is not None},
+        answers,
         {name: cost for name, cost in costs.items() if cost is not None},
+        _below_chance(board, entry, share, length, answers),
     )
+
+
+def _below_chance(
+    board: Board, entry: Entry, share: float, length: int, answers: dict[str, Interval]
+) -> tuple[str, ...]:
+    """Names of the answers of which `random` has more that are right."""
+    if not entry.by_bytes or entry.spec == CHANCE:
+        return ()
+    chance = find_row(board, Entry(CHANCE, "selector"), share, length).answers
+    return tuple(name for name in answers if name in chance and answers[name].mean < chance[name].mean)
 
 
 def write_rows(path: Path, board: Board, listed: Sequence[Entry], shares: Sequence[float]) -> None:
@@ -82,4 +101,4 @@ def _line(row: Row, share: float, length: int) -> dict[str, str]:
     for name, right in row.answers.items():
         ends = {"": right.mean, "_low": right.low, "_high": right.high}
         line |= {f"{name}{end}": f"{value:.4g}" for end, value in ends.items()}
-    return line | {name: f"{cost:.4g}" for name, cost in row.costs.items()}
+    return line | {name: f"{cost:.4g}" for name, cost in row.costs.items()} | {"below": " ".join(row.below)}

@@ -24,6 +24,7 @@ from kvpolicy.embedded import tiny
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.text.embedded_names import EmbeddedName
 from kvpolicy.text.errors import KVPolicyError
+from kvpolicy_eval.board.cells import CHANCE, MARK, MARKED
 from kvpolicy_eval.board.policies import SELECTORS
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.common.results import (
@@ -164,18 +165,26 @@ def rows(walk: Walk, known: Known, listed: list[str], shares: list[float]) -> st
         passes = [share for number, share in zip(walk.order, found.get("passes", []), strict=False) if number == ring]
         return f"{passes[-1]:.2f}" if passes else ""
 
+    def marked(policy: str, share: float) -> str:
+        """The cell, with a mark if `random` answers more."""
+        found, chance = (known.get(walk.key(each, share), {}) for each in (policy, CHANCE))
+        below = "right" in found and "right" in chance and sum(found["right"]) < sum(chance["right"])
+        return cell(policy, share) + (MARK if below else "")
+
     measured = [policy for policy in listed if any(cell(policy, share) for share in shares)]
     measured.sort(key=lambda policy: [cell(policy, share) for share in reversed(shares)], reverse=True)
     least = f"{shares[-1]:.0%}"
     names = ["policy", *(f"{share:.0%}" for share in shares), f"prompt's ring at last, {least}", f"other ring, {least}"]
     body = [
-        [f"`{policy}`", *(cell(policy, share) for share in shares), last(policy, 0), last(policy, 1)]
+        [f"`{policy}`", *(marked(policy, share) for share in shares), last(policy, 0), last(policy, 1)]
         for policy in measured
     ]
     note = (
         f"`{walk.model}`, {walk.walks} walks of {walk.passes} passes along two rings of {walk.records} records: mean "
         "fraction of right answers, and the lowest and highest of the walks; then the last pass along each ring."
     )
+    if any(MARK in text for line in body for text in line):
+        note += f" {MARKED}"
     return f'<div class="sortable" markdown>\n\n{table(names, body)}\n\n</div>\n\n{note}'
 
 

@@ -13,6 +13,8 @@ VARIANTS = {
     "kivi": ["kivi:bits=4", "kivi:bits=2"],
     "kvquant": ["kvquant:bits=4", "kvquant:bits=3", "kvquant:bits=2"],
     "rotate": ["rotate:bits=4", "rotate:bits=2"],
+    "kvarn": ["kvarn:value_bits=4", "kvarn"],
+    "oscar": ["oscar:bits=4", "oscar"],
     "turboquant": ["turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2"],
     "csr": ["csr:nnz=16", "csr:nnz=8", "csr:nnz=8:coef=fp8:index=packed", "csr:nnz=4"],
     "mikv": ["mikv", "mikv:high_bits=8"],
@@ -34,6 +36,9 @@ _SHORT = {
     "tokens_4bit": 32,
 }
 """Values of the options that set how many tokens a codec keeps in full precision."""
+
+_MANY_SINKS = 64
+"""First tokens that are a large part of a prompt of a few hundred tokens; a codec keeps an eighth of them there."""
 
 
 def with_ranking(codec: str, ranking: str = "h2o") -> str:
@@ -116,4 +121,7 @@ def _shortened(part: Any) -> Any:
     options = {name: value for name, value in _SHORT.items() if name in fields}
     if part.traits.group_size == 1:  # then the option counts channels, and not tokens
         options.pop("group_size", None)
+    sinks = getattr(part, "sinks", 0)
+    if sinks >= _MANY_SINKS:
+        options["sinks"] = sinks // 8
     return dataclasses.replace(part, **options)

@@ -1,4 +1,4 @@
-"""A hook of MkDocs: each notebook of the docs is a page of Markdown, with its outputs as they are stored.
+"""Hooks of MkDocs: the version in the footer, and each notebook as a page of Markdown, with its outputs as stored.
 
 The page of `notebooks/compose.ipynb` is `notebooks/compose.md`, so that links, the search and the colors of code are
 those of the site. The notebook itself is there to be downloaded.
@@ -12,11 +12,19 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from nbconvert.exporters import MarkdownExporter
 
+import kvpolicy
+
 
 def page_of(path: Path) -> tuple[str, dict[str, bytes]]:
     """The page of a notebook in Markdown, and its figures by the names that the page gives them."""
     text, resources = MarkdownExporter().from_filename(str(path), {"unique_key": path.stem})
     return f"{text}\n\n[Download this notebook]({path.name})\n", dict(resources["outputs"])
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show in the footer which version the site describes."""
+    config.copyright = f"kvpolicy {kvpolicy.__version__}"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

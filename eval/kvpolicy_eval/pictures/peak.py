@@ -21,7 +21,7 @@ def peak() -> Figure:
     parts = {
         "weights": (GREY, [each.weights for each in found]),
         "cache": (BLUE, [each.cache for each in found]),
-        "activations, and what waits": (
+        "activations, uncompressed layers": (
             _style.KINDS["positions"],
             [each.nbytes - each.weights - each.cache for each in found],
         ),

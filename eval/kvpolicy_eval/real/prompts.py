@@ -18,13 +18,12 @@ with a full stop or an item, and a question begins with a line break, so that a 
 
 from __future__ import annotations
 
-import re
-from functools import cache
 from random import Random
 from typing import NamedTuple
 
 from kvpolicy_lm_eval.data.modes import Placed
-from kvpolicy_lm_eval.data.text import held_out
+from kvpolicy_lm_eval.data.text import prose as prose
+from kvpolicy_lm_eval.data.text import sentences as sentences
 from kvpolicy_lm_eval.data.words import WORDS
 
 PEOPLE = 30
@@ -128,19 +127,3 @@ TASKS = {"facts": facts, "needles": needles, "list": listed}
 """Tasks with an answer, by name."""
 PROSE = "prose"
 """Name of the text that is predicted."""
-
-
-@cache
-def sentences() -> tuple[str, ...]:
-    """Sentences of the prose, without code."""
-    parts = re.split(r"(?<=\.)\s+", prose())
-    return tuple(part for part in parts if 40 <= len(part) < 200 and part.endswith(".") and "`" not in part)
-
-
-def prose() -> str:
-    """English prose: the paragraphs of docstrings in the held-out text of the embedded model."""
-    found: list[str] = []
-    for docstring in re.findall(r'"""(.*?)"""', held_out(), re.DOTALL):
-        paragraphs = (" ".join(text.split()) for text in re.split(r"\n\s*\n", docstring))
-        found += [text for text in paragraphs if len(text) >= 80 and text[-1] in ".:" and ">>>" not in text]
-    return "\n\n".join(found)

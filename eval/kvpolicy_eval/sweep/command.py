@@ -28,6 +28,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="local processes that run different cells in parallel")
     parser.add_argument("--retry", action="store_true", help="rerun failed cells")
     parser.add_argument("--limit", type=int, help="maximum number of examples per task; overrides the config's")
+    parser.add_argument(
+        "--seed", type=int, help="seed of all randomness; overrides the config's, and needs an --out of its own"
+    )
     parser.add_argument("--models", nargs="+", metavar="NAME", help="run the cells of these models of the config only")
     parser.add_argument(
         "--policies",
@@ -68,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
         if args.limit < 1:
             raise ValueError(f"--limit must be an integer of at least 1, got {args.limit}.")
         config = dataclasses.replace(config, limit=args.limit)
+    if args.seed is not None:
+        if args.seed < 0:
+            raise ValueError(f"--seed must be an integer of at least 0, got {args.seed}.")
+        config = dataclasses.replace(config, seed=args.seed)
     config = config.only(args.models or (), args.policies or (), args.tasks or ())
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")

@@ -19,8 +19,10 @@ from kvpolicy_eval.sweep.modes import INSIDE, MODES, split_task, variant
 
 _KEYS = {
     "about",
+    "apply_chat_template",
     "batch_size",
     "budgets",
+    "gen_kwargs",
     "include_path",
     "limit",
     "metadata",
@@ -40,6 +42,8 @@ MODEL_KEYS = {
     "compile",
     "device",
     "dtype",
+    "enable_thinking",
+    "gguf_file",
     "group_by_prefix",
     "hold",
     "holdback",
@@ -51,6 +55,7 @@ MODEL_KEYS = {
     "revision",
     "rolling_chunk",
     "softmax_dtype",
+    "think_end_token",
     "tile",
     "tokenizer",
     "tp",
@@ -79,6 +84,8 @@ class Config:
         include_path: Folder with further tasks.
         samples: Whether to write prompts and answers together with the results of a cell.
         probes: Prompts of a task on which budgets and kept positions of the layers are recorded.
+        apply_chat_template: Whether a prompt is a message of a chat.
+        gen_kwargs: Arguments of generation, such as `max_gen_toks`, instead of those of a task.
         about: A sentence for the report.
     """
 
@@ -96,6 +103,8 @@ class Config:
     include_path: str | None = None
     samples: bool = True
     probes: int = 2
+    apply_chat_template: bool = False
+    gen_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     about: str = ""
 
     def cells(self) -> list[Cell]:
@@ -144,6 +153,7 @@ class Config:
     def settings(self) -> dict[str, Any]:
         """Settings that two runs must share for their cells to be comparable."""
         names = ("limit", "batch_size", "seed", "num_fewshot", "metadata", "include_path")
+        names += ("apply_chat_template", "gen_kwargs")
         return {name: getattr(self, name) for name in names} | {"models": self.models}
 
     def _policies(self) -> Iterable[tuple[str, str]]:
@@ -232,8 +242,10 @@ def read(content: Any, name: str) -> Config:
         num_fewshot=_integer(content, "num_fewshot", 0),
         seed=_integer(content, "seed", 0, 1234) or 0,
         probes=_integer(content, "probes", 0, 2) or 0,
-        metadata=_metadata(content),
-        samples=_boolean(content, "samples"),
+        metadata=_mapping(content, "metadata", "{max_seq_lengths: [4096]}"),
+        gen_kwargs=_mapping(content, "gen_kwargs", "{max_gen_toks: 4096}"),
+        samples=_boolean(content, "samples", default=True),
+        apply_chat_template=_boolean(content, "apply_chat_template", default=False),
         **texts,
     )
 
@@ -276,11 +288,11 @@ def _last_part(path: str) -> str:
     return os.path.basename(os.path.abspath(path)) if path else ""
 
 
-def _metadata(content: Mapping[str, Any]) -> dict[str, Any]:
-    value = content.get("metadata") or {}
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"metadata must be keys with values, such as {{max_seq_lengths: [4096]}}, got {value!r}.")
-    _check_serializable(value, "metadata")
+def _mapping(content: Mapping[str, Any], key: str, example: str) -> dict[str, Any]:
+    value = content.get(key) or {}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{key} must be keys with values, such as {example}, got {value!r}.")
+    _check_serializable(value, key)
     return dict(value)
 
 
@@ -299,8 +311,8 @@ def _text(content: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _boolean(content: Mapping[str, Any], key: str) -> bool:
-    value = content.get(key, True)
+def _boolean(content: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    value = content.get(key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, got {value!r}.")
     return value

@@ -111,9 +111,10 @@ def estimate(config: Config, cell: Cell, card: Card) -> Estimate:
         return Estimate(cell=cell, problem=f"{cell.model}: {error}")
     if model is None:
         return Estimate(cell=cell, problem=f"the config of {arguments.get('pretrained')} is not on this machine")
+    new = config.gen_kwargs.get("max_gen_toks", size.new)
     examples = min(size.examples, config.limit or size.examples)
     longest = arguments.get("max_length") or model.positions
-    size = TaskSize(examples=examples, tokens=max(1, min(size.tokens, longest - size.new)), new=size.new)
+    size = TaskSize(examples=examples, tokens=max(1, min(size.tokens, longest - new)), new=new)
     rows = config.batch_size if isinstance(config.batch_size, int) else 1
     try:
         plan = model.plan(cell.policy, rows, size.tokens, size.new)

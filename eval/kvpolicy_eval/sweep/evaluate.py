@@ -177,6 +177,8 @@ class Evaluator:
             num_fewshot=config.num_fewshot,
             limit=config.limit,
             batch_size=config.batch_size,
+            apply_chat_template=config.apply_chat_template,
+            gen_kwargs=dict(config.gen_kwargs) or None,
             bootstrap_iters=0,
             log_samples=True,
             **dict.fromkeys(SEEDS, config.seed),

@@ -2,13 +2,15 @@
 
 `papers.yaml` has for each paper the sweep that measures the same, and rows with these keys:
 
-- `what` and `place`: model and task as the paper calls them, and its table, if that is known.
+- `what` and `place`: model and task as the paper calls them, and its table, if that is known; of a library, the pull
+  request.
 - `model`, `policy` and `task`: the cells of the sweep; without `task` all of its tasks, whose mean the value is.
 - `config`: another sweep than the paper's.
 - `value`: that of the paper.
 - `ours`: that of a run of these cells; without it, the row says what a run needs.
 
-`embedded` names policies of a table of docs/guide/sweep.md, which has the same comparison on the embedded model.
+`embedded` names policies of a table of docs/guide/sweep.md, which has the same comparison on the embedded model; a
+paper may have none.
 """
 
 from __future__ import annotations
@@ -115,13 +117,20 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
     """Values of the paper, and the comparison on the embedded model."""
     paper = papers()[args.paper]
     yield values(paper, CARDS[args.card])._replace(place=f"{args.paper}-values")
+    if "embedded" not in paper:
+        return
     found = embedded(paper["embedded"], SWEEP_PAGE.read_text(encoding="utf-8"))
     yield found._replace(place=f"{args.paper}-embedded")
 
 
 TABLE = Table(
     measure=measure,
-    places={f"{name}-{part}": ["docs/reproduce/index.md"] for name in papers() for part in ("values", "embedded")},
+    places={
+        f"{name}-{part}": ["docs/reproduce/index.md"]
+        for name, paper in papers().items()
+        for part in ("values", "embedded")
+        if part == "values" or part in paper
+    },
     options=[
         Option("paper", choices=sorted(papers()), help="the paper"),
         Option("--card", choices=sorted(CARDS), default=CARD, help="the GPU of the estimate"),

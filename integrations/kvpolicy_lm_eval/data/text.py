@@ -9,6 +9,7 @@ The library differs between Python versions, so the held-out part ships as
 from __future__ import annotations
 
 import random
+import re
 import sysconfig
 from functools import cache
 from hashlib import sha256
@@ -87,6 +88,22 @@ def excerpt(rng: random.Random, chars: int) -> str:
         raise ValueError(f"The length of an excerpt must be from 0 to {len(text) // 2 - 1} characters, got {chars}.")
     start = text.index("\n", rng.randrange(len(text) // 2)) + 1
     return text[start : start + chars]
+
+
+@cache
+def sentences() -> tuple[str, ...]:
+    """Sentences of the prose, without code, of 40 to 200 characters."""
+    parts = re.split(r"(?<=\.)\s+", prose())
+    return tuple(part for part in parts if 40 <= len(part) < 200 and part.endswith(".") and "`" not in part)
+
+
+def prose() -> str:
+    """English prose: the paragraphs of docstrings in the held-out text of the embedded model."""
+    found: list[str] = []
+    for docstring in re.findall(r'"""(.*?)"""', held_out(), re.DOTALL):
+        paragraphs = (" ".join(text.split()) for text in re.split(r"\n\s*\n", docstring))
+        found += [text for text in paragraphs if len(text) >= 80 and text[-1] in ".:" and ">>>" not in text]
+    return "\n\n".join(found)
 
 
 def write_held_out(path: Path) -> int:

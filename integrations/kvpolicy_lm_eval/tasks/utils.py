@@ -8,7 +8,7 @@ of a document after it has compressed what precedes it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from random import Random
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 from datasets import Dataset
 
 from kvpolicy.text.errors import KVPolicyError
+from kvpolicy_lm_eval import ruler as leaderboard
 from kvpolicy_lm_eval.data import prompts
+from kvpolicy_lm_eval.data import steps as derivations
 from kvpolicy_lm_eval.data.modes import place
 from kvpolicy_lm_eval.data.text import held_out
 
@@ -88,6 +90,39 @@ def held_out_text(docs: int, chars: int, **_: Any) -> Splits:
         raise KVPolicyError(f"The texts must not overlap, got {docs} of {chars} characters; try fewer or shorter ones.")
     starts = [text.index("\n", i * step) + 1 for i in range(docs)]
     return _splits([{"text": text[start : start + chars]} for start in starts])
+
+
+def steps(docs: int, seed: int, steps: int, shots: int, **_: Any) -> Splits:
+    """Prompts whose answers are many lines, each of which takes the one before."""
+    drawn = [derivations.sums(Random(seed * 10_000 + doc), steps, shots) for doc in range(docs)]
+    return _splits(
+        [{"prompt": one.text, "lines": one.lines, "answer": "\n".join(one.lines).removeprefix("0 +")} for one in drawn]
+    )
+
+
+def right_steps(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """The fraction of the lines that an answer has before its first mistake."""
+    return {"right_steps": derivations.right_steps(document["lines"], results[0])}
+
+
+_OF_RULER = ("source", "tokenizer", "pretrained", "gguf_file")
+"""Arguments of the model that the size of a prompt depends on, and where the documents come from."""
+
+
+def ruler(name: str, length: int, docs: int, seed: int, **options: Any) -> Splits:
+    """Prompts of a task of RULER."""
+    known = {option: options[option] for option in _OF_RULER if option in options}
+    return _splits(leaderboard.documents(name, length, docs, seed, **known))
+
+
+def string_match(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """The fraction of the right strings that an answer contains."""
+    return leaderboard.score(document, results)
+
+
+def string_match_any(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Whether an answer contains one of the right strings."""
+    return leaderboard.score_any(document, results)
 
 
 def _rows(docs: int, seed: int, draw: Callable[[Random], prompts.Prompt], mode: str) -> list[dict[str, Any]]:

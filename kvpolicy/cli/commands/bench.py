@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.arguments import TINY, Device, Dtype, Json, Model, Policies, Tile, tile_of
+from kvpolicy.cli.arguments import TINY, Compile, Device, Dtype, Json, Model, Policies, Tile, tile_of
 from kvpolicy.cli.formatting import as_json, counted, paragraph, size, table, width
 from kvpolicy.cli.model_loading import load
 
@@ -31,6 +31,7 @@ def bench(
     steps: Steps = 16,
     rounds: Rounds = 3,
     threads: Threads = 0,
+    compile: Compile = False,
     tile: Tile = "auto",
     dtype: Dtype = "auto",
     device: Device = "",
@@ -38,7 +39,8 @@ def bench(
 ) -> None:
     """Measure time and memory of policies, and check logits.
 
-    Times and bytes are compared to those of the same model with its stock cache. The exit code is 1 if a check fails.
+    Times and bytes are compared to those of the same model with its stock cache: the dynamic one, or with --compile the
+    static one, compiled as well. The exit code is 1 if a check fails.
     """
     import torch
 
@@ -50,7 +52,8 @@ def bench(
     torch.set_num_threads(threads or torch.get_num_threads())
     loaded, _ = load(model, dtype, device, text=False)
     facts: dict[str, Any] = machine(loaded) | {"model": model, "length": length, "steps": steps, "rounds": rounds}
-    facts |= compare_to_stock(loaded, parsed, length, steps, rounds, size_of_tile) | {"checks": checks(loaded, parsed)}
+    facts |= {"compiled": compile, "checks": checks(loaded, parsed)}
+    facts |= compare_to_stock(loaded, parsed, length, steps, rounds, size_of_tile, compile=compile)
     print(as_json("bench", facts) if json else render(facts))
     if not all(check["passed"] for check in facts["checks"]):
         raise typer.Exit(1)
@@ -61,9 +64,10 @@ def render(facts: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     machine = f"{facts['device']}, {counted(facts['threads'], 'thread')}, {facts['dtype']}"
     stock = facts["stock"]
+    stock_cache = "Static cache, compiled" if facts["compiled"] else "Stock cache"
     run = (
         f"{facts['model']}: prompt of {facts['length']:,} random tokens, {counted(facts['steps'], 'decode step')}, "
-        f"{counted(facts['rounds'], 'round')}. Stock cache: prefill {stock['prefill_seconds']:.3f} s, decode "
+        f"{counted(facts['rounds'], 'round')}. {stock_cache}: prefill {stock['prefill_seconds']:.3f} s, decode "
         f"{1000 * stock['step_seconds']:.2f} ms per step, {size(stock['bytes'])}."
     )
     legend = (

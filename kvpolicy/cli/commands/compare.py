@@ -39,6 +39,7 @@ def compare(
     answer: arguments.AnswerTokens = 0,
     windows: arguments.Windows = 64,
     margin: arguments.Margin = arguments.MARGIN,
+    compile: arguments.Compile = False,
     tile: arguments.Tile = "auto",
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
@@ -49,7 +50,8 @@ def compare(
     """Compare policies on your own prompts: answers, divergence from the full cache, bytes, peak and time.
 
     Each line of a JSONL file has a `prompt` and its `answer`, and may have a `question`, which is given to the
-    compressed cache before the answer. Without one, the first token of an answer does not depend on the policy.
+    compressed cache before the answer. Without one, the first token of an answer does not depend on the policy. With
+    --compile, the time of a text includes that of the compilation in the first one.
     """
     from kvpolicy.policy import Policy
 
@@ -76,7 +78,7 @@ def compare(
     first = None
     for policy in parsed:
         bar = progress and progress.part(str(policy))
-        scored = score(loaded, found, policy, reference=reference, tile=tile_size, progress=bar)
+        scored = score(loaded, found, policy, reference=reference, tile=tile_size, compile=compile, progress=bar)
         first = scored if first is None else first
         rows.append(_facts(loaded, policy, found, scored, tile_size))
         if scored is not first and len(found) > 1:

@@ -15,6 +15,7 @@ from kvpolicy.text.limits import LEAST_TOKENS
 def serve(
     model: arguments.ModelName = TINY,
     policy: arguments.Policy = arguments.POLICY,
+    policy_option: arguments.PolicyOption = "",
     least: Annotated[int | None, arguments.least_option("with --prefix, where the policy is that of the file")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 for one that is free.")] = 8000,
     host: Annotated[
@@ -42,20 +43,58 @@ def serve(
             "the prefix.",
         ),
     ] = False,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="INT", help="Requests that are answered at a time, in one batch; 1 by default."),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="TOKENS",
+            help="The most tokens of a prompt and its answer. Several rows have room for so many each. By default the "
+            "positions of the model.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="The most bytes of the cache of all rows, such as 4GiB. Without --rows, as many rows as fit.",
+        ),
+    ] = None,
+    prefill_share: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="The part of the time that prompts may take while answers are generated."),
+    ] = 0.5,
+    queue: Annotated[
+        int, typer.Option(min=0, metavar="INT", help="Answers that may wait for a row; more get status 429.")
+    ] = 1024,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVPOLICY_API_KEY",
+            show_envvar=False,
+            metavar="KEY",
+            help="Key that clients must send. KVPOLICY_API_KEY in the environment does the same.",
+        ),
+    ] = None,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
 ) -> None:
-    """Serve a model under a policy to OpenAI clients, one request at a time.
+    """Serve a model under a policy to OpenAI clients.
 
     The endpoints are /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics. The usage of an answer
     has the kept tokens and the bytes of its cache. With --prefix, every prompt must begin with the tokens of the file,
     which are not computed again. A policy whose budget is a fraction, such as 0.2, keeps at least 1,024 tokens of a
-    prompt, see --least. SIGTERM ends the server with exit code 0. For many clients at once, serve documents
-    with vLLM: see docs/guide/vllm.md.
+    prompt, see --least. One request is answered at a time; with --rows, requests join and leave a batch, and every
+    answer is the one that its request has alone. SIGTERM ends the server with exit code 0. For more than one
+    accelerator, serve documents with vLLM: see docs/guide/vllm.md.
     """
     from kvpolicy.policy import Policy
     from kvpolicy.policy.model_policy import keep_at_least
     from kvpolicy.serving.app import check_names
+    from kvpolicy.serving.capacity import Capacity
     from kvpolicy.serving.prefix import PrefixFile
     from kvpolicy.serving.server import bind, log_to_terminal, run, serving
     from kvpolicy.text.errors import KVPolicyError
@@ -64,10 +103,13 @@ def serve(
     check_order("serve", model)
     # An invalid spec or file raises an error before the model is loaded.
     default = LEAST_TOKENS if prefix is None else 0
-    parsed = keep_at_least(Policy.parse(policy), default if least is None else least)
+    parsed = keep_at_least(
+        Policy.parse(arguments.policy_of(policy, policy_option)), default if least is None else least
+    )
     if share_prefix and prefix is None:
         raise KVPolicyError("--share-prefix must be given with --prefix, got no prefix; try --prefix FILE.")
     file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed, share_prefix)
+    capacity = Capacity(rows=rows, length=length, memory=memory, share=prefill_share, queue=queue)
     names = check_names(arguments.parse_names(allowed_hosts)) if allowed_hosts else ()
     with log_to_terminal(), bind(host, port) as listener:
         from kvpolicy.cli.model_loading import load
@@ -75,6 +117,6 @@ def serve(
         loaded, tokenizer = load(model, dtype, device)
         load_prefix = file and file.load
         how: Any = {"tile": tile_size, "hold": arguments.hold_of(hold_codes)}
-        how["compile"] = arguments.compile_of(compile)
+        how |= {"compile": arguments.compile_of(compile), "capacity": capacity, "key": api_key or None}
         with serving(loaded, tokenizer, model, str(parsed), listener, load_prefix, (host, *names), **how) as server:
             run(server, listener)

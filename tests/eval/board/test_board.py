@@ -16,7 +16,7 @@ from kvpolicy.text.embedded_names import EmbeddedName
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_eval.board import cells, pictures
 from kvpolicy_eval.board.__main__ import main
-from kvpolicy_eval.board.cells import DOCS, SHARES, Board, Cell, accuracy
+from kvpolicy_eval.board.cells import DOCS, MARKED, SHARES, Board, Cell, accuracy, is_below_chance
 from kvpolicy_eval.board.order import LEAST, order
 from kvpolicy_eval.board.page import full_cache, peer_refusals, refusals, row, tables, top
 from kvpolicy_eval.board.peers import PEERS
@@ -135,6 +135,39 @@ def test_the_best_policies_of_a_budget_hold_no_more_than_it(board: Board) -> Non
         "",
         "<!-- 6 results -->",
     ]
+
+
+def test_what_answers_less_than_chance_is_marked(board: Board, tmp_path: Path) -> None:
+    """At the same tokens, budget and place of the question, where `random` has a result; nothing else is compared."""
+    chance, h2o, tova = (Entry(name, "selector") for name in ("random", "h2o", "tova"))
+    answers = {
+        (chance, "inside"): 2,
+        (SNAPKV, "inside"): 1,
+        (h2o, "inside"): 2,
+        (tova, "after"): 0,
+        (QUEST, "inside"): 0,
+    }
+    for (entry, mode), right in answers.items():
+        board._keep(Cell(entry, 0.1, mode, 512).key(4, "tiny"), {"right": {"recall": right}, "docs": 4})
+    board._keep(Cell(tova, 0.2, "inside", 512).key(4, "tiny"), {"right": {"recall": 0}, "docs": 4})
+    listed = [chance, SNAPKV, h2o, tova, QUEST]
+    marked = [cell for entry in listed for mode in ("inside", "after") for cell in [Cell(entry, 0.1, mode, 512)]]
+    assert [cell.entry for cell in marked if is_below_chance(board, cell)] == [SNAPKV]
+    assert not is_below_chance(board, Cell(tova, 0.2, "inside", 512))
+    assert row(board, SNAPKV, 0.1, 512)[2].endswith("†") and not row(board, h2o, 0.1, 512)[2].endswith("†")
+    text = tables(board, listed, [0.2, 0.1], [512])
+    assert text.count("†: fewer right answers than `random`.") == 1 and text.count("†") == 2
+    found = top(board, listed, [0.1]).splitlines()
+    assert found[4].startswith("| 10% | `snapkv` 0.25 (.05-.70)† |") and MARKED in found
+    write_rows(tmp_path / "rows.csv", board, listed, [0.1])
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        assert {line["policy"]: line["below"] for line in csv.DictReader(file)} == {
+            "random": "",
+            "snapkv": "inside",
+            "h2o": "",
+            "tova": "",
+            "full+quest:read=0.1": "",
+        }
 
 
 def test_methods_of_other_libraries_that_are_refused_alike_are_one_row(board: Board) -> None:

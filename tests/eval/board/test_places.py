@@ -69,6 +69,17 @@ def test_a_table_has_what_is_known_and_nothing_else(board: Board) -> None:
     assert rows(more) == [rows(text)[0], ["`snapkv+kivi:bits=2`", "", "", "0.00", "0.50"]]
 
 
+def test_answers_below_chance_are_marked(board: Board) -> None:
+    listed = entries("tiny-4k")
+    assert "†" not in page_table("tova", board, listed, [0.1])
+    tova = next(entry for entry in listed if entry.spec == "tova")
+    lower = {"right": {"recall": 1, "needles": 0}, "docs": 4, "held": 0.1, "moved": 0.1}
+    board._keep(Cell(tova, 0.1, "after", 512).key(4, board.model), lower)
+    text = page_table("tova", board, listed, [0.1])
+    assert rows(text)[-1] == ["`tova`", "", "0.12†"] and text.count("†") == 2
+    assert "†: fewer right answers than `random`." in text
+
+
 def test_the_longer_prompts_are_shown_if_every_policy_has_half_of_its_results(board: Board) -> None:
     board.docs[1024] = 4
     found = compared("kivi", entries("tiny-4k"))

@@ -60,6 +60,21 @@ def test_the_full_cache_answers_everything_and_a_window_what_it_holds() -> None:
     assert "refused" in measure(SMALL, "window", 0.001, model, given)
 
 
+def test_what_answers_less_than_chance_is_marked() -> None:
+    known = {
+        SMALL.key(name, 0.1): {"right": right}
+        for name, right in (("random", [4, 6]), ("h2o", [5, 5]), ("tova", [4, 5]))
+    }
+    lines = {
+        line.split(" | ")[0][2:]: line
+        for line in rows(SMALL, known, ["h2o", "random", "tova"], [0.1]).splitlines()
+        if line[:3] == "| `"
+    }
+    assert [name for name, line in lines.items() if "†" in line] == ["`tova`"]
+    assert "†" not in rows(SMALL, known, ["h2o", "random"], [0.1])
+    assert "†" not in rows(SMALL, {SMALL.key("tova", 0.1): {"right": [0, 0]}}, ["tova"], [0.1])
+
+
 def test_a_run_continues_and_fills_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,12 +89,14 @@ def test_every_policy_of_a_shipped_sweep_can_be_planned(name: str) -> None:
         ("EleutherAI/gpt-neox-20b", 20.555),
         ("meta-llama/Meta-Llama-3-8B-Instruct", 8.030),
         ("meta-llama/Llama-3.1-8B-Instruct", 8.030),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8.030),
+        ("Qwen/Qwen3-8B", 8.191),
     ],
 )
 def test_known_models_have_their_published_sizes(name: str, billions: float) -> None:
     weights = kvpolicy.weights_per_rank(sizes.model_config(name), dtype=torch.bfloat16).nbytes
     assert weights / 2e9 == pytest.approx(billions, abs=5e-4)
-    assert len(SIZES["models"]) == 6
+    assert len(SIZES["models"]) == 8
 
 
 def test_answers_have_the_length_of_lm_evals_tasks() -> None:
@@ -122,6 +124,33 @@ def test_answers_have_the_length_of_lm_evals_tasks() -> None:
         assert found is not None and int(found[1]) == size["new"], name
         compared += 1
     assert compared == 29
+
+
+def test_answers_are_as_long_as_the_sweep_says() -> None:
+    """A model that reasons writes more than the most tokens of a task."""
+    short = only(made(tasks=["gsm8k"]))
+    long = only(made(tasks=["gsm8k"], gen_kwargs={"max_gen_toks": 4096}))
+    assert (short.size.new, long.size.new) == (256, 4096)
+    assert long.hours > 10 * short.hours and long.full_nbytes > short.full_nbytes
+
+
+def test_the_ratios_of_the_leaderboard_are_what_is_removed() -> None:
+    found = config.load("papers-kvpress")
+    assert [1 - float(budget) for budget in found.budgets] == [0.25, 0.5, 0.75, 0.875]
+    assert found.apply_chat_template and found.models["qwen3-8b"]["enable_thinking"] is False
+    evicting = [spec for spec in found.policies if spec != "full"]
+    assert all("decode=grow" in spec for spec in evicting), "kvpress evicts no generated tokens"
+
+
+def test_reasoning_compares_each_method_with_the_prompt_kept_and_with_chance() -> None:
+    found = config.load("papers-reasoning")
+    kept = {spec for spec in found.policies if "protect=prompt" in spec}
+    assert {"random", "random:protect=prompt"} <= set(found.policies)
+    for spec in ("h2o", "tova", "window", "keyformer", "rkv:every=16"):
+        assert spec in found.policies and f"{spec}:protect=prompt" in kept
+    assert all(budget.endswith("B") for budget in found.budgets), "of the same bytes, whatever a token takes"
+    for size in (500, 500, 30):
+        assert size % int(found.batch_size) == 0, "a smaller batch would have more bytes for each row"
 
 
 def test_sizes_of_tasks() -> None:

@@ -105,6 +105,25 @@ def test_ruler_is_limited_within_one_length(name: str) -> None:
     assert f"{length // 1024}k tokens" in config.load(name).about
 
 
+def test_generation_and_seed_are_those_of_the_sweep(tmp_path: Path) -> None:
+    place = file(tmp_path, tasks=["kvpolicy_recall_512"], gen_kwargs={"max_gen_toks": 2})
+    assert sweep(place, tmp_path / "out", "--seed", "7") == 0
+    (results,) = Store(tmp_path / "out").read("results.json")
+    assert results["config"]["random_seed"] == results["config"]["torch_seed"] == 7
+    assert results["config"]["kvpolicy"]["tasks"]["kvpolicy_recall_512/generate_until"]["new_tokens"] == 2
+    assert sweep(place, tmp_path / "out", "--seed", "8") == 2, "other results need a folder of their own"
+    assert sweep(place, tmp_path / "other", "--seed", "-1") == 2
+
+
+def test_a_prompt_is_a_message_of_a_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The embedded model has no template, which lm-eval says."""
+    assert config.read(SMALL | {"apply_chat_template": True}, "x").apply_chat_template
+    assert not config.read(SMALL, "x").apply_chat_template
+    place = file(tmp_path, apply_chat_template=True)
+    assert sweep(place, tmp_path / "out") == 1
+    assert "chat_template is not set" in capsys.readouterr().err
+
+
 def test_tasks_of_another_folder_need_another_folder(tmp_path: Path) -> None:
     before = config.read(SMALL | {"include_path": "one"}, "x")
     write_settings(tmp_path, before)
@@ -178,6 +197,8 @@ def test_a_model_in_this_folder_has_the_folders_name(pretrained: str, tmp_path: 
         ("output: [a]", "output must be text, got ['a']"),
         ("include_path: 7", "include_path must be text, got 7"),
         ("metadata: abc", "metadata must be keys with values, such as {max_seq_lengths: [4096]}, got 'abc'"),
+        ("gen_kwargs: 7", "gen_kwargs must be keys with values, such as {max_gen_toks: 4096}, got 7"),
+        ("apply_chat_template: 1", "apply_chat_template must be true or false, got 1."),
         ("metadata: [1]", "metadata must be keys with values, such as {max_seq_lengths: [4096]}, got [1]"),
         ("metadata: {1: a}", "metadata must be keys with values, such as {max_seq_lengths: [4096]}, got {1: 'a'}"),
         ("metadata: {since: 2026-10-01}", "metadata has a date or another value that JSON cannot hold"),

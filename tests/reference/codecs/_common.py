@@ -128,14 +128,16 @@ def wrapped(
     )
 
 
-def grouped(config: Config, make: Callable[[], Coder]) -> Codec:
-    """A codec of one stage that is fitted per group of tokens."""
+def grouped(config: Config, make: Callable[[], Coder], *, pinned: int = 0) -> Codec:
+    """A codec of one stage that is fitted per group of tokens; the first `pinned` ones stay exact."""
     size = config["group_size"]
     residual = config["residual_length"]
     return Codec(
-        layout=lambda tokens: ordinary(tokens, size, size, residual),
+        layout=lambda tokens: ordinary(tokens, size, size, residual, pinned),
         coder=lambda stage, layer, head: make(),
         block=size,
         group_size=size,
         residual=residual,
+        pins="first" if pinned else "none",
+        pinned=pinned,
     )

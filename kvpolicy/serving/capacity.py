@@ -1,0 +1,84 @@
+"""How many requests are answered at a time, and the room that each has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvpolicy.hf.plan import plan
+from kvpolicy.policy import Policy
+from kvpolicy.serving.requests import positions_of
+from kvpolicy.text.budget import bytes_of
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.tables import format_bytes
+
+DEFAULT_QUEUE = 1024
+"""The most answers that wait for a row; later ones are refused."""
+
+DEFAULT_SHARE = 0.5
+"""The part of the time that prompts may take while rows are in flight."""
+
+MOST_ROWS = 1024
+"""Rows that `--memory` alone gives at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """How many requests are answered at a time, and the room that each has.
+
+    Attributes:
+        rows: The number of rows; None for as many as fit into `memory`, or for one without that.
+        length: The most tokens of a prompt and its answer with several rows; None for the positions of the model.
+        memory: The most bytes of all rows, such as `4GiB`; None without a limit.
+        share: The part of the time that prompts may take while rows are in flight.
+        queue: The most answers that wait for a row.
+    """
+
+    rows: int | None = None
+    length: int | None = None
+    memory: str | None = None
+    share: float = DEFAULT_SHARE
+    queue: int = DEFAULT_QUEUE
+
+    def __post_init__(self) -> None:
+        """Check what is known before the model."""
+        if self.memory is not None:
+            bytes_of(self.memory)
+        if not 0 < self.share <= 1:
+            raise KVPolicyError(f"--prefill-share must be above 0 and at most 1, got {self.share}; try 0.5.")
+
+    def sizes(self, model: Any, policy: Policy) -> tuple[int, int | None]:
+        """The number of rows, and the tokens for which each has room; None for one row, which is as large as it needs.
+
+        Args:
+            model: The model.
+            policy: The policy.
+
+        Raises:
+            KVPolicyError: If the rows do not fit into the memory, or need a length.
+        """
+        if self.memory is None and self.rows in (None, 1):
+            return 1, self.length
+        length = self.length or positions_of(model)
+        if length is None:
+            raise KVPolicyError("--length must be given for this model, whose config has no limit; try --length 8192.")
+        rows = self._fitting(model, policy, length) if self.rows is None else self.rows
+        if self.memory is not None:
+            self._check(model, policy, rows, length)
+        return rows, length
+
+    def _fitting(self, model: Any, policy: Policy, length: int) -> int:
+        """The rows that fit into the memory; 1 at least, which is then refused."""
+        assert self.memory is not None
+        each = plan(model, policy, prompt=length).nbytes
+        return min(max(bytes_of(self.memory) // each, 1), MOST_ROWS)
+
+    def _check(self, model: Any, policy: Policy, rows: int, length: int) -> None:
+        assert self.memory is not None
+        needed = plan(model, policy, batch=rows, prompt=length).nbytes
+        if needed > bytes_of(self.memory):
+            raise KVPolicyError(
+                f"--memory must be enough for the cache of {rows} row{'' if rows == 1 else 's'} of {length:,} tokens, "
+                f"{format_bytes(needed)} under {policy}, got {self.memory}; try a smaller --length or --rows, or a "
+                "smaller budget."
+            )

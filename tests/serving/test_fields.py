@@ -1,0 +1,156 @@
+"""What OpenAI clients may ask for: several answers, log probabilities, penalties, and a key."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+import openai
+
+import kvpolicy
+from kvpolicy.serving.capacity import Capacity
+from tests.serving.servers import POLICY, get, metric, running, wait_for
+
+PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
+KEY = "a key of the tests"
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with running(kvpolicy.tiny(), key=KEY, capacity=Capacity(queue=6)) as number:
+        yield number
+
+
+@pytest.fixture
+def client(port: int) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+def complete(client: Any, **fields: Any) -> Any:
+    return client.completions.create(**{"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, **fields})
+
+
+def texts(answer: Any) -> list[str]:
+    """The texts of all choices, streamed or not."""
+    if hasattr(answer, "choices"):
+        return [choice.text for choice in answer.choices]
+    found: dict[int, str] = {}
+    for chunk in answer:
+        for choice in chunk.choices:
+            found[choice.index] = found.get(choice.index, "") + choice.text
+    return [found[index] for index in sorted(found)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_are_the_answers_of_seeds_that_follow_each_other(stream: bool, client: Any) -> None:
+    sampled = {"temperature": 3.0, "max_tokens": 8}
+    alone = [texts(complete(client, seed=seed, **sampled))[0] for seed in (5, 6, 7)]
+    assert len(set(alone)) == 3
+    assert texts(complete(client, n=3, seed=5, stream=stream, **sampled)) == alone
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_list_of_prompts_has_a_choice_for_each(stream: bool, client: Any) -> None:
+    prompts = [PROMPT, PROMPT[11:], PROMPT]
+    alone = [texts(complete(client, prompt=prompt))[0] for prompt in prompts]
+    assert texts(complete(client, prompt=prompts, stream=stream)) == alone
+
+
+def test_the_usage_of_several_answers(client: Any) -> None:
+    """A prompt with several choices counts once; a stream has one chunk with it."""
+    one = complete(client).usage
+    answer = complete(client, n=2)
+    chunks = list(complete(client, n=2, stream=True, stream_options={"include_usage": True}))
+    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert len({chunk.id for chunk in chunks}) == 1
+    for usage in (answer.usage, chunks[-1].usage):
+        assert (usage.prompt_tokens, usage.completion_tokens) == (one.prompt_tokens, 2 * one.completion_tokens)
+        assert usage.kvpolicy["cache_nbytes"] == 2 * one.kvpolicy["cache_nbytes"]
+        assert usage.kvpolicy["kept_tokens"] == one.kvpolicy["kept_tokens"]
+
+
+def test_one_prompt_that_is_refused_refuses_the_request(client: Any, port: int) -> None:
+    with pytest.raises(openai.BadRequestError, match="must fit into 2,048 positions"):
+        complete(client, prompt=["?", "?" * 2048])
+    assert metric(port, "requests_running") == metric(port, "requests_waiting") == 0
+    assert texts(complete(client)) != []
+
+
+def test_log_probabilities_of_completions(client: Any) -> None:
+    model, tokenizer = kvpolicy.tiny()
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    with torch.no_grad(), kvpolicy.attach(model, POLICY):
+        wanted = model(ids).logits[0, -1].log_softmax(-1)
+    found = complete(client, logprobs=3).choices[0]
+    assert "".join(found.logprobs.tokens) == found.text
+    assert found.logprobs.token_logprobs[0] == pytest.approx(float(wanted.max()), abs=1e-4)
+    top = found.logprobs.top_logprobs[0]
+    assert len(top) == 3 and max(top, key=lambda word: top[word]) == found.logprobs.tokens[0]
+    chunks = list(complete(client, logprobs=3, stream=True))
+    streamed = [word for chunk in chunks if chunk.choices[0].logprobs for word in chunk.choices[0].logprobs.tokens]
+    assert streamed == found.logprobs.tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_chats(stream: bool, client: Any) -> None:
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    made = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2, stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in made] if stream else [made.choices[0]]
+    words = [word for choice in choices if choice.logprobs for word in choice.logprobs.content]
+    assert len(words) == 6
+    for word in words:
+        assert bytes(word.bytes).decode() == word.token and len(word.top_logprobs) == 2
+        assert word.logprob == word.top_logprobs[0].logprob
+
+
+def test_penalties_and_limits_change_an_answer(client: Any) -> None:
+    """A penalty of 2 for each time lets no token of a repetition stay the most likely one forever."""
+    plain = texts(complete(client, max_tokens=40))[0]
+    for fields in ({"presence_penalty": 2}, {"frequency_penalty": 2}, {"extra_body": {"repetition_penalty": 3.0}}):
+        assert texts(complete(client, max_tokens=40, **fields))[0] != plain
+    hot = {"temperature": 50, "seed": 1, "max_tokens": 40}
+    assert texts(complete(client, **hot))[0] != plain
+    for fields in ({"top_k": 1}, {"min_p": 1.0}):
+        assert texts(complete(client, extra_body=fields, **hot))[0] == plain
+
+
+@pytest.mark.parametrize("header", [None, "Bearer another", KEY])
+def test_a_key_is_asked_for(header: str | None, port: int) -> None:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/models", headers={} if header is None else {"Authorization": header}
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    assert caught.value.code == 401
+    assert json.loads(caught.value.read())["error"]["code"] == "invalid_api_key"
+    caught.value.close()
+    assert "ok" in get(port, "/health") and "kvpolicy_rows 1" in get(port, "/metrics")
+
+
+def test_too_many_answers_get_their_own_status(client: Any, port: int) -> None:
+    """One row, and a queue of six: the eighth answer is refused, and the others are not."""
+    long = {"max_tokens": 1500, "temperature": 1, "seed": 1}
+    with ThreadPoolExecutor(1) as pool:
+        running_one = pool.submit(complete, client, **long)
+        wait_for(lambda: metric(port, "requests_running") == 1)
+        with pytest.raises(openai.RateLimitError, match="At most 6 answers may wait, got 1"):
+            complete(client, n=7)
+        waiting = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, n=6, stream=True)
+        wait_for(lambda: metric(port, "requests_waiting") == 0)
+        assert len(texts(waiting)) == 6
+        assert running_one.result(60).usage.completion_tokens > 0
