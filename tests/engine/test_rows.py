@@ -358,7 +358,7 @@ def test_a_row_whose_answer_was_not_announced_has_slots_to_the_end(policy: str) 
             assert (own[0] - logits[1]).abs().max() < 5e-5
             token = own.argmax(-1)
         assert addresses(rows) == before
-        assert rows.layers[0].length.tolist() == [0, LONGEST]
+        assert rows.policy_layers[0].length.tolist() == [0, LONGEST]
 
 
 REFUSED: dict[str, Callable[[PolicyCache, PolicyCache], object]] = {
@@ -402,7 +402,7 @@ def test_steps_of_rows_that_are_refused() -> None:
             model(one, attention_mask=one, cache=rows)
         with pytest.raises(KVPolicyError, match="A row must have at most 32 tokens, got a cache of 40"):
             rows.put(1, prompted(model, text(1, 40))[0])
-        assert rows.layers[0].length.tolist() == [30, 0]
+        assert rows.policy_layers[0].length.tolist() == [30, 0]
 
 
 @pytest.mark.parametrize(
