@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -155,7 +157,7 @@ async def ask(client: Any, request: Request) -> Seen:
             times.append(time.perf_counter())
     if not times:
         raise RuntimeError("An answer must have a token, got none.")
-    return Seen(times[0] - begun, [b - a for a, b in zip(times, times[1:], strict=False)], request.new)
+    return Seen(times[0] - begun, [b - a for a, b in itertools.pairwise(times)], request.new)
 
 
 async def ask_all(port: int, asked: Sequence[Request]) -> tuple[list[Seen], float, int]:
@@ -168,8 +170,7 @@ async def ask_all(port: int, asked: Sequence[Request]) -> tuple[list[Seen], floa
         async def watch() -> None:
             nonlocal held
             while True:
-                text = await client.get("http://127.0.0.1:%d/metrics" % port, cast_to=str)
-                held = max(held, *(int(line.split()[1]) for line in text.splitlines() if line.startswith(GAUGE)))
+                held = max(held, await asyncio.to_thread(cache_nbytes, port))
                 await asyncio.sleep(0.5)
 
         watcher = asyncio.create_task(watch())
@@ -180,7 +181,11 @@ async def ask_all(port: int, asked: Sequence[Request]) -> tuple[list[Seen], floa
     return list(seen), seconds, held
 
 
-GAUGE = "kvpolicy_cache_nbytes "
+def cache_nbytes(port: int) -> int:
+    """The bytes of a server's cache, by its metrics."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("kvpolicy_cache_nbytes "))
 
 
 class Measured(NamedTuple):
