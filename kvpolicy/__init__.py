@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvpolicy.codecs.lowrank.lowrank import LowRank as LowRank
     from kvpolicy.codecs.mikv import MiKV as MiKV
     from kvpolicy.codecs.minicache import MiniCache as MiniCache
+    from kvpolicy.codecs.oscar import OSCAR as OSCAR
     from kvpolicy.codecs.plain import Plain as Plain
     from kvpolicy.codecs.rotate import RotateKV as RotateKV
     from kvpolicy.codecs.staircase import Staircase as Staircase

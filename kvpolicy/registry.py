@@ -101,6 +101,7 @@ CODECS = {
     "rotate": "kvpolicy.codecs.rotate:RotateKV",
     "kvarn": "kvpolicy.codecs.kvarn:KVarN",
     "turboquant": "kvpolicy.codecs.turboquant:TurboQuant",
+    "oscar": "kvpolicy.codecs.oscar:OSCAR",
     "bfp": "kvpolicy.codecs.bfp:BFP",
     "staircase": "kvpolicy.codecs.staircase:Staircase",
     "csr": "kvpolicy.codecs.csr.csr:CSR",
@@ -132,8 +133,8 @@ class SharedOption(NamedTuple):
 
     Attributes:
         kind: The kind.
-        values: A regular expression of its values. Named groups of digits are fields of the class, whose names may end
-            in underscores, so that each is given once; 0 if they are empty.
+        values: A regular expression of its values. Named groups of digits are fields of the class, 0 if they are empty;
+            their names may end in underscores, since a name is given once.
         shown: How its value is written, with the fields of the class.
         example: A value that works.
         target: The module and the class that wraps the strategy, through its field `base`.
@@ -232,6 +233,7 @@ SUMMARIES = {
     "rotate": "Quantize each token separately, after a Hadamard transform has spread its outliers over all channels.",
     "kvarn": "Quantize groups of tokens whose tokens and channels were given equal variances, after a Hadamard transform.",  # noqa: E501
     "turboquant": "Quantize each token separately: the direction of a key with fixed levels, a value by its range.",
+    "oscar": "Quantize each token to 2 bits after a calibrated rotation, and keep many sinks and recent tokens as they are.",  # noqa: E501
     "bfp": "Store short mantissas, with one exponent per block of channels.",
     "staircase": "Store tokens in 8 bits, then in 4, then in 2 as they age.",
     "csr": "Store each vector as a sum of a few atoms of a dictionary, found by matching pursuit.",

@@ -90,11 +90,20 @@ KINDS = {
         ("tests/test_lean_import.py::test_a_command_imports_the_methods_of_its_policy[[]explain snapkv*",),
     ),
     "starts a server": Kind(
-        ("tests/cli/test_by_layer.py", "tests/serving/test_limits.py", "tests/serving/test_server.py"),
+        (
+            "tests/cli/test_by_layer.py",
+            "tests/serving/test_fields.py",
+            "tests/serving/test_limits.py",
+            "tests/serving/test_rows.py",
+            "tests/serving/test_server.py",
+        ),
         (
             "tests/cli/test_by_layer.py::test_list_describes_it",
             "tests/cli/test_by_layer.py::test_refused",
+            "tests/serving/test_fields.py::test_choices_are_the_answers_of_seeds_that_follow_each_other",
             "tests/serving/test_limits.py::test_extreme_numbers_are_answered",
+            "tests/serving/test_rows.py::test_answers_are_those_that_requests_have_alone[[]snapkv*",
+            "tests/serving/test_rows.py::test_rows_that_fit_into_a_memory",
             "tests/serving/test_server.py::test_an_answer_is_that_of_generate",
             "tests/serving/test_server.py::test_bad_*",
             "tests/serving/test_server.py::test_a_stream_is_the_answer_in_pieces",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvpolicy.calibration.driver import calibrate_heads as calibrate_heads
     from kvpolicy.calibration.driver import calibrate_kvquant as calibrate_kvquant
     from kvpolicy.calibration.driver import calibrate_lowrank as calibrate_lowrank
+    from kvpolicy.calibration.driver import calibrate_oscar as calibrate_oscar
     from kvpolicy.calibration.driver import calibrate_qfilters as calibrate_qfilters
     from kvpolicy.calibration.driver import calibrate_triattention as calibrate_triattention
     from kvpolicy.calibration.echoes import EchoScores as EchoScores
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvpolicy.calibration.echoes import ranked_scores as ranked_scores
     from kvpolicy.calibration.heads import head_scores as head_scores
     from kvpolicy.calibration.kvquant import fit_kvquant as fit_kvquant
+    from kvpolicy.calibration.oscar import rotation_of as rotation_of
     from kvpolicy.calibration.qfilters import query_filters as query_filters
     from kvpolicy.calibration.samples import Samples as Samples
     from kvpolicy.calibration.samples import collect as collect
@@ -35,11 +37,14 @@ _LAZY = {
     "dictionary": ("Training",),
     "driver": tuple(
         f"calibrate_{part}"
-        for part in ("channels", "csr", "echoes", "gate", "heads", "kvquant", "lowrank", "qfilters", "triattention")
+        for part in (
+            *("channels", "csr", "echoes", "gate", "heads", "kvquant", "lowrank", "oscar", "qfilters", "triattention"),
+        )
     ),
     "echoes": ("EchoScores", "echo_scores", "ranked_scores"),
     "heads": ("head_scores",),
     "kvquant": ("fit_kvquant",),
+    "oscar": ("rotation_of",),
     "qfilters": ("query_filters",),
     "samples": ("Samples", "collect"),
     "triattention": ("query_centers",),

@@ -245,6 +245,30 @@ class LowRankCalibrator(Calibrator):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RotationCalibrator(Calibrator):
+    """Find the rotations of OSCAR: directions of queries, and of values by how much they are attended to.
+
+    It takes two forward passes of each window, without gradients.
+
+    Attributes:
+        shared: One rotation for all KV heads of a layer, as in the paper, instead of one for each.
+    """
+
+    file: ClassVar[str] = "oscar"
+    use: ClassVar[str] = "oscar:calibration={}"
+
+    shared: bool = False
+
+    def made(self, run: Run) -> dict[str, Any]:
+        return run.text() | {"tokens": run.enough("find rotations with"), "shared": self.shared}
+
+    def fit(self, run: Run, made: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        from kvpolicy.calibration.oscar import find_rotations
+
+        return find_rotations(run, shared=self.shared), {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelCalibrator(Calibrator):
     """Measure how salient each key channel is, for the reader labels."""
 
@@ -447,6 +471,7 @@ CALIBRATORS: dict[str, type[Calibrator]] = {
     "csr": CSRCalibrator,
     "kvquant": KVQuantCalibrator,
     "lowrank": LowRankCalibrator,
+    "oscar": RotationCalibrator,
     "channels": ChannelCalibrator,
     "heads": HeadCalibrator,
     "qfilters": FilterCalibrator,

@@ -22,6 +22,7 @@ from kvpolicy.calibration.calibrators import (
     HeadCalibrator,
     KVQuantCalibrator,
     LowRankCalibrator,
+    RotationCalibrator,
 )
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.csr import Dictionaries
@@ -345,6 +346,46 @@ def calibrate_echoes(
     kept = {"sinks": sinks, "recent": recent}
     calibrator = HeadCalibrator(probe="razor", random=random, repeats=repeats, seed=seed, **shares, **kept)
     return calibrate(calibrator, model, (), out, name=name, progress=progress, force=force)
+
+
+def calibrate_oscar(
+    model: nn.Module,
+    windows: Sequence[Tensor],
+    out: str | Path,
+    *,
+    shared: bool = False,
+    name: str | None = None,
+    progress: bool = False,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Find the rotations of a model's keys and values, and write them to a folder that `oscar:calibration=DIR` reads.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: Token ids, each [n] or [1, n]; see `token_windows`. Each runs through the model twice.
+        out: The folder.
+        shared: Whether all KV heads of a layer share a rotation, as in the paper, or have their own.
+        name: Name of the model in the calibration.
+        progress: Whether to show a progress bar.
+        force: Whether to replace a finished calibration of another model or text, or with other options.
+
+    Returns:
+        The metadata that were written with the tensors.
+
+    Raises:
+        KVPolicyTypeError: If the windows are not token ids.
+        KVPolicyError: If the model is not supported, has a policy attached, or produces numbers that are not finite;
+            the text is too short; or `out` holds another calibration.
+
+    Examples:
+        >>> import tempfile, torch, kvpolicy
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     meta = calibrate_oscar(kvpolicy.tiny()[0], [torch.arange(3, 140)], folder)
+        >>> meta["tokens"], meta["shared"]
+        (137, False)
+    """
+    calibrator = RotationCalibrator(shared=shared)
+    return calibrate(calibrator, model, windows, out, name=name, progress=progress, force=force).meta
 
 
 def calibrate_qfilters(

@@ -60,8 +60,8 @@ def read_groups(parts: Parts, at: At, bits: int, size: int) -> Tensor:
     codes, scale, zero = parts
     code = unpack_float(take(codes, at), bits, scale.shape[-1])
     group = to_groups(at, size)
-    scale = take(scale, group).float()
-    zero = take(zero, group).float()
+    scale = take(scale, group)  # applied in fp32, as the codes are
+    zero = take(zero, group)
     if isinstance(at, slice):
         # The scales of a range are broadcast over the tokens of a group instead of being copied to each of them.
         grouped = code.unflatten(2, (-1, size))

@@ -163,7 +163,7 @@ class TokenWise(SideBits, TwoSides):
         # `channel_scale` has the width D even if it has no row; the bytes of the codes may end in padding.
         parts = (codes.keys, codes.key_scale, codes.key_zero)
         keys = _decode(parts, at, codes.channel_scale.shape[-1], self.bits_of_keys)
-        return keys * codes.channel_scale.float() + codes.channel_zero.float() if self.normalize else keys
+        return keys * codes.channel_scale + codes.channel_zero if self.normalize else keys
 
     def values(self, store: StageStore, at: At) -> Tensor:
         codes: TokenWiseCodes = store.codes

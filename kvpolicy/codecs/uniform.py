@@ -83,7 +83,7 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, width: int
         [..., width] fp32.
     """
     grouped = unpack_float(codes, bits, width).unflatten(-1, (scale.shape[-1], -1))
-    return grouped.mul_(scale.float()[..., None]).add_(zero.float()[..., None]).flatten(-2)
+    return grouped.mul_(scale[..., None]).add_(zero[..., None]).flatten(-2)  # in fp32, as the codes are
 
 
 def is_fused(codes: Tensor, bits: int, width: int, page_slots: int | None = None) -> bool:

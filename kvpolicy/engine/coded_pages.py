@@ -29,6 +29,7 @@ from kvpolicy.engine.page_slots import (
     write_flat,
 )
 from kvpolicy.engine.pages import (
+    Owners,
     PageTable,
     as_pages,
     best_slot,
@@ -201,16 +202,19 @@ class CodedPageBody:
 
     # a decode step
 
-    def attend(self, q: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, transform: ScoreTransform, *, want_weights: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Attend from one token per row to every page and to the buffers; see `attend_pages`."""
         tensors = self._layer.tensors
         pages = CodedPages(
             self._codec, tensors.codes[0], self._calibration, self.owner, self._heads, tensors.values.dtype
         )
         buffer = (tensors.keys, tensors.values)
-        owner = tensors.paged().owner
         empty = tensors.positions < 0
-        return attend_pages(q, pages, empty, owner, self._heads, transform, buffer, tensors.log_counts)
+        owners = Owners.of(tensors.paged().owner, self._heads, self._layer.memo.once)
+        counts = tensors.log_counts
+        return attend_pages(q, pages, empty, owners, transform, buffer, counts, want_weights=want_weights)
 
     def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
         """A slot of the buffer for each head's new token, [B, H, 1], after an eviction in heads that are full.
@@ -219,7 +223,8 @@ class CodedPageBody:
         """
         tensors = self._layer.tensors
         size = tensors.positions.shape[-1]
-        owned = owned_by(tensors.paged().owner, self._heads)
+        owners = Owners.of(tensors.paged().owner, self._heads, self._layer.memo.once)
+        owned = owners.owned
         of_codes = owned[..., : self.owner.shape[1]]
         require_pages(of_codes, valid)
         occupied = view.valid
@@ -231,7 +236,7 @@ class CodedPageBody:
         merge = None
         if not self._layer.spec.grows:
             # The evicted token may be coded, and the new one is not: they are in different slots.
-            victim = best_slot(victims(self._layer, view, ~occupied, owned), owned)
+            victim = best_slot(victims(self._layer, view, ~occupied, owners), owners)
             if self._layer.spec.merges_in_steps:
                 merge = self._merge_evicted(victim, full[..., None], view)
             self._empty(victim, full[..., None])

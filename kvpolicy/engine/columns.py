@@ -169,8 +169,8 @@ def attend_columns(
         values = values if values.shape[3] else keys
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=transform.scale)
         return out.flatten(1, 2).unsqueeze(2), None
-    scores = [transform.finish(part.score(grouped)) for part in (buffer, *others)]
-    score = torch.cat(scores, -1) if others else scores[0]
+    scores = [part.score(grouped) for part in (buffer, *others)]
+    score = transform.finish(torch.cat(scores, -1) if others else scores[0])
     if counts is not None:
         score = score + counts[:, :, None]
     if empty is not None:

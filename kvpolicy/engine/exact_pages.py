@@ -24,7 +24,7 @@ from kvpolicy.engine.page_slots import (
     victims,
     write_flat,
 )
-from kvpolicy.engine.pages import best_slot, owned_by, page_table, place_tokens
+from kvpolicy.engine.pages import Owners, best_slot, owned_by, page_table, place_tokens
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import Selection, finite_priority
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
@@ -125,13 +125,19 @@ class ExactPageBody:
 
     # a decode step
 
-    def attend(self, q: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor, Tensor]:
+    def _owners(self) -> Owners:
+        layer = self._layer
+        return Owners.of(self.owner, layer.shape.heads, layer.memo.once, all_used=layer.is_full)
+
+    def attend(
+        self, q: Tensor, transform: ScoreTransform, *, want_weights: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Attend from one token per row to every page; see `attend_pages`."""
         tensors = self._layer.tensors
         pages = ExactPages(tensors.keys, tensors.values)
-        heads = self._layer.shape.heads
         empty = None if self._layer.is_full else tensors.positions < 0
-        return attend_pages(q, pages, empty, self.owner, heads, transform, counts=tensors.log_counts)
+        counts = tensors.log_counts
+        return attend_pages(q, pages, empty, self._owners(), transform, counts=counts, want_weights=want_weights)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads."""
@@ -146,18 +152,18 @@ class ExactPageBody:
         layer = self._layer
         owner = self.owner
         heads = layer.shape.heads
-        owned = owned_by(owner, heads)
+        owners = self._owners()
         if layer.is_full:
-            slot = best_slot(victims(layer, view, None, owned), owned)
+            slot = best_slot(victims(layer, view, None, owners), owners)
         else:
-            require_pages(owned, valid)
+            require_pages(owners.owned, valid)
             empty = ~view.valid
             free = (empty & (owner < heads)[..., None]).to(torch.int32) * BEYOND
             if layer.can_run_out:
-                assert_compiled(lambda: self._has_room(free, owned, valid), NO_SLOT)
+                assert_compiled(lambda: self._has_room(free, owners.owned, valid), NO_SLOT)
             # An empty slot is taken before any token, and a cache that grows has one.
-            taken = torch.full_like(free, -1) if layer.spec.grows else victims(layer, view, empty, owned)
-            slot = best_slot(torch.where(free > 0, free, taken), owned)
+            taken = torch.full_like(free, -1) if layer.spec.grows else victims(layer, view, empty, owners)
+            slot = best_slot(torch.where(free > 0, free, taken), owners)
         return slot, self._merge_evicted(slot, valid, view) if layer.spec.merges_in_steps else None
 
     def _has_room(self, free: Tensor, owned: Tensor, valid: Tensor | None) -> Tensor:

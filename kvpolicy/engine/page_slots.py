@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.decode import NO_PAGE, assert_async
 from kvpolicy.engine.layer_contents import LayerContents
-from kvpolicy.engine.pages import as_pages, buffer_pages, for_pages, from_pages, lowest_of_head, owned_by
+from kvpolicy.engine.pages import Owners, as_pages, buffer_pages, from_pages, lowest_of_head, owned_by
 from kvpolicy.engine.selection import finite_priority
 from kvpolicy.engine.slot_writer import write_masked
 from kvpolicy.engine.state import slot_tensors
@@ -54,12 +54,13 @@ def attend_pages(
     q: Tensor,
     pages: StoredPages,
     empty: Tensor | None,
-    owner: Tensor,
-    heads: int,
+    owners: Owners,
     transform: ScoreTransform,
     buffer: tuple[Tensor, Tensor] | None = None,
     counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *,
+    want_weights: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attend from one token per row to the pages of each head. Traceable, no host sync.
 
     Every page is scored and mixed on its own, as if it were a head. The softmax of a head needs the maxima and sums of
@@ -70,17 +71,18 @@ def attend_pages(
         pages: NB pages of P slots.
         empty: Which slots hold no token, [B, NB, P] bool; not all of a head. The pages of the buffer follow.
             None if all hold one, which is so without a buffer only.
-        owner: Head of each page, [B, NB]; the pages of the buffer follow.
-        heads: H.
+        owners: The owners of the pages; those of the buffer's pages follow.
         transform: From products to attention weights.
         buffer: Keys and values of each head's full-precision buffer besides, [B, H, E, D] each; None without.
         counts: Logarithm of the number of tokens that each slot stands for, [B, NB, P] fp32; None if it is always one.
             The pages of the buffer follow.
+        want_weights: Whether to return more than the output.
 
     Returns:
         The output [B, Hq, 1, D], the attention weights [B, NB, G, P] fp32, those of the buffer's pages last, and the
         logarithm of the sum of the exponentials of the scores, [B, H, G] fp32.
     """
+    heads = owners.owned.shape[1]
     grouped = q.squeeze(2).unflatten(1, (heads, -1))
     size = 0
     behind: Tensor | None = None
@@ -88,31 +90,30 @@ def attend_pages(
         assert empty is not None, "a buffer has an empty slot"
         size = empty.shape[-1]
         slots = buffer[0].shape[2]
-        number = owner.shape[1] - heads * buffer_pages(slots, size)
+        number = owners.index.shape[1] - heads * buffer_pages(slots, size)
         behind = transform.scores(grouped, buffer[0])
         if counts is not None:
             behind = behind + from_pages(counts[:, number:], heads, slots)[:, :, None]
             counts = counts[:, :number]
         behind = behind.masked_fill(from_pages(empty[:, number:], heads, slots)[:, :, None], -torch.inf)
         empty = empty[:, :number]
-        owner = owner[:, :number]
-    mine = owned_by(owner, heads)
+        owners = owners.first(number)
     # An unused page gets the queries of the last head, and weights of 0: none of its slots is occupied.
-    score = transform.finish(pages.score(for_pages(grouped, owner)))
+    score = transform.finish(pages.score(owners.for_pages(grouped)))
     if counts is not None:  # after scale and softcap, as everywhere
         score = score + counts[:, :, None]
     if empty is not None:
         score = score.masked_fill(empty[:, :, None], -torch.inf)
     # A head's largest score; [B, H, NB, G] is small beside the slots.
-    top = score.amax(-1)[:, None].masked_fill(~mine[..., None], -torch.inf).amax(2)
+    top = score.amax(-1)[:, None].masked_fill(owners.others[..., None], -torch.inf).amax(2)
     if behind is not None:
         top = torch.maximum(top, behind.amax(-1))
     if transform.sinks is not None:
         top = torch.maximum(top, transform.sinks.float().view(heads, -1))
-    # A row without any token has no score but -inf, and -inf minus -inf is NaN.
-    top = top.clamp_min(torch.finfo(torch.float32).min)
-    weights = torch.exp(score - for_pages(top, owner)[..., None])
-    member = mine.to(torch.float32)
+    if empty is not None:  # a row without any token has no score but -inf, and -inf minus -inf is NaN
+        top = top.clamp_min(torch.finfo(torch.float32).min)
+    weights = torch.exp(score - owners.for_pages(top)[..., None])
+    member = owners.owned.to(torch.float32)
     total = member @ weights.sum(-1)  # [B, H, G]
     mixed = pages.mix(weights)
     # A product with ones and zeros, not a scatter: it adds the pages of a head in one order on every device.
@@ -123,15 +124,19 @@ def attend_pages(
         out = out + matmul(behind.to(buffer[1].dtype), buffer[1]).float()
     if transform.sinks is not None:
         total = total + torch.exp(transform.sinks.float().view(heads, -1) - top)
-    total = total.clamp_min(torch.finfo(torch.float32).tiny)  # 1 or more, but for a row without any token
-    weights = weights / for_pages(total, owner)[..., None]
+    if empty is not None:
+        total = total.clamp_min(torch.finfo(torch.float32).tiny)  # 1 or more, but for a row without any token
+    attended = (out / total[..., None]).to(q.dtype).flatten(1, 2).unsqueeze(2)
+    if not want_weights:
+        return attended, None, None
+    weights = weights / owners.for_pages(total)[..., None]
     if behind is not None:
         # [B, H, G, E] -> pages [B, H * n, G, P]: the group takes the place of the row while slots become pages.
         group = behind.shape[2]
         paged = as_pages((behind / total[..., None]).flatten(1, 2), size)
         paged = paged.unflatten(1, (heads, group, -1)).transpose(2, 3).flatten(1, 2)
         weights = torch.cat([weights, paged], 1)
-    return (out / total[..., None]).to(q.dtype).flatten(1, 2).unsqueeze(2), weights, top + total.log()
+    return attended, weights, top + total.log()
 
 
 def tokens_by_head(layer: LayerContents) -> Tensor:
@@ -150,20 +155,20 @@ def count_tokens(occupied: Tensor, owned: Tensor) -> Tensor:
     return (owned * occupied.sum(-1)[:, None]).sum(-1)
 
 
-def victims(layer: LayerContents, view: View, empty: Tensor | None, owned: Tensor) -> Tensor:
+def victims(layer: LayerContents, view: View, empty: Tensor | None, owners: Owners) -> Tensor:
     """The position of each head's tokens of lowest priority, -1 for all others: of ties the latest is evicted.
 
     Args:
         layer: The layer.
         view: The slots.
         empty: Which of them hold no token, [B, NB, P] bool; None if all hold one.
-        owned: Which pages belong to each head, [B, H, NB] bool.
+        owners: The owners of the pages.
     """
     tensors = layer.tensors
     priority = finite_priority(layer.spec.selector.priority(tensors.state, view))
     if empty is not None:
         priority = priority.masked_fill(empty, torch.inf)
-    low = lowest_of_head(priority, tensors.paged().owner, owned)
+    low = lowest_of_head(priority, owners)
     return view.positions.masked_fill(priority != low[..., None], -1)
 
 

@@ -11,6 +11,7 @@ which has slots that are never used: they have `NB + H * ceil(E / P)` pages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -92,9 +93,45 @@ def page_owners(counts: Tensor, heads: int, pages: int) -> Tensor:
     return (page >= counts.cumsum(-1)[..., None]).sum(1)
 
 
-def owned_by(owner: Tensor, heads: int) -> Tensor:
-    """Which pages belong to each head, [B, H, NB] bool, of their owners [B, NB]."""
-    return owner[:, None] == torch.arange(heads, device=owner.device)[:, None]
+def owned_by(owner: Tensor, heads: int, numbers: Tensor | None = None) -> Tensor:
+    """Which pages belong to each head, [B, H, NB] bool, of their owners [B, NB]; `numbers` of the heads, if known."""
+    numbers = torch.arange(heads, device=owner.device) if numbers is None else numbers
+    return owner[:, None] == numbers[:, None]
+
+
+class Owners(NamedTuple):
+    """The owners of pages, as a step asks for them.
+
+    Attributes:
+        index: Head of each page, [B, NB] int64; the last head for a page that a row does not use.
+        owned: Which pages belong to each head, [B, H, NB] bool.
+        others: Which do not.
+        unused: Pages that a row does not use, [B, NB] bool; None if there are none.
+    """
+
+    index: Tensor
+    owned: Tensor
+    others: Tensor
+    unused: Tensor | None
+
+    @classmethod
+    def of(cls, owner: Tensor, heads: int, once: Callable[..., Tensor], *, all_used: bool = False) -> Owners:
+        """Those of pages with an `owner` [B, NB] each; `once` is that of a `StepMemo`."""
+        owned = once(owned_by, owner, heads, once(torch.arange, heads, device=owner.device))
+        others = once(torch.logical_not, owned)
+        if all_used:
+            return cls(owner, owned, others, None)
+        return cls(once(torch.clamp_max, owner, heads - 1), owned, others, once(torch.eq, owner, heads))
+
+    def first(self, number: int) -> Owners:
+        """Those of the first pages."""
+        unused = None if self.unused is None else self.unused[:, :number]
+        return Owners(self.index[:, :number], self.owned[..., :number], self.others[..., :number], unused)
+
+    def for_pages(self, t: Tensor) -> Tensor:
+        """The entry of each page's head, [B, H, ...] -> [B, NB, ...]; of an unused page, that of the last head."""
+        index = self.index.reshape(*self.index.shape, *[1] * (t.dim() - 2))
+        return t.gather(1, index.expand(*self.index.shape, *t.shape[2:]))
 
 
 def of_pages(of_heads: Tensor, owner: Tensor) -> Tensor:
@@ -264,16 +301,10 @@ def write_pages(target: Tensor, slots: Tensor, data: Tensor, write_mask: Tensor)
     put(row, data.flatten(1, 2)[:, None], slots.flatten(1, 2)[:, None], write_mask.flatten(1, 2)[:, None])
 
 
-def lowest_of_head(values: Tensor, owner: Tensor, owned: Tensor) -> Tensor:
-    """The smallest value of each page's head, [B, NB]; inf for unused pages.
-
-    Args:
-        values: [B, NB, P] fp32.
-        owner: [B, NB].
-        owned: `owned_by` of it, [B, H, NB] bool.
-    """
-    low = values.amin(-1)[:, None].masked_fill(~owned, torch.inf).amin(-1)
-    return for_pages(low, owner).masked_fill(owner == owned.shape[1], torch.inf)
+def lowest_of_head(values: Tensor, owners: Owners) -> Tensor:
+    """The smallest of the values [B, NB, P] fp32 of each page's head, [B, NB]; inf for unused pages."""
+    low = owners.for_pages(values.amin(-1)[:, None].masked_fill(owners.others, torch.inf).amin(-1))
+    return low if owners.unused is None else low.masked_fill(owners.unused, torch.inf)
 
 
 def for_pages(t: Tensor, owner: Tensor) -> Tensor:
@@ -282,16 +313,16 @@ def for_pages(t: Tensor, owner: Tensor) -> Tensor:
     return t.gather(1, index.expand(*owner.shape, *t.shape[2:]))
 
 
-def best_slot(values: Tensor, owned: Tensor) -> Tensor:
+def best_slot(values: Tensor, owners: Owners) -> Tensor:
     """The first slot of largest value of each head, counted over all pages, [B, H, 1] int64.
 
     Args:
         values: [B, NB, P] integers of at least -1.
-        owned: Which pages belong to each head, [B, H, NB] bool.
+        owners: The owners of the pages.
     """
     size = values.shape[-1]
     best, offset = values.max(-1)
-    page = best[:, None].masked_fill(~owned, -2).argmax(-1)
+    page = best[:, None].masked_fill(owners.others, -2).argmax(-1)
     return torch.add(offset.gather(-1, page), page, alpha=size)[..., None]
 
 

@@ -186,8 +186,10 @@ def worth_of(selector: Selector, ranking: Ranking) -> Tensor:
 
 def finite_priority(priority: Tensor) -> Tensor:
     """A priority in which NaN ranks above every number and below inf, so that a broken token is not lost silently."""
-    # Not `nan_to_num`, which inductor (torch 2.13) does not vectorize.
-    return priority.masked_fill(priority != priority, torch.finfo(priority.dtype).max)
+    most = torch.finfo(priority.dtype).max
+    if torch.compiler.is_compiling():  # inductor (torch 2.13) does not vectorize `nan_to_num`, which is one operation
+        return priority.masked_fill(priority != priority, most)
+    return priority.nan_to_num(most, torch.inf, -torch.inf)
 
 
 def eviction_scores(selector: Selector, state: State, view: View, empty: Tensor | None) -> Tensor:

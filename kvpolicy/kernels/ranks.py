@@ -110,15 +110,21 @@ class Ranks:
 
     def head_mean(self, x: Tensor) -> Tensor:
         """Mean over all query heads of the model, [B, Hq, N] -> [B, N], in the dtype of `x`; summed in fp64."""
+        count = self.query_heads(x.shape[1])
+        if self.size == 1 and _is_exact(count):
+            return x.mean(1, dtype=torch.float64).to(x.dtype)
         total = self.total(x.sum(1, dtype=torch.float64))
-        return (total / self.query_heads(x.shape[1])).to(x.dtype)
+        return (total / count).to(x.dtype)
 
     def group_mean(self, x: Tensor) -> Tensor:
         """Mean over the query heads of each KV head, [B, H, G, N] -> [B, H, N], in the dtype of `x`; summed in fp64."""
+        count = x.shape[2] * self.replicas
+        if count == x.shape[2] and _is_exact(count):
+            return x.mean(2, dtype=torch.float64).to(x.dtype)
         total = x.sum(2, dtype=torch.float64)
         if self.twins:
             total = gather(total, self.replicas, self.twins).sum(0)
-        return (total / (x.shape[2] * self.replicas)).to(x.dtype)
+        return (total / count).to(x.dtype)
 
     def largest(self, x: Tensor) -> Tensor:
         """The elementwise maximum over the ranks that hold the same KV heads."""
@@ -127,6 +133,11 @@ class Ranks:
     def agree(self, x: Tensor) -> bool:
         """Whether `x` is bitwise equal on all ranks."""
         return self.size == 1 or bool((gather(x, self.size, self.group) == x).all())
+
+
+def _is_exact(count: int) -> bool:
+    """Whether a mean of `count` numbers is their sum divided by it bit for bit, also if multiplied by 1 / count."""
+    return count > 0 and count & (count - 1) == 0
 
 
 SINGLE_RANK = Ranks()

@@ -22,7 +22,7 @@ def embedded_file(name: str, what: str) -> Any:
 
     Args:
         name: Name of the model.
-        what: `csr` or `kvquant`, which are folders, `heads.json`, `qfilters.safetensors`,
+        what: `csr`, `kvquant`, `lowrank` or `oscar`, which are folders, `heads.json`, `qfilters.safetensors`,
             `triattention.safetensors` or `kvzap.safetensors`.
 
     >>> embedded_file("tiny", "csr").is_dir(), embedded_file("tiny", "heads.json").is_file()

@@ -40,6 +40,15 @@ def kvquant_files(folder: Path, dim: int, layers: int = 1, **meta: Any) -> str:
     return str(folder)
 
 
+def oscar_files(folder: Path, dim: int) -> str:
+    """A folder with a calibration of OSCAR, which all heads share."""
+    generator = torch.Generator().manual_seed(dim)
+    rotations = torch.linalg.qr(torch.randn(2, 1, dim, dim, generator=generator)).Q
+    tensors = {f"{side}.rotation.0": t.clone() for side, t in zip(("keys", "values"), rotations, strict=True)}
+    save(str(folder), "oscar", {"model": None, "head_dim": dim}, tensors)
+    return str(folder)
+
+
 def draw(count: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Keys whose channels differ in size and offset, and plain values, [B, H, count, dim]."""
     return stage_rules.draw(B, H, count, dim, seed)

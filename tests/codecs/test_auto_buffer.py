@@ -31,8 +31,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kivi": {"group_size": 8},
     "minicache": {"start": 0},
 }
-FIXED = ("plain", "kvarn")
-"""Codecs whose full-precision buffer does not depend on the budget, as in their papers, or that encode nothing."""
+FIXED = ("plain", "kvarn", "oscar")
+"""Codecs whose residual is a number, as in their papers, or that encode nothing."""
 SIZED = [name for name in names("codec") if name not in FIXED]
 
 

@@ -17,6 +17,7 @@ from kvpolicy import (
     CSR,
     GEAR,
     KIVI,
+    OSCAR,
     KVarN,
     KVQuant,
     MiKV,
@@ -59,6 +60,10 @@ def kvquant(**fields: Any) -> Callable[[Path, int], KVQuant]:
     return lambda folder, dim: KVQuant(calibration=stages.kvquant_files(folder, dim), **fields)
 
 
+def oscar(**fields: Any) -> Callable[[Path, int], OSCAR]:
+    return lambda folder, dim: OSCAR(calibration=stages.oscar_files(folder, dim), **fields)
+
+
 NORM = ("channel_scale", "channel_zero")
 BASES = {"tokenwise": TokenWise(bits=4), "turboquant": TurboQuant(), "bfp": BFP()}
 KINDS: dict[str, Kind] = {
@@ -72,6 +77,8 @@ KINDS: dict[str, Kind] = {
     **{f"rotate-{bits}": Kind(RotateKV(bits=bits, group_size=8), ("place",)) for bits in (2, 3, 4)},
     "rotate-4-2": Kind(RotateKV(key_bits=4, value_bits=2, group_size=8), ("place",), compiles=True),
     "rotate-groups": Kind(RotateKV(bits=3, group_size=32), ("place",)),
+    "oscar-2": Kind(oscar(), ()),
+    "oscar-4-2": Kind(oscar(key_bits=4, value_bits=2, group_size=8), ()),
     "kvarn-4-2": Kind(KVarN(group_size=8), group_size=8, compiles=True),
     "kvarn-3-4": Kind(KVarN(group_size=4, key_bits=3, value_bits=4, iterations=2), group_size=4),
     **{f"turboquant-{bits}": Kind(TurboQuant(bits=bits), (), compiles=bits == 3) for bits in (2, 3, 4)},
@@ -96,7 +103,17 @@ KINDS: dict[str, Kind] = {
 }
 ONE_OF_EACH = [
     *("tokenwise-4", "bfp-4", "rotate-3", "turboquant-4", "mikv-3"),
-    *("zipcache-3", "kvquant-3", "kivi-4", "gear-plain", "kvarn-3-4", "think-plain", "tokenwise-8-2", "kivi-8-2"),
+    *(
+        "zipcache-3",
+        "kvquant-3",
+        "kivi-4",
+        "gear-plain",
+        "kvarn-3-4",
+        "oscar-2",
+        "think-plain",
+        "tokenwise-8-2",
+        "kivi-8-2",
+    ),
 ]
 
 
@@ -205,6 +222,7 @@ REFUSED: dict[Any, list[dict[str, Any]]] = {
     MiKV: [{"high_bits": 4}, {"bits": 8}, {"group_size": 0}, *SHARES, *SIZES],
     MiniCache: [{"start": 1.5}, {"start": -1}, {"start": float("nan")}, {"t": 1.1}, {"keep": -0.1}, *SIZES],
     KVarN: [{"key_bits": 8}, {"value_bits": 1}, {"group_size": 0}, {"iterations": 0}, {"sinks": -1}],
+    OSCAR: [{"bits": 8}, {"key_clip": 0.0}, {"value_clip": 1.1}, {"sinks": -1}, {"calibration": ""}, *SIZES],
     RotateKV: [{"bits": 5}, {"group_size": 0}, {"sinks": -1}, *SIZES],
     Staircase: [{"tokens_8bit": 0}, {"tokens_4bit": 0}, {"group_size": 0}, {"residual_length": -1}],
     TokenWise: [{"bits": 5}, {"bits": "4"}, {"group_size": 0}, *SIZES],

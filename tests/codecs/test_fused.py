@@ -49,6 +49,8 @@ CODECS = {
     "kvarn:group_size=32:sinks=8": 2,
     "kvarn:group_size=16:sinks=0:key_bits=2:value_bits=4": 2,
     "kvarn:group_size=16:sinks=0:key_bits=3:value_bits=3": 2,
+    "oscar:sinks=4:residual_length=8": 2,
+    "oscar:bits=3:group_size=16:sinks=0:residual_length=0": 2,
     "turboquant:bits=4": 2,
     "turboquant:bits=3": 2,
     "turboquant:bits=2": 2,

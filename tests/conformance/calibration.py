@@ -70,7 +70,16 @@ def _lowrank() -> tuple[dict[str, Any], dict[str, Tensor]]:
     return {}, tensors
 
 
-_MADE = {"csr": _csr, "kvquant": _kvquant, "lowrank": _lowrank}
+def _oscar() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Rotations that all heads share."""
+    return {}, {
+        f"{side}.rotation.{layer}": torch.linalg.qr(_random(1, DIM, DIM, seed=700 + 2 * layer + number)).Q
+        for layer in range(LAYERS)
+        for number, side in enumerate(("keys", "values"))
+    }
+
+
+_MADE = {"csr": _csr, "kvquant": _kvquant, "lowrank": _lowrank, "oscar": _oscar}
 
 
 def filters(heads: int = 1) -> FilterFile:
@@ -124,6 +133,6 @@ def calibration(method: str, layer: int, seed: int = 0) -> Calibration:
     if method not in _MADE:
         return {}
     meta, tensors = _MADE[method]()
-    if method in ("kvquant", "lowrank"):
+    if method in ("kvquant", "lowrank", "oscar"):
         return {name.rpartition(".")[0]: t for name, t in tensors.items() if name.endswith(f".{layer}")}
     return {name: tensors[f"{name}.{layer % 2}"] for name in meta["groups"]}

@@ -118,6 +118,21 @@ _OPTIONS: dict[str, dict[str, list[object]]] = {
         "key_space": ["unrotated", "rotated"],
         "basis": ["keys"],
     },
+    "kvarn": {
+        "key_bits": [2, 3, 4],
+        "value_bits": [2, 3, 4],
+        "group_size": [1, 3, 4, 8],
+        "iterations": [1, 3],
+        "sinks": [0, 2, 5],
+    },
+    "oscar": {
+        "bits": [2, 3, 4],
+        "key_bits": ["auto", 4],
+        "group_size": [4, 128],
+        "key_clip": [0.7, 1.0],
+        "value_clip": [0.9],
+        "sinks": [0, 3],
+    },
     "think": {"ratio": [0.0, 0.4, 0.7], "window": [1, 4, 32]},
     "mikv": {"high": [0.0, 0.2, 0.75, 1.0], "high_bits": [8, 16], "bits": [2, 3, 4], "group_size": [2, 8]},
 }
@@ -161,7 +176,7 @@ def draw_codec(dice: Random) -> str:
         base = "/" + ":".join([base, *(f"{key}={size}" for key, size in own.items())])
     else:
         options |= own
-    if name in ("csr", "kvquant", "lowrank"):
+    if name in ("csr", "kvquant", "lowrank", "oscar"):
         options["dictionary" if name == "csr" else "calibration"] = write(name)
     return ":".join([name, *(f"{key}={value}" for key, value in options.items())]) + base
 

@@ -17,6 +17,7 @@ from kvpolicy.codecs.csr.csr import CSR, CSRDictionaries
 from kvpolicy.codecs.kvquant import KVQuant, KVQuantCalibration
 from kvpolicy.codecs.lowrank.lowrank import LowRank
 from kvpolicy.codecs.mikv import MiKVStage
+from kvpolicy.codecs.oscar import OSCAR, OSCARRotations
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.codecs.rotate import RotateKV
 from kvpolicy.codecs.rotation import mix
@@ -27,7 +28,7 @@ from kvpolicy.codecs.zipcache import ZipCacheStage
 from kvpolicy.protocols import Codec, Stage, StageStore
 from kvpolicy.registry import lookup, name_of, names
 from kvpolicy.statistics.channel_sums import LargestQueries, QuerySquares
-from tests.reference.codecs import Lone, bfp, csr, kvquant, make, mikv, rotate, tokenwise, turboquant, zipcache
+from tests.reference.codecs import Lone, bfp, csr, kvquant, make, mikv, oscar, rotate, tokenwise, turboquant, zipcache
 from tests.reference.coding import Coder, Given
 
 B = 2
@@ -242,6 +243,25 @@ def lowrank_case(base: Codec | None = None, **config: Any) -> Case:
     return Case(stage, head, store)
 
 
+def oscar_case(**config: Any) -> Case:
+    """A rotation for each head and side."""
+
+    def rotations(dim: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(dim)
+        keys, values = torch.linalg.qr(torch.randn(2, H, dim, dim, generator=generator)).Q
+        return keys, values
+
+    def head(dim: int, b: int, h: int) -> Any:
+        return oscar.Head(config, dim, *(side[h].tolist() for side in rotations(dim)))
+
+    def store(stage: Stage, dim: int) -> StageStore:
+        return StageStore(
+            stage.alloc(B, H, SLOTS, dim, "cpu"), OSCARRotations(*(side[None] for side in rotations(dim)))
+        )
+
+    return Case(OSCAR(**config), head, store)
+
+
 CASES: dict[str, Case] = {
     "lowrank-one": lowrank_case(rank=1),
     "lowrank-unequal": lowrank_case(rank=3, value_rank=8),
@@ -265,6 +285,8 @@ CASES: dict[str, Case] = {
     "rotate-4-2": rotate_case(key_bits=4, value_bits=2),
     "rotate-3-4": rotate_case(key_bits=3, value_bits=4, group_size=16),
     "rotate-groups": rotate_case(bits=3, group_size=16),
+    **{f"oscar-{bits}": oscar_case(bits=bits) for bits in (2, 3, 4)},
+    "oscar-4-2": oscar_case(key_bits=4, value_bits=2, group_size=16, key_clip=1.0, value_clip=0.7),
     **{f"turboquant-{bits}": turboquant_case(seed=bits, bits=bits) for bits in (2, 3, 4)},
     "turboquant-4-2": turboquant_case(seed=1, key_bits=4, value_bits=2),
     "turboquant-2-4": turboquant_case(seed=1, key_bits=2, value_bits=4),

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.page_slots import ExactPages, attend_pages
+from kvpolicy.engine.pages import Owners
+from kvpolicy.protocols import ALONE
 from kvpolicy.statistics.windows import ScoreTransform
 
 ROWS = 2
@@ -67,6 +69,11 @@ def slow(
     return out, weights
 
 
+def owners(owner: Tensor, heads: int = HEADS) -> Owners:
+    """The owners of pages as a step of one layer has them."""
+    return Owners.of(owner, heads, ALONE.once)
+
+
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("transform", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 3.0, "sinks": True}], ids=str)
 def test_pages_are_attended_to_as_heads(group: int, transform: dict[str, Any]) -> None:
@@ -76,7 +83,7 @@ def test_pages_are_attended_to_as_heads(group: int, transform: dict[str, Any]) -
     for seed in range(3):
         given = pages(seed)
         q = 4 * torch.randn(ROWS, HEADS * group, 1, DIM, generator=torch.Generator().manual_seed(seed + 99))
-        out, weights, _ = attend_pages(q, ExactPages(*given[:2]), ~given[2], given[3], HEADS, how)
+        out, weights, _ = attend_pages(q, ExactPages(*given[:2]), ~given[2], owners(given[3]), how)
         expected, rows = slow(q, *given, group, how)
         torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(weights, rows.float(), atol=1e-6, rtol=1e-4)
@@ -94,7 +101,7 @@ def test_a_buffer_of_each_head_is_one_page_more(transform: dict[str, Any]) -> No
     q = 4 * torch.randn(ROWS, HEADS * 2, 1, DIM, generator=torch.Generator().manual_seed(9))
     occupied = torch.cat([occupied, there], 1)
     owner = torch.cat([owner, torch.tensor([0, 0, 1, 1, 2, 2]).expand(ROWS, -1)], 1)
-    out, weights, _ = attend_pages(q, ExactPages(keys, values), ~occupied, owner, HEADS, how, (more[0], more[1]))
+    out, weights, _ = attend_pages(q, ExactPages(keys, values), ~occupied, owners(owner), how, (more[0], more[1]))
     every = [
         torch.cat([t, F.pad(tail, (0, 0, 0, 2)).view(ROWS, 2 * HEADS, SIZE, DIM)], 1)
         for t, tail in zip((keys, values), more, strict=True)
@@ -108,7 +115,7 @@ def test_a_row_without_a_token_is_no_nan() -> None:
     keys, values, occupied, owner = pages(0)
     occupied[1] = False
     q = torch.ones(ROWS, HEADS, 1, DIM)
-    out, weights, _ = attend_pages(q, ExactPages(keys, values), ~occupied, owner, HEADS, ScoreTransform(1.0))
+    out, weights, _ = attend_pages(q, ExactPages(keys, values), ~occupied, owners(owner), ScoreTransform(1.0))
     assert out[1].eq(0).all() and weights[1].eq(0).all()
     assert out[0].isfinite().all()
 
@@ -117,13 +124,12 @@ def test_empty_slots_may_hold_any_number() -> None:
     keys, values, occupied, owner = pages(1)
     keys = keys.masked_fill(~occupied[..., None], 1e4)
     q = torch.ones(ROWS, HEADS, 1, DIM)
-    out, _, _ = attend_pages(q, ExactPages(keys, values), ~occupied, owner, HEADS, ScoreTransform(1.0))
+    out, _, _ = attend_pages(q, ExactPages(keys, values), ~occupied, owners(owner), ScoreTransform(1.0))
     other, _, _ = attend_pages(
         q,
         ExactPages(keys.masked_fill(~occupied[..., None], -3.0), values),
         ~occupied,
-        owner,
-        HEADS,
+        owners(owner),
         ScoreTransform(1.0),
     )
     assert torch.equal(out, other)
@@ -138,7 +144,9 @@ def test_scores_of_a_buffer_may_be_far_from_those_of_pages(above: float) -> None
     occupied = torch.ones(1, 2, SIZE, dtype=torch.bool)
     owner = torch.zeros(1, 2, dtype=torch.int64)
     pages = ExactPages(keys, values)
-    out, weights, _ = attend_pages(torch.ones(1, 1, 1, 1), pages, ~occupied, owner, 1, ScoreTransform(1.0), buffer)
+    out, weights, _ = attend_pages(
+        torch.ones(1, 1, 1, 1), pages, ~occupied, owners(owner, 1), ScoreTransform(1.0), buffer
+    )
     want = {-200.0: 0.0, 0.0: 0.5, 200.0: 1.0}[above]
     assert out.flatten().tolist() == [want]
     assert weights.sum(-1).flatten().tolist() == [1 - want, want]

@@ -8,7 +8,8 @@ import torch
 from kvpolicy import AdaKV
 from kvpolicy.engine.decode import NO_PAGE
 from kvpolicy.engine.page_slots import flat_pages, require_pages, tokens_by_head, victims, write_flat
-from kvpolicy.engine.pages import owned_by
+from kvpolicy.engine.pages import Owners, owned_by
+from kvpolicy.protocols import ALONE
 from tests.engine.paged import HEADS, Run
 
 
@@ -38,7 +39,7 @@ def test_of_ties_the_latest_token_of_each_head_is_evicted() -> None:
     assert tokens_by_head(layer).tolist() == [[int((head >= 0).sum()) for head in held[0]]]
     owner = layer.tensors.paged().owner
     view = run.store.contents.view()
-    found = victims(layer, view, ~view.valid, owned_by(owner, HEADS))
+    found = victims(layer, view, ~view.valid, Owners.of(owner, HEADS, ALONE.once))
     for head in range(HEADS):
         mine = found[0][owner[0] == head]
         oldest = min(p for p in held[0, head].tolist() if p >= 0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvpolicy.engine.pages import (
+    Owners,
     as_pages,
     best_slot,
     buffer_pages,
@@ -22,6 +23,7 @@ from kvpolicy.engine.pages import (
     take_for_pages,
     write_pages,
 )
+from kvpolicy.protocols import ALONE
 from kvpolicy.text.budget import fewest_tokens, page_size
 from tests.reference import head_allocators
 
@@ -90,13 +92,13 @@ def test_reading_by_head_is_the_inverse_of_laying_out() -> None:
 def test_the_best_slot_is_the_first_of_the_largest_value() -> None:
     owner = torch.tensor([[1, 0, 1, 0, 2]])
     values = torch.tensor([[[3, 9], [7, 1], [9, 9], [7, 8], [99, 99]]])
-    assert best_slot(values, owned_by(owner, 2)).tolist() == [[[7], [1]]]
+    assert best_slot(values, Owners.of(owner, 2, ALONE.once)).tolist() == [[[7], [1]]]
 
 
 def test_the_lowest_value_is_that_of_the_head() -> None:
     owner = torch.tensor([[1, 0, 1, 2]])
     values = torch.tensor([[[3.0, 2.0], [7.0, 1.0], [9.0, 0.5], [-4.0, -4.0]]])
-    assert lowest_of_head(values, owner, owned_by(owner, 2)).tolist() == [[0.5, 1.0, 0.5, float("inf")]]
+    assert lowest_of_head(values, Owners.of(owner, 2, ALONE.once)).tolist() == [[0.5, 1.0, 0.5, float("inf")]]
 
 
 def test_entries_of_heads_for_pages() -> None:

@@ -77,6 +77,33 @@ def test_the_right_choice_is_the_answer(group):
         assert len(doc["choices"]) == 4
 
 
+def test_every_step_takes_the_one_before(make):
+    task = load(manager(docs=3, steps=6), "kvpolicy_steps")["kvpolicy_steps"]
+    documents = list(task.test_docs())
+    for doc in documents:
+        numbers = [int(word) for word in doc["prompt"].rpartition("List: ")[2].split("\n")[0].split()]
+        total = 0
+        for line, number in zip(doc["lines"], numbers, strict=True):
+            assert line == f"{total} + {number} = {total + number}"
+            total += number
+        assert doc["prompt"] + doc["answer"] == doc["prompt"].removesuffix("0 +") + "\n".join(doc["lines"])
+        assert task.process_results(doc, [doc["answer"]]) == {"right_steps": 1.0}
+        wrong = doc["answer"].replace(doc["lines"][2], "9 + 9 = 9")
+        assert task.process_results(doc, [wrong]) == {"right_steps": pytest.approx(2 / 6)}
+        assert task.process_results(doc, ["nothing"]) == {"right_steps": 0.0}
+        assert task.process_results(doc, [doc["answer"].split("\n")[0]]) == {"right_steps": pytest.approx(1 / 6)}
+    assert documents[0]["prompt"] != documents[1]["prompt"]
+    small = manager(docs=2, steps=3, shots=1)
+    found = simple_evaluate(
+        model=make("h2o:protect=prompt@200"),
+        tasks=["kvpolicy_steps"],
+        task_manager=small,
+        bootstrap_iters=0,
+        gen_kwargs={"max_gen_toks": 8},
+    )
+    assert 0 <= found["results"]["kvpolicy_steps"]["right_steps,none"] <= 1
+
+
 def test_metadata_changes_sizes():
     tasks = load(manager(records=10, docs=5), "kvpolicy_recall_512")
     docs = list(tasks["kvpolicy_recall_512"].test_docs())

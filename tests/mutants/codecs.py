@@ -503,4 +503,32 @@ MUTATIONS = (
         new="(sums * widen(codes.value_channel_scale)[:, :, :1, None]).sum(2)",
         tests=("tests/codecs/test_fused.py",),
     ),
+    Mutation(
+        name="the bound of clipping is one rank lower",
+        file="kvpolicy/codecs/oscar.py",
+        old="[..., int(inside * x.shape[-1]), None]",
+        new="[..., int(inside * x.shape[-1]) - 1, None]",
+        tests=("tests/codecs/test_oscar.py",),
+    ),
+    Mutation(
+        name="queries are not rotated as keys are",
+        file="kvpolicy/codecs/oscar.py",
+        old="rotated = queries.float() @ store.calibration.keys",
+        new="rotated = queries.float() @ store.calibration.keys.mT",
+        tests=("tests/conformance/test_codes.py",),
+    ),
+    Mutation(
+        name="values are weighted by their tokens alike",
+        file="kvpolicy/calibration/oscar.py",
+        old="(x.mT @ (x * weight)).cpu()",
+        new="(x.mT @ x * weight.mean(1, keepdim=True)).cpu()",
+        tests=("tests/codecs/test_oscar.py",),
+    ),
+    Mutation(
+        name="a channel stands at the place of its rank",
+        file="kvpolicy/calibration/oscar.py",
+        old="torch.empty_like(place).index_put((place,),",
+        new="torch.empty_like(place).index_put((place.sort().values,),",
+        tests=("tests/codecs/test_oscar.py",),
+    ),
 )

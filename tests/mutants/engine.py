@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="first tokens alone pass for all tokens",
-        file="kvpolicy/engine/journal.py",
+        file="kvpolicy/engine/layer_contents.py",
         old="-1)).all() & (length <= len(slot)).all())",
         new="-1)).all())",
         tests=("tests/engine/test_editing.py::test_a_layer_that_kept_its_first_tokens_alone_does_not_keep_all",),
@@ -467,8 +467,8 @@ MUTATIONS = (
     Mutation(
         name="the normalizer of pages is that of their largest score",
         file="kvpolicy/engine/page_slots.py",
-        old=".flatten(1, 2).unsqueeze(2), weights, top + total.log()",
-        new=".flatten(1, 2).unsqueeze(2), weights, top",
+        old="return attended, weights, top + total.log()",
+        new="return attended, weights, top",
         tests=("tests/engine/test_shared_prefix.py::test_rows_attend_to_the_prefix_and_to_their_own_tokens",),
     ),
     Mutation(

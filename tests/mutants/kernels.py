@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         name="slots are counted from the first head of each row",
         file="kvpolicy/kernels/slot_writes.py",
-        old="first = torch.arange(0, heads * size, size, device=slots.device)",
-        new="first = torch.arange(0, heads * size, size, device=slots.device) % (slots.shape[1] * size)",
+        old="first = arange(0, heads * size, size, device=slots.device)",
+        new="first = arange(0, heads * size, size, device=slots.device) % (slots.shape[1] * size)",
         tests=("tests/engine/test_slot_writer.py",),
     ),
     Mutation(

@@ -58,8 +58,8 @@ MUTATIONS = (
     Mutation(
         name="means of replicated heads are too large",
         file="kvpolicy/kernels/ranks.py",
-        old="return (total / (x.shape[2] * self.replicas)).to(x.dtype)",
-        new="return (total / x.shape[2]).to(x.dtype)",
+        old="count = x.shape[2] * self.replicas",
+        new="count = x.shape[2]",
         tests=("tests/test_parallel.py",),
     ),
     Mutation(

@@ -304,8 +304,8 @@ MUTATIONS = (
     Mutation(
         name="the window may take the whole budget",
         file="kvpolicy/selectors/kvzap.py",
-        old="(view.budget // 2).clamp(1, self.window)",
-        new="view.budget.clamp(1, self.window)",
+        old="window = half_budget(view, self.window)",
+        new="window = view.budget.clamp(1, self.window)",
         tests=("tests/selectors/test_kvzap.py",),
     ),
     Mutation(

@@ -180,8 +180,8 @@ MUTATIONS = (
     Mutation(
         name="sinks may take the whole budget",
         file="kvpolicy/selectors/common.py",
-        old="count = (view.budget // 2).clamp_max(most)",
-        new="count = view.budget.clamp_max(most)",
+        old="view.positions < half_budget(view, most, 0)[:, None, None]",
+        new="view.positions < view.budget.clamp_max(most)[:, None, None]",
         tests=("tests/engine/test_replay.py",),
     ),
     Mutation(
@@ -208,8 +208,8 @@ MUTATIONS = (
     Mutation(
         name="the window may be one more than half the budget",
         file="kvpolicy/selectors/snapkv.py",
-        old="return (view.budget // 2).clamp(1, self.window)",
-        new="return ((view.budget + 1) // 2).clamp(1, self.window)",
+        old="return keep_always(state.score, view.newest(half_budget(view, self.window)))",
+        new="return keep_always(state.score, view.newest(((view.budget + 1) // 2).clamp(1, self.window)))",
         tests=("tests/conformance/test_layer.py",),
     ),
     Mutation(

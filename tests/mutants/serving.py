@@ -131,4 +131,32 @@ MUTATIONS = (
         new="torch.multinomial(scores.softmax(-1), 1)",
         tests=("tests/serving/test_sampling.py",),
     ),
+    Mutation(
+        name="rows are refused that fit into the memory exactly",
+        file="kvpolicy/serving/capacity.py",
+        old="if needed > bytes_of(self.memory):",
+        new="if needed >= bytes_of(self.memory):",
+        tests=("tests/serving/test_rows.py::test_rows_that_fit_into_a_memory",),
+    ),
+    Mutation(
+        name="a prompt counts once for each of its choices",
+        file="kvpolicy/serving/answers.py",
+        old="for job in jobs[:: call.choices])",
+        new="for job in jobs)",
+        tests=("tests/serving/test_fields.py",),
+    ),
+    Mutation(
+        name="choices of a prompt have one seed",
+        file="kvpolicy/serving/requests.py",
+        old="(seed + k + 2**63) % 2**64 - 2**63",
+        new="seed",
+        tests=("tests/serving/test_requests.py", "tests/serving/test_fields.py"),
+    ),
+    Mutation(
+        name="the newest prompt stays in memory",
+        file="kvpolicy/serving/forwards.py",
+        old="            self.handle.cache = None  # holds the newest one",
+        new="            pass",
+        tests=("tests/serving/test_rows.py",),
+    ),
 )

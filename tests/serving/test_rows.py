@@ -83,30 +83,31 @@ def trouble(port: int, number: int) -> str:
     kind = ("whole", "stream", "leaves", "gives up", "too long", "unlucky", "hangs up", "choices")[number % 8]
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
         fields = request_of(number)
+        api: Any = client.completions
         if kind == "whole":
-            client.completions.create(**fields)
+            api.create(**fields)
         elif kind == "stream":
-            list(client.completions.create(**fields, stream=True))
+            list(api.create(**fields, stream=True))
         elif kind == "leaves":
-            stream = client.completions.create(**{**fields, "max_tokens": 150}, stream=True)
+            stream = api.create(**{**fields, "max_tokens": 150}, stream=True)
             next(iter(stream))
             stream.close()
         elif kind == "gives up":
             with suppress(openai.APITimeoutError):
-                client.completions.create(**{**fields, "max_tokens": 150}, timeout=0.05)
+                api.create(**{**fields, "max_tokens": 150}, timeout=0.05)
         elif kind == "too long":
             with pytest.raises(openai.BadRequestError, match="must fit into 256 tokens"):
-                client.completions.create(**{**fields, "max_tokens": 250})
+                api.create(**{**fields, "max_tokens": 250})
         elif kind == "unlucky":
             with pytest.raises(openai.InternalServerError, match="failed to answer"):
-                client.completions.create(**{**fields, "prompt": UNLUCKY})
+                api.create(**{**fields, "prompt": UNLUCKY})
         elif kind == "hangs up":
             with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
                 body = json.dumps(fields).encode()
                 head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         else:
-            client.completions.create(**fields, n=2)
+            api.create(**fields, n=2)
     return kind
 
 

@@ -18,6 +18,7 @@ TABLES = (
     "peak",
     "prefix",
     "ratios",
+    "serve",
     "start_file",
     "steps",
     "throughput",

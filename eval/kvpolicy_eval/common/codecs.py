@@ -14,6 +14,7 @@ VARIANTS = {
     "kvquant": ["kvquant:bits=4", "kvquant:bits=3", "kvquant:bits=2"],
     "rotate": ["rotate:bits=4", "rotate:bits=2"],
     "kvarn": ["kvarn:value_bits=4", "kvarn"],
+    "oscar": ["oscar:bits=4", "oscar"],
     "turboquant": ["turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2"],
     "csr": ["csr:nnz=16", "csr:nnz=8", "csr:nnz=8:coef=fp8:index=packed", "csr:nnz=4"],
     "mikv": ["mikv", "mikv:high_bits=8"],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from kvpolicy import CSR, KVQuant, LowRank
+from kvpolicy import CSR, OSCAR, KVQuant, LowRank
 from kvpolicy.codecs._files import save
 from kvpolicy.protocols import Codec
 
@@ -69,6 +69,14 @@ def with_random_calibration(
                     tensors[f"{side}.norm.b{bits}.{layer}"] = torch.tensor([1.0, 0.0])
         save(str(folder / "kvquant"), "kvquant", meta, tensors)
         return dataclasses.replace(codec, calibration=str(folder / "kvquant"))
+    if isinstance(codec, OSCAR):
+        tensors = {
+            f"{side}.rotation.{layer}": torch.linalg.qr(torch.randn(1, head_dim, head_dim, generator=generator)).Q
+            for layer in range(layers)
+            for side in ("keys", "values")
+        }
+        save(str(folder / "oscar"), "oscar", meta, tensors)
+        return dataclasses.replace(codec, calibration=str(folder / "oscar"))
     if isinstance(codec, LowRank):
         tensors = {}
         for layer in range(layers):

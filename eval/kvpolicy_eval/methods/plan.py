@@ -48,6 +48,7 @@ CODECS = {
     "kvquant": ["kvquant:bits=3", "kvquant:bits=2"],
     "rotate": ["rotate:bits=4", "rotate:bits=2"],
     "kvarn": ["kvarn:value_bits=4", "kvarn", "kivi:bits=4"],
+    "oscar": ["oscar:bits=4", "oscar", "rotate:bits=2"],
     "turboquant": ["turboquant:bits=4", "turboquant:bits=2"],
     "csr": ["csr:nnz=8", "csr:nnz=4"],
     "lowrank": [

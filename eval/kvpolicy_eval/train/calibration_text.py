@@ -5,6 +5,7 @@ kvpolicy calibrate csr --model tiny-4k --text TEXTS --out kvpolicy/assets/tiny-4
     --key-spaces unrotated,rotated --value-chunks 1,2,4
 kvpolicy calibrate kvquant --model tiny --text TEXTS --out kvpolicy/assets/kvquant --windows 128
 kvpolicy calibrate lowrank --model tiny --text TEXTS --out kvpolicy/assets/lowrank --windows 128 --fisher
+kvpolicy calibrate oscar --model tiny --text TEXTS --out kvpolicy/assets/oscar --windows 16 --length 1024
 kvpolicy calibrate heads --model tiny --text TEXTS --out kvpolicy/assets/heads/tiny.json --windows 128 \
     --sinks 4 --recent 28
 kvpolicy calibrate qfilters --model tiny --text TEXTS --out kvpolicy/assets/qfilters/tiny.safetensors --length 1024 \

@@ -18,6 +18,7 @@ from datasets import Dataset
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_lm_eval import ruler as leaderboard
 from kvpolicy_lm_eval.data import prompts
+from kvpolicy_lm_eval.data import steps as derivations
 from kvpolicy_lm_eval.data.modes import place
 from kvpolicy_lm_eval.data.text import held_out
 
@@ -89,6 +90,19 @@ def held_out_text(docs: int, chars: int, **_: Any) -> Splits:
         raise KVPolicyError(f"The texts must not overlap, got {docs} of {chars} characters; try fewer or shorter ones.")
     starts = [text.index("\n", i * step) + 1 for i in range(docs)]
     return _splits([{"text": text[start : start + chars]} for start in starts])
+
+
+def steps(docs: int, seed: int, steps: int, shots: int, **_: Any) -> Splits:
+    """Prompts whose answers are many lines, each of which takes the one before."""
+    drawn = [derivations.sums(Random(seed * 10_000 + doc), steps, shots) for doc in range(docs)]
+    return _splits(
+        [{"prompt": one.text, "lines": one.lines, "answer": "\n".join(one.lines).removeprefix("0 +")} for one in drawn]
+    )
+
+
+def right_steps(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """The fraction of the lines that an answer has before its first mistake."""
+    return {"right_steps": derivations.right_steps(document["lines"], results[0])}
 
 
 _OF_RULER = ("source", "tokenizer", "pretrained", "gguf_file")
