@@ -90,7 +90,7 @@ def attend_pages(
         assert empty is not None, "a buffer has an empty slot"
         size = empty.shape[-1]
         slots = buffer[0].shape[2]
-        number = owners.index.shape[1] - heads * buffer_pages(slots, size)
+        number = owners.head.shape[1] - heads * buffer_pages(slots, size)
         behind = transform.scores(grouped, buffer[0])
         if counts is not None:
             behind = behind + from_pages(counts[:, number:], heads, slots)[:, :, None]

@@ -103,13 +103,13 @@ class Owners(NamedTuple):
     """The owners of pages, as a step asks for them.
 
     Attributes:
-        index: Head of each page, [B, NB] int64; the last head for a page that a row does not use.
+        head: Head of each page, [B, NB] int64; the last head for a page that a row does not use.
         owned: Which pages belong to each head, [B, H, NB] bool.
         others: Which do not.
         unused: Pages that a row does not use, [B, NB] bool; None if there are none.
     """
 
-    index: Tensor
+    head: Tensor
     owned: Tensor
     others: Tensor
     unused: Tensor | None
@@ -126,12 +126,12 @@ class Owners(NamedTuple):
     def first(self, number: int) -> Owners:
         """Those of the first pages."""
         unused = None if self.unused is None else self.unused[:, :number]
-        return Owners(self.index[:, :number], self.owned[..., :number], self.others[..., :number], unused)
+        return Owners(self.head[:, :number], self.owned[..., :number], self.others[..., :number], unused)
 
     def for_pages(self, t: Tensor) -> Tensor:
         """The entry of each page's head, [B, H, ...] -> [B, NB, ...]; of an unused page, that of the last head."""
-        index = self.index.reshape(*self.index.shape, *[1] * (t.dim() - 2))
-        return t.gather(1, index.expand(*self.index.shape, *t.shape[2:]))
+        index = self.head.reshape(*self.head.shape, *[1] * (t.dim() - 2))
+        return t.gather(1, index.expand(*self.head.shape, *t.shape[2:]))
 
 
 def of_pages(of_heads: Tensor, owner: Tensor) -> Tensor:

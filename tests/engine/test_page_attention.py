@@ -116,6 +116,7 @@ def test_a_row_without_a_token_is_no_nan() -> None:
     occupied[1] = False
     q = torch.ones(ROWS, HEADS, 1, DIM)
     out, weights, _ = attend_pages(q, ExactPages(keys, values), ~occupied, owners(owner), ScoreTransform(1.0))
+    assert weights is not None
     assert out[1].eq(0).all() and weights[1].eq(0).all()
     assert out[0].isfinite().all()
 
@@ -149,4 +150,5 @@ def test_scores_of_a_buffer_may_be_far_from_those_of_pages(above: float) -> None
     )
     want = {-200.0: 0.0, 0.0: 0.5, 200.0: 1.0}[above]
     assert out.flatten().tolist() == [want]
+    assert weights is not None
     assert weights.sum(-1).flatten().tolist() == [1 - want, want]
