@@ -105,8 +105,9 @@ class PageRows:
         heads = layer.shape.heads
         tensors.positions.fill_(-1)
         tensors.length.zero_()
-        sizes = (*tensors.positions.shape[1:], tensors.device, layer.shape.head)
-        fresh = (alloc_paged_state(spec.selector, 1, heads, *sizes), spec.merger.alloc(1, heads, tensors.device))
+        _, pages, size = tensors.positions.shape
+        state = alloc_paged_state(spec.selector, 1, heads, pages, size, tensors.device, layer.shape.head)
+        fresh = (state, spec.merger.alloc(1, heads, tensors.device))
         for target, source in zip(all_tensors((tensors.state, tensors.merged)), all_tensors(fresh), strict=True):
             target.copy_(source)
         for counts in all_tensors(tensors.counts):
