@@ -201,7 +201,7 @@ def _decode(model: nn.Module, window: Window, *, compile: bool) -> tuple[Tensor,
     if len(window.question):
         parts.append(_logits(model, window.question, len(window.question), cache=cache))
     forward = compiled_forward(model, cache) if compile else model
-    parts += [_logits(model, token, 1, forward, cache=cache) for token in window.answer.split(1)]
+    parts += [_logits(model, token, 1, forward=forward, cache=cache) for token in window.answer.split(1)]
     return torch.cat(parts), nbytes
 
 

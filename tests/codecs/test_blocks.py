@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import GEAR, KIVI
-from kvpolicy.codecs import gear, kivi
+from kvpolicy.codecs import gear, token_groups
 from kvpolicy.codecs.blocks import Blocks, blocks_of
 from kvpolicy.protocols import StageStore
 
@@ -40,7 +40,7 @@ def test_tokens_in_old_blocks_start_none() -> None:
     assert blocks.order.tolist() == [[[1, 2, 0]]]
 
 
-@pytest.mark.parametrize("module", [gear, kivi], ids=["gear", "kivi"])
+@pytest.mark.parametrize("module", [gear, token_groups], ids=["gear", "kivi"])
 def test_a_flush_fits_one_block_of_many(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     fitted: list[int] = []
     real = module.scale_and_zero

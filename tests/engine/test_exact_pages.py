@@ -29,6 +29,7 @@ def test_a_token_takes_an_empty_slot_of_its_head_before_any_other() -> None:
     tensors = run.store.tensors
     page = int((pages.owner[0] == 1).nonzero()[-1])
     tensors.positions[0, page, 2] = -1
+    run.store.contents.note_slots()
     slot, _ = pages.free_slot(run.store.contents.view(), None)
     assert int(slot[0, 1]) == page * tensors.positions.shape[-1] + 2
     taken = slot[0, :, 0] // tensors.positions.shape[-1]

@@ -110,6 +110,7 @@ def test_a_step_writes_nothing_where_a_head_owns_no_page(codec: str, backend: st
     run.prompt([40])
     store = run.store
     store.tensors.paged().owner[store.tensors.paged().owner == 1] = 2
+    store.contents.note_slots()
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return store.append(q, k, v, None, ScoreTransform(SCALE))

@@ -26,9 +26,10 @@ def test_a_query_attends_to_the_budget(selector: str, codec: str, monkeypatch: p
     seen: list[Tensor] = []
     real = layer_index.attend_columns
 
-    def attend_columns(q: Tensor, exact: Any, coded: Any, live: Tensor, *rest: Any, **options: Any) -> Any:
-        seen.append(live.sum(-1))
-        return real(q, exact, coded, live, *rest, **options)
+    def attend_columns(q: Tensor, exact: Any, coded: Any, empty: Tensor | None, *rest: Any, **options: Any) -> Any:
+        heads = exact.keys.new_full(exact.keys.shape[:2], exact.keys.shape[2], dtype=torch.int64)
+        seen.append(heads if empty is None else (~empty).sum(-1))
+        return real(q, exact, coded, empty, *rest, **options)
 
     monkeypatch.setattr(layer_index, "attend_columns", attend_columns)
     model = build("llama")

@@ -250,7 +250,7 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
 
 TABLE = Table(
     measure=measure,
-    places={"serve": ["docs/benchmarks.md"]},
+    places={"serve": []},
     options=[
         Option("--clients", type=int, default=CLIENTS, help="clients, each with one request"),
         Option("--rate", type=float, default=RATE, help="requests of a second, in the mean"),

@@ -142,6 +142,7 @@ def stub(path: str, name: str | None = None, **_: Any) -> DatasetDict:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*invalid escape sequence:DeprecationWarning")  # in a file of lm-eval
 @pytest.mark.parametrize("task", ["gsm8k", "aime25", "longbench2_detective"])
 def test_requests_are_made_of_what_is_recorded(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks whose functions need no other packages, loaded by lm-eval itself."""
