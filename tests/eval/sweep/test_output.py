@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("lm_eval")
 
 from lm_eval import evaluator
+from lm_eval.loggers import utils
 
 from kvpolicy_eval.sweep import output
 
@@ -25,6 +26,9 @@ def test_git_says_nothing_outside_of_a_repository(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    # A sweep that ran in this process before has made it quiet.
+    monkeypatch.setattr(evaluator, "get_git_commit_hash", utils.get_git_commit_hash)
+    output._commit.cache_clear()
     evaluator.get_git_commit_hash()
     assert "not a git repository" in capfd.readouterr().err, "lm-eval is quiet by itself: remove quiet_git"
     output.quiet_git(evaluator)
