@@ -230,6 +230,51 @@ def check_model(calibration: CalibrationFile, folder: str, model: ModelInfo) -> 
         )
 
 
+def check_heads(
+    folder: str, method: str, heads: int, dim: int, model: ModelInfo, *, may_be_shared: bool = True
+) -> None:
+    """Refuse calibrated tensors for other KV heads than those of a model.
+
+    Args:
+        folder: The folder as the user wrote it.
+        method: The method that the calibration is for.
+        heads: The KV heads that the tensors are for.
+        dim: Their dimension.
+        model: The model to check.
+        may_be_shared: Whether all heads may share the tensors, which are then those of one head.
+
+    Raises:
+        KVPolicyError: If the heads or their dimension differ.
+    """
+    if dim != model.head_dim or (heads != model.heads and not (may_be_shared and heads == 1)):
+        raise KVPolicyError(
+            f"The calibration {folder!r} must be for {model.heads} KV heads of dimension {model.head_dim}, as the "
+            f"model has, got {heads} of dimension {dim}; try kvpolicy calibrate {method} on this model."
+        )
+
+
+def layer_tensor(folder: str, method: str, name: str, layer_idx: int, options: str = "") -> Tensor:
+    """A calibrated tensor of a layer, as it was written.
+
+    Args:
+        folder: The folder as the user wrote it.
+        method: The method that the calibration is for.
+        name: The name of the tensor.
+        layer_idx: The layer.
+        options: What a calibration with this tensor is made with, for the refusal; empty if each has it.
+
+    Raises:
+        KVPolicyError: If the calibration has no such tensor.
+    """
+    found = load(folder, method).tensors.get(f"{name}.{layer_idx}")
+    if found is None:
+        raise KVPolicyError(
+            f"The calibration {folder!r} must contain {name} for layer {layer_idx}, got none; try kvpolicy calibrate "
+            f"{method} on this model{options and f', with {options}'}."
+        )
+    return found
+
+
 def _is_part(path: str) -> bool:
     """Whether a file is one of a calibration, intact or damaged: its folder has the metadata of one."""
     facts: Any = json.loads((Path(path).parent / FACTS).read_text(encoding="utf-8"))

@@ -18,7 +18,6 @@ from kvpolicy.kernels.fused_read import in_blocks
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.kernels.words import as_words, in_order_of_channels
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, least, strategy, tiny_or, where
 
 _FP16 = torch.finfo(torch.float16).max
@@ -154,12 +153,7 @@ class KVQuant(SingleStage):
         _files.check_model(_files.load(self.calibration, "kvquant"), self.calibration, model)
         for layer_idx in model.indices:
             shape = self.load_calibration(layer_idx, "cpu").key_offset.shape
-            if shape[1] not in (1, model.heads) or shape[3] != model.head_dim:
-                raise KVPolicyError(
-                    f"The calibration {self.calibration!r} must be for {model.heads} KV heads of dimension "
-                    f"{model.head_dim}, as the model has, got {shape[1]} of dimension {shape[3]}; try kvpolicy "
-                    "calibrate kvquant on this model."
-                )
+            _files.check_heads(self.calibration, "kvquant", shape[1], shape[3], model)
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> KVQuantCodes:
 
@@ -245,13 +239,7 @@ class KVQuant(SingleStage):
 
     def _calibrated(self, name: str, layer_idx: int) -> Tensor:
         """A calibrated tensor of a layer, fp32."""
-        tensor = _files.load(self.calibration, "kvquant").tensors.get(f"{name}.{layer_idx}")
-        if tensor is None:
-            raise KVPolicyError(
-                f"The calibration {self.calibration!r} must contain {name} for layer {layer_idx}, got none; try "
-                f"kvpolicy calibrate kvquant on this model, with {self.bits} bits."
-            )
-        return tensor.float()
+        return _files.layer_tensor(self.calibration, "kvquant", name, layer_idx, f"{self.bits} bits").float()
 
     def _levels(self, side: str, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Levels, ascending, and the numbers that they are decoded to."""

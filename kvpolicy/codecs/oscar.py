@@ -23,7 +23,6 @@ from kvpolicy.codecs.token_groups import Parts
 from kvpolicy.codecs.uniform import dequantize, is_fused, largest_divisor, mix_fused, quantize, score_fused
 from kvpolicy.kernels.packing import packed_width
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
-from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import AutoInt, fraction, least, strategy, tiny_or
 
 
@@ -131,7 +130,8 @@ class OSCAR(SideBits, SingleStage):
 
     def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> OSCARRotations:
         """The calibrated rotations of a layer."""
-        sides = (self._calibrated(f"{side}.rotation", layer_idx) for side in ("keys", "values"))
+        names = ("keys.rotation", "values.rotation")
+        sides = (_files.layer_tensor(self.calibration, "oscar", name, layer_idx).float() for name in names)
         return OSCARRotations(*((t if len(t) == 1 else t[heads])[None].to(device) for t in sides))
 
     def check(self, model: ModelInfo) -> None:
@@ -139,13 +139,7 @@ class OSCAR(SideBits, SingleStage):
         _files.check_model(_files.load(self.calibration, "oscar"), self.calibration, model)
         for layer_idx in model.indices:
             for rotation in self.load_calibration(layer_idx, "cpu"):
-                heads, dim = rotation.shape[1], rotation.shape[2]
-                if heads not in (1, model.heads) or dim != model.head_dim:
-                    raise KVPolicyError(
-                        f"The calibration {self.calibration!r} must be for {model.heads} KV heads of dimension "
-                        f"{model.head_dim}, as the model has, got {heads} of dimension {dim}; try kvpolicy calibrate "
-                        "oscar on this model."
-                    )
+                _files.check_heads(self.calibration, "oscar", rotation.shape[1], rotation.shape[2], model)
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> OSCARCodes:
 
@@ -187,7 +181,7 @@ class OSCAR(SideBits, SingleStage):
         codes: OSCARCodes = store.codes
         rotated = queries.float() @ store.calibration.keys
         if is_fused(codes.keys, self.bits_of_keys, queries.shape[-1]):
-            return score_fused(*_key_parts(codes), rotated, self.bits_of_keys)
+            return score_fused(*codes[:3], rotated, self.bits_of_keys)
         return score_by_chunks(self._rotated_keys, store, rotated.to(queries.dtype), None, codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
@@ -195,24 +189,14 @@ class OSCAR(SideBits, SingleStage):
         codes: OSCARCodes = store.codes
         back = store.calibration.values.mT
         if is_fused(codes.values, self.bits_of_values, back.shape[-1]):
-            return mix_fused(*_value_parts(codes), weights, self.bits_of_values) @ back
+            return mix_fused(*codes[3:], weights, self.bits_of_values) @ back
         return mix_by_chunks(self._rotated_values, store, weights) @ back
 
     def _rotated_keys(self, store: StageStore, at: At) -> Tensor:
-        return _read(_key_parts(store.codes), at, self.bits_of_keys, store.calibration.keys.shape[-1])
+        return _read(store.codes[:3], at, self.bits_of_keys, store.calibration.keys.shape[-1])
 
     def _rotated_values(self, store: StageStore, at: At) -> Tensor:
-        return _read(_value_parts(store.codes), at, self.bits_of_values, store.calibration.values.shape[-1])
-
-    def _calibrated(self, name: str, layer_idx: int) -> Tensor:
-        """A calibrated tensor of a layer, fp32."""
-        tensor = _files.load(self.calibration, "oscar").tensors.get(f"{name}.{layer_idx}")
-        if tensor is None:
-            raise KVPolicyError(
-                f"The calibration {self.calibration!r} must contain {name} for layer {layer_idx}, got none; try "
-                "kvpolicy calibrate oscar on this model."
-            )
-        return tensor.float()
+        return _read(store.codes[3:], at, self.bits_of_values, store.calibration.values.shape[-1])
 
 
 def clipped(x: Tensor, inside: float) -> Tensor:
@@ -241,11 +225,3 @@ def _read(parts: Parts, at: At, bits: int, width: int) -> Tensor:
     """The rotated vectors that the codes of the slots `at` stand for, [B, H, n, D] fp32."""
     code, scale, zero = (take(part, at) for part in parts)
     return dequantize(code, scale, zero, bits, width)
-
-
-def _key_parts(codes: OSCARCodes) -> Parts:
-    return codes.keys, codes.key_scale, codes.key_zero
-
-
-def _value_parts(codes: OSCARCodes) -> Parts:
-    return codes.values, codes.value_scale, codes.value_zero

@@ -252,10 +252,5 @@ def _option(name: str) -> str:
 
 def _tensor(folder: str, name: str, layer_idx: int, heads: slice = ALL_HEADS) -> Tensor:
     """A calibrated tensor of these heads; one that all heads share is [1, ...]."""
-    found = _files.load(folder, "lowrank").tensors.get(f"{name}.{layer_idx}")
-    if found is None:
-        raise KVPolicyError(
-            f"The calibration {folder!r} must contain {name} for layer {layer_idx}, got none; try kvpolicy calibrate "
-            f"lowrank on this model, with {_option(name)}."
-        )
+    found = _files.layer_tensor(folder, "lowrank", name, layer_idx, _option(name))
     return found if len(found) == 1 else found[heads]

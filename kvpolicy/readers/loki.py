@@ -97,12 +97,7 @@ class Loki(TokenReader):
         _files.check_model(_files.load(self.calibration, METHOD), self.calibration, model)
         for layer_idx in model.indices:
             heads, width = projection.shape_of(Basis(self.calibration), layer_idx)
-            if heads not in (1, model.heads) or width != model.head_dim:
-                raise KVPolicyError(
-                    f"The calibration {self.calibration!r} must be for {model.heads} KV heads of dimension "
-                    f"{model.head_dim}, as the model has, got {heads} of dimension {width}; try "
-                    f"kvpolicy calibrate {METHOD} on this model."
-                )
+            _files.check_heads(self.calibration, METHOD, heads, width, model)
 
     def load_basis(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Tensor:
         """The principal components of the keys of a layer; see `LoadsBasis`."""

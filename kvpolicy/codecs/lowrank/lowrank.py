@@ -335,12 +335,8 @@ class LowRank(SingleStage):
         _files.check_model(_files.load(self.calibration, "lowrank"), self.calibration, model)
         for layer_idx in model.indices:
             heads, width = _projection.shape_of(self._basis, layer_idx)
-            if heads not in ((1, model.heads) if self.head_group == 1 else (model.heads,)) or width != model.head_dim:
-                raise KVPolicyError(
-                    f"The calibration {self.calibration!r} must be for {model.heads} KV heads of dimension "
-                    f"{model.head_dim}, as the model has, got {heads} of dimension {width}; try "
-                    "kvpolicy calibrate lowrank on this model."
-                )
+            is_alone = self.head_group == 1
+            _files.check_heads(self.calibration, "lowrank", heads, width, model, may_be_shared=is_alone)
 
 
 def _latents(projection: Projection, x: Tensor, group: int) -> Tensor:
