@@ -8,6 +8,7 @@ request, and a cache that grows, need no second compilation.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -177,19 +178,18 @@ class Steps:
         return out
 
 
-def compiled_forward(model: Any, cache: PolicyCache) -> Callable[..., Any]:
-    """The forward of a model for one cache, whose plain steps are compiled as those of `generate`.
+def step_call(model: Any, cache: PolicyCache) -> Callable[..., Any]:
+    """The call of a model for steps on a cache, outside of `generate`: compiled if `generate` would compile them.
 
     Args:
         model: The module that implements `generate`, with a policy attached.
-        cache: The cache that each call of the forward gets. If its steps cannot be compiled, a warning says why.
+        cache: The cache that each call gets. If `attach` was told to compile and cannot, a warning says why.
     """
-    reason = step_obstacle(cache) or model_obstacle(model)
-    if reason:
-        _warn(cache.attachment, cache, reason)
-        return model
-    cache.compiles = True
-    return StepCompiler(model).compiled_call(None)
+    config = copy.deepcopy(model.generation_config)
+    ask_to_compile(model, cache, config)
+    if model._valid_auto_compile_criteria({CACHE: cache}, config):
+        return model.get_compiled_call(config.compile_config)
+    return model
 
 
 def _default(model: Any) -> CompileConfig:

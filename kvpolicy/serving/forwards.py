@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, cache_argument, passed_cache
-from kvpolicy.hf.compiled_generation import ask_to_compile
+from kvpolicy.hf.compiled_generation import step_call
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.serving.interruptible import Interruptible
@@ -172,7 +172,7 @@ class ManyRows:
 
     def drop(self, row: int) -> None:
         """Free a row."""
-        if row not in self._rows.free_rows():
+        if not self._rows.is_free(row):
             self._rows.drop(row)
         self._prompts.handle.cache = None
 
@@ -194,15 +194,6 @@ class ManyRows:
         self._rows: Any = None  # freed first
         self._call: Callable[..., Any] | None = None
         self._rows = self._prompts.handle.rows(self.count, self._length)
-
-
-def step_call(model: Any, cache: Any) -> Callable[..., Any]:
-    """The call of a model for steps on a cache: compiled if `generate` would compile them."""
-    config = copy.deepcopy(model.generation_config)
-    ask_to_compile(model, cache, config)
-    if model._valid_auto_compile_criteria({CACHE: cache}, config):
-        return model.get_compiled_call(config.compile_config)
-    return model
 
 
 def pause_between_tiles(model: Any, reading: Interruptible) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.hf.compiled_generation import compiled_forward
+from kvpolicy.hf.compiled_generation import step_call
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.text_angles import check_pieces
@@ -95,7 +95,8 @@ def score(
     rows: list[tuple[float, float, float, float, float]] = []
     with eval_mode(model), torch.inference_mode(), without_warning_of_few_tokens():
         for window, each, full in zip(windows, sized, reference, strict=True):
-            with attach(model, each, tile=tile):  # a policy from a file may have other parts for another budget
+            # A policy from a file may have other parts for another budget.
+            with attach(model, each, tile=tile, compile=compile):
                 start = time.perf_counter()
                 logits, nbytes = _decode(model, window, compile=compile)
                 found = _compare(logits, full, window)
@@ -200,7 +201,7 @@ def _decode(model: nn.Module, window: Window, *, compile: bool) -> tuple[Tensor,
     nbytes = cache.nbytes
     if len(window.question):
         parts.append(_logits(model, window.question, len(window.question), cache=cache))
-    forward = compiled_forward(model, cache) if compile else model
+    forward = step_call(model, cache) if compile else model
     parts += [_logits(model, token, 1, forward=forward, cache=cache) for token in window.answer.split(1)]
     return torch.cat(parts), nbytes
 
