@@ -14,18 +14,17 @@ import statistics
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import openai
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy.serving.capacity import Capacity
 from kvpolicy.serving.server import bind, serving
 from kvpolicy.text.tables import format_bytes
+from kvpolicy_eval.bench.models import llama
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, threads, torch_note
 
 POLICIES = ("full", "snapkv@0.2", "h2o@256", "snapkv+tokenwise:bits=4@0.2")
@@ -112,23 +111,12 @@ def quantile(values: Sequence[float], part: float) -> float:
 def model_and_tokenizer() -> tuple[Any, Any]:
     """A Llama with random weights, and the tokenizer of the embedded model, with a token for each character."""
     _, tokenizer = kvpolicy.tiny()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=HIDDEN * 11 // 4,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=8192,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval(), tokenizer
+    model = llama(LAYERS, HIDDEN, HEADS, kv_heads=KV_HEADS, vocabulary=len(tokenizer), positions=8192)
+    return model, tokenizer
 
 
 @contextmanager
-def server(policy: str, capacity: Capacity, compile: bool) -> Iterator[int]:
+def server(policy: str, capacity: Capacity, compile: bool) -> Generator[int]:
     """A server in a thread, and its port."""
     found = bind("127.0.0.1", 0)
     how: Any = {"capacity": capacity, "compile": compile, "tile": 512}
