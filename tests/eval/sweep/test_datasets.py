@@ -46,7 +46,11 @@ class Loader(yaml.SafeLoader):
     """Reads a task without the functions that it names, which may need packages that are not installed."""
 
 
-Loader.add_constructor("!function", lambda loader, node: f"!function {loader.construct_scalar(node)}")
+def function(loader: yaml.SafeLoader, node: Any) -> str:
+    return f"!function {loader.construct_scalar(node)}"
+
+
+Loader.add_constructor("!function", function)
 
 
 def read(path: Path) -> dict[str, Any]:
