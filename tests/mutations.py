@@ -3,6 +3,7 @@
     python tests/mutations.py                       # all of tests/mutants, two at a time
     python tests/mutations.py --only engine codecs  # those whose file or name contains one of the words
     python tests/mutations.py --log mutations.jsonl # skip what the log already has, and add to it
+    python tests/mutations.py --matrix kills.jsonl  # for each defect, all tests that find it
 
 Each defect is put into a copy of the repository, and the tests that claim the behavior run there. A defect is found if
 one of them fails. The command fails if a defect survives without a reason, or if one with a reason is found after all.
@@ -31,48 +32,59 @@ from tests.mutants import Mutation, all_mutations  # noqa: E402
 
 LIMIT = 240
 """Seconds after which the tests of a defect are stopped: twice what they may take where nothing else runs."""
+ARGUMENTS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""What pytest is always told; the warning is about plugins that libraries import before it begins."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "KVPOLICY_KERNELS": "0", "HF_HUB_OFFLINE": "1"}
+"""What `tests/conftest.py` would set before libraries are imported."""
 VERDICTS = {0: "survived", 1: "found"}
 """Exit codes of pytest; any other one means that the tests did not run."""
 
 
-def run_tests(tests: tuple[str, ...], folder: Path) -> tuple[str, str]:
-    """Run tests in a copy of the repository; returns the verdict and the end of their output."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_search_path(folder))}
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            timeout=LIMIT,
+class Worker:
+    """A process that runs tests, see `tests/mutation_worker.py`.
+
+    Args:
+        folder: The copy of the repository that it runs them in.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Start the process, with PyTorch in one thread and no files of pytest."""
+        self.folder = folder
+        self._process = subprocess.Popen(
+            [sys.executable, "tests/mutation_worker.py"],
+            cwd=ROOT,
+            env=os.environ | ENVIRONMENT,
             text=True,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            check=False,
         )
-    except subprocess.TimeoutExpired:
-        return "timed out", ""
-    return VERDICTS.get(done.returncode, f"exit {done.returncode}"), done.stdout[-2000:]
+
+    def run(self, tests: tuple[str, ...], *arguments: str, limit: float = LIMIT) -> dict[str, Any]:
+        """Run tests; returns the verdict, the failed tests and the end of their output."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        request = {"folder": str(self.folder), "tests": tests, "arguments": [*ARGUMENTS, *arguments], "limit": limit}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer = json.loads(self._process.stdout.readline())
+        code = answer.pop("code")
+        return {"verdict": "timed out" if code is None else VERDICTS.get(code, f"exit {code}"), **answer}
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
 
 
-def _search_path(folder: Path) -> list[str]:
-    """Where processes that tests start find the copy, before an editable install of the original."""
-    return [str(folder), str(folder / "integrations"), str(folder / "eval")]
-
-
-def try_mutation(mutation: Mutation, folder: Path) -> dict[str, Any]:
-    """Put one defect into the copy at `folder`, run its tests, and take it out again."""
-    path = folder / mutation.file
+def try_mutation(mutation: Mutation, worker: Worker, *, all_failures: bool) -> dict[str, Any]:
+    """Put one defect into the worker's copy, run its tests, and take it out again."""
+    path = worker.folder / mutation.file
     source = path.read_text(encoding="utf-8")
     started = time.monotonic()
     try:
         _write(path, mutation.apply(source))
-        verdict, output = run_tests(mutation.tests, folder)
+        result = worker.run(mutation.tests, *([] if all_failures else ["-x"]))
     finally:
         _write(path, source)
     seconds = round(time.monotonic() - started, 1)
-    return {"name": mutation.name, "file": mutation.file, "verdict": verdict, "seconds": seconds, "output": output}
+    return {"name": mutation.name, "file": mutation.file, "seconds": seconds, **result}
 
 
 def _write(path: Path, source: str) -> None:
@@ -97,40 +109,47 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def check_unchanged(mutations: list[Mutation], folder: Path, jobs: int) -> None:
+def check_unchanged(mutations: list[Mutation], worker: Worker) -> None:
     """Stop unless the tests pass without any defect: only then does a failure mean something."""
     tests = sorted({test for mutation in mutations for test in mutation.tests})
     print(f"{len(tests)} tests or files of tests on the code as it is ...", flush=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(jobs), *tests]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_search_path(folder))}
-    if subprocess.run(command, cwd=folder, env=environment, check=False).returncode:
-        sys.exit("The tests must pass without a defect, see above.")
+    result = worker.run(tuple(tests), limit=LIMIT * len(tests))
+    if result["verdict"] != "survived":
+        sys.exit(f"{result['output']}\nThe tests must pass without a defect.")
 
 
-def try_all(mutations: list[Mutation], jobs: int, log: Path | None, *, baseline: bool) -> list[dict[str, Any]]:
+def try_all(
+    mutations: list[Mutation], jobs: int, log: Path | None, *, baseline: bool, matrix: bool
+) -> list[dict[str, Any]]:
     """The verdicts of the mutations, `jobs` at a time; a log is read first and written as they come."""
     known = {} if log is None or not log.exists() else {item["name"]: item for item in _read_log(log)}
     todo = [mutation for mutation in mutations if mutation.name not in known]
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(jobs) as pool:
-        folders: SimpleQueue[Path] = SimpleQueue()
+        workers: SimpleQueue[Worker] = SimpleQueue()
         for number in range(jobs):
-            folders.put(copy_repository(Path(work) / str(number)))
-        if baseline and todo:
-            check_unchanged(todo, Path(work) / "0", jobs)
+            workers.put(Worker(copy_repository(Path(work, str(number)))))
 
         def one(mutation: Mutation) -> dict[str, Any]:
-            folder = folders.get()
+            worker = workers.get()
             try:
-                return try_mutation(mutation, folder)
+                return try_mutation(mutation, worker, all_failures=matrix)
             finally:
-                folders.put(folder)
+                workers.put(worker)
 
-        for result in pool.map(one, todo):
-            known[result["name"]] = result
-            print(f"{result['verdict']:>9}  {result['seconds']:6.1f} s  {result['file']}: {result['name']}", flush=True)
-            if log is not None:
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(result) + "\n")
+        try:
+            if baseline and todo:
+                check_unchanged(todo, worker := workers.get())
+                workers.put(worker)
+            for result in pool.map(one, todo):
+                known[result["name"]] = result
+                verdict = f"{result['verdict']:>9}  {result['seconds']:6.1f} s"
+                print(f"{verdict}  {result['file']}: {result['name']}", flush=True)
+                if log is not None:
+                    with log.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(result) + "\n")
+        finally:
+            while not workers.empty():
+                workers.get().close()
     return [known[mutation.name] for mutation in mutations]
 
 
@@ -160,6 +179,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="words of the files or names of the defects to try")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many to try at a time")
     parser.add_argument("--log", type=Path, help="a JSON-lines file of verdicts, which is resumed")
+    parser.add_argument("--matrix", type=Path, help="a log as --log, with all tests that find a defect in place of one")
     parser.add_argument("--list", action="store_true", help="print the defects, and run nothing")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a defect first")
     given = parser.parse_args()
@@ -167,7 +187,8 @@ def main() -> int:
     if given.list:
         print(*(f"{mutation.file}: {mutation.name}" for mutation in mutations), sep="\n")
         return 0
-    return summarize(mutations, try_all(mutations, given.jobs, given.log, baseline=not given.no_baseline))
+    log, matrix = given.matrix or given.log, given.matrix is not None
+    return summarize(mutations, try_all(mutations, given.jobs, log, baseline=not given.no_baseline, matrix=matrix))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import draw_mutations
+from tests import draw_mutations, mutations
 from tests.mutants import Mutation, all_mutations, read
 
 ROOT = Path(__file__).parent.parent
@@ -71,3 +71,33 @@ def test_defects_are_drawn_that_change_one_thing(tmp_path: Path, monkeypatch: py
         *("a call is forgotten", "an error is not raised", "a key misspelled", "any error is caught"),
         "a negation left out",
     }
+
+
+TESTS = """
+import time
+
+def test_right():
+    pass
+
+def test_wrong():
+    assert 1 == 2
+
+def test_without_end():
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_says_what_failed_and_ends_what_takes_too_long(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text(TESTS, encoding="utf-8")
+    worker = mutations.Worker(tmp_path)
+    try:
+        results = [
+            worker.run((f"test_one.py::{name}",), limit=limit)
+            for name, limit in (("test_right", 60), ("test_wrong", 60), ("test_without_end", 1), ("test_absent", 60))
+        ]
+    finally:
+        worker.close()
+    assert [result["verdict"] for result in results] == ["survived", "found", "timed out", "exit 4"]
+    assert [result["failed"] for result in results] == [[], ["test_one.py::test_wrong"], [], []]
+    assert "assert 1 == 2" in results[1]["output"]
