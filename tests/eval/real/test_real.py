@@ -191,6 +191,7 @@ def test_more_prompts_continue_what_is_known(tmp_path: Path, monkeypatch: pytest
     for policy in policies:
         assert parts.answers(policy, "list", "after") == whole.answers(policy, "list", "after")
         assert real(tmp_path / "parts", docs=4).answers(policy, "list", "inside")["of"] == 4
+    assert 0.4 < parts.answers("streaming@0.5", "list", "after")["held"] < 0.6
 
 
 def test_documents_of_another_length_are_another_result(tmp_path: Path) -> None:

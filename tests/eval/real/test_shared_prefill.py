@@ -31,8 +31,8 @@ def test_predictions_are_equal_bit_for_bit() -> None:
             for policy, expected in zip(POLICIES, wanted, strict=True):
                 assert torch.equal(predictions(model, policy, ids), expected), policy
         reused = shared.reused
-        parts = len(shared.parts) + model.config.num_hidden_layers - 1  # attention too, but for the head's linear layer
-        assert reused >= len(prompts) * (len(POLICIES) - 1) * parts * 0.9
+        parts = len(shared.parts) + model.config.num_hidden_layers - 1  # with attention, without the head
+        assert reused >= len(prompts) * (len(POLICIES) - 1) * parts * 0.8
         shared.clear()
         predictions(model, "full", prompts[0])
         assert shared.reused == reused
