@@ -36,14 +36,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="rough length of documents, where a task has no own")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--place", metavar="NAME", default="real", help="name of the table in the page of --fill")
+    parser.add_argument("--table", metavar="NAME", default="real", help="name of the table in the page of --fill")
     add_fill_argument(parser, "real")
-    args = parse_checked(parser, argv, lambda args: check_results(args, args.place))
+    args = parse_checked(parser, argv, lambda args: check_results(args, args.table))
     torch.set_num_threads(args.threads)
     model = RealModel(args.model, args.gguf, args.results, args.n, getattr(torch, args.dtype), args.tokens)
     if not args.page_only:
         model.measure(args.only, ALL if args.tasks is None else args.tasks)
-    publish(rows(model, args.only), args.place, args.fill)
+    publish(rows(model, args.only), args.table, args.fill)
 
 
 if __name__ == "__main__":

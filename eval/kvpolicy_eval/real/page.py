@@ -9,10 +9,11 @@ from kvpolicy_eval.common.markdown import table
 from kvpolicy_eval.real.measure import PLACES, RealModel, Result
 from kvpolicy_eval.real.prompts import GENERATED, PROSE, SIZED, TASKS
 
+GENERATED_NAME = "divergence, generated"
 NUMBERS = (
     ("bits per byte", PROSE, "bits", ".2f"),
     ("divergence", PROSE, "divergence", ".4f"),
-    ("divergence, generated", GENERATED, "divergence", ".4f"),
+    (GENERATED_NAME, GENERATED, "divergence", ".4f"),
     ("error of keys", PROSE, "keys", ".4f"),
     ("of values", PROSE, "values", ".4f"),
 )
@@ -36,17 +37,25 @@ def rows(model: RealModel, policies: Sequence[str]) -> str:
 
 
 def _note(model: RealModel, names: Sequence[str]) -> str:
-    sized = any(name.startswith(tuple(f"{task}," for task in SIZED)) for name in names)
-    length = (
-        f", of about {model.tokens:,} tokens except in {', '.join(sorted(set(TASKS) - set(SIZED)))}" if sized else ""
-    )
-    compared = any(name.startswith("divergence") for name in names)
-    divergence = "divergence of predictions from the full cache's in nats; " if compared else ""
+    """What the columns with these headings contain."""
+    tasks = {name.split(",")[0] for name in names} & set(TASKS)
+    fixed = [task for task in TASKS if task in tasks and task not in SIZED]
+    length = f", of about {model.tokens:,} tokens" if tasks & set(SIZED) else ""
+    length += f" except in {', '.join(fixed)}" if length and fixed else ""
+    weights = ", weights dequantized from the GGUF file" if model.gguf else ""
+    said = [
+        f"fraction of right answers with an interval of 95 %, up to {model.docs} prompts a task{length}",
+        "bits per byte of English prose" if "bits per byte" in names else "",
+        "divergence: of predictions from the full cache's, in nats"
+        if {"divergence", GENERATED_NAME} & set(names)
+        else "",
+        "relative squared error of keys and values in the layers without a sliding window"
+        if "of values" in names
+        else "",
+    ]
     return (
-        f"`{model.title}`: fraction of right answers with an interval of 95 %, up to {model.docs} prompts a "
-        f"task{length}; bits per byte of English prose; {divergence}relative squared error of keys and values in the "
-        "layers without a sliding window. Held: bytes relative to the full cache, in the first task. The last token of "
-        "a prompt is fed after its compression."
+        f"`{model.title}`{weights}: {'; '.join(filter(None, said))}. Held: bytes relative to the full cache, in the "
+        "first task. The last token of a prompt is fed after its compression."
     )
 
 

@@ -233,14 +233,15 @@ def test_bits_are_those_of_a_plain_forward(tmp_path: Path) -> None:
 
 def test_what_a_policy_refuses_is_kept_and_has_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    page.write_text("<!-- table:real -->\n<!-- /table -->\n", encoding="utf-8")
+    page.write_text("<!-- table:real -->\n<!-- /table -->\n<!-- table:other -->\n<!-- /table -->\n", encoding="utf-8")
     arguments = ["--model", TINY, "--results", str(tmp_path / "out.jsonl"), "--n", "1"]
     tasks = ["--tasks", "list", "prose"]
-    main([*arguments, *tasks, "--only", "full", "full+lowrank:rank=99", "--fill", str(page)])
+    main([*arguments, *tasks, "--only", "full", "full+lowrank:rank=99", "--table", "other", "--fill", str(page)])
     kept = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     results = 2 + 1  # two places of the question, and prose
     assert len(kept) == 2 * results and sum("refused" in line for line in kept) == results
-    text = page.read_text(encoding="utf-8")
+    before, _, text = page.read_text(encoding="utf-8").partition("<!-- table:other -->\n")
+    assert before == "<!-- table:real -->\n<!-- /table -->\n"
     assert "| policy | held | list, inside | list, after | bits per byte |" in text  # no columns without results
     assert "| `full` | 1.0" in text and "`full+lowrank" not in text and "`lowrank" not in text
     main([*arguments, "--only", "full", "--page-only"])
