@@ -36,8 +36,10 @@ ARGUMENTS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::py
 """What pytest is always told; the warning is about plugins that libraries import before it begins."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "KVPOLICY_KERNELS": "0", "HF_HUB_OFFLINE": "1"}
 """What `tests/conftest.py` would set before libraries are imported."""
-VERDICTS = {0: "survived", 1: "found"}
-"""Exit codes of pytest; any other one means that the tests did not run."""
+VERDICTS = {0: "survived", 1: "found", 2: "found", 4: "found", 5: "survived"}
+"""By exit codes of pytest: 2 and 4 are errors of what the tests import, 5 says that this job has none of the tests."""
+SLOW = ("-m", "(heavy or slow) and not (full or gpu or network or vllm)")
+"""Tests that `bash .ci/run slow` runs."""
 
 
 class Worker:
@@ -74,17 +76,24 @@ class Worker:
 
 
 def try_mutation(mutation: Mutation, worker: Worker, *, all_failures: bool) -> dict[str, Any]:
-    """Put one defect into the worker's copy, run its tests, and take it out again."""
+    """Put one defect into the worker's copy, run its tests, and take it out again.
+
+    Slow tests run where the others do not find it.
+    """
     path = worker.folder / mutation.file
     source = path.read_text(encoding="utf-8")
+    stop = [] if all_failures else ["-x"]
     started = time.monotonic()
     try:
         _write(path, mutation.apply(source))
-        result = worker.run(mutation.tests, *([] if all_failures else ["-x"]))
+        result = worker.run(mutation.tests, *stop)
+        slow = result["verdict"] == "survived"
+        if slow:
+            result = worker.run(mutation.tests, *stop, *SLOW)
     finally:
         _write(path, source)
     seconds = round(time.monotonic() - started, 1)
-    return {"name": mutation.name, "file": mutation.file, "seconds": seconds, **result}
+    return {"name": mutation.name, "file": mutation.file, "slow": slow, "seconds": seconds, **result}
 
 
 def _write(path: Path, source: str) -> None:
@@ -169,7 +178,11 @@ def summarize(mutations: list[Mutation], results: list[dict[str, Any]]) -> int:
             print(f"{result['verdict'].upper()}: {mutation.file}: {mutation.name}\n{result['output']}")
     counted = [result for mutation, result in zip(mutations, results, strict=True) if not mutation.equivalent]
     found = sum(result["verdict"] == "found" for result in counted)
-    print(f"{found} of {len(counted)} defects found, {len(mutations) - len(counted)} equivalent")
+    slow = sum(result["verdict"] == "found" and result["slow"] for result in counted)
+    print(
+        f"{found} of {len(counted)} defects found, {slow} of them by slow tests alone; "
+        f"{len(mutations) - len(counted)} equivalent"
+    )
     return int(wrong > 0)
 
 

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import cache as cached
 from typing import Annotated, Any
 
 import typer
@@ -173,9 +174,15 @@ def _warnings_on_one_line() -> Generator[None, None, None]:
         warnings.formatwarning = usual
 
 
+@cached
+def _command() -> Any:
+    """The command of Click, which is built from the signatures of all commands."""
+    return get_command(app)
+
+
 def _run(arguments: list[str]) -> int:
     try:
-        result: Any = get_command(app).main(args=arguments, prog_name="kvpolicy", standalone_mode=False)
+        result: Any = _command().main(args=arguments, prog_name="kvpolicy", standalone_mode=False)
     except SystemExit as ended:  # raised for shell completion, and by Click for a broken pipe
         if isinstance(ended.__context__, BrokenPipeError):
             raise ended.__context__ from None

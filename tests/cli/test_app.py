@@ -83,9 +83,9 @@ def test_the_help_is_as_wide_as_the_terminal_and_cuts_no_summary(group: str, run
     for columns in (80, 120, 200):
         shown = run(f"{group}--help", columns=columns)
         assert "..." not in shown.partition("Commands:")[2] and max(map(len, shown.splitlines())) <= min(columns, 120)
+    texts = [" ".join(run(f"{each}--help").split()) for each in ("", "cache ", "calibrate ")]
     for command in [*COMMANDS.values(), cache.make, *CALIBRATORS.values()]:
         summary = " ".join((command.__doc__ or "").split("\n\n")[0].split())
-        texts = [" ".join(run(f"{each}--help").split()) for each in ("", "cache ", "calibrate ")]
         assert any(summary in text for text in texts)
     widest = [max(map(len, run("plan --help", columns=columns).splitlines())) for columns in (80, 120)]
     assert widest[0] <= 80 < widest[1]

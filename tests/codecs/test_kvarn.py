@@ -126,7 +126,7 @@ def test_all_data(kind: str, bits: tuple[int, int]) -> None:
     assert min(head.margin for head in twin.heads.values()) > 0 or kind in ("constant", "zero", "channels")
 
 
-@pytest.mark.parametrize("dim", [5, 24, 40, 64, 80])
+@pytest.mark.parametrize("dim", [5, 24, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (40, 64, 80))])
 def test_all_dimensions(dim: int) -> None:
     twin = Twin(dim)
     twin.write(tokens(dim, "outliers", [0, 1, 2, 3, 4, 5, 6], [(0, 0, 2), (1, 1, 4)]))
