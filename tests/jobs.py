@@ -61,6 +61,7 @@ KINDS = {
             "tests/robust/test_tiles.py::test_steps_compile_once_behind_tiles",
             "tests/selectors/test_kvzap.py::test_a_compiled_step_scores_its_token",
             "tests/serving/test_compiled_rows.py",
+            "tests/tuning/test_evidence.py::test_compiled_steps_give_the_same",
         ),
         (
             "tests/engine/test_compiled_generation.py::test_a_cache_says_whether_its_step_is_one_graph",

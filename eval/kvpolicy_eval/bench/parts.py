@@ -28,7 +28,7 @@ from kvpolicy_eval.common.table import (
     without_equal,
 )
 
-COLUMNS = ["policy", "over", "time, median (quartiles)", "bar"]
+COLUMNS = ["policy", "over", "time, median (quartiles)", "target"]
 LAYERS = 4
 PROMPT = 4096
 STEPS = 8

@@ -35,12 +35,12 @@ COLUMNS = [
     "shared",
     "bytes, expected",
     "bytes",
-    "bar",
+    "target",
     "step of copies, ms",
     "step, ms",
     "time, expected",
     "time, median (quartiles)",
-    "bar",
+    "target",
 ]
 
 

@@ -10,7 +10,7 @@ from kvpolicy_eval.bench import crush, decode, latent, prefill, ragged
 from kvpolicy_eval.bench.timing import Row
 from kvpolicy_eval.common.table import Grid, Section, Table, collect, parts, threads, torch_note
 
-COLUMNS = ["what", "policy", "time ratio, median (quartiles)", "bar", "seconds, stock or base"]
+COLUMNS = ["what", "policy", "time ratio, median (quartiles)", "target", "seconds, stock or base"]
 PARTS = {
     "prefill": prefill.measure,
     "padded": prefill.measure_padded,

@@ -70,7 +70,7 @@ LAYER_COLUMNS = [
     "time over bytes",
     "verdict",
 ]
-MODEL_COLUMNS = ["policy", "slots", "step, stock, ms", "step, ours, ms", "ratio, median (quartiles)", "bar"]
+MODEL_COLUMNS = ["policy", "slots", "step, stock, ms", "step, ours, ms", "ratio, median (quartiles)", "target"]
 
 Run = Callable[[], object]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvpolicy_eval.bench.floor import Machine, Work
 
-FLOORS = ["stock over its floor", "ours over its floor"]
+FLOORS = ["stock over its lower bound", "ours over its lower bound"]
 """Column names of `Row.floors`."""
 
 

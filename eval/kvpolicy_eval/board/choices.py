@@ -161,17 +161,17 @@ def _read(board: Board, listed: Sequence[Entry], _: Known) -> Iterator[Choice]:
 SITUATIONS = (
     Situation(
         "The question is in the prompt",
-        f"Documents, code or examples, then the question: right answers over all lengths, {SHARE:.0%} held.",
+        f"Documents, code or examples, then the question: right answers over all lengths, {SHARE:.0%} of the bytes.",
         _answered(["inside"], SHARE),
     ),
     Situation(
         "The question comes later",
-        f"A document that is compressed before the question is known: all lengths, {SHARE:.0%} held.",
+        f"A document that is compressed before the question is known: all lengths, {SHARE:.0%} of the bytes.",
         _answered(["after"], SHARE),
     ),
     Situation(
         "Several questions, one after the other",
-        f"The second question, after an answer to the first one, as in a chat: all lengths, {SHARE:.0%} held.",
+        f"The second question, after an answer to the first one, as in a chat: all lengths, {SHARE:.0%} of the bytes.",
         _answered(["second"], SHARE),
     ),
     Situation(
@@ -182,13 +182,13 @@ SITUATIONS = (
     ),
     Situation(
         "As few bytes as possible",
-        f"All three places of the question together, {FEW:.0%} held.",
+        f"All three places of the question together, {FEW:.0%} of the bytes.",
         _answered(MODES, FEW),
     ),
     Situation(
         "Fast decoding",
         f"The shortest decode step among policies that answer at least {ANSWERED:.0%} with the question in the prompt; "
-        f"{SHARE:.0%} held.",
+        f"{SHARE:.0%} of the bytes.",
         _fast,
     ),
     Situation(

@@ -1,4 +1,4 @@
-"""Pictures of the board: right answers against bytes held, bytes moved and the time of a step."""
+"""Pictures of the board: right answers against bytes of the cache, bytes read and the time of a step."""
 
 from __future__ import annotations
 

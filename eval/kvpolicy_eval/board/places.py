@@ -124,7 +124,8 @@ def _answers(board: Board, cell: Cell) -> str:
 def note(board: Board) -> str:
     """Meaning of the numbers of the overview, and how far off they may be."""
     prompts = _prompts(board, OVERVIEW_LENGTH)
-    return f"`{board.model}`, {prompts}; budget: fraction of the bytes held. Empty: not measured, or refused."
+    budget = "budget: fraction of the bytes of the full cache"
+    return f"`{board.model}`, {prompts}; {budget}. Empty: not measured, or refused."
 
 
 def _prompts(board: Board, length: int) -> str:

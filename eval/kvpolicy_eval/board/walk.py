@@ -180,8 +180,8 @@ def rows(walk: Walk, known: Known, listed: list[str], shares: list[float]) -> st
         for policy in measured
     ]
     note = (
-        f"`{walk.model}`, {walk.walks} walks of {walk.passes} passes along two rings of {walk.records} records: mean "
-        "fraction of right answers, and the lowest and highest of the walks; then the last pass along each ring."
+        f"`{walk.model}`, {walk.walks} texts of {walk.passes} passes along two rings of {walk.records} records: mean "
+        "fraction of right answers, and the lowest and highest of the texts; then the last pass along each ring."
     )
     if any(MARK in text for line in body for text in line):
         note += f" {MARKED}"

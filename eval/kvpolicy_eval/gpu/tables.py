@@ -122,7 +122,7 @@ def _targets(records: list[Record]) -> list[str]:
     our_batch = max(ours[our_key])
     text = f"largest batch: {_name(our_key)} ({our_batch}) over {_name(stock_key)} ({stock_batch})"
     lines.append(_target_row(text, our_batch / stock_batch, BATCH_TARGET))
-    return [table(["target at a budget of 20%", "measured", "bar", ""], lines)]
+    return [table(["target at a budget of 20%", "measured", "goal", ""], lines)]
 
 
 def _target_row(text: str, value: float, target: float) -> list[str]:

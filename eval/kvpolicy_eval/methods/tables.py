@@ -84,13 +84,13 @@ def _codec_note(name: str, lines: Sequence[CodecRow]) -> str:
 def reader_table(bench: Bench, name: str) -> str:
     """Table of a reader: accuracy by the fraction of slots that is read, and bytes of a step and of the cache."""
     last = READS[-1]
-    names = ["policy", *(f"answers at {read:.0%} read" for read in READS), f"moved at {last:.0%}", "held"]
+    names = ["policy", *(f"answers at {read:.0%} read" for read in READS), f"bytes read at {last:.0%}", "cache"]
     rows: list[list[str]] = []
     for policy in reader_policies(name):
         by_read = [bench.result(at_read(policy, read)) for read in READS]
         answers = [f"{mean(result['tasks']):.2f}" for result in by_read]
         rows.append([f"`{policy}`", *answers, f"{_moved(at_read(policy, last)):.2f}", f"{by_read[-1]['share']:.2f}"])
-    return f"{table(names, rows)}\n\n{note(bench, name)} Moved: bytes that a step reads, relative to the full cache."
+    return f"{table(names, rows)}\n\n{note(bench, name)} Bytes read: those of a step, relative to the full cache."
 
 
 def _moved(policy: str) -> float:

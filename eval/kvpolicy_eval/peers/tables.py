@@ -60,7 +60,7 @@ def _accuracy(line: Line | None) -> str:
         return ""
     if "error" in line:
         return "fails"
-    held = "" if line["share"] and abs(line["held"] - line["share"]) < 0.02 else f" (held {line['held']:.2f})"
+    held = "" if line["share"] and abs(line["held"] - line["share"]) < 0.02 else f" (bytes {line['held']:.2f})"
     return f"{line['right']:.2f}{held}"
 
 
@@ -95,7 +95,7 @@ def speed(lines: list[Line]) -> str:
         ratio = f"{steps[0] / steps[1]:.2f}" if len(steps) == 2 else ""
         prefill, step, peak, held = ("/".join(cells) for cells in zip(*both, strict=True))
         rows.append([line["method"], f"{line['length']:,}", prefill, step, ratio, peak, held])
-    return table(["method", "prompt", "prefill, s", "step, ms", "step over theirs", "peak, MiB", "held, MiB"], rows)
+    return table(["method", "prompt", "prefill, s", "step, ms", "step over theirs", "peak, MiB", "cache, MiB"], rows)
 
 
 def _times(result: Line | None) -> list[str]:

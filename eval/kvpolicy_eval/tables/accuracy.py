@@ -42,7 +42,7 @@ def grids(evaluator: TaskEvaluator) -> tuple[Grid, Grid]:
             print(f"{policy}: {cells[-1]}, {byte_share:.2f} of the bytes", file=sys.stderr, flush=True)
         means.append([f"`{name}`", *cells, f"{byte_share:.2f}"])
     budgets = [f"budget {budget:.0%}" for budget in BUDGETS]
-    names = ["policy", *budgets, f"bytes held at {BUDGETS[-1]:.0%}, of the full cache"]
+    names = ["policy", *budgets, f"bytes at {BUDGETS[-1]:.0%}, of the full cache"]
     return Grid(names, means), Grid(["policy", *evaluator.prompts], by_task)
 
 

@@ -105,9 +105,9 @@ def answers(
         tasks: Names of the tasks.
         shown: Tasks with columns of their own.
     """
-    title = "every token held" if byte_share is None else f"{byte_share:.0%} of the bytes"
+    title = "every token kept" if byte_share is None else f"{byte_share:.0%} of the bytes"
     columns = [*(task for task in shown if task in tasks), "all"]
-    names = [title, *(f"{task}, {mode}" for task in columns for mode in MODES), "held", "moved"]
+    names = [title, *(f"{task}, {mode}" for task in columns for mode in MODES), "cache", "read"]
     lines = [line(bench, "full", None, tasks, shown)]
     for policy in policies:
         try:
@@ -129,7 +129,7 @@ def note(bench: Bench, tasks: Sequence[str]) -> str:
     return (
         f"{files}"
         f"Fraction of correct answers to {bench.docs} prompts of about {LENGTH} tokens a task; all: the mean of "
-        f"{', '.join(tasks)}. Held: the largest of the three caches; moved: the bytes that a step reads, as planned; "
+        f"{', '.join(tasks)}. Cache: bytes of the largest of the three; read: bytes that a step reads, as planned; "
         f"both relative to the full cache. {str(bench.dtype).removeprefix('torch.')}."
     )
 

@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
     """The table of answers and of held-out text."""
     bench = Bench(args.n, torch.float32, args.cache)
     text = HeldOutText(*kvpolicy.tiny())
-    columns = ["moved, of the full cache", *(f"{share:.0%}" for share in args.shares)]
+    columns = ["bytes read, of the full cache", *(f"{share:.0%}" for share in args.shares)]
     columns += [f"divergence, {read:.0%} read" for read in READS]
     rows = [[*line(bench, reader, args.shares), *divergences(text, reader)] for reader in args.only]
     note = (

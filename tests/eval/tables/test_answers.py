@@ -73,8 +73,8 @@ def test_a_page_gets_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     files = ["--cache", str(tmp_path), "--fill", str(place_of_table)]
     main(["answers", *sizes, *files, "--only", "snapkv", "full+quest:read=0.1"])
     filled = place_of_table.read_text().splitlines()
-    head = "recall, inside | recall, after | recall, second | all, inside | all, after | all, second | held | moved |"
-    assert filled[1] == f"| 20% of the bytes | {head}" and filled[6] == f"| every token held | {head}"
+    head = "recall, inside | recall, after | recall, second | all, inside | all, after | all, second | cache | read |"
+    assert filled[1] == f"| 20% of the bytes | {head}" and filled[6] == f"| every token kept | {head}"
     assert filled[4].startswith("| `snapkv` | 0.30 | 0.40 | 0.50 | 0.15 | 0.20 | 0.25 | 0.20 | 0.")
     assert filled[9].startswith("| `full+quest:read=0.1` | 0.60 | 0.70 | 0.80 | 0.30 | 0.35 | 0.40 | 0.20 | 0.")
     assert "1 prompts of about 512 tokens a task" in filled[11]

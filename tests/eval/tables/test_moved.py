@@ -42,7 +42,7 @@ def test_a_page_gets_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     main(["moved", "--only", "exact", "--shares", "0.6", "0.4", "--fill", str(page)])
     text = page.read_text()
     divergences = "divergence, 20% read | divergence, 10% read | divergence, 5% read"
-    assert f"| moved, of the full cache | 60% | 40% | {divergences} |" in text
+    assert f"| bytes read, of the full cache | 60% | 40% | {divergences} |" in text
     assert "| `exact` | 0.75 (44) |  | 0.1400 | 0.1400 | 0.1500 |" in text
 
 
