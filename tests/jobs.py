@@ -60,6 +60,7 @@ KINDS = {
             "tests/parallel/test_compiled.py",
             "tests/robust/test_tiles.py::test_steps_compile_once_behind_tiles",
             "tests/selectors/test_kvzap.py::test_a_compiled_step_scores_its_token",
+            "tests/serving/test_compiled_rows.py",
             "tests/tuning/test_evidence.py::test_compiled_steps_give_the_same",
         ),
         (

@@ -3,7 +3,8 @@
 transformers compiles the steps of `generate` on a cache that says that its step is one graph: on an accelerator by
 default, and elsewhere where the user asks. A prompt is not compiled, since its budgets depend on the data, and neither
 is any other forward that is no plain step. Sizes that change from one cache to the next are dynamic, so that a second
-request, and a cache that grows, need no second compilation.
+request, and a cache that grows, need no second compilation. Rows that come and go stay in one cache, whose sizes are
+those of all requests: they are constants of the graph, which is traced several times as fast.
 """
 
 from __future__ import annotations
@@ -125,11 +126,18 @@ class StepCompiler:
             cache.compiles = compiles
         return compiles
 
-    def compiled_call(self, compile_config: CompileConfig | None) -> Callable[..., Any]:
-        """The call of the model for `generate`: compiled in a plain step, and else the model's own."""
+    def compiled_call(self, compile_config: CompileConfig | None, *, is_dynamic: bool = True) -> Callable[..., Any]:
+        """The call of the model for `generate`: compiled in a plain step, and else the model's own.
+
+        Args:
+            compile_config: How it is compiled; None for the default of transformers.
+            is_dynamic: Whether sizes are dynamic from the first step on, and not only once they have changed, where the
+                config does not say.
+        """
         config = compile_config or _default(self.model)
         asked = config.to_dict()
-        asked["dynamic"] = True if config.dynamic is None else config.dynamic
+        if config.dynamic is None and is_dynamic:
+            asked["dynamic"] = True
         # Whole, so that a step that cannot be compiled says so before it has changed anything. Isolated, since the
         # graphs of other models would count towards the same limit.
         asked |= {"fullgraph": True, "isolate_recompiles": True}
@@ -188,7 +196,7 @@ def step_call(model: Any, cache: PolicyCache) -> Callable[..., Any]:
     config = copy.deepcopy(model.generation_config)
     ask_to_compile(model, cache, config)
     if model._valid_auto_compile_criteria({CACHE: cache}, config):
-        return model.get_compiled_call(config.compile_config)
+        return model.get_compiled_call(config.compile_config, is_dynamic=cache.rows is None)
     return model
 
 
