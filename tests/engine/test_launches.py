@@ -26,8 +26,8 @@ LIMITS = {
     "uniform/adakv+snapkv@0.2": 73,
     "uniform/adakv+h2o@0.2": 81,
     "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 134,
-    "full+quest:read=64:dense=0": 141,
-    "snapkv+quest:read=64:dense=0@0.5": 150,
+    "full+quest:read=64:dense=0": 80,
+    "snapkv+quest:read=64:dense=0@0.5": 138,
     "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 141,
 }
 """The most operations per layer of a step that encodes no block; lower them when a step needs fewer."""

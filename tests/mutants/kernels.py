@@ -43,8 +43,8 @@ MUTATIONS = (
     Mutation(
         name="query heads take the weights of another one",
         file="kvpolicy/kernels/row_sums.py",
-        old="per_sample_weights=weights.flatten(0, 2)",
-        new="per_sample_weights=weights.flip(2).flatten(0, 2)",
+        old="per_sample_weights=weights.flatten()",
+        new="per_sample_weights=weights.flip(2).flatten()",
         tests=("tests/kernels/test_row_sums.py",),
     ),
     Mutation(
