@@ -126,8 +126,8 @@ MUTATIONS = (
     Mutation(
         name="a later chunk of pages is read with the parameters of the first heads",
         file="kvpolicy/engine/page_codes.py",
-        old="        owner = self.owner[:, part]\n",
-        new="        owner = self.owner[:, : self.owner[:, part].shape[1]]\n",
+        old="        head = self.head[:, part]\n",
+        new="        head = self.head[:, : self.head[:, part].shape[1]]\n",
         tests=("tests/engine/test_page_codes.py", "tests/engine/test_coded_pages.py"),
     ),
     Mutation(

@@ -162,8 +162,8 @@ MUTATIONS = (
     Mutation(
         name="pages that are not decoded have the scales of the first head",
         file="kvpolicy/engine/page_codes.py",
-        old="lambda name, t: for_pages(t, self.owner)",
-        new="lambda name, t: for_pages(t, self.owner * 0)",
+        old="lambda name, t: of_their_heads(t, self.head)",
+        new="lambda name, t: of_their_heads(t, self.head * 0)",
         tests=("tests/engine/test_coded_pages.py",),
     ),
     Mutation(
