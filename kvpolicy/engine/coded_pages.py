@@ -17,7 +17,6 @@ from kvpolicy.engine.page_codes import CodedPages, by_field, decode_heads, encod
 from kvpolicy.engine.page_slots import (
     attend_pages,
     count_tokens,
-    flat_index,
     flat_pages,
     of_every_head,
     paged_targets,
@@ -49,7 +48,7 @@ from kvpolicy.engine.slot_writer import write_masked
 from kvpolicy.engine.state import join_states, map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
 from kvpolicy.engine.undo_log import Targets
-from kvpolicy.kernels.slot_writes import flat_slots, gather_slots
+from kvpolicy.kernels.slot_writes import flat_slots, gather_slots, needs_no_index
 from kvpolicy.protocols import Calibration, Layout, State, Tokens, View
 from kvpolicy.statistics.windows import Past, ScoreTransform
 
@@ -185,15 +184,16 @@ class CodedPageBody:
         """Write tokens to slots [B, H, n] of each head's buffer, in place, where `mask` [B, H, n] is set."""
         tensors = self._layer.tensors
         undo = self._layer.undo
-        index = flat_slots(slots, tensors.keys.shape[2], self._layer.memo.once)
+        index: Tensor | None = None
+        if not needs_no_index(tensors.keys, slots):
+            index = flat_slots(slots, tensors.keys.shape[2], self._layer.memo.once)
         write_masked("keys", tensors.keys, slots, data.keys, mask, undo, index)
         write_masked("values", tensors.values, slots, data.values, mask, undo, index)
         slots = self._over_all_pages(slots)
-        index = flat_index(self._layer, slots)
         pairs = zip(slot_tensors(per_slot(self._layer)), slot_tensors((data.state, data.counts)), strict=True)
         for number, (target, item) in enumerate(pairs):
-            write_flat(f"state.{number}", target, slots, item, mask, undo, index)
-        write_flat("positions", tensors.positions, slots, data.positions, mask, undo, index)
+            write_flat(f"state.{number}", target, slots, item, mask, undo)
+        write_flat("positions", tensors.positions, slots, data.positions, mask, undo)
 
     def _empty(self, slots: Tensor, mask: Tensor) -> None:
         """Empty slots counted over all pages, [B, H, n], where `mask` [B, H, n] is set."""
@@ -207,12 +207,11 @@ class CodedPageBody:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Attend from one token per row to every page and to the buffers; see `attend_pages`."""
         tensors = self._layer.tensors
-        pages = CodedPages(
-            self._codec, tensors.codes[0], self._calibration, self.owner, self._heads, tensors.values.dtype
-        )
         buffer = (tensors.keys, tensors.values)
         empty = tensors.positions < 0
         owners = Owners.of(tensors.paged().owner, self._heads, self._layer.memo.once)
+        head = owners.head[:, : self.owner.shape[1]]
+        pages = CodedPages(self._codec, tensors.codes[0], self._calibration, head, self._heads, tensors.values.dtype)
         counts = tensors.log_counts
         return attend_pages(q, pages, empty, owners, transform, buffer, counts, want_weights=want_weights)
 
@@ -226,7 +225,7 @@ class CodedPageBody:
         owners = Owners.of(tensors.paged().owner, self._heads, self._layer.memo.once)
         owned = owners.owned
         of_codes = owned[..., : self.owner.shape[1]]
-        require_pages(of_codes, valid)
+        require_pages(self._layer, of_codes, valid)
         occupied = view.valid
         full = count_tokens(occupied, owned) >= of_codes.sum(-1) * size  # [B, H]
         if valid is not None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvpolicy.engine.columns import Rest, with_rest
 from kvpolicy.kernels.row_sums import row_sums
+from kvpolicy.protocols import ALONE, StepMemo
 from kvpolicy.statistics.windows import ScoreTransform
 
 
@@ -19,6 +20,10 @@ def attend_in_place(
     transform: ScoreTransform,
     counts: Tensor | None = None,
     rest: Rest | None = None,
+    *,
+    index: Tensor | None = None,
+    memo: StepMemo = ALONE,
+    none_alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend from one token per row to some slots, whose values are not copied; see `sums_in_place`.
 
@@ -31,6 +36,9 @@ def attend_in_place(
         transform: From products to attention weights.
         counts: Logarithm of the number of tokens that each of these slots stands for, [B, H, n] fp32, or None.
         rest: Estimates what is not read.
+        index: `flat_slots` of the slots, if it is known.
+        memo: What the layers of the step compute alike.
+        none_alone: Whether each head is known to attend to a slot.
 
     Returns:
         The output [B, Hq, 1, D], and the attention weights [B, H, G, n] fp32; 0 in a head without a slot.
@@ -45,9 +53,9 @@ def attend_in_place(
         weights = transform.weights(score)
     else:
         weights, estimated = with_rest(score, score, transform, rest)
-    # Masked again, since the softmax of nothing is NaN.
-    weights = weights.masked_fill(hidden, 0)
-    mixed = row_sums(weights, values, slots)
+    if not none_alone:  # masked again, since the softmax of nothing is NaN
+        weights = weights.masked_fill(hidden, 0)
+    mixed = row_sums(weights, values, slots, index, memo.once)
     if estimated is not None:
         mixed = mixed + estimated
     return mixed.flatten(1, 2).unsqueeze(2), weights

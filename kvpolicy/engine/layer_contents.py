@@ -15,7 +15,7 @@ from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.link import Link
-from kvpolicy.engine.pages import RowPages, owned_by
+from kvpolicy.engine.pages import RowPages, buffer_pages, owned_by
 from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.reading import load_basis
 from kvpolicy.engine.row_limits import with_tokens
@@ -78,6 +78,7 @@ class LayerContents:
         steps_unsorted: Steps since the slots of each row were sorted, if the reader wants them sorted.
         link: The link that every read of a decode step goes through.
         is_full: Whether every slot is known to hold a token, for good: a step evicts one of each head, and masks none.
+        has_pages: Whether every head of each row is known to have a page, for good.
         in_order: Whether slot n of each head is known to hold its row's token n, for good.
         shared: What the layers of the running step share; None in a compiled step, of a layer alone, and between steps.
         memo: What they compute alike.
@@ -111,6 +112,7 @@ class LayerContents:
         self.steps_unsorted: list[int] = []
         self.link = Link(spec.host)
         self.is_full = False
+        self.has_pages = False
         self.in_order = False
         self.shared: SharedStep | None = None
         self.memo = ALONE
@@ -193,6 +195,7 @@ class LayerContents:
         """
         tensors = self.tensors
         self.is_full = False
+        self.has_pages = tensors.pages is not None and self._each_head_has_pages(tensors.pages.owner)
         is_plain = tensors.pages is None and not sum(self.layout.coded)
         self.in_order = self.spec.grows and is_plain and self.holds_in_order()
         if not self.can_run_out:
@@ -200,9 +203,16 @@ class LayerContents:
                 budget = tensors.budget if tensors.pages is None else tensors.pages.average
                 self._row_budgets = tuple(budget.tolist())
             full = (tensors.positions >= 0).all()
-            if tensors.pages is not None:  # a head without a page has no slot that could be empty
-                full = full & owned_by(tensors.pages.owner, self.shape.heads).any(-1).all()
-            self.is_full = bool(full)
+            # A head without a page has no slot that could be empty.
+            self.is_full = bool(full) and (tensors.pages is None or self.has_pages)
+
+    def _each_head_has_pages(self, owner: Tensor) -> bool:
+        """Whether each head of each row has a page besides those of its buffer, of the owners [B, NB] of all pages."""
+        tensors = self.tensors
+        buffers = 0
+        if sum(self.layout.coded):
+            buffers = buffer_pages(tensors.keys.shape[2], tensors.positions.shape[-1]) * self.shape.heads
+        return bool(owned_by(owner[:, : owner.shape[1] - buffers], self.shape.heads).any(-1).all())
 
     def holds_in_order(self) -> bool:
         """Whether slot n of each head holds its row's token n, and the others none; not in pages."""

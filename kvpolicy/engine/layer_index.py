@@ -37,6 +37,7 @@ from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.mixed_values import mixed_values
 from kvpolicy.kernels.row_sums import sums_in_place
+from kvpolicy.kernels.slot_writes import flat_slots
 from kvpolicy.protocols import Changed, Read
 from kvpolicy.statistics.channel_sums import AbsoluteSums
 from kvpolicy.statistics.windows import ScoreTransform
@@ -67,6 +68,7 @@ class LayerIndex:
         self.board: Board | None = None
         self.same_slots = False
         self.is_current = False
+        self._alike: tuple[ReadShape, list[int], bool] | None = None
 
     def rebuild(
         self, first: Tensor | None = None, salience: Tensor | None = None, placed: Tensor | None = None
@@ -151,6 +153,16 @@ class LayerIndex:
             rows = row_entries(self._reader, self._spec.codec, self.shape, self._layer.expected_len)
             reads.limit.copy_(reads.limit.new_tensor(rows))
 
+    def reads_alike(self, shape: ReadShape) -> bool:
+        """Whether every row is known to read as many entries as `shape` says; not asked of a compiled step."""
+        if torch.compiler.is_compiling():
+            return False
+        tokens = self._layer.expected_len
+        if self._alike is None or self._alike[:2] != (shape, tokens):
+            rows = row_entries(self._reader, self._spec.codec, shape, tokens)
+            self._alike = (shape, [*tokens], min(rows) >= shape.chosen)
+        return self._alike[2]
+
     def numbers(self) -> list[Any]:
         """The numbers of the index on the host, as JSON values."""
         # One number, since the rows of a cache that is saved have had the same steps.
@@ -192,8 +204,7 @@ class LayerIndex:
                 return
             # Stages without slots are no parts (`_chosen_shape`), so a part may have another number than its stage.
             part = sum(size > 0 for size in coded[:stage])
-        start, _ = shape.parts[part]
-        self._update(Changed(entries_of(shape, part, slots - start)))
+        self._update(Changed(self._layer.memo.once(_written_entries, shape, part, slots)))
 
     def count_unsorted_step(self) -> bool:
         """Count a step that wrote slots; whether what `renew` does is due."""
@@ -294,7 +305,9 @@ class StepReads:
                 stages = coded.known(scanned)
             return attend_columns(q, buffer, stages, empty, transform, want_weights, counts, beside=beside, mask=mask)
         # Of a fixed number of slots, those that are empty or were not chosen take no part in the softmax.
-        occupied = (self._of_read(tensors.positions, read) >= 0) & self._of_read(None, read)
+        occupied = self._of_read(None, read)
+        if not read.none_empty:
+            occupied = (self._of_read(tensors.positions, read) >= 0) & occupied
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, read)
         if coded is not None:
             buffer = ExactColumns(tensors.keys, tensors.values)
@@ -315,8 +328,10 @@ class StepReads:
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to chosen slots in full precision, as `attend_columns` does."""
         tensors = self._layer.tensors
+        memo = self._layer.memo
         slots = read.slots
         keys = None if read.keys is None else read.keys()
+        index: Tensor | None = None  # found once for keys and values
         if self._spec.host:
             loaded = self._link.loaded_rows(
                 (tensors.values,) if keys is not None else (tensors.keys, tensors.values), slots
@@ -325,7 +340,8 @@ class StepReads:
             values = loaded[-1]
             held = values
         else:
-            keys = self._link.rows(tensors.keys, slots) if keys is None else keys
+            index = flat_slots(slots, tensors.positions.shape[-1], memo.once)
+            keys = self._link.rows(tensors.keys, slots, index) if keys is None else keys
             values = None
             held = tensors.values
         if sums_in_place(q.shape[1] // slots.shape[1], held):  # with `host` too, so that no result depends on it
@@ -334,8 +350,14 @@ class StepReads:
                 held = mixed_values(tensors.keys, held)
             else:
                 slots = torch.arange(slots.shape[-1], device=slots.device).expand(slots.shape)
-            return attend_in_place(q, keys, held, slots, occupied, transform, counts, read.rest)
-        values = self._link.rows(tensors.values, slots) if values is None else values
+                index = None
+            # A row that has a token reads at least the newest one.
+            shared = self._layer.shared
+            some = read.none_empty and shared is not None and not shared.lengths_with
+            return attend_in_place(
+                q, keys, held, slots, occupied, transform, counts, read.rest, index=index, memo=memo, none_alone=some
+            )
+        values = self._link.rows(tensors.values, slots, index) if values is None else values
         buffer = ExactColumns(keys, values)
         return attend_columns(q, buffer, (), ~occupied, transform, want_weights, counts, read.rest)
 
@@ -369,7 +391,9 @@ class StepReads:
         self, q: Tensor, reads: ReadState, shape: ReadShape, transform: ScoreTransform, scanned: Tensor | None
     ) -> Read:
         """Let the reader choose; `scanned` are the products with all keys, if they are known."""
-        slots = LayerSlots(self._layer, self._codes, shape, transform, scanned)
+        slots = LayerSlots(
+            self._layer, self._codes, shape, transform, scanned, reads_alike=self._index.reads_alike(shape)
+        )
         return self._reader.choose(reads.index, slots, slots.coordinates(self._queries(q)))
 
     def _queries(self, q: Tensor) -> Tensor:
@@ -450,6 +474,12 @@ class StepReads:
         layer = self._layer
         group_size = self._spec.codec_traits.group_size
         link.count_stages(layer.tensors.codes, layer.layout.coded, shape.slots, group_size, shape.page)
+
+
+def _written_entries(shape: ReadShape, part: int, slots: Tensor) -> Tensor:
+    """The entries of slots, which are counted from the first one of the layer."""
+    start, _ = shape.parts[part]
+    return entries_of(shape, part, slots - start if start else slots)
 
 
 def _behind(length: Tensor, slots: int) -> Tensor:

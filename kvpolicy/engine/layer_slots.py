@@ -23,10 +23,12 @@ from kvpolicy.engine.reading import (
     restricted_rows,
     value_codes,
 )
+from kvpolicy.engine.reading_in_order import choose_in_order, held_by, slots_of
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.kernels import products as kernels
 from kvpolicy.kernels.mixed_values import mixed_values
 from kvpolicy.kernels.rotary import KeyRotation, SlotRotary
+from kvpolicy.kernels.slot_writes import flat_slots
 from kvpolicy.protocols import Products, Read
 from kvpolicy.statistics.windows import ScoreTransform
 
@@ -45,6 +47,7 @@ class LayerSlots:
         transform: ScoreTransform | None = None,
         scanned: Tensor | None = None,
         link: Link | None = None,
+        reads_alike: bool = False,
     ) -> None:
         """Show the slots of a layer.
 
@@ -55,18 +58,22 @@ class LayerSlots:
             transform: From products to attention weights, in a step.
             scanned: The products with every key, if they are known.
             link: Counts what is read; by default that of the layer.
+            reads_alike: Whether every row reads as many entries as `shape` says.
         """
         self._layer = layer
         self._codes = codes
         self._shape = shape
         self._transform = transform
         self._link = layer.link if link is None else link
+        self._reads_alike = reads_alike
         self.positions = layer.tensors.positions
         self.length = layer.length
         self.ranks = layer.ranks
         self.entries = shape.entries
         self.slots_read = shape.slots
         self.products: Products = KeyProducts(layer, codes, scanned)
+        self.memo = layer.memo
+        self._in_order = layer.shared is not None and layer.in_order
 
     # entries and what they hold
 
@@ -78,6 +85,9 @@ class LayerSlots:
         return every.expand(*self.positions.shape[:2], -1).split(tile, -1)
 
     def of_entries(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        if self._in_order:  # the layers of a step write the same slot
+            once = self.memo.once
+            return once(slots_of, self._shape, entries), once(held_by, self._shape, entries, self.length)
         slots, inside = entry_slots(self._shape, entries)
         at = slots.flatten(2)
         return at, inside & (self.positions.gather(-1, at) >= 0).view_as(inside)
@@ -91,7 +101,11 @@ class LayerSlots:
     def keys(self, at: Tensor) -> Tensor:
         tensors = self._layer.tensors
         coded = self._codes.view()
-        return self._link.rows(tensors.keys, at) if coded is None else coded.keys_at(at, tensors.keys.dtype)
+        if coded is not None:
+            return coded.keys_at(at, tensors.keys.dtype)
+        # Of the written slots alone, so that a memo of the step holds no index of all that layers read.
+        index = self.memo.once(flat_slots, at, tensors.keys.shape[2], self.memo.once) if self._in_order else None
+        return self._link.rows(tensors.keys, at, index)
 
     def values(self, at: Tensor) -> Tensor:
         tensors = self._layer.tensors
@@ -143,6 +157,8 @@ class LayerSlots:
         recent = self._layer.spec.reader_traits.recent
         # Slots that lie together are copied together. The layers behind this one need the order of need, however.
         in_order = not reads.choice
+        if self._in_order and self._reads_alike:
+            return choose_in_order(self._shape, need, self.length, recent, self.memo, in_order, sinks=sinks)
         return choose(self._shape, reads.limit, need, self.positions, self.length, recent, in_order, sinks=sinks)
 
     # between steps

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs.common import CHUNK_SLOTS, MAX_CHUNKS, token_ranges
-from kvpolicy.engine.pages import PageTable, for_pages
+from kvpolicy.engine.pages import PageTable, of_their_heads
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.kernels.compiled import is_compiled
 from kvpolicy.protocols import Calibration, Codec, Codes, Stage, StageStore
@@ -93,7 +93,7 @@ class CodedPages(NamedTuple):
         codec: The codec.
         codes: Its codes, in pages.
         calibration: The calibrated tensors of its stage.
-        owner: [B, NB].
+        head: The head of each page, [B, NB]; the last one for a page that a row does not use.
         heads: H.
         dtype: The dtype that values are summed in.
     """
@@ -101,14 +101,14 @@ class CodedPages(NamedTuple):
     codec: Codec
     codes: Codes
     calibration: Calibration
-    owner: Tensor
+    head: Tensor
     heads: int
     dtype: torch.dtype
 
     def score(self, queries: Tensor) -> Tensor:
         """Products of queries [B, NB, G, D] with the keys of each page, [B, NB, G, P] fp32."""
         if self._reads_rows():
-            return self._stage.score(self._rows(), _as_rows(queries), None).unflatten(0, self.owner.shape).squeeze(2)
+            return self._stage.score(self._rows(), _as_rows(queries), None).unflatten(0, self.head.shape).squeeze(2)
         scores = [self._stage.score(store, queries[:, part], None) for part, store in self._chunks()]
         return scores[0] if len(scores) == 1 else torch.cat(scores, 1)
 
@@ -116,7 +116,7 @@ class CodedPages(NamedTuple):
         """Values of each page weighted by [B, NB, G, P] fp32, [B, NB, G, D] fp32."""
         weights = weights.to(self.dtype)
         if self._reads_rows():
-            return self._stage.mix(self._rows(), _as_rows(weights)).unflatten(0, self.owner.shape).squeeze(2)
+            return self._stage.mix(self._rows(), _as_rows(weights)).unflatten(0, self.head.shape).squeeze(2)
         sums = [self._stage.mix(store, weights[:, part]) for part, store in self._chunks()]
         return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
 
@@ -126,27 +126,27 @@ class CodedPages(NamedTuple):
 
     def _reads_rows(self) -> bool:
         """Whether all pages are read at once: a compiled function has no use for chunks, and decodes no page."""
-        return is_compiled(self.owner[..., None], self._head_slots())
+        return is_compiled(self.head[..., None], self._head_slots())
 
     def _head_slots(self) -> int:
         """Slots of an average head in all rows."""
-        return self.owner.numel() * _page_slots(self.codec, self.codes) // self.heads
+        return self.head.numel() * _page_slots(self.codec, self.codes) // self.heads
 
     def _rows(self) -> StageStore:
         """Every page as a row of one head: functions are compiled for a number of heads, and for any number of rows."""
-        codes = by_field(self.codec, self.codes, lambda name, t: t, lambda name, t: for_pages(t, self.owner))
+        codes = by_field(self.codec, self.codes, lambda name, t: t, lambda name, t: of_their_heads(t, self.head))
         return StageStore(type(codes)(*map(_as_rows, codes)), self.calibration, page_slots=self._head_slots())
 
     def _chunks(self) -> list[tuple[slice, StageStore]]:
         """Ranges of pages and their tensors, as many slots of a head at a time as without pages."""
-        pages = self.owner.shape[1]
+        pages = self.head.shape[1]
         slots = _page_slots(self.codec, self.codes)
         size = max(-(-CHUNK_SLOTS * self.heads // slots), -(-pages // MAX_CHUNKS), 1)
         return [self._part(slice(start, min(start + size, pages))) for start in range(0, pages, size)]
 
     def _part(self, part: slice) -> tuple[slice, StageStore]:
-        owner = self.owner[:, part]
-        codes = by_field(self.codec, self.codes, lambda name, t: t[:, part], lambda name, t: for_pages(t, owner))
+        head = self.head[:, part]
+        codes = by_field(self.codec, self.codes, lambda name, t: t[:, part], lambda name, t: of_their_heads(t, head))
         return part, StageStore(codes, self.calibration)
 
 

@@ -130,8 +130,7 @@ class Owners(NamedTuple):
 
     def for_pages(self, t: Tensor) -> Tensor:
         """The entry of each page's head, [B, H, ...] -> [B, NB, ...]; of an unused page, that of the last head."""
-        index = self.head.reshape(*self.head.shape, *[1] * (t.dim() - 2))
-        return t.gather(1, index.expand(*self.head.shape, *t.shape[2:]))
+        return of_their_heads(t, self.head)
 
 
 def of_pages(of_heads: Tensor, owner: Tensor) -> Tensor:
@@ -309,8 +308,13 @@ def lowest_of_head(values: Tensor, owners: Owners) -> Tensor:
 
 def for_pages(t: Tensor, owner: Tensor) -> Tensor:
     """The entry of each page's head, [B, H, ...] -> [B, NB, ...]; of an unused page, that of the last head."""
-    index = owner.clamp_max(t.shape[1] - 1).reshape(*owner.shape, *[1] * (t.dim() - 2))
-    return t.gather(1, index.expand(*owner.shape, *t.shape[2:]))
+    return of_their_heads(t, owner.clamp_max(t.shape[1] - 1))
+
+
+def of_their_heads(t: Tensor, head: Tensor) -> Tensor:
+    """The entries of heads [B, NB], [B, H, ...] -> [B, NB, ...]."""
+    index = head.reshape(*head.shape, *[1] * (t.dim() - 2))
+    return t.gather(1, index.expand(*head.shape, *t.shape[2:]))
 
 
 def best_slot(values: Tensor, owners: Owners) -> Tensor:

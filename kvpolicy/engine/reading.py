@@ -16,9 +16,9 @@ from kvpolicy.kernels.largest import largest
 from kvpolicy.protocols import Codec, Codes, Index, Layout, Ranks, Read, Reader
 from kvpolicy.statistics.channel_sums import AbsoluteSums
 
-_NEWEST = 3.0
-_FIRST = 2.0
-_RECENT = 1.0
+NEWEST = 3.0
+FIRST = 2.0
+RECENT = 1.0
 """How much entries are needed that are always read, by what they hold; of too many, the newest token's comes first.
 
 It is more than the logarithm of any weight.
@@ -305,25 +305,27 @@ def log_tokens(shape: ReadShape, counts: Tensor | None, positions: Tensor) -> Te
     return by_entry(shape, counts.masked_fill(positions < 0, -torch.inf), -torch.inf).logsumexp(-1)
 
 
-def need_of(score: Tensor, live: Tensor, ranks: Ranks) -> Tensor:
+def need_of(score: Tensor, empty: Tensor, ranks: Ranks) -> Tensor:
     """How much each entry is needed: its attention weight for the query head that weights it most.
 
     Args:
         score: Scores of the entries, scaled and capped, [B, H, G, X] fp32.
-        live: Which entries hold a token, [B, H, X] bool.
+        empty: Which entries hold no token, [B, H or 1, X] bool.
         ranks: The ranks that hold the other query heads of these KV heads.
 
     Returns:
         The logarithm of the weight, [B, H, X] fp32; undefined for empty entries.
     """
     # In memory, as are the needs below: what reads numbers of fp32 takes a fraction of what reads positions.
-    score = in_memory(score.masked_fill(~live[:, :, None], -torch.inf))
+    score = in_memory(score.masked_fill(empty[:, :, None], -torch.inf))
     # Logarithms rank like the weights, and do not underflow to equal zeros.
     need = (score - score.logsumexp(-1, keepdim=True)).amax(2)
     need = ranks.largest(need)
     # A head without a token yields -inf minus -inf, and the bits of NaN may rank above entries that are always read.
-    # Not `nan_to_num`, which inductor (torch 2.13) does not vectorize; no logarithm of a weight is inf.
-    return need.masked_fill(need != need, 0.0).clamp_min(torch.finfo(need.dtype).min)
+    least = torch.finfo(need.dtype).min
+    if torch.compiler.is_compiling():  # `nan_to_num` is not vectorized by inductor (torch 2.13)
+        return need.masked_fill(need != need, 0.0).clamp_min(least)
+    return need.nan_to_num(0.0, torch.inf, least)
 
 
 def choose(
@@ -342,7 +344,7 @@ def choose(
     Args:
         shape: Read plan of the layer.
         limit: Entries that each row reads, [B] int64.
-        needs: How much entries are needed, [B, H, X] fp32, by which of them hold a token, [B, H, X] bool.
+        needs: How much entries are needed, [B, H, X] fp32, by which of them hold no token, [B, H, X] bool.
         positions: Positions of all slots, [B, H, S] int32.
         length: Tokens that each row has seen, [B] int64.
         recent: The newest tokens whose entries are always read.
@@ -352,16 +354,16 @@ def choose(
     held = by_entry(shape, positions)
     newest = within_entries(torch.amax, held)
     earliest = within_entries(torch.amin, held.masked_fill(held < 0, BEYOND))
-    live = newest >= 0
-    need = needs(live)
+    empty = newest < 0
+    need = needs(empty)
     outside = positions[..., : shape.parts[0][0]]  # a codec's full-precision buffer; parts reach to the last slot
     first = torch.cat([earliest, outside.masked_fill(outside < 0, BEYOND)], -1).amin(-1, keepdim=True)
     last = length.int()[:, None, None] - 1
     always = newest > last - recent
-    need = need.masked_fill(always | (earliest < sinks) if sinks else always, _RECENT)
-    need = need.masked_fill(earliest == first, _FIRST)
+    need = need.masked_fill(always | (earliest < sinks) if sinks else always, RECENT)
+    need = need.masked_fill(earliest == first, FIRST)
     # Masked last: in a row without any token, `last` is -1, as is the `newest` of its empty entries.
-    need = in_memory(need.masked_fill(newest == last, _NEWEST).masked_fill(~live, -torch.inf))
+    need = in_memory(need.masked_fill(newest == last, NEWEST).masked_fill(empty, -torch.inf))
     entries = largest(need, earliest, shape.chosen)
     within = torch.arange(shape.chosen, device=limit.device) < limit[:, None, None]
     kept = within & (need.gather(-1, entries) > -torch.inf)

@@ -15,7 +15,7 @@ from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.undo_log import Targets, UndoLog
-from kvpolicy.kernels.slot_writes import flat_slots, gather_slots, write_slots
+from kvpolicy.kernels.slot_writes import flat_slots, gather_slots, needs_no_index, write_slots
 
 
 class SlotWriter:
@@ -51,7 +51,8 @@ class SlotWriter:
             if layer.spec.host:
                 self._store_vectors(slots, data, mask)
             else:
-                index = layer.memo.once(flat_slots, slots, tensors.keys.shape[2], layer.memo.once)
+                if not needs_no_index(tensors.keys, slots):
+                    index = layer.memo.once(flat_slots, slots, tensors.keys.shape[2], layer.memo.once)
                 write_masked("keys", tensors.keys, slots, data.keys, mask, undo, index)
                 write_masked("values", tensors.values, slots, data.values, mask, undo, index)
         else:
@@ -67,8 +68,8 @@ class SlotWriter:
                 block = Block(stage, store_of, data.keys, data.values, slots, mask, occupied)
                 layer.group.write(layer.number, block)
             slots = slots + at.start
-        if index is None or layer.layout.exact != layer.layout.slots:
-            index = layer.memo.once(flat_slots, slots, tensors.positions.shape[-1], layer.memo.once)
+        if layer.layout.exact != layer.layout.slots:
+            index = None  # numbers are scattered, which needs none
         write_masked("positions", tensors.positions, slots, data.positions, mask, undo, index)
         pairs = zip(slot_tensors((tensors.state, tensors.counts)), slot_tensors((data.state, data.counts)), strict=True)
         for number, (target, item) in enumerate(pairs):

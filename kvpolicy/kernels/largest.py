@@ -21,7 +21,8 @@ def largest(numbers: Tensor, order: Tensor, count: int) -> Tensor:
 
     Args:
         numbers: [..., N] fp32, without NaN.
-        order: Place of each number, [..., N] int32 from 0 on; where both are equal, any of them is found.
+        order: Place of each number, [..., N] int32 or int64, from 0 to 2^31 - 1; where both are equal, any of them is
+            found.
         count: How many are found, at most N.
 
     Returns:
@@ -33,9 +34,9 @@ def largest(numbers: Tensor, order: Tensor, count: int) -> Tensor:
     """
     size = block_size(numbers.shape[-1], count) if numbers.device.type == "cpu" else 1
     if size == 1:
-        return _ranks(numbers, order).topk(count, -1).indices
+        return _ranks(numbers, order).topk(count, -1, largest=False).indices
     places = _candidates(numbers, order, count, size)
-    best = _ranks(numbers.gather(-1, places), order.gather(-1, places)).topk(count, -1).indices
+    best = _ranks(numbers.gather(-1, places), order.gather(-1, places)).topk(count, -1, largest=False).indices
     return places.gather(-1, best)
 
 
@@ -64,7 +65,7 @@ def _candidates(numbers: Tensor, order: Tensor, count: int, size: int) -> Tensor
     # Not `where`, which is not vectorized in eager mode: the processor would guess which numbers are the largest.
     behind = (blocked < maxima[..., None, :]).int() * _LAST
     first = order[..., :ends].unflatten(-1, (size, blocks)).maximum(behind).amin(-2)
-    best = _ranks(maxima, first).topk(count, -1, sorted=False).indices
+    best = _ranks(maxima, first).topk(count, -1, largest=False, sorted=False).indices
     starts = torch.arange(0, ends, blocks, device=numbers.device)
     places = (best[..., None, :] + starts[:, None]).flatten(-2)
     if ends == total:
@@ -74,10 +75,11 @@ def _candidates(numbers: Tensor, order: Tensor, count: int, size: int) -> Tensor
 
 
 def _ranks(numbers: Tensor, order: Tensor) -> Tensor:
-    """Integers that are ordered like the numbers, and where these are equal, against `order`; [..., N] int64."""
+    """Integers that are ordered against the numbers, and where these are equal, like `order`; [..., N] int64."""
     bits = (numbers + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
     # Numbers of fp32 are ordered like their bits, but negative ones the other way round.
     rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     # `topk` leaves open which of equal numbers it returns, so the order takes the low bits.
     # A number has 32 bits and a place 31, so that both fit into int64 side by side.
-    return (rank.long() << 31) | (_LAST - order)
+    wide = rank if order.dtype == torch.int64 else rank.long()
+    return torch.sub(order, wide, alpha=1 << 31)

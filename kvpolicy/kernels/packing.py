@@ -89,7 +89,11 @@ def unpack_float(packed: Tensor, bits: int, width: int | None = None) -> Tensor:
     >>> unpack_float(torch.tensor([49, 66], dtype=torch.uint8), 4).tolist()
     [1.0, 2.0, 3.0, 4.0]
     """
-    if not _in_compiled_cpu_code(packed) or len(PARTS[bits]) > 1 or bits == 8:
+    if len(PARTS[bits]) > 1 or bits == 8:
+        return unpack(packed, bits, width).float()
+    if not torch.compiler.is_compiling():
+        return _split_into(packed, bits)[..., :width]
+    if not _in_compiled_cpu_code(packed):
         return unpack(packed, bits, width).float()
     return torch.cat([part.float() for part in _split_bytes(packed.int(), bits)], -1)[..., :width]
 
@@ -151,6 +155,21 @@ def _split_bytes(packed: Tensor, bits: int) -> list[Tensor]:
     # The lowest codes need no shift and the highest ones no mask, which saves two operations.
     middle = [(packed >> shift) & mask for shift in range(bits, last, bits)]
     return [packed & mask, *middle, packed >> last]
+
+
+def _split_into(packed: Tensor, bits: int) -> Tensor:
+    """The codes at each place of a byte, the lowest first, written where they belong, [..., bytes * 8 / bits] fp32."""
+    count = packed.shape[-1]
+    codes = torch.empty(*packed.shape[:-1], count * 8 // bits, device=packed.device)
+    last = 8 // bits - 1
+    for place in range(last + 1):
+        target = codes[..., place * count : (place + 1) * count]
+        # The lowest codes need no shift and the highest ones no mask, which saves two operations.
+        if place == last:
+            torch.bitwise_right_shift(packed, bits * place, out=target)
+        else:
+            torch.bitwise_and(packed >> (bits * place) if place else packed, 2**bits - 1, out=target)
+    return codes
 
 
 def _in_compiled_cpu_code(packed: Tensor) -> bool:

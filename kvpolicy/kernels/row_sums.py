@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,13 +20,21 @@ def sums_in_place(rows: int, vectors: Tensor) -> bool:
     return rows <= _MOST_BAGS and vectors.device.type == "cpu" and vectors.dtype == torch.float32
 
 
-def row_sums(weights: Tensor, vectors: Tensor, slots: Tensor) -> Tensor:
+def row_sums(
+    weights: Tensor,
+    vectors: Tensor,
+    slots: Tensor,
+    index: Tensor | None = None,
+    once: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """Add up weighted vectors of some slots, without a copy of them.
 
     Args:
         weights: [B, H, M, n] fp32.
         vectors: [B, H, S, D] fp32, contiguous.
         slots: Slots of the n weights of each head, [B, H, n] int64.
+        index: `flat_slots` of the slots, if it is known.
+        once: Knows where bags begin, if it is given; see `kvpolicy.protocols.StepMemo`.
 
     Returns:
         [B, H, M, D] fp32.
@@ -34,7 +45,10 @@ def row_sums(weights: Tensor, vectors: Tensor, slots: Tensor) -> Tensor:
     """
     batch, heads, size, dim = vectors.shape
     rows = weights.shape[2]
-    bags = flat_slots(slots, size).view(batch * heads, 1, -1).expand(-1, rows, -1).flatten(0, 1)
+    index = flat_slots(slots, size) if index is None else index
+    bags = index.view(batch * heads, 1, -1).expand(-1, rows, -1).flatten()
     flat = vectors.view(batch * heads * size, dim)
-    sums = F.embedding_bag(bags, flat, per_sample_weights=weights.flatten(0, 2), mode="sum")
+    arange = torch.arange if once is None else partial(once, torch.arange)
+    starts = arange(0, bags.numel(), slots.shape[-1], device=bags.device)
+    sums = F.embedding_bag(bags, flat, starts, per_sample_weights=weights.flatten(), mode="sum")
     return sums.view(batch, heads, rows, dim)

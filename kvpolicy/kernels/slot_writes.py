@@ -13,8 +13,8 @@ from torch import Tensor
 def write_slots(target: Tensor, slots: Tensor, data: Tensor, index: Tensor | None = None) -> None:
     """Write vectors to slots of each head, in place.
 
-    A scatter along the slots would do the same, but inductor (torch 2.13) turns a scatter of one token into a copy of
-    the whole buffer; `index_copy_` on the flat view writes only the given slots.
+    A scatter along the slots does the same in one operation, but inductor (torch 2.13) turns one of one token into a
+    copy of the whole buffer; `index_copy_` on the flat view writes only the given slots, and takes vectors.
 
     Args:
         target: [B, H, S, ...], contiguous.
@@ -28,9 +28,17 @@ def write_slots(target: Tensor, slots: Tensor, data: Tensor, index: Tensor | Non
         >>> buffer.flatten().tolist()
         [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     """
+    if index is None and needs_no_index(target, slots):
+        target.scatter_(2, slots.reshape(*slots.shape, *[1] * (target.dim() - 3)).expand(data.shape), data)
+        return
     batch, heads, size, *vector = target.shape
     flat = target.view(batch * heads * size, *vector)  # -1 would be ambiguous for vectors of no elements
     flat.index_copy_(0, flat_slots(slots, size) if index is None else index, data.flatten(0, 2))
+
+
+def needs_no_index(target: Tensor, slots: Tensor) -> bool:
+    """Whether `write_slots` has no use for `flat_slots`: eager code scatters numbers, and a vector of each head."""
+    return (target.dim() == 3 or slots.shape[2] == 1) and not torch.compiler.is_compiling()
 
 
 def flat_slots(slots: Tensor, size: int, once: Callable[..., Tensor] | None = None) -> Tensor:

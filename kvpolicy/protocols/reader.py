@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.ranks import Ranks
 from kvpolicy.protocols.codec import ALL_HEADS, ModelInfo
+from kvpolicy.protocols.selector import StepMemo
 
 Index = Any
 """A NamedTuple of one layer's tensors that describe its entries; the empty tuple for a reader without an index."""
@@ -205,6 +206,7 @@ class Read(NamedTuple):
         keys: Computes the keys of these slots, [B, H, n, D]; None if they are read as they are stored.
         rest: Estimates what is not read, from the logarithm of the sum of the exponentials of the scores of all slots
             that are read of entries, [B, H, G] fp32; None if that has no weight.
+        none_empty: Whether every slot that is chosen is known to hold a token.
     """
 
     slots: Tensor
@@ -213,6 +215,7 @@ class Read(NamedTuple):
     read: Tensor | None = None
     keys: Callable[[], Tensor] | None = None
     rest: Callable[[Tensor], Estimated] | None = None
+    none_empty: bool = False
 
 
 class Changed(NamedTuple):
@@ -240,6 +243,7 @@ class SlotAccess(Protocol):
         entries: How many entries there are.
         slots_read: Slots of entries that a step reads of each head.
         products: The products with every key, which `ReaderTraits.scan` must declare.
+        memo: What the layers of the step compute alike.
     """
 
     positions: Tensor
@@ -248,6 +252,7 @@ class SlotAccess(Protocol):
     entries: int
     slots_read: int
     products: Products
+    memo: StepMemo
 
     def tiles(self, entries: Tensor | None, block: int = 1) -> Sequence[Tensor]:
         """The blocks of `block` neighboring entries that hold `entries`, or all, a part [B, H, n] int64 at a time."""

@@ -70,7 +70,7 @@ def wanted(shape: ReadShape, limit: Tensor, drawn: tuple[Tensor, Tensor, Tensor]
     """The positions that each row and head reads, entry by entry."""
     score, positions, length = drawn
     held = by_entry(shape, positions)
-    need = need_of(score, (held >= 0).any(-1), SINGLE_RANK)
+    need = need_of(score, (held < 0).all(-1), SINGLE_RANK)
     found: list[list[list[int]]] = []
     for row in range(len(limit)):
         found.append([])

@@ -10,25 +10,25 @@ from kvpolicy_eval.bench.operations import LAYERS, Operations, step_operations
 
 LIMITS = {
     "full": 41,
-    "window@0.2": 47,
-    "streaming@0.2": 51,
-    "snapkv@0.2": 50,
-    "h2o@0.2": 56,
-    "tova@0.2": 56,
-    "expected@0.2": 86,
-    "keydiff@0.2": 64,
-    "squeeze+kvcrush/snapkv@0.2": 53,
+    "window@0.2": 46,
+    "streaming@0.2": 50,
+    "snapkv@0.2": 49,
+    "h2o@0.2": 55,
+    "tova@0.2": 55,
+    "expected@0.2": 85,
+    "keydiff@0.2": 63,
+    "squeeze+kvcrush/snapkv@0.2": 52,
     "h2o+merge@0.2": 116,
-    "tokenwise:bits=4": 66,
-    "kivi:bits=4": 64,
-    "snapkv+kivi:bits=4@0.5": 84,
-    "snapkv+tokenwise:bits=4@0.5": 86,
+    "tokenwise:bits=4": 60,
+    "kivi:bits=4": 58,
+    "snapkv+kivi:bits=4@0.5": 76,
+    "snapkv+tokenwise:bits=4@0.5": 78,
     "uniform/adakv+snapkv@0.2": 73,
     "uniform/adakv+h2o@0.2": 81,
-    "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 134,
-    "full+quest:read=64:dense=0": 141,
-    "snapkv+quest:read=64:dense=0@0.5": 150,
-    "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 141,
+    "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 119,
+    "full+quest:read=64:dense=0": 79,
+    "snapkv+quest:read=64:dense=0@0.5": 137,
+    "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 126,
 }
 """The most operations per layer of a step that encodes no block; lower them when a step needs fewer."""
 
@@ -51,6 +51,7 @@ def test_views_are_not_counted_and_reads_wait() -> None:
     row = torch.tensor([1])
     with Operations() as operations:
         numbers.view(2, 8).T.add(1)  # an operation, and two views of it
+        torch.empty(4)  # memory alone
         numbers[numbers[0] > 0]  # a comparison, and an index that waits
         numbers.index_copy_(0, row, numbers[:1].clone())
         numbers.sum().item()

@@ -60,7 +60,7 @@ def test_a_page_is_read_as_its_head(codec: Any) -> None:
     used = table.used.repeat_interleave(SIZE, -1)
     for part, whole in zip(found, (keys, values), strict=True):
         assert torch.equal(part[used], whole[used])
-    pages = CodedPages(codec, codes, (), OWNER, HEADS, torch.float32)
+    pages = CodedPages(codec, codes, (), OWNER.clamp_max(HEADS - 1), HEADS, torch.float32)
     queries = torch.randn(ROWS, OWNER.shape[1], 3, DIM)
     score = pages.score(queries)
     weights = torch.rand(ROWS, OWNER.shape[1], 3, SIZE)

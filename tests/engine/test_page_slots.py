@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import kvpolicy
 from kvpolicy import AdaKV
 from kvpolicy.engine.decode import NO_PAGE
 from kvpolicy.engine.page_slots import flat_pages, require_pages, tokens_by_head, victims, write_flat
 from kvpolicy.engine.pages import Owners, owned_by
 from kvpolicy.protocols import ALONE
+from kvpolicy_eval.bench.models import llama, tokens
 from tests.engine.paged import HEADS, Run
 
 
@@ -23,12 +25,29 @@ def test_slots_of_all_pages_are_counted_in_one_row() -> None:
 
 
 def test_a_head_with_a_token_must_have_a_page() -> None:
+    layer = Run("window", AdaKV(), [24]).store.contents
+    assert not layer.has_pages
     owned = owned_by(torch.tensor([[0, 0, 2]]), 3)
-    require_pages(owned[:, [0, 2]], None)
-    require_pages(owned, torch.tensor([[False]]))
+    require_pages(layer, owned[:, [0, 2]], None)
+    require_pages(layer, owned, torch.tensor([[False]]))
     for valid in (None, torch.tensor([[True]])):
         with pytest.raises(RuntimeError, match=NO_PAGE):
-            require_pages(owned, valid)
+            require_pages(layer, owned, valid)
+
+
+@pytest.mark.parametrize("codec", ["", "+tokenwise:bits=4"])
+def test_the_host_knows_whether_every_head_has_pages(codec: str) -> None:
+    model = llama(1, 64, heads=4)
+    with kvpolicy.attach(model, f"uniform/adakv+snapkv{codec}@0.5"), torch.no_grad():
+        cache = kvpolicy.PolicyCache(model, new=4)
+        model(tokens(64), cache=cache)
+        layer = cache.policy_layers[0].store.contents
+        assert layer.has_pages
+        owner = layer.tensors.paged().owner
+        pages = owner.shape[1] - (layer.shape.heads if codec else 0)  # the buffer of each head is a page
+        owner[0, :pages][owner[0, :pages] == 2] = 1
+        layer.note_slots()
+        assert not layer.has_pages
 
 
 def test_of_ties_the_latest_token_of_each_head_is_evicted() -> None:

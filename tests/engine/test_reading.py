@@ -131,7 +131,7 @@ def test_empty_entries_are_never_read() -> None:
 
 def test_the_query_head_that_needs_an_entry_most_decides() -> None:
     score = torch.tensor([[[[0.0, 1.0, 50.0], [5.0, 0.0, 0.0]]]])
-    need = need_of(score, torch.tensor([[[True, True, False]]]), SINGLE_RANK)[0, 0]
+    need = need_of(score, torch.tensor([[[False, False, True]]]), SINGLE_RANK)[0, 0]
     want = [math.log(math.exp(5) / (math.exp(5) + 1)), math.log(math.e / (1 + math.e))]
     assert need[:2].tolist() == pytest.approx(want, abs=1e-6)
 

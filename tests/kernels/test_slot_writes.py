@@ -34,6 +34,17 @@ def test_slots_are_those_of_each_head(vector: tuple[int, ...]) -> None:
     assert flat_slots(slots, SLOTS).tolist() == [4, 0, 6, 7, 13, 14, 15, 16, 22, 20, 29, 28]
 
 
+@pytest.mark.parametrize("vector", [(), (2,), (0,), (2, 3)], ids=str)
+def test_a_token_of_each_head_is_written_with_an_index_and_without(vector: tuple[int, ...]) -> None:
+    slots = torch.tensor([[[4], [1], [3]], [[0], [2], [4]]])
+    data = numbered(ROWS, HEADS, 1, *vector, start=1000)
+    written = [numbered(ROWS, HEADS, SLOTS, *vector) for _ in range(2)]
+    write_slots(written[0], slots, data)
+    write_slots(written[1], slots, data, flat_slots(slots, SLOTS))
+    assert torch.equal(*written)
+    assert torch.equal(gather_slots(written[0], slots), data)
+
+
 MASKS = {
     "the first is masked": [False, True, True],
     "the last is masked": [True, True, False],

@@ -126,8 +126,8 @@ MUTATIONS = (
     Mutation(
         name="a later chunk of pages is read with the parameters of the first heads",
         file="kvpolicy/engine/page_codes.py",
-        old="        owner = self.owner[:, part]\n",
-        new="        owner = self.owner[:, : self.owner[:, part].shape[1]]\n",
+        old="        head = self.head[:, part]\n",
+        new="        head = self.head[:, : self.head[:, part].shape[1]]\n",
         tests=("tests/engine/test_page_codes.py", "tests/engine/test_coded_pages.py"),
     ),
     Mutation(
@@ -305,9 +305,23 @@ MUTATIONS = (
     Mutation(
         name="of equal entries the later one is read",
         file="kvpolicy/kernels/largest.py",
-        old="return (rank.long() << 31) | (_LAST - order)",
-        new="return (rank.long() << 31) | order",
+        old="return torch.sub(order, wide, alpha=1 << 31)",
+        new="return torch.sub(-order, wide, alpha=1 << 31)",
         tests=("tests/kernels/test_largest.py", "tests/engine/test_reading.py", "tests/readers/test_readers.py"),
+    ),
+    Mutation(
+        name="of slots in order, the entry behind the newest tokens is always read",
+        file="kvpolicy/engine/reading_in_order.py",
+        old="always = start > behind - (recent + page)",
+        new="always = start >= behind - (recent + page)",
+        tests=("tests/engine/test_reading_in_order.py",),
+    ),
+    Mutation(
+        name="of slots in order, one behind the newest token is read",
+        file="kvpolicy/engine/reading_in_order.py",
+        old="chosen = slots < length[:, None, None, None]",
+        new="chosen = slots <= length[:, None, None, None]",
+        tests=("tests/engine/test_reading_in_order.py",),
     ),
     Mutation(
         name="slots in their order keep the limits of the order of need",

@@ -43,8 +43,8 @@ MUTATIONS = (
     Mutation(
         name="query heads take the weights of another one",
         file="kvpolicy/kernels/row_sums.py",
-        old="per_sample_weights=weights.flatten(0, 2)",
-        new="per_sample_weights=weights.flip(2).flatten(0, 2)",
+        old="per_sample_weights=weights.flatten()",
+        new="per_sample_weights=weights.flip(2).flatten()",
         tests=("tests/kernels/test_row_sums.py",),
     ),
     Mutation(
@@ -162,8 +162,8 @@ MUTATIONS = (
     Mutation(
         name="pages that are not decoded have the scales of the first head",
         file="kvpolicy/engine/page_codes.py",
-        old="lambda name, t: for_pages(t, self.owner)",
-        new="lambda name, t: for_pages(t, self.owner * 0)",
+        old="lambda name, t: of_their_heads(t, self.head)",
+        new="lambda name, t: of_their_heads(t, self.head * 0)",
         tests=("tests/engine/test_coded_pages.py",),
     ),
     Mutation(

@@ -22,6 +22,8 @@ READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 """Operations that wait until the device is done: a number is read, or a shape depends on data."""
 VIEWS = ("aten::_unsafe_view",)
 """Views whose schema does not say so."""
+ALLOCATIONS = ("aten::empty.memory_format", "aten::empty_strided", "aten::empty_like")
+"""Operations that take memory, and launch nothing."""
 ROWS = {"aten::gather": 0, "aten::index_select": 0, "aten::embedding": 0, "aten::index_copy_": 3}
 """Operations that touch a part of their first tensor, as large as the result, or as the argument with this number."""
 
@@ -30,7 +32,8 @@ class Counted(NamedTuple):
     """What was counted.
 
     Attributes:
-        operations: Operations that are no views; an eager step launches a kernel for each, or more.
+        operations: Operations that are no views, and do more than take memory; an eager step launches a kernel for
+            each, or more.
         waits: Operations that wait for the device.
         nbytes: Bytes of what the operations read and write, each for itself.
     """
@@ -51,7 +54,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count an operation, and run it."""
         out = func(*args, **(kwargs or {}))
-        if not is_view(func):
+        if not is_view(func) and func.name() not in ALLOCATIONS:
             before = self.counted
             waits = func.name() in READS or by_mask(args) or leaves(args, out)
             nbytes = touched(func.name(), args, out)
