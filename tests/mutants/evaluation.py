@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import Mutation
 
 CHOICES = ("tests/eval/board/test_choices.py",)
+PREFILL = ("tests/eval/real/test_shared_prefill.py",)
 
 MUTATIONS = (
     Mutation(
@@ -69,5 +70,26 @@ MUTATIONS = (
         old="    budget = torch.zeros(batch, dtype=torch.int64, device=device)\n",
         new="    budget = torch.zeros_like(length)\n",
         tests=("tests/test_lean_import.py",),
+    ),
+    Mutation(
+        name="what was computed of another prompt is returned",
+        file="eval/kvpolicy_eval/real/shared_prefill.py",
+        old="equal = torch.equal(earlier, now)",
+        new="equal = earlier.shape == now.shape",
+        tests=PREFILL,
+    ),
+    Mutation(
+        name="a cache writes to what is returned to the next policy",
+        file="eval/kvpolicy_eval/real/shared_prefill.py",
+        old="return found.clone()",
+        new="return found",
+        tests=PREFILL,
+    ),
+    Mutation(
+        name="prompts are answered again that were answered before",
+        file="eval/kvpolicy_eval/real/measure.py",
+        old="found = {policy: self.answers(policy, task, place) for policy in policies}",
+        new="found: dict[str, Result] = {policy: {} for policy in policies}",
+        tests=("tests/eval/real/test_real.py::test_more_prompts_continue_what_is_known",),
     ),
 )

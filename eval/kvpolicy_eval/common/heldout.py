@@ -16,7 +16,7 @@ from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy.protocols import Codec, GroupsLayers, ModelInfo
-from kvpolicy_eval.common.conversation import run
+from kvpolicy_eval.common.continuation import Continuation
 from kvpolicy_lm_eval.data.text import held_out
 
 PROMPT = 448
@@ -42,6 +42,7 @@ class HeldOutText:
         self.tokenizer = tokenizer
         ids: Tensor = tokenizer(held_out() if text is None else text, return_tensors="pt").input_ids[0]
         self.ids = ids[: ROWS * (PROMPT + FOLLOWING)].view(ROWS, -1)
+        self.continuation = Continuation(model, self.ids, PROMPT)
         self.tensors = self._collect()
 
     @torch.inference_mode()
@@ -104,7 +105,6 @@ class HeldOutText:
                 return math.nan, math.nan
         return sum(each.keys for each in found) / len(found), sum(each.values for each in found) / len(found)
 
-    @torch.inference_mode()
     def perplexity(self, policy: str, byte_share: float | None = None) -> float:
         """Perplexity of the tokens after the prompts, decoded one by one from a cache under a policy.
 
@@ -116,10 +116,7 @@ class HeldOutText:
             self.model.config, "full", batch=ROWS, prompt=PROMPT + FOLLOWING, dtype=self.model.dtype
         ).full_nbytes
         sized = policy if byte_share is None else f"{policy}@{int(byte_share * full)}B"
-        nats = torch.zeros(())
-        for position, logits in enumerate(self._predictions(policy, sized), PROMPT):
-            nats += torch.nn.functional.cross_entropy(logits, self.ids[:, position])
-        return math.exp(float(nats) / FOLLOWING)
+        return math.exp(self.continuation.nats(policy, sized))
 
     @functools.cached_property
     def tokens_per_byte(self) -> float:
@@ -127,7 +124,6 @@ class HeldOutText:
         text = "".join(self.tokenizer.batch_decode(self.ids[:, PROMPT:]))
         return self.ids[:, PROMPT:].numel() / len(text.encode())
 
-    @torch.inference_mode()
     def divergence(self, policy: str) -> float:
         """Mean divergence of what a policy predicts from what the full cache predicts, in nats.
 
@@ -136,25 +132,4 @@ class HeldOutText:
         Args:
             policy: Spec of the policy.
         """
-        pairs = zip(self._of_full, self._predictions(policy, policy), strict=True)
-        nats = torch.zeros(())
-        for number, (full, own) in enumerate(pairs):
-            wanted = full.log_softmax(-1)
-            nats += (wanted.exp() * (wanted - own.log_softmax(-1))).sum(-1).mean() if number else 0
-        return float(nats) / (FOLLOWING - 1)
-
-    @functools.cached_property
-    def _of_full(self) -> list[Tensor]:
-        return self._predictions("full", "full")
-
-    def _predictions(self, policy: str, sized: str) -> list[Tensor]:
-        """Logits before each token after the prompts, [B, V] fp32 each.
-
-        Args:
-            policy: Spec of the policy that is attached.
-            sized: The same, with the budget of the cache.
-        """
-        steps = FOLLOWING - 1  # nothing is predicted behind the last token
-        pieces = self.ids[:, : PROMPT + steps].split([PROMPT] + [1] * steps, 1)
-        trace = run(self.model, policy, pieces, sized, prompt=PROMPT, new=FOLLOWING)
-        return [logits.float() for logits in trace.logits]
+        return self.continuation.divergence(policy)

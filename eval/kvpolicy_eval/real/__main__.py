@@ -16,7 +16,10 @@ from kvpolicy_eval.common.results import add_results_arguments, check_results, p
 from kvpolicy_eval.real.measure import RealModel
 from kvpolicy_eval.real.page import rows
 from kvpolicy_eval.real.policies import POLICIES
-from kvpolicy_eval.real.prompts import PROSE, TASKS
+from kvpolicy_eval.real.prompts import GENERATED, PROSE, TASKS, TOKENS
+
+ALL = (*TASKS, PROSE, GENERATED)
+"""What is measured by default."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -28,16 +31,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gguf", metavar="NAME", help="GGUF file in the folder; needs the package gguf")
     add_results_arguments(parser)
     parser.add_argument("--only", nargs="+", metavar="POLICY", default=POLICIES, help="policies, instead of all")
-    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, PROSE), help="what to measure now; all by default")
+    parser.add_argument("--tasks", nargs="+", choices=ALL, help="what to measure now; all by default")
     parser.add_argument("--n", type=int, default=100, help="prompts per task")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="rough length of documents, where a task has no own")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--table", metavar="NAME", default="real", help="name of the table in the page of --fill")
     add_fill_argument(parser, "real")
-    args = parse_checked(parser, argv, lambda args: check_results(args, "real"))
+    args = parse_checked(parser, argv, lambda args: check_results(args, args.table))
     torch.set_num_threads(args.threads)
-    model = RealModel(args.model, args.gguf, args.results, args.n, getattr(torch, args.dtype))
-    tasks = (*TASKS, PROSE) if args.tasks is None else args.tasks
-    publish(rows(model, args.only, measured=() if args.page_only else tasks), "real", args.fill)
+    model = RealModel(args.model, args.gguf, args.results, args.n, getattr(torch, args.dtype), args.tokens)
+    if not args.page_only:
+        model.measure(args.only, ALL if args.tasks is None else args.tasks)
+    publish(rows(model, args.only), args.table, args.fill)
 
 
 if __name__ == "__main__":

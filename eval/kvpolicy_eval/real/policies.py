@@ -9,11 +9,17 @@ SELECTORS = (
     "expected@0.5",
     "knorm@0.5",
     "snapkv@0.5",
+    "snapkv@0.3",
     "snapkv@0.2",
     "h2o@0.5",
+    "h2o@0.3",
     "tova@0.5",
     "streaming@0.5",
     "squeeze+snapkv@0.2",
+    "squeeze+kvcrush/snapkv@0.3",
+    "uniform/adakv+kvzip@0.3",
+    "rkv@0.3",
+    "random@0.3",
 )
 CODECS = (
     "tokenwise:bits=8",
@@ -29,7 +35,13 @@ CODECS = (
     "zipcache",
     "gear",
 )
-OTHERS = ("kvzip+tokenwise:bits=4@0.5", "full+quest:read=0.1:dense=0", "full+sparq:read=0.1:dense=0")
+OTHERS = (
+    "kvzip+tokenwise:bits=4@0.5",
+    "snapkv+tokenwise:bits=4@0.3",
+    "uniform/adakv+kvzip+tokenwise:bits=4@0.3",
+    "full+quest:read=0.1:dense=0",
+    "full+sparq:read=0.1:dense=0",
+)
 
 POLICIES = ("full", *SELECTORS, *CODECS, *OTHERS)
 """All that is measured, in the order of the table."""

@@ -6,17 +6,39 @@ import json
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
+import jinja2
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 import kvpolicy
+from kvpolicy_eval.real import generated, measure
 from kvpolicy_eval.real.__main__ import main
+from kvpolicy_eval.real.chat import in_template
 from kvpolicy_eval.real.measure import PLACES, RealModel
-from kvpolicy_eval.real.prompts import COPIED, GIVEN, TASKS, Asked, facts, listed, needles, prose
-from kvpolicy_lm_eval.data.words import WORDS
+from kvpolicy_eval.real.prompts import (
+    COPIED,
+    GIVEN,
+    SIZED,
+    TASKS,
+    Asked,
+    chat,
+    code,
+    draw,
+    facts,
+    few,
+    labels,
+    line,
+    listed,
+    needles,
+    prose,
+    rows,
+    sentences,
+)
+from kvpolicy_lm_eval.data.words import CATEGORIES, WORDS
 
 TINY = str(files("kvpolicy") / "assets" / "tiny")
 """The embedded model, in the place of one with real weights."""
@@ -30,7 +52,7 @@ def test_prompts_are_drawn_again_and_differ(task: str) -> None:
     assert inside.answer == after.answer
 
 
-@pytest.mark.parametrize("asked", [facts, needles])
+@pytest.mark.parametrize("asked", [facts, needles, few])
 def test_exactly_one_sentence_has_the_answer(asked: Callable[[int], Asked]) -> None:
     for number in range(30):
         prompt = asked(number)
@@ -49,6 +71,81 @@ def test_what_is_given_of_a_list_stands_in_it_once_before_the_answer() -> None:
         assert lines[start : start + GIVEN + COPIED] == [*given, f"- {prompt.answer}"]
 
 
+def test_a_number_stands_in_quotes_behind_its_thing_once() -> None:
+    for number in range(30):
+        prompt = code(number)
+        told = prompt.question.split("Answer: ")[1]
+        assert prompt.document.count(f'{told}{prompt.answer}".') == 1 == prompt.document.count(prompt.answer)
+
+
+def test_a_sentence_goes_on_as_it_does_in_the_document() -> None:
+    for number in range(30):
+        prompt = line(number)
+        given = prompt.question.removeprefix("\n\nThe same sentence again:\n\n")
+        assert prompt.document.count(given) == 1 and f"{given} {prompt.answer}" in prompt.document
+        assert any(sentence.startswith(f"{given} {prompt.answer}") for sentence in sentences())
+
+
+def test_a_row_is_the_only_one_with_its_first_word() -> None:
+    for number in range(30):
+        prompt = rows(number)
+        given = prompt.question.splitlines()[-1]
+        lines = prompt.document.splitlines()[1:]
+        assert [row for row in lines if row.split()[0] == given.split()[0]] == [f"{given} {prompt.answer}"]
+
+
+def test_a_letter_is_that_of_the_other_words_of_its_category_and_the_word_is_new() -> None:
+    for number in range(30):
+        prompt = labels(number)
+        word = prompt.question.strip().rstrip(":")
+        shown = dict(row.split(": ") for row in prompt.document.splitlines())
+        category = next(members for members in CATEGORIES.values() if word in members)
+        assert word not in shown
+        assert {letter for other, letter in shown.items() if other in category} == {prompt.answer}
+        assert len(set(shown.values())) > 1
+
+
+@pytest.mark.parametrize("task", SIZED)
+def test_documents_have_about_as_many_tokens_as_asked_for(task: str) -> None:
+    short, long = (sum(len(draw(task, number, tokens).document) for number in range(8)) for tokens in (256, 1024))
+    assert 3 < long / short < 5
+
+
+TEMPLATE = "{% for message in messages %}<u>{{ message['content'] }}</u>{% endfor %}<a>"
+"""A chat template."""
+
+
+class Chats:
+    """A tokenizer with a chat template, whose texts are words."""
+
+    chat_template = TEMPLATE
+    bos_token = "<u>"
+
+    def __init__(self, adds: bool) -> None:
+        self.adds = adds
+
+    def __call__(self, text: str) -> object:
+        return SimpleNamespace(input_ids=[0] * self.adds + [len(word) for word in text.split()])
+
+    def apply_chat_template(self, messages: object, **_: object) -> str:
+        return jinja2.Template(TEMPLATE).render(messages=messages)
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["plain", "adds the first token"])
+def test_a_chat_ends_its_message_before_the_answer_begins(adds: bool) -> None:
+    plain = few(5)
+    found = in_template(chat(5), Chats(adds))
+    question, begun = plain.question.split("\nAnswer: ")
+    assert found.document == plain.document if adds else found.document == f"<u>{plain.document}"
+    assert found.question == f"{question}</u><a>{begun}" and found.answer == plain.answer
+
+
+def test_a_chat_needs_a_template(tmp_path: Path) -> None:
+    model = real(tmp_path, docs=1)
+    model.measure(["full"], ["chat"])
+    assert "must have a chat template" in model.answers("full", "chat", "after")["refused"]
+
+
 def test_prose_is_long_enough_and_has_no_code() -> None:
     assert ">>>" not in prose() and "    " not in prose()
     assert len(prose()) > 8 * 512 * 5
@@ -56,22 +153,67 @@ def test_prose_is_long_enough_and_has_no_code() -> None:
 
 def real(tmp_path: Path, docs: int = 2) -> RealModel:
     """The embedded model, and no result yet."""
+    tmp_path.mkdir(exist_ok=True)
     return RealModel(TINY, None, tmp_path / "real.jsonl", docs)
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = real(tmp_path)
-    found = first.answers("streaming@0.5", "list", "after", measure=True)
+    first.measure(["streaming@0.5", "tokenwise:bits=4"], ["list", "prose"])
+    found = first.answers("streaming@0.5", "list", "after")
     assert found["of"] == 2 and 0.4 < found["held"] < 0.6
-    prose_found = first.prose("tokenwise:bits=4", measure=True)
-    assert 0 < prose_found["keys"] < 0.1 and prose_found["bits"] > 0
+    prose_found = first.text("tokenwise:bits=4", "prose")
+    assert 0 < prose_found["keys"] < 0.1 and prose_found["bits"] > 0 and prose_found["divergence"] > 0
     second = real(tmp_path)
     monkeypatch.setattr(second, "_model", lambda: pytest.fail("a model was loaded"))
-    assert second.answers("streaming@0.5", "list", "after", measure=True) == found
-    assert second.prose("tokenwise:bits=4", measure=True) == prose_found
-    assert second.answers("streaming@0.5", "list", "inside", measure=False) == {}
-    assert real(tmp_path, 9).answers("streaming@0.5", "list", "after", measure=False) == found  # of fewer prompts
-    assert real(tmp_path, 1).answers("streaming@0.5", "list", "after", measure=False) == {}
+    second.measure(["streaming@0.5", "tokenwise:bits=4"], ["list", "prose"])
+    assert second.answers("streaming@0.5", "list", "after") == found
+    assert second.text("tokenwise:bits=4", "prose") == prose_found
+    assert second.answers("streaming@0.5", "facts", "inside") == {} == second.text("full", "prose")
+    assert real(tmp_path, 9).answers("streaming@0.5", "list", "after") == found  # of fewer prompts
+    assert real(tmp_path, 1).answers("streaming@0.5", "list", "after") == {}
+
+
+def test_more_prompts_continue_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt is answered once, whether the command was interrupted or not."""
+    policies = ["full", "streaming@0.5"]
+    monkeypatch.setattr(measure, "BLOCK", 2)
+    whole = real(tmp_path / "whole", docs=5)
+    whole.measure(policies, ["list"])
+    drawn: list[int] = []
+    monkeypatch.setattr(
+        measure, "draw", lambda task, number, tokens: drawn.append(number) or draw(task, number, tokens)
+    )
+    real(tmp_path / "parts", docs=2).measure(policies[:1], ["list"])
+    parts = real(tmp_path / "parts", docs=5)
+    parts.measure(policies, ["list"])
+    assert sorted(drawn) == sorted([*range(5)] * 4)  # two policies, two places
+    for policy in policies:
+        assert parts.answers(policy, "list", "after") == whole.answers(policy, "list", "after")
+        assert real(tmp_path / "parts", docs=4).answers(policy, "list", "inside")["of"] == 4
+    assert 0.4 < parts.answers("streaming@0.5", "list", "after")["held"] < 0.6
+
+
+def test_documents_of_another_length_are_another_result(tmp_path: Path) -> None:
+    short = RealModel(TINY, None, tmp_path / "real.jsonl", 1, tokens=64)
+    short.measure(["full"], ["few", "list"])
+    longer = RealModel(TINY, None, tmp_path / "real.jsonl", 1, tokens=128)
+    assert short.answers("full", "few", "after") and not longer.answers("full", "few", "after")
+    assert longer.answers("full", "list", "after") == short.answers("full", "list", "after") != {}
+
+
+def test_generated_text_is_predicted_as_by_a_plain_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generated, "ROWS", 2)
+    monkeypatch.setattr(generated, "NEW", 5)
+    model, tokenizer = kvpolicy.tiny()
+    text = generated.generate(model, tokenizer)
+    assert text.ids.shape == (2, generated.PROMPT + 5)
+    assert torch.equal(text.ids, generated.generate(model, tokenizer).ids)
+    with torch.inference_mode():
+        plain = model(text.ids).logits[:, generated.PROMPT - 1 : -1]
+        steps = torch.stack(text._of_full, 1)
+    torch.testing.assert_close(steps, plain, atol=1e-4, rtol=1e-4)
+    assert text.divergence("full") == 0 < text.divergence("streaming@0.1")
 
 
 def test_bits_are_those_of_a_plain_forward(tmp_path: Path) -> None:
@@ -82,18 +224,25 @@ def test_bits_are_those_of_a_plain_forward(tmp_path: Path) -> None:
     nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 448:].flatten(), reduction="sum")
     size = len("".join(tokenizer.batch_decode(ids[:, 448:])).encode())
     expected = nats.item() / torch.tensor(2.0).log().item() / size
-    assert real(tmp_path).prose("full", measure=True)["bits"] == pytest.approx(expected, abs=1e-4)
+    found = real(tmp_path)
+    found.measure(["full"], ["prose"])
+    measured = found.text("full", "prose")
+    assert measured["divergence"] == 0
+    assert measured["bits"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_what_a_policy_refuses_is_kept_and_has_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    page.write_text("<!-- table:real -->\n<!-- /table -->\n", encoding="utf-8")
+    page.write_text("<!-- table:real -->\n<!-- /table -->\n<!-- table:other -->\n<!-- /table -->\n", encoding="utf-8")
     arguments = ["--model", TINY, "--results", str(tmp_path / "out.jsonl"), "--n", "1"]
-    main([*arguments, "--only", "full", "full+lowrank:rank=99", "--fill", str(page)])
+    tasks = ["--tasks", "list", "prose"]
+    main([*arguments, *tasks, "--only", "full", "full+lowrank:rank=99", "--table", "other", "--fill", str(page)])
     kept = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    results = 2 * len(TASKS) + 1  # two places of the question, and prose
+    results = 2 + 1  # two places of the question, and prose
     assert len(kept) == 2 * results and sum("refused" in line for line in kept) == results
-    text = page.read_text(encoding="utf-8")
+    before, _, text = page.read_text(encoding="utf-8").partition("<!-- table:other -->\n")
+    assert before == "<!-- table:real -->\n<!-- /table -->\n"
+    assert "| policy | held | list, inside | list, after | bits per byte |" in text  # no columns without results
     assert "| `full` | 1.0" in text and "`full+lowrank" not in text and "`lowrank" not in text
     main([*arguments, "--only", "full", "--page-only"])
     assert "| `full` | 1.0" in capsys.readouterr().out
@@ -133,6 +282,7 @@ def test_a_tokenizer_that_joins_document_and_question_is_an_error(
 ) -> None:
     joined = facts(0)._replace(document="a b", question="c")
     monkeypatch.setitem(TASKS, "facts", lambda number: joined)
+    monkeypatch.setattr(measure, "PLACES", ("after",))
     model = real(tmp_path)
 
     class Joins:
@@ -141,7 +291,7 @@ def test_a_tokenizer_that_joins_document_and_question_is_an_error(
 
     monkeypatch.setattr(model, "_model", lambda: (kvpolicy.tiny()[0], Joins()))
     with pytest.raises(ValueError, match="must keep a document and a question apart"):
-        model.answers("full", "facts", "after", measure=True)
+        model.measure(["full"], ["facts"])
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming@0.1"])
@@ -149,6 +299,8 @@ def test_a_token_comes_after_the_compression(policy: str, tmp_path: Path, monkey
     """A record with a single digit, which only the full cache still has."""
     lines = "".join(f"{word}={number % 10}\n" for number, word in enumerate(WORDS[:60]))
     monkeypatch.setitem(TASKS, "facts", lambda number: Asked(lines, f"?{WORDS[20 + number]}=", f"{number}"))
+    model = real(tmp_path, docs=6)
+    model.measure([policy], ["facts"])
     for place in PLACES:
-        right = real(tmp_path, docs=6).answers(policy, "facts", place, measure=True)["right"]
+        right = model.answers(policy, "facts", place)["right"]
         assert right == 6 if policy == "full" else right < 4, place
