@@ -96,6 +96,7 @@ KINDS = {
         (
             "tests/cli/test_by_layer.py",
             "tests/serving/test_fields.py",
+            "tests/serving/test_formatted_answers.py",
             "tests/serving/test_limits.py",
             "tests/serving/test_rows.py",
             "tests/serving/test_server.py",
@@ -104,6 +105,7 @@ KINDS = {
             "tests/cli/test_by_layer.py::test_list_describes_it",
             "tests/cli/test_by_layer.py::test_refused",
             "tests/serving/test_fields.py::test_choices_are_the_answers_of_seeds_that_follow_each_other",
+            "tests/serving/test_formatted_answers.py::test_a_stream_of_calls[[]3]",
             "tests/serving/test_limits.py::test_extreme_numbers_are_answered",
             "tests/serving/test_rows.py::test_answers_are_those_that_requests_have_alone[[]snapkv@*",
             "tests/serving/test_rows.py::test_rows_that_fit_into_a_memory",

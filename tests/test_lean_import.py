@@ -21,6 +21,7 @@ LIBRARIES = {
     "datasets",
     "deepspeed",
     "fastapi",
+    "llguidance",
     "uvicorn",
     "openai",
     "yaml",

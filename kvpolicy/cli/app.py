@@ -32,7 +32,7 @@ EXTRAS = {
     **dict.fromkeys(("accelerate", "huggingface_hub", "safetensors", "tokenizers", "transformers"), "hf"),
     **dict.fromkeys(("sklearn", "tqdm"), "calib"),
     **dict.fromkeys(("fastapi", "openai", "starlette", "uvicorn"), "serve"),
-    **{"deepspeed": "deepspeed", "gguf": "gguf", "lm_eval": "lm-eval", "matplotlib": "plots"},
+    **{"deepspeed": "deepspeed", "gguf": "gguf", "llguidance": "grammar", "lm_eval": "lm-eval", "matplotlib": "plots"},
 }
 """The extra of the package that installs each optional module."""
 

@@ -15,6 +15,7 @@ from kvpolicy.serving.metrics import CacheUsage
 from kvpolicy.serving.requests import TOO_MANY, Call
 from kvpolicy.serving.sampling import LogProb
 from kvpolicy.serving.streamer import StopFilter
+from kvpolicy.serving.tool_calls import CallReader, read_calls
 
 
 def join(answers: Sequence[dict[str, Any]], jobs: Sequence[Job], call: Call) -> dict[str, Any]:
@@ -31,12 +32,18 @@ def join(answers: Sequence[dict[str, Any]], jobs: Sequence[Job], call: Call) -> 
 
 
 def _finished(choice: dict[str, Any], job: Job) -> dict[str, Any]:
-    """A choice whose text ends before a stop string, with its log probabilities."""
+    """A choice whose text ends before a stop string, with its log probabilities, and calls if they are its format."""
     holder, name = _text_of(choice, "message")
+    asked = job.call.format
+    if asked is not None and holder is not choice:
+        holder = choice["message"] = {"role": "assistant", name: job.written}  # as no parser of a template has read it
+    stop = StopFilter(job.call.stop)
     if holder.get(name):
-        stop = StopFilter(job.call.stop)
         holder[name] = stop.feed(holder[name]) + stop.flush()
-        _note_stop(choice, stop)
+    _note_end(choice, stop, job)
+    if asked is not None and asked.calls:
+        calls = read_calls(holder[name], job.key)
+        choice["message"] = {"role": "assistant", name: None, **({"tool_calls": calls} if calls else {})}
     if job.call.sampling.logprobs is not None:
         choice["logprobs"] = _logprobs(job, job.logprobs, in_chat=holder is not choice)
     return choice
@@ -87,6 +94,8 @@ async def rewrite(streams: Sequence[AsyncIterator[str]], jobs: Sequence[Job], ca
 async def _chunks(events: AsyncIterator[str], job: Job) -> AsyncIterator[dict[str, Any]]:
     """The chunks of one job, the last of which may be an error."""
     stop = StopFilter(job.call.stop)
+    asked = job.call.format
+    calls = CallReader(job.key) if asked is not None and asked.calls else None
     sent = 0
     async for several in events:
         for event in several.split("\n\n"):
@@ -94,17 +103,23 @@ async def _chunks(events: AsyncIterator[str], job: Job) -> AsyncIterator[dict[st
                 yield error_body(str(job.failure), job.failure.status)
                 return
             if event:
-                for chunk in _rewritten(json.loads(event.removeprefix("data: ")), stop):
+                for chunk in _rewritten(json.loads(event.removeprefix("data: ")), stop, job):
                     (choice,) = chunk["choices"]
                     holder, name = _text_of(choice, "delta")
+                    if calls is not None and holder.get(name):
+                        new = calls.feed(holder.pop(name))
+                        if not new:
+                            continue
+                        holder["tool_calls"] = new
                     known = job.logprobs
-                    if known[sent:] and (holder.get(name) or choice.get("finish_reason")):
+                    has_text = holder.get(name) or holder.get("tool_calls")
+                    if known[sent:] and (has_text or choice.get("finish_reason")):
                         choice["logprobs"] = _logprobs(job, known[sent:], in_chat=holder is not choice)
                         sent = len(known)
                     yield chunk
 
 
-def _rewritten(chunk: dict[str, Any], stop: StopFilter) -> list[dict[str, Any]]:
+def _rewritten(chunk: dict[str, Any], stop: StopFilter, job: Job) -> list[dict[str, Any]]:
     """One event as none, one or several."""
     chunk.pop("usage", None)
     (choice,) = chunk["choices"]
@@ -112,7 +127,7 @@ def _rewritten(chunk: dict[str, Any], stop: StopFilter) -> list[dict[str, Any]]:
     text = holder.get(name)
     if choice.get("finish_reason"):
         rest = stop.flush()
-        _note_stop(choice, stop)
+        _note_end(choice, stop, job)
         return [{**chunk, "choices": [_with_text(choice, rest)]}, chunk] if rest else [chunk]
     if text:
         holder[name] = stop.feed(text)
@@ -120,10 +135,16 @@ def _rewritten(chunk: dict[str, Any], stop: StopFilter) -> list[dict[str, Any]]:
     return [chunk]
 
 
-def _note_stop(choice: dict[str, Any], stop: StopFilter) -> None:
-    """Let a text that ended before a stop string say so: transformers sees only that the last token was reached."""
-    if stop.has_ended and choice["finish_reason"] == "length":
-        choice["finish_reason"] = "stop"
+def _note_end(choice: dict[str, Any], stop: StopFilter, job: Job) -> None:
+    """Say why a text ended where transformers cannot know: it counts tokens, and looks for calls of its own."""
+    asked = job.call.format
+    if stop.has_ended:
+        if asked is not None or choice["finish_reason"] == "length":
+            choice["finish_reason"] = "stop"
+    elif asked is not None and job.is_complete:
+        choice["finish_reason"] = "tool_calls" if asked.calls else "stop"
+    elif asked is not None and choice["finish_reason"] == "tool_calls":
+        choice["finish_reason"] = "length"
 
 
 def _with_text(choice: dict[str, Any], text: str) -> dict[str, Any]:

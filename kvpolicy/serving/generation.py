@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.serving.grammars import Grammars, Matcher
 from kvpolicy.serving.metrics import CacheUsage, Metrics
 from kvpolicy.serving.prefix import Prefix
 from kvpolicy.serving.requests import TOO_MANY, Call, RequestError, positions_of
@@ -64,9 +65,14 @@ class Prompt:
         """A prompt that was not read."""
         self.ids = ids
         self.config = config
-        ends = getattr(config, "eos_token_id", None)
-        self.ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
+        self.ends = ends_of(config)
         self.processors: list[Any] | None = None
+
+
+def ends_of(config: Any) -> set[int]:
+    """The tokens that end an answer, by a generation config."""
+    ends = getattr(config, "eos_token_id", None)
+    return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 class Group:
@@ -113,6 +119,8 @@ class Job:
         ended: Called once the answer has ended.
         decode: The text of a token.
         times: How long it took.
+        matcher: The tokens that the format of the answer allows; None for all.
+        written: The text of a whole answer that is not streamed.
         prompt: The prompt.
         text: Token ids of the prompt and the answer so far.
         tokens: Generated tokens.
@@ -139,6 +147,8 @@ class Job:
         self.streamer: AnswerStreamer | None = None
         self.decode: Callable[[int], str] = str
         self.times = Times()
+        self.matcher: Matcher | None = None
+        self.written = ""
         self._sampler: Sampler | None = None
         self._stops: StopStrings | None = None
 
@@ -162,6 +172,11 @@ class Job:
         return self.cancelled.is_set()
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the answer has all that its format asks for; False without a format."""
+        return self.matcher is not None and self.matcher.is_complete
+
+    @property
     def logprobs(self) -> list[Any]:
         """The log probabilities of the tokens so far, if the request asks for them."""
         return [] if self._sampler is None else self._sampler.logprobs
@@ -173,7 +188,13 @@ class Job:
         if self._sampler is None:
             is_greedy = not prompt.config.do_sample
             self._sampler = Sampler(
-                self.call.sampling, prompt.ids, new, prompt.processors or [], is_greedy=is_greedy, device=logits.device
+                self.call.sampling,
+                prompt.ids,
+                new,
+                prompt.processors or [],
+                is_greedy=is_greedy,
+                device=logits.device,
+                matcher=self.matcher,
             )
         token = self._sampler(logits, best)
         self.tokens.append(token)
@@ -184,7 +205,7 @@ class Job:
         if self.streamer is not None:
             self.streamer.add(token)
         is_stopped = self._stops is not None and self._stops.add(token)
-        return is_stopped or token in prompt.ends or len(self.tokens) >= new
+        return is_stopped or token in prompt.ends or len(self.tokens) >= new or self.is_complete
 
     def end(self, usage: CacheUsage | None, error: Exception | None) -> None:
         """End the answer: with what its cache held, or with an error; with neither if it was cancelled."""
@@ -264,6 +285,9 @@ class Generation:
         prefix: The cache that every request starts from, or None.
         queue: The most answers that wait for a row.
         length: The most tokens of a prompt and its answer, if rows have room for fewer than the model.
+
+    Attributes:
+        metrics: The counters.
     """
 
     def __init__(
@@ -276,10 +300,11 @@ class Generation:
     ) -> None:
         """Start the rows."""
         self._scheduler = scheduler
-        self._metrics = metrics
+        self.metrics = metrics
         self._prefix = prefix
         self._queue = queue
         self._length = length
+        self._grammars = Grammars()
         self._jobs: dict[str, Job] = {}
         metrics.prefix_nbytes = 0 if prefix is None else prefix.cache.nbytes
         metrics.watch(scheduler)
@@ -334,6 +359,8 @@ class Generation:
         """Start to generate, and return the queue of the text and its streamer."""
         job = self._jobs[request_id]
         queue: asyncio.Queue[Any] = asyncio.Queue()
+        if job.call.format is not None:  # the text is the answer, whatever it looks like
+            response_parser = None
         streamer = AnswerStreamer(processor, queue, job.post, job.cancel, response_parser)
         self._start(job, model, processor, inputs, gen_config, streamer)
         return queue, streamer
@@ -357,6 +384,7 @@ class Generation:
             raise Cancelled
         prompt = job.prompt.ids
         answer = AnswerTokens(processor, prompt, job.tokens)
+        job.written = answer.text
         return answer.text, len(prompt), answer
 
     def _start(self, job: Job, model: Any, processor: Any, inputs: Any, config: Any, streamer: Any) -> None:
@@ -368,6 +396,8 @@ class Generation:
             self._prefix.check(ids)
         of_model = config.stop_strings or ()  # those of a request are not among them
         configure(config, job.call, positions_of(model), self._length, len(ids), processor)
+        if job.call.format is not None:
+            job.matcher = self._grammars.matcher(job.call.format, processor, ends_of(config))
         ready = job.group.add(job, ids, config)
         job.prepare(processor, streamer, (*job.call.stop, *([of_model] if isinstance(of_model, str) else of_model)))
         if ready:
@@ -378,7 +408,7 @@ class Generation:
         outcome = "answered" if job.usage is not None else "cancelled"
         if job.failure is not None:
             outcome = "refused" if job.failure.status < 500 else "failed"
-        self._metrics.end(outcome, job)
+        self.metrics.end(outcome, job)
         self._jobs.pop(job.key, None)
         log.info("%s", _line(outcome, job))
 

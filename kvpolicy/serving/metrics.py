@@ -116,6 +116,12 @@ class Metrics:
         return 0 if self._scheduler is None else self._scheduler.running
 
     @property
+    def tokens(self) -> int:
+        """Generated tokens, with those of the answers in flight."""
+        rows = [] if self._scheduler is None else [*self._scheduler.rows]
+        return self.generated_tokens + sum(len(answer.tokens) for answer in rows if answer is not None)
+
+    @property
     def rows(self) -> int:
         """Rows for requests."""
         return 0 if self._scheduler is None else len(self._scheduler.rows)

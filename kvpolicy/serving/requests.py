@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import Request
 
+from kvpolicy.serving.formats import AnswerFormat, parse_format
 from kvpolicy.serving.handlers import RESERVED
 from kvpolicy.serving.sampling import Sampling
 from kvpolicy.serving.templates import as_list, brief, kind, parse_message
@@ -33,7 +34,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "logit_bias": ({},),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "tool_choice": ("auto",),
@@ -61,7 +61,7 @@ MOST_LOGPROBS = 20
 MOST_ROLES = 16
 """The most different roles of the messages of a request."""
 
-CHAT = {"messages", "tools", "chat_template_kwargs", "top_logprobs"}
+CHAT = {"messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "top_logprobs"}
 COMPLETION = {"prompt"}
 SHARED = {
     "model",
@@ -80,6 +80,7 @@ SHARED = {
     "repetition_penalty",
     "frequency_penalty",
     "presence_penalty",
+    "response_format",
 }
 
 
@@ -111,6 +112,7 @@ class Call:
         sample: Whether to sample (True), decode greedily (False), or do as the model's generation config says (None).
         sampling: What else the choice of tokens depends on.
         stop: Strings that end the answer, which does not contain them.
+        format: What the text of an answer is restricted to; None for nothing.
         prompts: The prompts of a completion; none for a chat, which has one.
         choices: Answers to each prompt.
     """
@@ -122,6 +124,7 @@ class Call:
     sample: bool | None = None
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    format: AnswerFormat | None = None
     prompts: tuple[str, ...] = ()
     choices: int = 1
 
@@ -249,6 +252,7 @@ def _call(fields: Mapping[str, Any], own: dict[str, Any], model: str, logprobs: 
         sample=sample,
         sampling=sampling,
         stop=_stop(fields.get("stop", [])),
+        format=parse_format(fields),
         choices=_integer("n", fields.get("n", 1), 1, MOST_CHOICES, 2),
     )
 

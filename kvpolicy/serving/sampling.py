@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.serving.grammars import Matcher
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -67,6 +69,7 @@ class Sampler:
         processors: The logits processors of transformers for this request.
         is_greedy: Whether the most likely token is taken.
         device: Where logits are.
+        matcher: The tokens that the format of the answer allows; None for all.
 
     Attributes:
         logprobs: The log probabilities of the tokens so far, if the request asks for them.
@@ -87,14 +90,17 @@ class Sampler:
         *,
         is_greedy: bool,
         device: torch.device | str = "cpu",
+        matcher: Matcher | None = None,
     ) -> None:
         """Nothing is chosen."""
         self.logprobs: list[LogProb] = []
         self._sampling = sampling
         self._processors = processors
         self._is_greedy = is_greedy
+        self._matcher = matcher
         self._penalizes = bool(sampling.frequency_penalty or sampling.presence_penalty)
-        self._is_plain = is_greedy and not processors and not self._penalizes and sampling.logprobs is None
+        is_raw = not processors and not self._penalizes and matcher is None
+        self._is_plain = is_greedy and is_raw and sampling.logprobs is None
         if self._is_plain:
             return
         self._text = torch.zeros(1, len(prompt) + new, dtype=torch.int64, device=device)
@@ -117,13 +123,18 @@ class Sampler:
         if self._is_plain:
             return best
         raw = logits.float()
-        scores = self._penalized(raw)[None]
+        scores = self._penalized(raw)
+        if self._matcher is not None:  # first, so that the most likely tokens are those of the allowed ones
+            scores = self._matcher.restrict(scores)
+        scores = scores[None]
         for processor in self._processors:
             scores = processor(self._text[:, : self._end], scores)
         if self._is_greedy:
             token = int(scores.argmax(-1))
         else:
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+        if self._matcher is not None:
+            self._matcher.take(token)
         if self._sampling.logprobs is not None:
             self.logprobs.append(_log_prob(raw, token, self._sampling.logprobs))
         if self._end < self._text.shape[1]:

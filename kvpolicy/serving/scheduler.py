@@ -89,8 +89,9 @@ class Forwards(Protocol):
 
 
 class _Read(NamedTuple):
-    """A prompt that was read, for further answers to it."""
+    """A prompt that was read, for further answers of its request, whose sampling and length are the same."""
 
+    client: Any
     text: list[int]
     cache: Any
     logits: Tensor
@@ -230,7 +231,7 @@ class Scheduler:
                 del self._waiting[client]
             elif queue[0].text != answer.text:
                 self._waiting.move_to_end(client)  # another prompt of this request waits for those of others
-        if self._read is not None and self._read.text != answer.text:
+        if not self._is_for(self._read, answer):
             self._read = None
         if self._read is None:
             self._reading.start(lambda: self._forwards.read(answer), lambda: self._is_over(answer))
@@ -248,10 +249,11 @@ class Scheduler:
         assert answer is not None
         row = self.rows.index(None)
         try:
-            text, cache, logits = self._read or _Read([*answer.text], *self._reading.result())
+            read = self._read or _Read(answer.client, [*answer.text], *self._reading.result())
+            cache, logits = read.cache, read.logits
             self._read = None
-            if self._next_text() == text:
-                self._read = _Read(text, cache, logits)
+            if self._is_for(read, self._next()):
+                self._read = read
                 cache = self._forwards.copy(cache)
             self.rows[row] = answer
             self._forwards.put(row, cache)
@@ -267,15 +269,22 @@ class Scheduler:
         finally:
             self._reader = None
 
-    def _next_text(self) -> list[int] | None:
-        """The text of the prompt that is next."""
+    def _next(self) -> Answer | None:
+        """The answer whose prompt is next."""
         with self._lock:
             queue = next(iter(self._waiting.values()), None)
-            return queue[0].text if queue else None
+            return queue[0] if queue else None
+
+    @staticmethod
+    def _is_for(read: _Read | None, answer: Answer | None) -> bool:
+        """Whether a prompt that was read is that of an answer."""
+        if read is None or answer is None:
+            return False
+        return read.client is answer.client and read.text == answer.text
 
     def _forget(self) -> None:
         """Free a prompt whose other answers were cancelled."""
-        if self._read is not None and self._reader is None and self._next_text() != self._read.text:
+        if self._reader is None and not self._is_for(self._read, self._next()):
             self._read = None
 
     # steps

@@ -42,12 +42,16 @@ class Server(uvicorn.Server):
     Args:
         config: The configuration.
         generation: The `Generation` that answers requests.
+
+    Attributes:
+        metrics: The counters.
     """
 
     def __init__(self, config: uvicorn.Config, generation: Generation) -> None:
         """A server that does not listen yet."""
         super().__init__(config)
         self._generation = generation
+        self.metrics = generation.metrics
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no new requests, and wait for the running one."""
@@ -106,7 +110,7 @@ def serving(
     compile: bool | None = None,
     capacity: Capacity = ONE_ROW,
     key: str | None = None,
-) -> Generator[uvicorn.Server, None, None]:
+) -> Generator[Server, None, None]:
     """Attach a policy to a model, and make the server.
 
     Args:

@@ -54,6 +54,20 @@ def texts(answer: Any) -> list[str]:
     return [found[index] for index in sorted(found)]
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_requests_with_the_same_prompt_are_sampled_as_each_of_them_asks(rows: int) -> None:
+    """Also if one waits behind the other, whose prompt is its own."""
+    asked: list[dict[str, Any]] = [{"temperature": 50.0, "seed": seed, "max_tokens": 8} for seed in range(4)]
+    asked[2] |= {"temperature": 1.0, "max_tokens": 3}
+    with (
+        running(kvpolicy.tiny(), capacity=Capacity(rows=rows, length=128)) as port,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        alone = [texts(complete(client, **fields)) for fields in asked]
+        assert list(pool.map(lambda fields: texts(complete(client, **fields)), asked)) == alone
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_are_the_answers_of_seeds_that_follow_each_other(stream: bool, client: Any) -> None:
     sampled = {"temperature": 3.0, "max_tokens": 8}

@@ -128,10 +128,21 @@ HONORED: dict[str, tuple[Any, Callable[[Call], bool]]] = {
     "repetition_penalty": (1.5, lambda call: call.sampling.repetition_penalty == 1.5 and call.sample is None),
     "frequency_penalty": (1.5, lambda call: call.sampling.frequency_penalty == 1.5),
     "presence_penalty": (-1, lambda call: call.sampling.presence_penalty == -1),
+    "response_format": ({"type": "json_object"}, lambda call: call.format is not None),
+    "tool_choice": ("required", lambda call: call.format is not None and call.format.calls),
+    "parallel_tool_calls": (False, lambda call: call.format is not None and ", call" not in call.format.grammar),
     "stream": (True, lambda call: call.stream),
     "stream_options": ({"include_usage": True}, lambda call: call.include_usage),
 }
 """Fields with an effect: a value, and how to see that it was taken."""
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+BESIDE: dict[str, dict[str, Any]] = {
+    "stream_options": {"stream": True},
+    "tool_choice": {"tools": TOOLS},
+    "parallel_tool_calls": {"tools": TOOLS, "tool_choice": "required"},
+}
+"""What some of them are given with."""
 
 TAKEN = {"top_k", "min_p", "repetition_penalty"}
 """Fields of other servers, which this one has too."""
@@ -158,8 +169,7 @@ def test_every_field_of_the_api_is_honored_or_refused_or_listed_as_ignored(kind:
     assert len(taken) > 8
     for name in taken:
         value, is_taken = HONORED[name]
-        more = {"stream": True} if name == "stream_options" else {}
-        assert is_taken(parse({**body, **more, name: value}, "tiny")), name
+        assert is_taken(parse({**body, **BESIDE.get(name, {}), name: value}, "tiny")), name
     plain = parse(body, "tiny")
     for name in IGNORED:
         assert parse({**body, name: "x"}, "tiny") == plain
@@ -221,12 +231,10 @@ def test_ignored_fields_are_documented() -> None:
         ({"stream_options": {"include_usage": 1}}, "include_usage of stream_options must be true or false, got 1"),
         ({"stream_options": {"include_obfuscation": True}}, "only include_usage, got include_obfuscation=true; try"),
         ({"stream_options": {"continuous_usage_stats": True}}, "only include_usage, got continuous_usage_stats=true"),
-        ({"parallel_tool_calls": False}, "got parallel_tool_calls=false; try it without parallel_tool_calls"),
-        ({"tool_choice": "none"}, 'got tool_choice="none"'),
+        ({"parallel_tool_calls": False}, "got false; try it without parallel_tool_calls"),
         ({"top_logprobs": 2}, "logprobs must be true with top_logprobs, got top_logprobs=2 alone"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20, got 21; try 5"),
         ({"logprobs": 2}, "logprobs must be true or false, got 2"),
-        ({"response_format": {"type": "json_object"}}, "got response_format="),
     ],
 )
 def test_parts_of_fields_are_not_left_out(fields: dict[str, Any], message: str) -> None:

@@ -181,6 +181,18 @@ def test_choices_of_a_prompt_share_its_reading() -> None:
     assert [choice.text for choice in choices] == [counted([20, 21], new) for new in (3, 4, 5)]
 
 
+def test_requests_with_the_same_prompt_read_it_each() -> None:
+    """Their sampling and their length may differ, for which reading a prompt prepares."""
+    model = Counting(2)
+    scheduler = Scheduler(model)
+    asked = [Asked([20], 3, client) for client in ("first", "first", "second")]
+    for answer in asked:
+        scheduler.submit([answer])
+    run(scheduler)
+    assert model.reads == [[20], [20]]
+    assert all(answer.text == counted([20], 3) for answer in asked)
+
+
 def test_a_prompt_that_was_read_for_cancelled_choices_is_forgotten() -> None:
     model = Counting(1)
     scheduler = Scheduler(model)

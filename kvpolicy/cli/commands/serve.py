@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,6 +80,9 @@ def serve(
             help="Key that clients must send. KVPOLICY_API_KEY in the environment does the same.",
         ),
     ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Do not show rows and tokens per second in the last line of a terminal.")
+    ] = False,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
 ) -> None:
@@ -97,6 +101,7 @@ def serve(
     from kvpolicy.serving.capacity import Capacity
     from kvpolicy.serving.prefix import PrefixFile
     from kvpolicy.serving.server import bind, log_to_terminal, run, serving
+    from kvpolicy.serving.status import show_status
     from kvpolicy.text.errors import KVPolicyError
 
     tile_size = arguments.tile_of(tile)
@@ -111,12 +116,16 @@ def serve(
     file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed, share_prefix)
     capacity = Capacity(rows=rows, length=length, memory=memory, share=prefill_share, queue=queue)
     names = check_names(arguments.parse_names(allowed_hosts)) if allowed_hosts else ()
-    with log_to_terminal(), bind(host, port) as listener:
+    with bind(host, port) as listener:
         from kvpolicy.cli.model_loading import load
 
         loaded, tokenizer = load(model, dtype, device)
         load_prefix = file and file.load
         how: Any = {"tile": tile_size, "hold": arguments.hold_of(hold_codes)}
         how |= {"compile": arguments.compile_of(compile), "capacity": capacity, "key": api_key or None}
-        with serving(loaded, tokenizer, model, str(parsed), listener, load_prefix, (host, *names), **how) as server:
+        with (
+            serving(loaded, tokenizer, model, str(parsed), listener, load_prefix, (host, *names), **how) as server,
+            nullcontext() if quiet else show_status(server.metrics),
+            log_to_terminal(),  # above the status
+        ):
             run(server, listener)
