@@ -77,7 +77,6 @@ class LayerContents:
         free_steps: Steps until the layer must demote tokens, or needs more slots.
         steps_unsorted: Steps since the slots of each row were sorted, if the reader wants them sorted.
         link: The link that every read of a decode step goes through.
-        is_full: Whether every slot is known to hold a token, for good: a step evicts one of each head, and masks none.
         has_pages: Whether every head of each row is known to have a page, for good.
         in_order: Whether slot n of each head is known to hold its row's token n, for good.
         shared: What the layers of the running step share; None in a compiled step, of a layer alone, and between steps.
@@ -111,7 +110,7 @@ class LayerContents:
         self.free_steps: float = 0
         self.steps_unsorted: list[int] = []
         self.link = Link(spec.host)
-        self.is_full = False
+        self._is_full = False
         self.has_pages = False
         self.in_order = False
         self.shared: SharedStep | None = None
@@ -184,6 +183,14 @@ class LayerContents:
         return (*self.calibrations, self.gate, self.basis)
 
     @property
+    def is_full(self) -> bool:
+        """Whether every slot is known to hold a token, for good: a step evicts one of each head, and masks none.
+
+        Never in a compiled step, which is one graph for full layers and others.
+        """
+        return not torch.compiler.is_compiling() and self._is_full
+
+    @property
     def can_run_out(self) -> bool:
         """Whether a step may find no free slot, because it must wait for a demotion or for more slots."""
         return self.spec.grows or self.may_exceed_plan or sum(self.layout.coded) > 0
@@ -194,7 +201,7 @@ class LayerContents:
         What is true of a layer is true of some of its rows.
         """
         tensors = self.tensors
-        self.is_full = False
+        self._is_full = False
         self.has_pages = tensors.pages is not None and self._each_head_has_pages(tensors.pages.owner)
         is_plain = tensors.pages is None and not sum(self.layout.coded)
         self.in_order = self.spec.grows and is_plain and self.holds_in_order()
@@ -204,7 +211,7 @@ class LayerContents:
                 self._row_budgets = tuple(budget.tolist())
             full = (tensors.positions >= 0).all()
             # A head without a page has no slot that could be empty.
-            self.is_full = bool(full) and (tensors.pages is None or self.has_pages)
+            self._is_full = bool(full) and (tensors.pages is None or self.has_pages)
 
     def _each_head_has_pages(self, owner: Tensor) -> bool:
         """Whether each head of each row has a page besides those of its buffer, of the owners [B, NB] of all pages."""

@@ -160,7 +160,7 @@ def _split_bytes(packed: Tensor, bits: int) -> list[Tensor]:
 def _split_into(packed: Tensor, bits: int) -> Tensor:
     """The codes at each place of a byte, the lowest first, written where they belong, [..., bytes * 8 / bits] fp32."""
     count = packed.shape[-1]
-    codes = torch.empty(*packed.shape[:-1], count * 8 // bits, device=packed.device)
+    codes = torch.empty(*packed.shape[:-1], count * 8 // bits, dtype=torch.float32, device=packed.device)
     last = 8 // bits - 1
     for place in range(last + 1):
         target = codes[..., place * count : (place + 1) * count]

@@ -28,7 +28,7 @@ def _layers(cache: kvpolicy.PolicyCache) -> list[PolicyLayer]:
 
 def _never_full(cache: kvpolicy.PolicyCache) -> None:
     for layer in _layers(cache):
-        layer.store.contents.is_full = False
+        layer.store.contents._is_full = False
 
 
 def _steps(

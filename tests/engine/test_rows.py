@@ -243,9 +243,13 @@ def test_states_and_latents_come_and_go_with_their_rows(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", star_of_three(), ids="+".join)
+@pytest.mark.parametrize("names", [names for names in star_of_three() if "knorm" not in names], ids="+".join)
 def test_a_random_walk(names: tuple[str, str, str]) -> None:
-    """After every random put, drop and step, each row holds what it holds alone, and gives its logits."""
+    """After every random put, drop and step, each row holds what it holds alone, and gives its logits.
+
+    Not `knorm`: a token has the same norm wherever it stands, and the rounding of a product of more rows may decide
+    which of two equal ones is kept.
+    """
     policy = words(*names, budget="0.5")
     model = build("llama", layers=layers_for(policy))
     tolerance = 0.1 if Policy.parse(policy).codec.stages else 5e-5

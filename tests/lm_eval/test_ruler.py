@@ -277,4 +277,5 @@ def test_four_documents_of_the_whole_length(policy: str) -> None:
     assert len(costs) == 13
     for cost in costs.values():
         assert cost["requests"] == 4 and cost["prompt_tokens"] > 4 * 3600
-        assert cost["kv_share"] == pytest.approx(1.0 if policy == "full" else 0.26, abs=0.02)
+        # A quarter of the context, and all of the question and of the answer.
+        assert 0.99 < cost["kv_share"] < 1.01 if policy == "full" else 0.25 < cost["kv_share"] < 0.3

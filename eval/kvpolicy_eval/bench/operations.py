@@ -22,9 +22,13 @@ READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 """Operations that wait until the device is done: a number is read, or a shape depends on data."""
 VIEWS = ("aten::_unsafe_view",)
 """Views whose schema does not say so."""
-ALLOCATIONS = ("aten::empty.memory_format", "aten::empty_strided", "aten::empty_like")
-"""Operations that take memory, and launch nothing."""
-ROWS = {"aten::gather": 0, "aten::index_select": 0, "aten::embedding": 0, "aten::index_copy_": 3}
+ROWS = {
+    "aten::gather": 0,
+    "aten::index_select": 0,
+    "aten::embedding": 0,
+    "aten::index_copy_": 3,
+    "aten::scatter_.src": 3,
+}
 """Operations that touch a part of their first tensor, as large as the result, or as the argument with this number."""
 
 
@@ -54,7 +58,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count an operation, and run it."""
         out = func(*args, **(kwargs or {}))
-        if not is_view(func) and func.name() not in ALLOCATIONS:
+        if not is_view(func):
             before = self.counted
             waits = func.name() in READS or by_mask(args) or leaves(args, out)
             nbytes = touched(func.name(), args, out)
