@@ -10,6 +10,7 @@ import pytest
 from tests.conformance.policies import (
     ALLOCATORS,
     CODECS,
+    GROUPING,
     MERGERS,
     SELECTORS,
     every_pair,
@@ -121,7 +122,8 @@ def test_every_method_on_two_ranks(tmp_path: Path) -> None:
     by_profile = "squeeze:profile=FOLDER/profile.json+tova@0.5"
     turned = (selectors[at:] + selectors[:at] for at in range(len(selectors)))
     every = (each_once(ALLOCATORS, names, CODECS) for names in turned)
-    rows = next(rows for rows in every if not any(is_refused(*row[1:]) for row in rows))
+    # `words` gives codecs of several layers a selector that they take.
+    rows = next(rows for rows in every if not any(is_refused(*row[1:]) and row[2] not in GROUPING for row in rows))
     _check(Heads(4, 2), 2, [*(words(*row) for row in rows), by_head, by_profile], tmp_path)
 
 
