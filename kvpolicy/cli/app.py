@@ -175,14 +175,14 @@ def _warnings_on_one_line() -> Generator[None, None, None]:
 
 
 @cached
-def _command() -> Any:
+def _click_command() -> Any:
     """The command of Click, which is built from the signatures of all commands."""
     return get_command(app)
 
 
 def _run(arguments: list[str]) -> int:
     try:
-        result: Any = _command().main(args=arguments, prog_name="kvpolicy", standalone_mode=False)
+        result: Any = _click_command().main(args=arguments, prog_name="kvpolicy", standalone_mode=False)
     except SystemExit as ended:  # raised for shell completion, and by Click for a broken pipe
         if isinstance(ended.__context__, BrokenPipeError):
             raise ended.__context__ from None
