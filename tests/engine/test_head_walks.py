@@ -129,6 +129,7 @@ def test_a_row_without_a_token_may_have_no_page() -> None:
     run = Run("h2o", AdaKV(), [24, 16])
     run.prompt([40, 30])
     run.store.tensors.paged().owner[1, run.store.tensors.paged().owner[1] == 0] = 1
+    run.store.contents.note_slots()  # what an edit of its pages ends with
     run.store.append(*run.draw(1), torch.tensor([[True], [False]]), ScoreTransform(SCALE))
     with pytest.raises(RuntimeError, match=NO_PAGE):
         run.store.append(*run.draw(1), None, ScoreTransform(SCALE))
