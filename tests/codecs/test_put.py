@@ -56,7 +56,10 @@ def test_no_tokens_and_no_elements() -> None:
     assert (target == 1).all()
 
 
-def test_only_a_contiguous_buffer_is_written_in_place() -> None:
+def test_a_buffer_that_is_not_contiguous_is_written_in_place_or_refused() -> None:
     """Writing to a copy would lose the tokens in silence."""
+    buffer = torch.zeros(1, 2, 4, 3).mT
+    write_slots(buffer, torch.zeros(1, 2, 1, dtype=torch.int64), torch.ones(1, 2, 1, 4))
+    assert buffer[:, :, 0].eq(1).all() and buffer[:, :, 1:].eq(0).all()
     with pytest.raises(RuntimeError, match="view"):
-        write_slots(torch.ones(1, 2, 4, 3).mT, torch.zeros(1, 2, 1, dtype=torch.int64), torch.ones(1, 2, 1, 4))
+        write_slots(buffer, torch.tensor([[[0, 1], [0, 1]]]), torch.ones(1, 2, 2, 4))
