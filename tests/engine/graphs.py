@@ -1,11 +1,37 @@
-"""What CUDA graphs ask of compiled code, as far as a CPU can tell: it writes only to tensors that stay in place."""
+"""Backends of `torch.compile` that run what was traced, and know what it was.
+
+`Graphs` knows what CUDA graphs ask of compiled code, as far as a CPU can tell: it writes only to tensors that stay in
+place.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
+from transformers import CompileConfig
+
+
+class Counter:
+    """A backend that counts graphs and their dynamic sizes; copies of a config share it."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.sizes = 0
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        self.graphs += 1
+        self.sizes += sum(isinstance(each, torch.SymInt) for each in inputs)
+        return graph
+
+    def __deepcopy__(self, memo: Any) -> Counter:
+        return self
+
+    @property
+    def config(self) -> CompileConfig:
+        return CompileConfig(backend=self, mode="default")
 
 
 class Graphs:

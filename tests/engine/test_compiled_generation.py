@@ -22,28 +22,11 @@ from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import make_batch
 from tests.conformance.policies import words
+from tests.engine.graphs import Counter
 
 NEW = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW}
 KIVI = "kivi:group_size=4:residual_length=4"
-
-
-class Counter:
-    """A backend that runs what was traced, and counts it; copies of a config share it."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.graphs += 1
-        return graph
-
-    def __deepcopy__(self, memo: Any) -> Counter:
-        return self
-
-    @property
-    def config(self) -> CompileConfig:
-        return CompileConfig(backend=self, mode="default")
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,11 @@ pytest.importorskip("uvicorn")
 
 import openai
 import torch
-from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy.serving.capacity import Capacity
+from kvpolicy_eval.bench.models import llama
+from tests.engine.graphs import Counter
 from tests.serving.servers import running
 
 KINDS: list[dict[str, Any]] = [
@@ -32,22 +33,6 @@ KINDS: list[dict[str, Any]] = [
 """What requests ask for besides their lengths."""
 
 
-class Counter:
-    """A backend that runs what was traced, and counts graphs and dynamic sizes; copies of a config share it."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-        self.sizes = 0
-
-    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
-        self.graphs += 1
-        self.sizes += sum(isinstance(each, torch.SymInt) for each in inputs)
-        return graph
-
-    def __deepcopy__(self, memo: Any) -> Counter:
-        return self
-
-
 @pytest.fixture(autouse=True)
 def fresh() -> Generator[None]:
     torch.compiler.reset()
@@ -58,19 +43,7 @@ def fresh() -> Generator[None]:
 def model_and_tokenizer() -> tuple[Any, Any]:
     """A Llama of two layers with random weights."""
     _, tokenizer = kvpolicy.tiny()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=512,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval(), tokenizer
+    return llama(2, 64, 4, kv_heads=2, vocabulary=len(tokenizer), positions=512), tokenizer
 
 
 def ask(port: int, number: int) -> list[str]:
@@ -92,7 +65,7 @@ def serve(policy: str, compile: bool) -> tuple[list[list[str]], Counter]:
     """The answers to 14 requests in three rows, and what their steps were compiled to."""
     model, tokenizer = model_and_tokenizer()
     counter = Counter()
-    model.generation_config.compile_config = CompileConfig(backend=counter, mode="default") if compile else None
+    model.generation_config.compile_config = counter.config if compile else None
     with (
         running((model, tokenizer), policy=policy, capacity=Capacity(rows=3, length=256), compile=compile) as port,
         ThreadPoolExecutor(5) as pool,
