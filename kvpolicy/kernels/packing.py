@@ -150,26 +150,25 @@ def _pack_part(codes: Tensor, bits: int) -> Tensor:
 
 def _split_bytes(packed: Tensor, bits: int) -> list[Tensor]:
     """The codes at each place of a byte, the lowest first, each [..., bytes]."""
-    mask = 2**bits - 1
-    last = 8 - bits
-    # The lowest codes need no shift and the highest ones no mask, which saves two operations.
-    middle = [(packed >> shift) & mask for shift in range(bits, last, bits)]
-    return [packed & mask, *middle, packed >> last]
+    return [_at_place(packed, bits, place) for place in range(8 // bits)]
 
 
 def _split_into(packed: Tensor, bits: int) -> Tensor:
     """The codes at each place of a byte, the lowest first, written where they belong, [..., bytes * 8 / bits] fp32."""
     count = packed.shape[-1]
     codes = torch.empty(*packed.shape[:-1], count * 8 // bits, dtype=torch.float32, device=packed.device)
-    last = 8 // bits - 1
-    for place in range(last + 1):
-        target = codes[..., place * count : (place + 1) * count]
-        # The lowest codes need no shift and the highest ones no mask, which saves two operations.
-        if place == last:
-            torch.bitwise_right_shift(packed, bits * place, out=target)
-        else:
-            torch.bitwise_and(packed >> (bits * place) if place else packed, 2**bits - 1, out=target)
+    for place, target in enumerate(codes.split(count, -1)):
+        _at_place(packed, bits, place, target)
     return codes
+
+
+def _at_place(packed: Tensor, bits: int, place: int, out: Tensor | None = None) -> Tensor:
+    """The codes at one place of each byte, written to `out` if it is given."""
+    shift = bits * place
+    # The lowest codes need no shift and the highest ones no mask, which saves two operations.
+    if shift == 8 - bits:
+        return packed >> shift if out is None else torch.bitwise_right_shift(packed, shift, out=out)
+    return torch.bitwise_and(packed >> shift if shift else packed, 2**bits - 1, out=out)
 
 
 def _in_compiled_cpu_code(packed: Tensor) -> bool:
