@@ -22,7 +22,6 @@ from kvpolicy.engine.reading import (
     channel_salience,
     choice_size,
     chooses,
-    entries_of,
     every_slot,
     follow,
     key_codes,
@@ -30,6 +29,7 @@ from kvpolicy.engine.reading import (
     row_entries,
     show,
     unscanned,
+    written_entries,
 )
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.state import carry_over, map_slots, slot_tensors
@@ -204,7 +204,7 @@ class LayerIndex:
                 return
             # Stages without slots are no parts (`_chosen_shape`), so a part may have another number than its stage.
             part = sum(size > 0 for size in coded[:stage])
-        self._update(Changed(self._layer.memo.once(_written_entries, shape, part, slots)))
+        self._update(Changed(self._layer.memo.once(written_entries, shape, part, slots)))
 
     def count_unsorted_step(self) -> bool:
         """Count a step that wrote slots; whether what `renew` does is due."""
@@ -474,12 +474,6 @@ class StepReads:
         layer = self._layer
         group_size = self._spec.codec_traits.group_size
         link.count_stages(layer.tensors.codes, layer.layout.coded, shape.slots, group_size, shape.page)
-
-
-def _written_entries(shape: ReadShape, part: int, slots: Tensor) -> Tensor:
-    """The entries of slots, which are counted from the first one of the layer."""
-    start, _ = shape.parts[part]
-    return entries_of(shape, part, slots - start if start else slots)
 
 
 def _behind(length: Tensor, slots: int) -> Tensor:

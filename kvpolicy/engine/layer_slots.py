@@ -14,7 +14,6 @@ from kvpolicy.engine.link import Link
 from kvpolicy.engine.reading import (
     ReadShape,
     choose,
-    entries_of,
     entry_slots,
     key_codes,
     largest_counts,
@@ -22,6 +21,7 @@ from kvpolicy.engine.reading import (
     need_of,
     restricted_rows,
     value_codes,
+    written_entries,
 )
 from kvpolicy.engine.reading_in_order import choose_in_order, held_by, slots_of
 from kvpolicy.engine.slot_codes import SlotCodes
@@ -95,7 +95,7 @@ class LayerSlots:
     def entries_of(self, slots: Tensor) -> Tensor:
         entries = torch.zeros_like(slots)
         for part, (start, _) in enumerate(self._shape.parts):
-            entries = torch.where(slots >= start, entries_of(self._shape, part, slots - start), entries)
+            entries = torch.where(slots >= start, written_entries(self._shape, part, slots), entries)
         return entries
 
     def keys(self, at: Tensor) -> Tensor:

@@ -287,6 +287,12 @@ def entries_of(shape: ReadShape, part: int, slots: Tensor) -> Tensor:
     return slots.div(shape.page, rounding_mode="floor") + first
 
 
+def written_entries(shape: ReadShape, part: int, slots: Tensor) -> Tensor:
+    """The entries of slots of a part, which are counted from the first one of the layer."""
+    start, _ = shape.parts[part]
+    return entries_of(shape, part, slots - start if start else slots)
+
+
 def largest_counts(shape: ReadShape, counts: Tensor, positions: Tensor) -> Tensor:
     """The largest of the counts [B, H, S] of the tokens in each entry, [B, H, X] fp32; 0 for an entry without one."""
     # No count is below 0, the logarithm of one token, so that the -1 behind a part is never the largest.

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpolicy.engine.reading import FIRST, NEWEST, RECENT, ReadShape
 from kvpolicy.kernels.in_memory import in_memory
 from kvpolicy.kernels.largest import largest
-from kvpolicy.protocols import Read, StepMemo
+from kvpolicy.protocols import ALONE, Read, StepMemo
 
 
 def choose_in_order(
@@ -45,14 +45,10 @@ def choose_in_order(
     entries = largest(in_memory(need), order.expand_as(need), shape.chosen)
     if in_slots_order:
         entries = entries.sort(-1).values
-    within = memo.once(torch.arange, shape.page, device=length.device)
-    slots = torch.add(within, entries[..., None], alpha=shape.page)
-    chosen = slots < length[:, None, None, None]
-    ((_, size),) = shape.parts
-    if size % shape.page:  # a slot behind the end repeats the last one, and is not read
-        slots = slots.clamp_max(size - 1)
+    places = _places(shape, entries, memo)
+    chosen = places < length[:, None, None, None]
     # An entry holds a token if its first slot does.
-    return Read(slots.flatten(2), chosen.flatten(2), entries, chosen[..., 0], none_empty=True)
+    return Read(_slots(shape, places), chosen.flatten(2), entries, chosen[..., 0], none_empty=True)
 
 
 def _empty_entries(length: Tensor, page: int, entries: int) -> Tensor:
@@ -76,13 +72,22 @@ def _levels(length: Tensor, page: int, entries: int, recent: int, sinks: int) ->
 
 def slots_of(shape: ReadShape, entries: Tensor) -> Tensor:
     """The slots of entries [B, H, n] of one part that begins at slot 0, [B, H, n * page]; the last one is repeated."""
-    ((_, size),) = shape.parts
-    within = torch.arange(shape.page, device=entries.device)
-    slots = torch.add(within, entries[..., None], alpha=shape.page).flatten(2)
-    return slots.clamp_max(size - 1) if size % shape.page else slots
+    return _slots(shape, _places(shape, entries))
 
 
 def held_by(shape: ReadShape, entries: Tensor, length: Tensor) -> Tensor:
     """Which slots of entries [B, H, n] hold a token of it, [B, H, n, page] bool."""
-    within = torch.arange(shape.page, device=entries.device)
-    return torch.add(within, entries[..., None], alpha=shape.page) < length[:, None, None, None]
+    return _places(shape, entries) < length[:, None, None, None]
+
+
+def _places(shape: ReadShape, entries: Tensor, memo: StepMemo = ALONE) -> Tensor:
+    """Where the tokens of entries [B, H, n] are, [B, H, n, page]; of the last entry also behind the end of the part."""
+    within = memo.once(torch.arange, shape.page, device=entries.device)
+    return torch.add(within, entries[..., None], alpha=shape.page)
+
+
+def _slots(shape: ReadShape, places: Tensor) -> Tensor:
+    """The slots at places [B, H, n, page], [B, H, n * page]; a place behind the end repeats the last slot, unread."""
+    ((_, size),) = shape.parts
+    slots = places.flatten(2)
+    return slots.clamp_max(size - 1) if size % shape.page else slots

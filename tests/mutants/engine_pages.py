@@ -319,8 +319,8 @@ MUTATIONS = (
     Mutation(
         name="of slots in order, one behind the newest token is read",
         file="kvpolicy/engine/reading_in_order.py",
-        old="chosen = slots < length[:, None, None, None]",
-        new="chosen = slots <= length[:, None, None, None]",
+        old="chosen = places < length[:, None, None, None]",
+        new="chosen = places <= length[:, None, None, None]",
         tests=("tests/engine/test_reading_in_order.py",),
     ),
     Mutation(
