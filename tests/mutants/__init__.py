@@ -1,14 +1,12 @@
 """Small defects that the tests must find, run by `python tests/mutations.py`.
 
-Those that a person thought of stand in one module for each room; those that `tests/draw_mutations.py` drew are lines of
-JSON, with the same fields.
+One file for each room, one line of JSON for each defect, with the fields of `Mutation`. A person thought of them, or read
+what `tests/draw_mutations.py` drew.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,10 +46,8 @@ class Mutation:
 
 
 def all_mutations() -> list[Mutation]:
-    """The mutations of all modules here, by room, and the drawn ones."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    written = [mutation for name in names for mutation in importlib.import_module(f"{__name__}.{name}").MUTATIONS]
-    return [*written, *(read(line) for path in sorted(FOLDER.glob("*.jsonl")) for line in path.open(encoding="utf-8"))]
+    """The mutations of all files here, by room."""
+    return [read(line) for path in sorted(FOLDER.glob("*.jsonl")) for line in path.open(encoding="utf-8")]
 
 
 def read(line: str) -> Mutation:
