@@ -47,7 +47,8 @@ class Mutation:
 
 def all_mutations() -> list[Mutation]:
     """The mutations of all files here, by room."""
-    return [read(line) for path in sorted(FOLDER.glob("*.jsonl")) for line in path.open(encoding="utf-8")]
+    rooms = (path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jsonl")))
+    return [read(line) for room in rooms for line in room.splitlines()]
 
 
 def read(line: str) -> Mutation:
