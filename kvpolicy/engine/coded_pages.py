@@ -195,9 +195,9 @@ class CodedPageBody:
             write_flat(f"state.{number}", target, slots, item, mask, undo)
         write_flat("positions", tensors.positions, slots, data.positions, mask, undo)
 
-    def _empty(self, slots: Tensor, mask: Tensor) -> None:
-        """Empty slots counted over all pages, [B, H, n], where `mask` [B, H, n] is set."""
-        nothing = torch.full_like(slots, -1, dtype=torch.int32)
+    def _empty(self, slots: Tensor, mask: Tensor | None) -> None:
+        """Empty slots counted over all pages, [B, H, n], where `mask` [B, H, n] is set, or all."""
+        nothing = self._layer.memo.once(torch.full, slots.shape, -1, dtype=torch.int32, device=slots.device)
         write_flat("emptied", self._layer.tensors.positions, slots, nothing, mask, self._layer.undo)
 
     # a decode step
@@ -209,11 +209,12 @@ class CodedPageBody:
         tensors = self._layer.tensors
         buffer = (tensors.keys, tensors.values)
         empty = tensors.positions < 0
-        owners = Owners.of(tensors.paged().owner, self._heads, self._layer.memo.once)
+        owners = self._owners()
         head = owners.head[:, : self.owner.shape[1]]
         pages = CodedPages(self._codec, tensors.codes[0], self._calibration, head, self._heads, tensors.values.dtype)
         counts = tensors.log_counts
-        return attend_pages(q, pages, empty, owners, transform, buffer, counts, want_weights=want_weights)
+        how = {"want_weights": want_weights, "none_alone": self._layer.evicts}  # a head that evicts holds a token
+        return attend_pages(q, pages, empty, owners, transform, buffer, counts, **how)
 
     def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
         """A slot of the buffer for each head's new token, [B, H, 1], after an eviction in heads that are full.
@@ -221,27 +222,37 @@ class CodedPageBody:
         And the slot of the buffer that takes in what was evicted, if tokens are merged in steps.
         """
         tensors = self._layer.tensors
-        size = tensors.positions.shape[-1]
-        owners = Owners.of(tensors.paged().owner, self._heads, self._layer.memo.once)
-        owned = owners.owned
-        of_codes = owned[..., : self.owner.shape[1]]
-        require_pages(self._layer, of_codes, valid)
-        occupied = view.valid
-        full = count_tokens(occupied, owned) >= of_codes.sum(-1) * size  # [B, H]
-        if valid is not None:
-            full = full & valid
-        # A head that is full is given pages between steps unless its row has all that it may have.
-        assert_compiled(lambda: (tensors.paged().complete[:, None] | ~full).all(), NO_SLOT)
+        owners = self._owners()
+        require_pages(self._layer, owners.owned[..., : self.owner.shape[1]], valid)
+        empty = view.positions < 0
+        full = self._full_heads(empty, owners.owned, valid)
         merge = None
         if not self._layer.spec.grows:
             # The evicted token may be coded, and the new one is not: they are in different slots.
-            victim = best_slot(victims(self._layer, view, ~occupied, owners), owners)
+            victim = best_slot(victims(self._layer, view, empty, owners), owners)
             if self._layer.spec.merges_in_steps:
-                merge = self._merge_evicted(victim, full[..., None], view)
-            self._empty(victim, full[..., None])
+                every = torch.ones_like(victim, dtype=torch.bool) if full is None else full
+                merge = self._merge_evicted(victim, every, view)
+            self._empty(victim, full)
         buffer = self._parts(tensors.positions)[1]
         assert_compiled(lambda: (buffer < 0).any(-1).all(), NO_SLOT)
         return buffer.argmin(-1, keepdim=True), merge  # an empty slot; of equal ones the first
+
+    def _owners(self) -> Owners:
+        layer = self._layer
+        return Owners.of(layer.tensors.paged().owner, self._heads, layer.memo.once, all_used=layer.evicts)
+
+    def _full_heads(self, empty: Tensor, owned: Tensor, valid: Tensor | None) -> Tensor | None:
+        """Which heads evict a token for the new one that they get, [B, H, 1] bool; None if all do."""
+        if self._layer.evicts:
+            return None if valid is None else valid[..., None].expand(-1, self._heads, 1)
+        slots = owned[..., : self.owner.shape[1]].sum(-1) * empty.shape[-1]
+        full = count_tokens(~empty, owned) >= slots  # [B, H]
+        if valid is not None:
+            full = full & valid
+        # A head that is full is given pages between steps unless its row has all that it may have.
+        assert_compiled(lambda: (self._layer.tensors.paged().complete[:, None] | ~full).all(), NO_SLOT)
+        return full[..., None]
 
     def _merge_evicted(self, slots: Tensor, there: Tensor, view: View) -> SlotMerge:
         """Merge the tokens in `slots` [B, H, 1], counted over all pages, into other ones of the buffers, if `there`."""

@@ -127,7 +127,7 @@ class ExactPageBody:
 
     def _owners(self) -> Owners:
         layer = self._layer
-        return Owners.of(self.owner, layer.shape.heads, layer.memo.once, all_used=layer.is_full)
+        return Owners.of(self.owner, layer.shape.heads, layer.memo.once, all_used=layer.evicts)
 
     def attend(
         self, q: Tensor, transform: ScoreTransform, *, want_weights: bool
@@ -153,7 +153,7 @@ class ExactPageBody:
         owner = self.owner
         heads = layer.shape.heads
         owners = self._owners()
-        if layer.is_full:
+        if layer.evicts:
             slot = best_slot(victims(layer, view, None, owners), owners)
         else:
             require_pages(layer, owners.owned, valid)

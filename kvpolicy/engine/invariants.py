@@ -228,6 +228,8 @@ def _check_numbers(store: LayerStore, positions: Tensor) -> None:
     _require(layer.free_steps <= store.geometry.count_free_steps(), store, "no step is counted that has no slot")
     full = (tensors.positions >= 0).all()
     _require(full | (not layer.is_full), store, "a layer that is noted as full has no empty slot")
+    fine = not layer.evicts or layer.holds_all_it_may()
+    _require(fine, store, "a layer that is noted to evict holds all that it may")
     _require(not layer.in_order or layer.holds_in_order(), store, "a layer that is noted as in order is")
     lengths = tensors.length.tolist()
     fine = all(ranked <= seen for ranked, seen in zip(layer.schedule.ranked_len, lengths, strict=True))

@@ -110,7 +110,7 @@ class LayerContents:
         self.free_steps: float = 0
         self.steps_unsorted: list[int] = []
         self.link = Link(spec.host)
-        self._is_full = False
+        self._evicts = False
         self.has_pages = False
         self.in_order = False
         self.shared: SharedStep | None = None
@@ -183,12 +183,20 @@ class LayerContents:
         return (*self.calibrations, self.gate, self.basis)
 
     @property
-    def is_full(self) -> bool:
-        """Whether every slot is known to hold a token, for good: a step evicts one of each head, and masks none.
+    def evicts(self) -> bool:
+        """Whether every head is known to hold all tokens that it may, for good: a step evicts one of each head.
 
         Never in a compiled step, which is one graph for full layers and others.
         """
-        return not torch.compiler.is_compiling() and self._is_full
+        return not torch.compiler.is_compiling() and self._evicts
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot is known to hold a token, for good: a step masks none.
+
+        With a codec, the slots of a buffer wait for tokens.
+        """
+        return self.evicts and not sum(self.layout.coded)
 
     @property
     def can_run_out(self) -> bool:
@@ -201,25 +209,38 @@ class LayerContents:
         What is true of a layer is true of some of its rows.
         """
         tensors = self.tensors
-        self._is_full = False
+        self._evicts = False
         self.has_pages = tensors.pages is not None and self._each_head_has_pages(tensors.pages.owner)
         is_plain = tensors.pages is None and not sum(self.layout.coded)
         self.in_order = self.spec.grows and is_plain and self.holds_in_order()
-        if not self.can_run_out:
+        if not self.spec.grows and not self.may_exceed_plan:
             if self._row_budgets is None:
                 budget = tensors.budget if tensors.pages is None else tensors.pages.average
                 self._row_budgets = tuple(budget.tolist())
-            full = (tensors.positions >= 0).all()
-            # A head without a page has no slot that could be empty.
-            self._is_full = bool(full) and (tensors.pages is None or self.has_pages)
+            self._evicts = self.holds_all_it_may()
+
+    def holds_all_it_may(self) -> bool:
+        """Whether every head holds all tokens that it may."""
+        tensors = self.tensors
+        occupied = tensors.positions >= 0
+        coded = sum(self.layout.coded) > 0
+        if tensors.pages is not None:
+            # No head holds more than its pages have slots, so all do if a row does; a page that it does not use is
+            # empty. A head without a page has no slot that could be empty.
+            pages = tensors.pages.owner.shape[1] - (self._buffer_pages() if coded else 0)
+            return self.has_pages and bool((occupied.sum((1, 2)) == pages * occupied.shape[-1]).all())
+        full = occupied.sum(-1) >= tensors.budget[:, None] if coded else occupied
+        return bool(full.all())
 
     def _each_head_has_pages(self, owner: Tensor) -> bool:
         """Whether each head of each row has a page besides those of its buffer, of the owners [B, NB] of all pages."""
-        tensors = self.tensors
-        buffers = 0
-        if sum(self.layout.coded):
-            buffers = buffer_pages(tensors.keys.shape[2], tensors.positions.shape[-1]) * self.shape.heads
+        buffers = self._buffer_pages() if sum(self.layout.coded) else 0
         return bool(owned_by(owner[:, : owner.shape[1] - buffers], self.shape.heads).any(-1).all())
+
+    def _buffer_pages(self) -> int:
+        """Pages of a row that are buffers."""
+        tensors = self.tensors
+        return buffer_pages(tensors.keys.shape[2], tensors.positions.shape[-1]) * self.shape.heads
 
     def holds_in_order(self) -> bool:
         """Whether slot n of each head holds its row's token n, and the others none; not in pages."""

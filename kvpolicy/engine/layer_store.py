@@ -231,8 +231,8 @@ class LayerStore:
         if self.spec.undoes_rotation:
             pending = pending._replace(rotation=KeyRotation(self.spec.rope, rope_offset))
         self.geometry.compress(pending, budget, massive=massive)
-        # No buffer is full here, since a geometry demotes what it must: this call counts the free steps.
-        self.demote()
+        # No buffer is full here, since a geometry demotes what it must.
+        self.recount()
 
     @on_host
     def trim(self, pending: PendingPrompt, bounds: LayerBounds, rope_offset: Tensor | None = None) -> PendingPrompt:
@@ -417,11 +417,16 @@ class LayerStore:
                 self.slots.index.renew()
         if layer.free_steps < 1:
             self.demote()
+            if not layer.evicts:  # steps may have filled it meanwhile
+                layer.note_slots()
         if layer.undo is not None:
             self.journal.note_numbers()
 
     def demote(self) -> None:
-        """Demote blocks until no head's full-precision buffer is full, in the rows where one is."""
+        """Demote blocks until no head's full-precision buffer is full, in the rows where one is, and count free steps.
+
+        No head holds more or fewer tokens than before.
+        """
         due = due_rows(self.geometry.full_rows())
         if due:
             with self.journal.block_work():
@@ -430,7 +435,7 @@ class LayerStore:
                         with only_rows(self.contents, rows):
                             self.geometry.demote()
                     due = due_rows(self.geometry.full_rows())
-        self.recount()
+        self.contents.free_steps = self.geometry.count_free_steps()
 
     def rerank(self) -> None:
         """Rank all slots together in the rows where it is time; see `Reranks`."""
@@ -465,6 +470,7 @@ class LayerStore:
             self.journal.note_sizes()
             added = self.geometry.extend(needed)
             self.demote()
+        self.contents.note_slots()
         return added
 
     def reserve(self, new: int) -> int:
@@ -475,6 +481,7 @@ class LayerStore:
         self.journal.note_sizes()
         added = self.geometry.extend(lacking)
         self.demote()
+        self.contents.note_slots()
         return added
 
     def recount(self) -> None:

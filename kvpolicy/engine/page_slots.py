@@ -60,6 +60,7 @@ def attend_pages(
     counts: Tensor | None = None,
     *,
     want_weights: bool = True,
+    none_alone: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attend from one token per row to the pages of each head. Traceable, no host sync.
 
@@ -77,12 +78,14 @@ def attend_pages(
         counts: Logarithm of the number of tokens that each slot stands for, [B, NB, P] fp32; None if it is always one.
             The pages of the buffer follow.
         want_weights: Whether to return more than the output.
+        none_alone: Whether each head is known to attend to a slot; it is if no slot is empty.
 
     Returns:
         The output [B, Hq, 1, D], the attention weights [B, NB, G, P] fp32, those of the buffer's pages last, and the
         logarithm of the sum of the exponentials of the scores, [B, H, G] fp32.
     """
     heads = owners.owned.shape[1]
+    none_alone = none_alone or empty is None
     grouped = q.squeeze(2).unflatten(1, (heads, -1))
     size = 0
     behind: Tensor | None = None
@@ -110,7 +113,7 @@ def attend_pages(
         top = torch.maximum(top, behind.amax(-1))
     if transform.sinks is not None:
         top = torch.maximum(top, transform.sinks.float().view(heads, -1))
-    if empty is not None:  # a row without any token has no score but -inf, and -inf minus -inf is NaN
+    if not none_alone:  # a row without any token has no score but -inf, and -inf minus -inf is NaN
         top = top.clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(score - owners.for_pages(top)[..., None])
     member = owners.owned.to(torch.float32)
@@ -124,7 +127,7 @@ def attend_pages(
         out = out + matmul(behind.to(buffer[1].dtype), buffer[1]).float()
     if transform.sinks is not None:
         total = total + torch.exp(transform.sinks.float().view(heads, -1) - top)
-    if empty is not None:
+    if not none_alone:
         total = total.clamp_min(torch.finfo(torch.float32).tiny)  # 1 or more, but for a row without any token
     attended = (out / total[..., None]).to(q.dtype).flatten(1, 2).unsqueeze(2)
     if not want_weights:

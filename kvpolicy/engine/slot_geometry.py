@@ -213,15 +213,18 @@ class SlotGeometry:
             if layer.shared is not None and layer.in_order:
                 return layer.memo.once(_newest_slot, view.length, view.positions.shape[1]), None
             return self._empty_slot(), None
-        if layer.is_full:
+        coded = sum(layer.layout.coded) > 0
+        if layer.evicts and not coded:
             slot = eviction_scores(self._spec.selector, tensors.state, view, None).argmax(-1, keepdim=True)
             if not self._spec.merges_in_steps:
                 return slot, None
             return slot, self._merge_evicted(slot, torch.ones_like(slot, dtype=torch.bool), valid, view)
-        occupied = view.valid
-        empty = ~occupied
-        full = occupied.sum(-1, keepdim=True) >= tensors.budget[:, None, None]
-        if not sum(layer.layout.coded):
+        empty = view.positions < 0
+        if layer.evicts:  # every head is full
+            full = None if valid is None else valid[:, :, None].expand(-1, empty.shape[1], 1)
+            return self._evict_coded(view, empty, full)
+        full = (~empty).sum(-1, keepdim=True) >= tensors.budget[:, None, None]
+        if not coded:
             # The new token takes the evicted one's slot. A row without a token writes nothing, wherever it points.
             scores = eviction_scores(self._spec.selector, tensors.state, view, empty)
             # Of several free slots, any will do: the order of slots has no meaning. Scores have no ties at the top,
@@ -231,13 +234,16 @@ class SlotGeometry:
             if layer.may_exceed_plan:
                 assert_compiled(lambda: (full | empty.any(-1, keepdim=True)).all(), NO_SLOT)
             return slot, merge
-        merge = None
-        if valid is not None:
-            full = full & valid[:, :, None]
+        return self._evict_coded(view, empty, full if valid is None else full & valid[:, :, None])
+
+    def _evict_coded(self, view: View, empty: Tensor, full: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
+        """Evict a token of each head that is `full` [B, H, 1], or of all; see `free_slot`."""
         # The evicted token may be coded, and the new one is not: they are in different slots.
-        victim = eviction_scores(self._spec.selector, tensors.state, view, empty).argmax(-1, keepdim=True)
+        victim = eviction_scores(self._spec.selector, self.layer.tensors.state, view, empty).argmax(-1, keepdim=True)
+        merge = None
         if self._spec.merges_in_steps:
-            merge = self._merge_evicted(victim, full, None, view)
+            every = torch.ones_like(victim, dtype=torch.bool) if full is None else full
+            merge = self._merge_evicted(victim, every, None, view)
         self.writer.write(victim, None, full)
         return self._empty_slot(), merge
 

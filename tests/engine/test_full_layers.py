@@ -14,8 +14,14 @@ from kvpolicy.hf.layer import PolicyLayer
 from tests.conformance.models import build
 
 NEW = 6
-POLICIES = ("snapkv@0.3", "h2o@24", "h2o+merge@24", "uniform/adakv+h2o@32", "window@16")
-"""Of slots and of pages, with and without weights of attention and merges."""
+CODES = "tokenwise:bits=4:block_size=4:residual_length=4"
+POLICIES = (
+    *("snapkv@0.3", "h2o@24", "h2o+merge@24", "uniform/adakv+h2o@32", "window@16"),
+    *(f"snapkv+{CODES}@24", f"h2o+merge+{CODES}@24", f"uniform/adakv+snapkv+{CODES}@32"),
+    *("snapkv+kivi:bits=4:group_size=4:residual_length=4@24", f"uniform/adakv+h2o+merge+{CODES}@32"),
+)
+"""Of slots and of pages, with and without weights of attention and merges, exact and in codes, of which steps make one
+block."""
 
 
 def _ids(tokens: int) -> torch.Tensor:
@@ -26,9 +32,16 @@ def _layers(cache: kvpolicy.PolicyCache) -> list[PolicyLayer]:
     return cache.policy_layers
 
 
+def _evict(cache: kvpolicy.PolicyCache) -> list[bool]:
+    """Of each layer, whether each of its steps is known to evict; without a codec, all slots are full then."""
+    layers = [layer.store.contents for layer in _layers(cache)]
+    assert all(layer.is_full == (layer.evicts and not sum(layer.layout.coded)) for layer in layers)
+    return [layer.evicts for layer in layers]
+
+
 def _never_full(cache: kvpolicy.PolicyCache) -> None:
     for layer in _layers(cache):
-        layer.store.contents._is_full = False
+        layer.store.contents._evicts = False
 
 
 def _steps(
@@ -54,11 +67,23 @@ def test_the_shorter_way_leads_to_the_same_bits(policy: str) -> None:
     ids = _ids(80)
 
     def note(cache: kvpolicy.PolicyCache) -> None:
-        known.extend(layer.store.contents.is_full for layer in _layers(cache))
+        known.extend(_evict(cache))
 
     short = _steps(policy, ids, None, note)
     assert all(known) and known
     for ours, theirs in zip(short, _steps(policy, ids, None, _never_full), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_row_without_a_token_evicts_none(policy: str) -> None:
+    ids = _ids(80).expand(2, -1)
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    known: list[bool] = []
+    short = _steps(policy, ids, mask, lambda cache: known.extend(_evict(cache)))
+    assert all(known) and known
+    for ours, theirs in zip(short, _steps(policy, ids, mask, _never_full), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -67,14 +92,18 @@ def test_only_rows_that_are_all_full_are() -> None:
     mask = torch.ones_like(ids)
     mask[0, :70] = 0
     known: list[bool] = []
-    _steps("h2o@24", ids, mask, lambda cache: known.extend(e.store.contents.is_full for e in _layers(cache)))
+    _steps("h2o@24", ids, mask, lambda cache: known.extend(_evict(cache)))
     assert known == [False, False]
 
 
-def test_a_prompt_that_is_shorter_than_its_slots_leaves_room() -> None:
+@pytest.mark.parametrize("policy", ["h2o@24", f"h2o+{CODES}@24", f"uniform/adakv+h2o+{CODES}@24"])
+def test_a_prompt_one_token_shorter_than_its_budget_leaves_room(policy: str) -> None:
     known: list[bool] = []
-    _steps("h2o@64", _ids(40), None, lambda cache: known.extend(e.store.contents.is_full for e in _layers(cache)))
+    ids = _ids(23 + NEW)
+    short = _steps(policy, ids, None, lambda cache: known.extend(_evict(cache)))
     assert known == [False, False]
+    for ours, theirs in zip(short, _steps(policy, ids, None, _never_full), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_removed_tokens_leave_room() -> None:
@@ -82,10 +111,10 @@ def test_removed_tokens_leave_room() -> None:
     with torch.no_grad(), kvpolicy.attach(model, "snapkv@24"):
         cache = kvpolicy.PolicyCache(model, new=NEW)
         model(_ids(80), cache=cache)
-        assert all(layer.store.contents.is_full for layer in _layers(cache))
+        assert all(_evict(cache))
         cache.mark(2)
         model(_ids(1), cache=cache)
         cache.rollback(0)
-        assert all(layer.store.contents.is_full for layer in _layers(cache))
+        assert all(_evict(cache))
         cache.shift(75, -5)
-        assert not any(layer.store.contents.is_full for layer in _layers(cache))
+        assert not any(_evict(cache))

@@ -1,7 +1,7 @@
 """Small defects that the tests must find, run by `python tests/mutations.py`.
 
-One file for each room, one line of JSON for each defect, with the fields of `Mutation`. A person thought of them, or read
-what `tests/draw_mutations.py` drew.
+One file for each room, one line of JSON for each defect, with the fields of `Mutation`. A person thought of them, or
+read what `tests/draw_mutations.py` drew.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 """Operations that wait until the device is done: a number is read, or a shape depends on data."""
 VIEWS = ("aten::_unsafe_view",)
 """Views whose schema does not say so."""
+MEMORY = ("aten::empty.memory_format", "aten::empty_like", "aten::empty_strided", "aten::new_empty")
+"""Operations that take memory and write nothing to it: no kernel is launched."""
 ROWS = {
     "aten::gather": 0,
     "aten::index_select": 0,
@@ -58,7 +60,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count an operation, and run it."""
         out = func(*args, **(kwargs or {}))
-        if not is_view(func):
+        if not is_view(func) and func.name() not in MEMORY:
             before = self.counted
             waits = func.name() in READS or by_mask(args) or leaves(args, out)
             nbytes = touched(func.name(), args, out)

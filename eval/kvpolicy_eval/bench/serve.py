@@ -1,7 +1,7 @@
-"""`kvpolicy serve` under clients that ask at random moments: one row, and several in one batch.
+"""`kvpolicy serve` under clients that ask at random moments: one row, and as many as fit into the same memory.
 
 The server is a thread with a random model, whose answers have the length that is asked for; clients stream them. What
-is measured is what a client sees.
+is measured is what a client sees. The memory is that of a few rows of the full cache.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ COLUMNS = [
     "bytes of the cache",
     "tokens/s",
     "over one row",
+    "over `full`",
     "first token, s: p50",
     "p99",
     "between tokens, ms: p50",
@@ -202,19 +203,31 @@ def measure_server(policy: str, rows: int, asked: Sequence[Request], length: int
     return Measured(held, sum(each.new for each in seen) / seconds, [each.first for each in seen], gaps)
 
 
+def fitting(policies: Sequence[str], full_rows: int, length: int, most: int) -> dict[str, int]:
+    """For each policy, the rows of a length that fit into the memory of some rows of the full cache; `most` at most."""
+    model, _ = model_and_tokenizer()
+    memory = kvpolicy.plan(model, "full", batch=full_rows, prompt=length).nbytes
+    each = {policy: kvpolicy.plan(model, policy, prompt=length).nbytes for policy in policies}
+    return {policy: max(min(memory // nbytes, most), 1) for policy, nbytes in each.items()}
+
+
 def lines(args: argparse.Namespace, asked: Sequence[Request], length: int) -> Iterator[list[str]]:
-    """The rows of the table."""
-    for policy in args.policies or POLICIES:
-        base = 0.0
-        for rows in (1, args.rows):
+    """The rows of the table; `full` comes first, since the others are compared with it."""
+    policies = ["full", *(policy for policy in args.policies or POLICIES if policy != "full")]
+    full = 0.0
+    for policy, most in fitting(policies, args.full_rows, length, len(asked)).items():
+        one = 0.0
+        for rows in dict.fromkeys((1, most)):
             found = measure_server(policy, rows, asked, length, args.compile)
-            base = base or found.rate
+            one = one or found.rate
+            full = found.rate if policy == "full" else full  # with the most rows, which come last
             yield [
                 f"`{policy}`",
                 str(rows),
                 format_bytes(found.nbytes),
                 f"{found.rate:.1f}",
-                f"{found.rate / base:.2f}x",
+                f"{found.rate / one:.2f}x",
+                "" if rows == 1 else f"{found.rate / full:.2f}x",
                 f"{quantile(found.first, 0.5):.2f}",
                 f"{quantile(found.first, 0.99):.2f}",
                 f"{1000 * statistics.median(found.gaps):.0f}",
@@ -226,12 +239,14 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
     """The table."""
     prompt, new = ((50, 100), (4, 8)) if args.quick else (PROMPT, NEW)
     asked = requests(4 if args.quick else args.clients, args.rate, prompt, new)
-    rows = collect(lines(args, asked, prompt[1] + new[1] + 8))
+    length = prompt[1] + new[1] + 8
+    rows = collect(lines(args, asked, length))
     note = (
         f"A Llama of {LAYERS} layers, hidden size {HIDDEN}, {KV_HEADS} KV heads, fp32, random weights, "
         f"{'compiled' if args.compile else 'eager'} steps: {len(asked)} clients, {args.rate:g} requests a second as a "
         f"Poisson process, prompts of {prompt[0]:,} to {prompt[1]:,} tokens, answers of {new[0]} to {new[1]}, in the "
-        f"process of the server; {torch_note()}."
+        f"process of the server. Rows: one, and as many as fit into the memory of {args.full_rows} rows of the full "
+        f"cache of {length:,} tokens, up to one for each client; {torch_note()}."
     )
     yield Section("serve", [Grid(COLUMNS, rows)], note)
 
@@ -242,7 +257,7 @@ TABLE = Table(
     options=[
         Option("--clients", type=int, default=CLIENTS, help="clients, each with one request"),
         Option("--rate", type=float, default=RATE, help="requests of a second, in the mean"),
-        Option("--rows", type=int, default=8, help="rows of the batch"),
+        Option("--full-rows", type=int, default=4, help="rows of the full cache whose memory all have"),
         Option("--policies", nargs="*", help="policies; by default four"),
         Option("--compile", action="store_true", help="compile steps"),
         Option("--quick", action="store_true", help="few clients with short prompts, to see that it runs"),
