@@ -74,7 +74,7 @@ def warn_beyond_trained(model: Any, limit: int) -> None:
     )
 
 
-_UNFAITHFUL = {
+UNFAITHFUL = {
     "bamba": "one token at a time or several",
     "jamba": "several tokens at once, as in chunks and second turns",
 }
@@ -83,9 +83,9 @@ _UNFAITHFUL = {
 
 def warn_of_states(model: Any, model_type: str) -> None:
     """Warn the caller of `attach` if transformers itself does not continue the states of a model."""
-    if model_type in _UNFAITHFUL:
+    if model_type in UNFAITHFUL:
         warnings.warn(
-            f"transformers does not continue the states of {type(model).__name__} for {_UNFAITHFUL[model_type]}, with "
+            f"transformers does not continue the states of {type(model).__name__} for {UNFAITHFUL[model_type]}, with "
             "or without a policy, so that answers differ from those to the same text in one piece.",
             KVPolicyWarning,
             stacklevel=4,  # above `attach` and what explains its arguments

@@ -162,7 +162,9 @@ def _usage(jobs: Sequence[Job], call: Call) -> dict[str, Any]:
     """The usage of a request; a prompt with several choices counts once."""
     prompt = sum(len(job.prompt.ids) for job in jobs[:: call.choices])
     made = sum(len(job.tokens) for job in jobs)
-    usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    cached = sum(job.cached for job in jobs[:: call.choices])
+    usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    usage["prompt_tokens_details"] = {"cached_tokens": cached}
     held = [job.usage for job in jobs if job.usage is not None]
     return {**usage, "kvpolicy": _sum(held).as_dict()} if held else usage
 

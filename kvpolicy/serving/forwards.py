@@ -17,6 +17,7 @@ from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.serving.interruptible import Interruptible
 from kvpolicy.serving.metrics import CacheUsage, Metrics
 from kvpolicy.serving.prefix import Prefix
+from kvpolicy.serving.prefix_caching import PrefixCaching
 from kvpolicy.text.errors import KVPolicyError
 
 
@@ -28,14 +29,18 @@ class Prompts:
         handle: The handle of the policy.
         metrics: The counters.
         prefix: The cache that every request starts from, or None.
+        memory: The most bytes of beginnings that prompts have in common; 0 to compute every prompt alone.
     """
 
-    def __init__(self, model: Any, handle: Any, metrics: Metrics, prefix: Prefix | None = None) -> None:
+    def __init__(
+        self, model: Any, handle: Any, metrics: Metrics, prefix: Prefix | None = None, memory: int = 0
+    ) -> None:
         """Nothing was read."""
         self.model = model
         self.handle = handle
         self.metrics = metrics
         self._prefix = prefix
+        self._caching = PrefixCaching(model, memory, self._run) if memory else None
         self._kept: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
 
     def read(self, answer: Any) -> tuple[PolicyCache, Tensor]:
@@ -52,28 +57,43 @@ class Prompts:
             return cache, self.forward(model, cache, input_ids[:, cache.get_seq_length() :])[0]
 
         text = torch.tensor([answer.text], device=self.model.device)
-        prefix = self._prefix
-        given: dict[str, Any] = {}
-        if prefix is not None and not changing_kind(self.model.config, len(prefix.ids), len(answer.text)):
-            given[CACHE] = prefix.start()
         config = copy.deepcopy(answer.prompt.config)
         config.max_new_tokens -= len(answer.tokens)
         if not answer.tokens:
             self.metrics.prompt_tokens += len(answer.text)
         try:
             with torch.inference_mode():
+                start, cached = self._start(answer.text)
                 found = self.model.generate(
                     text,
                     attention_mask=torch.ones_like(text),
                     generation_config=config,
                     custom_generate=run,
-                    **given,
+                    **({} if start is None else {CACHE: start}),
                 )
         finally:
             self.handle.cache = None  # holds the newest one
         if answer.prompt.processors is None:
             answer.prompt.processors = processors
+        if not answer.tokens:
+            answer.cached = cached
+            self.metrics.cached_tokens += cached
         return found
+
+    def _start(self, text: list[int]) -> tuple[PolicyCache | None, int]:
+        """A cache that a text goes on from, and how many of its tokens it holds already; None to begin anew."""
+        prefix = self._prefix
+        if prefix is not None and not changing_kind(self.model.config, len(prefix.ids), len(text)):
+            return prefix.start(), len(prefix.ids)
+        if self._caching is None:
+            return None, 0
+        found = self._caching.start(text)
+        self.metrics.prefix_nbytes = self._caching.nbytes
+        return found
+
+    def _run(self, cache: PolicyCache, ids: list[int]) -> None:
+        """Run a part of a prompt."""
+        self.forward(self.model, cache, torch.tensor([ids], device=self.model.device))
 
     def step(self, call: Callable[..., Any], cache: Any, tokens: list[int]) -> Tensor:
         """Logits [B, V] of the token behind the newest one of each row."""

@@ -124,6 +124,7 @@ class Job:
         prompt: The prompt.
         text: Token ids of the prompt and the answer so far.
         tokens: Generated tokens.
+        cached: Tokens of the prompt that were not computed for this answer.
         usage: Content of the cache at the end; None before it.
         failure: The error, or None.
     """
@@ -137,6 +138,7 @@ class Job:
         self.prompt = Prompt([], None)
         self.text: list[int] = []
         self.tokens: list[int] = []
+        self.cached = 0
         self.usage: CacheUsage | None = None
         self.failure: Failure | None = None
         self.loop = asyncio.get_running_loop()

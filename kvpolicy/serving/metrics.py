@@ -59,16 +59,18 @@ class Metrics:
     Attributes:
         requests: Requests by outcome.
         prompt_tokens: Tokens of prompts.
+        cached_tokens: Those of them that were not computed again.
         generated_tokens: Tokens generated.
         evicted_tokens: Tokens of answers and their prompts that were not kept, as means over layers and KV heads.
         first_seconds: Seconds from requests to their first tokens, in all.
         first_tokens: How many first tokens these were.
         last: The cache of the last answered request.
-        prefix_nbytes: Bytes of the cache that requests start from.
+        prefix_nbytes: Bytes of the caches that requests start from.
     """
 
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     evicted_tokens: float = 0.0
     first_seconds: float = 0.0
@@ -138,6 +140,7 @@ class Metrics:
         lines += [f'kvpolicy_requests_total{{outcome="{name}"}} {number}' for name, number in self.requests.items()]
         for name, kind, value, what in (
             ("prompt_tokens_total", "counter", self.prompt_tokens, "Tokens of prompts."),
+            ("cached_tokens_total", "counter", self.cached_tokens, "Tokens of prompts that were not computed again."),
             ("generated_tokens_total", "counter", self.generated_tokens, "Generated tokens."),
             (
                 "evicted_tokens_total",
@@ -151,7 +154,7 @@ class Metrics:
             ("requests_running", "gauge", self.running, "Requests being answered."),
             ("rows", "gauge", self.rows, "Requests that can be answered at a time."),
             ("cache_nbytes", "gauge", self.cache_nbytes, "Bytes of the cache of the rows."),
-            ("prefix_nbytes", "gauge", self.prefix_nbytes, "Bytes of the cache that requests start from."),
+            ("prefix_nbytes", "gauge", self.prefix_nbytes, "Bytes of the caches that requests start from."),
             ("last_kept_tokens", "gauge", last.kept_tokens, "Tokens kept at the end of the last answer."),
             ("last_cache_nbytes", "gauge", last.cache_nbytes, "Bytes of its cache."),
             ("last_full_nbytes", "gauge", last.full_nbytes, "Bytes of the full cache for the same tokens."),

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from kvpolicy.hf.attach import attach
-from kvpolicy.hf.attachment import PLAIN, Hold
+from kvpolicy.hf.attachment import PLAIN, Chunks, Hold
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.serving import handlers
 from kvpolicy.serving.app import Hosts, build_app
@@ -108,6 +108,7 @@ def serving(
     tile: TileSize = None,
     hold: Hold = PLAIN,
     compile: bool | None = None,
+    prefix_memory: int = 0,
     capacity: Capacity = ONE_ROW,
     key: str | None = None,
 ) -> Generator[Server, None, None]:
@@ -124,6 +125,7 @@ def serving(
         tile: The most tokens of a prompt that a layer takes at a time, `auto`, or None.
         hold: How a prompt is held that waits, as `hold` of `attach`.
         compile: Whether steps are compiled, as `compile` of `attach`.
+        prefix_memory: The most bytes of beginnings that prompts have in common; 0 to compute every prompt alone.
         capacity: How many requests are answered at a time.
         key: The key that requests must have; None for none.
 
@@ -136,12 +138,17 @@ def serving(
     hosts = Hosts(listener.getsockname()[0], allowed_hosts)
     handlers.check_transformers()
     has_template = adapt_tokenizer(tokenizer)
-    with attach(model, policy, tile=tile, hold=hold, compile=compile) as handle:
+    if prefix_memory and load is not None:
+        raise KVPolicyError(
+            "--prefix-caching must be without --prefix, from which every request starts; try one of the two."
+        )
+    chunks: Chunks = "hold" if prefix_memory else "select"
+    with attach(model, policy, tile=tile, chunks=chunks, hold=hold, compile=compile) as handle:
         prefix = None if load is None else load(model)
         metrics = Metrics()
         reading = Interruptible(settle(model))
         pausing = pause_between_tiles(model, reading)
-        prompts = Prompts(model, handle, metrics, prefix)
+        prompts = Prompts(model, handle, metrics, prefix, prefix_memory)
         rows, length = capacity.sizes(model, handle.policy)
         forwards = OneRow(prompts) if rows == 1 else ManyRows(prompts, rows, length or 1)
         scheduler = Scheduler(forwards, reading, capacity.share)

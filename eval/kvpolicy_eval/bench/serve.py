@@ -253,7 +253,7 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
 
 TABLE = Table(
     measure=measure,
-    places={"serve": []},
+    places={"serve": ["docs/benchmarks.md"]},
     options=[
         Option("--clients", type=int, default=CLIENTS, help="clients, each with one request"),
         Option("--rate", type=float, default=RATE, help="requests of a second, in the mean"),

@@ -44,6 +44,14 @@ def serve(
             "the prefix.",
         ),
     ] = False,
+    prefix_caching: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Compute what prompts have in common at their beginning once, such as a system message, and hold at "
+            "most so many bytes of it, uncompressed, such as 2GiB.",
+        ),
+    ] = None,
     rows: Annotated[
         int | None,
         typer.Option(min=1, metavar="INT", help="Requests that are answered at a time, in one batch; 1 by default."),
@@ -102,6 +110,7 @@ def serve(
     from kvpolicy.serving.prefix import PrefixFile
     from kvpolicy.serving.server import bind, log_to_terminal, run, serving
     from kvpolicy.serving.status import show_status
+    from kvpolicy.text.budget import bytes_of
     from kvpolicy.text.errors import KVPolicyError
 
     tile_size = arguments.tile_of(tile)
@@ -113,6 +122,7 @@ def serve(
     )
     if share_prefix and prefix is None:
         raise KVPolicyError("--share-prefix must be given with --prefix, got no prefix; try --prefix FILE.")
+    prefix_memory = 0 if prefix_caching is None else bytes_of(prefix_caching)
     file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed, share_prefix)
     capacity = Capacity(rows=rows, length=length, memory=memory, share=prefill_share, queue=queue)
     names = check_names(arguments.parse_names(allowed_hosts)) if allowed_hosts else ()
@@ -123,6 +133,7 @@ def serve(
         load_prefix = file and file.load
         how: Any = {"tile": tile_size, "hold": arguments.hold_of(hold_codes)}
         how |= {"compile": arguments.compile_of(compile), "capacity": capacity, "key": api_key or None}
+        how |= {"prefix_memory": prefix_memory}
         with (
             serving(loaded, tokenizer, model, str(parsed), listener, load_prefix, (host, *names), **how) as server,
             nullcontext() if quiet else show_status(server.metrics),
