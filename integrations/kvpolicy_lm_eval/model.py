@@ -49,6 +49,7 @@ from kvpolicy_lm_eval.prefixes import (
     group_by_prefix,
     read_least,
 )
+from kvpolicy_lm_eval.rows import REFILLS, answer_in_rows, is_greedy, rows_obstacle
 from kvpolicy_lm_eval.scoring import Answer, Groups, Scorer
 from kvpolicy_lm_eval.stats import Stats
 
@@ -129,6 +130,8 @@ class KVPolicyLM(HFLM):
         self.stats = Stats()
         self._held_back = NOTHING_HELD  # of the documents of the requests in progress
         self._auto_batch: int | None = None
+        self._rows = 0  # rows that the requests in progress are answered in; 0 for whole batches
+        self._rows_obstacle: str | None = None  # why there are none; None if it is not known yet
         if isinstance(pretrained, str) and pretrained in _EMBEDDED:
             pretrained = _EMBEDDED[pretrained]
             kwargs.setdefault("dtype", "float32")  # the checkpoint is in half precision; its results are for float32
@@ -263,8 +266,38 @@ class KVPolicyLM(HFLM):
         return self._by_task("loglikelihood_rolling", super().loglikelihood_rolling, requests, disable_tqdm)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate on a compressed cache."""
-        return self._by_task("generate_until", super().generate_until, requests, disable_tqdm)
+        """Generate on a compressed cache; greedy answers in rows that are refilled, if there are several."""
+        generate = super().generate_until
+
+        def answer(some: list[Any], disable_tqdm: bool) -> list[str]:
+            if not self._refills(some):
+                return generate(some, disable_tqdm=disable_tqdm)
+            rows = self.batch_size_per_gpu
+            self.batch_size_per_gpu = REFILLS * rows  # what HFLM pads and passes on at a time
+            self._rows = rows
+            try:
+                return generate(some, disable_tqdm=disable_tqdm)
+            finally:
+                self.batch_size_per_gpu = rows
+                self._rows = 0
+
+        return self._by_task("generate_until", answer, requests, disable_tqdm)
+
+    def _refills(self, requests: list[Any]) -> bool:
+        """Whether answers are generated in rows that are refilled: in one process, greedily, of whole prompts."""
+        rows = self.batch_size_per_gpu
+        alone = self.sharding.tp == 1 and self.world_size == 1 and self.mixed_precision_dtype is None
+        plain = not self._is_stock and self._shared is None and not self._held_back.tokens
+        if not alone or not plain or not isinstance(rows, int) or rows < 2:
+            return False
+        if not all(is_greedy(request.args[1]) for request in requests):
+            return False
+        if self._rows_obstacle is None:
+            with self._attached() as handle:
+                self._rows_obstacle = rows_obstacle(handle, self.model, rows, self.max_length)
+            if self._rows_obstacle:
+                log.info("Answers wait for the longest one of their batch, since %s", self._rows_obstacle)
+        return not self._rows_obstacle
 
     def _by_task(self, kind: str, answer: Callable[..., list[Any]], requests: list[Any], quiet: bool) -> list[Any]:
         """Answer the requests of each task separately, so that each task has its own tally."""
@@ -440,6 +473,8 @@ class KVPolicyLM(HFLM):
     # Generation
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
+        if self._rows:
+            return self._generate_in_rows(context, max_length, stop, kwargs["attention_mask"])
         mask = kwargs.get("attention_mask")
         columns = context.shape[1]
         lengths = (torch.ones_like(context) if mask is None else mask).sum(-1)
@@ -480,6 +515,22 @@ class KVPolicyLM(HFLM):
         if self._is_stock:
             for length in prompt.tolist():
                 self._add_full_cache(length + out.shape[1] - columns - 1)  # the last token is not in the cache
+        return out
+
+    def _generate_in_rows(self, context: Any, max_length: int, stop: list[str], mask: Any) -> torch.Tensor:
+        columns = context.shape[1]
+        prompts = [ids[valid.bool()].tolist() for ids, valid in zip(context, mask, strict=True)]
+        with self.stats.clock(self.device) as tally, self._attached() as handle:
+            new = max_length - columns
+            found = answer_in_rows(handle, self.model, self.tokenizer, prompts, self._rows, new, stop)
+        out = context.new_full((len(found), max_length), self._pad)
+        out[:, :columns] = context
+        for row, answer in zip(out, found, strict=True):
+            row[columns : columns + len(answer.tokens)] = row.new_tensor(answer.tokens)
+            if answer.usage is not None:
+                tally.add_cache(1, answer.usage.cache_nbytes, answer.usage.full_nbytes)
+            tally.new_tokens += len(answer.tokens)
+        tally.prompt_tokens += sum(map(len, prompts))
         return out
 
     def _prefill(self, context: torch.Tensor, mask: Any, columns: int, beams: int, cache: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.text.common_prefix import common_length
 from kvpolicy.text.errors import KVPolicyError
 
 PREFIX_TOKENS = 256
@@ -84,7 +85,7 @@ def group_by_prefix(contexts: Sequence[Tokens], least: int) -> list[Group]:
     for place, index in enumerate(order):
         groups: list[tuple[int, list[int]]] = [(0, [place])]
         behind = contexts[order[place + 1]] if place + 1 < len(order) else ()
-        depth = common_tokens(contexts[index], behind)
+        depth = common_length(contexts[index], behind)
         while nodes[-1].depth > depth:
             nodes[-1].groups.extend(groups)
             groups = nodes.pop().closed(least)
@@ -94,12 +95,6 @@ def group_by_prefix(contexts: Sequence[Tokens], least: int) -> list[Group]:
     found = [(depth, [order[place] for place in places]) for depth, places in nodes[0].groups]
     members = [Group(contexts[places[0]][:depth], sorted(places)) for depth, places in found]
     return sorted(members, key=lambda group: group.members)
-
-
-def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two contexts begin with in common."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def read_least(value: Any) -> int:

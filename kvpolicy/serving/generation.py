@@ -15,6 +15,7 @@ from torch import Tensor
 from kvpolicy.serving.grammars import Grammars, Matcher
 from kvpolicy.serving.metrics import CacheUsage, Metrics
 from kvpolicy.serving.prefix import Prefix
+from kvpolicy.serving.prompt import Prompt, ends_of
 from kvpolicy.serving.requests import TOO_MANY, Call, RequestError, positions_of
 from kvpolicy.serving.sampling import Sampler
 from kvpolicy.serving.scheduler import Scheduler
@@ -45,34 +46,6 @@ class Failure(Exception):
         """Remember the status."""
         super().__init__(message)
         self.status = status
-
-
-class Prompt:
-    """A prompt, and how its answers are generated.
-
-    Args:
-        ids: Token ids.
-        config: The generation config of transformers.
-
-    Attributes:
-        ids: Token ids.
-        config: The generation config.
-        ends: Tokens that end an answer.
-        processors: The logits processors; None until the prompt was read.
-    """
-
-    def __init__(self, ids: list[int], config: Any) -> None:
-        """A prompt that was not read."""
-        self.ids = ids
-        self.config = config
-        self.ends = ends_of(config)
-        self.processors: list[Any] | None = None
-
-
-def ends_of(config: Any) -> set[int]:
-    """The tokens that end an answer, by a generation config."""
-    ends = getattr(config, "eos_token_id", None)
-    return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 class Group:

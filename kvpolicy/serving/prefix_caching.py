@@ -16,6 +16,7 @@ import torch
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.reporting.logging import UNFAITHFUL
+from kvpolicy.text.common_prefix import common_length
 from kvpolicy.text.errors import KVPolicyError
 
 LEAST_TOKENS = 64
@@ -97,20 +98,3 @@ class PrefixCaching:
             self.nbytes -= self._held.popitem(last=False)[1].nbytes
         self._held[ids] = cache
         self.nbytes += needed
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts have in common at their beginning.
-
-    Examples:
-        >>> common_length([5, 6, 7], [5, 6, 8, 7]), common_length([5], [5, 6]), common_length([5], [])
-        (2, 1, 0)
-    """
-    least, most = 0, min(len(one), len(other))
-    while least < most:  # slices are compared much faster than tokens one by one
-        middle = (least + most + 1) // 2
-        if one[least:middle] == other[least:middle]:
-            least = middle
-        else:
-            most = middle - 1
-    return least

@@ -17,7 +17,6 @@ from kvpolicy_lm_eval.prefixes import (
     PREFIX_TOKENS,
     behind_prefix,
     check_processes,
-    common_tokens,
     group_by_prefix,
     read_least,
 )
@@ -83,10 +82,6 @@ def test_many_contexts_that_continue_each_other() -> None:
     contexts = [tuple(range(size)) for size in range(1, 1500)]
     groups = group_by_prefix(contexts, least=3)
     assert sorted(member for group in groups for member in group.members) == list(range(1499))
-
-
-def test_common_tokens() -> None:
-    assert [common_tokens((1, 2, 3), other) for other in ((1, 2, 3, 4), (1, 9), (), (5,))] == [3, 1, 0, 0]
 
 
 def test_what_the_argument_may_be() -> None:

@@ -23,7 +23,8 @@ from kvpolicy.serving.forwards import Prompts
 from kvpolicy.serving.interruptible import BrokenOff
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.prefix import Prefix
-from kvpolicy.serving.prefix_caching import LEAST_TOKENS, PrefixCaching, common_length
+from kvpolicy.serving.prefix_caching import LEAST_TOKENS, PrefixCaching
+from kvpolicy.text.common_prefix import common_length
 from tests.sampling import product
 from tests.serving.servers import metric, running
 
