@@ -30,6 +30,8 @@ LIBRARIES = (
     "transformers.models.qwen2.modeling_qwen2",
 )
 """What most tests import. No package of the repository: its modules are the ones of the folder."""
+PACKAGES = ("kvpolicy", "kvpolicy_deepspeed", "kvpolicy_eval", "kvpolicy_lm_eval", "kvpolicy_vllm")
+"""The packages of the repository."""
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -60,6 +62,8 @@ def _run(request: dict[str, Any], output: Path, failed: Path) -> None:
         folders = [str(Path(request["folder"], name)) for name in (".", "integrations", "eval")]
         os.environ["PYTHONPATH"] = os.pathsep.join(folders)  # of processes that tests start
         sys.path[:0] = folders
+        for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
+            del sys.modules[name]  # of another copy: an installed package has a start-up file that imports it
         import pytest
 
         code = int(pytest.main([*request["arguments"], *request["tests"]], plugins=[Failures(failed)]))

@@ -294,7 +294,7 @@ class KVPolicyLM(HFLM):
             return False
         if self._rows_obstacle is None:
             with self._attached() as handle:
-                self._rows_obstacle = rows_obstacle(handle, self.model, rows, self.max_length)
+                self._rows_obstacle = rows_obstacle(handle, rows, self.max_length)
             if self._rows_obstacle:
                 log.info("Answers wait for the longest one of their batch, since %s", self._rows_obstacle)
         return not self._rows_obstacle

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.serving.forwards import ManyRows, Prompts
 from kvpolicy.serving.metrics import CacheUsage, Metrics
 from kvpolicy.serving.prompt import Prompt
@@ -79,11 +78,8 @@ def is_greedy(arguments: dict[str, Any]) -> bool:
     return not chooses and arguments.keys() <= GREEDY
 
 
-def rows_obstacle(handle: Any, model: Any, rows: int, length: int) -> str:
+def rows_obstacle(handle: Any, rows: int, length: int) -> str:
     """Why answers of up to `length` tokens cannot be generated in rows that are refilled; empty if they can."""
-    kind = changing_kind(model.config, 1, length)
-    if kind:
-        return f"{kind} changes the angles of long texts"
     try:
         handle.rows(rows, length)
     except KVPolicyError as error:

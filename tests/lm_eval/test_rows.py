@@ -103,8 +103,8 @@ def test_angles_of_long_texts_are_an_obstacle() -> None:
     config = LlamaConfig(num_hidden_layers=1, max_position_embeddings=64, rope_parameters=rope, **sizes)
     model = LlamaForCausalLM(config).eval()
     with kvpolicy.attach(model, "snapkv@0.5") as handle:
-        assert rows_obstacle(handle, model, 2, 64) == ""
-        assert "dynamic" in rows_obstacle(handle, model, 2, 65)
+        assert rows_obstacle(handle, 2, 64) == ""
+        assert "dynamic" in rows_obstacle(handle, 2, 65)
 
 
 def test_processors_of_the_model_are_applied(tiny: Any) -> None:
