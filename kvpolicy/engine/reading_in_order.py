@@ -71,23 +71,24 @@ def _levels(length: Tensor, page: int, entries: int, recent: int, sinks: int) ->
 
 
 def slots_of(shape: ReadShape, entries: Tensor) -> Tensor:
-    """The slots of entries [B, H, n] of one part that begins at slot 0, [B, H, n * page]; the last one is repeated."""
+    """The slots of entries [B, H, ...] of one part that begins at slot 0, [B, H, n]; the last one is repeated."""
     return _slots(shape, _places(shape, entries))
 
 
 def held_by(shape: ReadShape, entries: Tensor, length: Tensor) -> Tensor:
-    """Which slots of entries [B, H, n] hold a token of it, [B, H, n, page] bool."""
-    return _places(shape, entries) < length[:, None, None, None]
+    """Which slots of entries [B, H, ...] hold a token of it, [B, H, ..., page] bool."""
+    places = _places(shape, entries)
+    return places < length.view(-1, *[1] * (places.dim() - 1))
 
 
 def _places(shape: ReadShape, entries: Tensor, memo: StepMemo = ALONE) -> Tensor:
-    """Where the tokens of entries [B, H, n] are, [B, H, n, page]; of the last entry also behind the end of the part."""
+    """Where the tokens of entries [B, H, ...] are, [B, H, ..., page]; of the last one also behind the end of the part."""
     within = memo.once(torch.arange, shape.page, device=entries.device)
     return torch.add(within, entries[..., None], alpha=shape.page)
 
 
 def _slots(shape: ReadShape, places: Tensor) -> Tensor:
-    """The slots at places [B, H, n, page], [B, H, n * page]; a place behind the end repeats the last slot, unread."""
+    """The slots at places [B, H, ..., page], [B, H, n]; a place behind the end repeats the last slot, unread."""
     ((_, size),) = shape.parts
     slots = places.flatten(2)
     return slots.clamp_max(size - 1) if size % shape.page else slots

@@ -259,7 +259,7 @@ class SlotAccess(Protocol):
         ...
 
     def of_entries(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """The slots of entries [B, H, n], [B, H, n * page] int64, and which hold a token of it, [B, H, n, page] bool.
+        """The slots of entries [B, H, ...], [B, H, n] int64, and which hold a token of it, [B, H, ..., page] bool.
 
         An entry may have fewer slots than a page, at the end of a codec's stage. Its last one is then repeated.
         """

@@ -57,10 +57,21 @@ def test_the_slots_of_entries_are_the_same(shape: ReadShape) -> None:
     entries = torch.arange(shape.entries).expand(len(LENGTHS), 2, -1)
     slots, inside = entry_slots(shape, entries)
     assert torch.equal(slots_of(shape, entries), slots.flatten(2))
-    assert torch.equal(held_by(shape, entries, LENGTHS), inside & (by_entry(shape, positions(2)) >= 0))
+    held = inside & (by_entry(shape, positions(2)) >= 0)
+    assert torch.equal(held_by(shape, entries, LENGTHS), held)
+    some = slice(1, 3)  # as many rows as heads, so that a number of rows could be taken for one of heads
+    blocks = entries[some, :, :, None]
+    assert torch.equal(slots_of(shape, blocks), slots[some].flatten(2))
+    assert torch.equal(held_by(shape, blocks, LENGTHS[some]), held[some, :, :, None])
 
 
-@pytest.mark.parametrize("text", ["full+quest:read=8:dense=0", "full+quest:read=12:page=5:dense=1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("full+quest:read=8:dense=0", "full+quest:read=12:page=5:dense=1", "full+centroids:read=8:page=2"),
+        *("full+retrieval:read=8:dense=0", "full+sparq:read=8:dense=0", "full+shadowkv:read=16"),
+    ],
+)
 @pytest.mark.parametrize("padded", [False, True])
 def test_layers_of_a_step_read_what_each_reads_alone(text: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is shared, slots are chosen by their positions."""
