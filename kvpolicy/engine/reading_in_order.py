@@ -82,7 +82,7 @@ def held_by(shape: ReadShape, entries: Tensor, length: Tensor) -> Tensor:
 
 
 def _places(shape: ReadShape, entries: Tensor, memo: StepMemo = ALONE) -> Tensor:
-    """Where the tokens of entries [B, H, ...] are, [B, H, ..., page]; of the last one also behind the end of the part."""
+    """Where tokens of entries [B, H, ...] are, [B, H, ..., page]; of the last one also behind the end of the part."""
     within = memo.once(torch.arange, shape.page, device=entries.device)
     return torch.add(within, entries[..., None], alpha=shape.page)
 

@@ -70,8 +70,12 @@ class Capacity:
     def _fitting(self, model: Any, policy: Policy, length: int) -> int:
         """The rows that fit into the memory; 1 at least, which is then refused."""
         assert self.memory is not None
-        each = plan(model, policy, prompt=length).nbytes
-        return min(max(bytes_of(self.memory) // each, 1), MOST_ROWS)
+        memory = bytes_of(self.memory)
+        rows = min(max(memory // plan(model, policy, prompt=length).nbytes, 1), MOST_ROWS)
+        # A few numbers are held once for all rows, so that more may fit than the bytes of one row alone say.
+        while rows < MOST_ROWS and plan(model, policy, batch=rows + 1, prompt=length).nbytes <= memory:
+            rows += 1
+        return rows
 
     def _check(self, model: Any, policy: Policy, rows: int, length: int) -> None:
         assert self.memory is not None

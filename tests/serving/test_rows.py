@@ -214,6 +214,10 @@ def test_rows_that_fit_into_a_memory() -> None:
     each = kvpolicy.plan(model, policy, prompt=512).nbytes
     assert Capacity(memory=f"{5 * each}B", length=512).sizes(model, policy) == (5, 512)
     assert Capacity(memory=f"{5 * each}B", length=512, rows=5).sizes(model, policy) == (5, 512)
+    for rows in (3, 40):  # of the memory that the plan of so many rows says
+        planned = kvpolicy.plan(model, policy, batch=rows, prompt=512).nbytes
+        assert Capacity(memory=f"{planned}B", length=512).sizes(model, policy) == (rows, 512)
+        assert Capacity(memory=f"{planned - 1}B", length=512).sizes(model, policy) == (rows - 1, 512)
     with pytest.raises(kvpolicy.KVPolicyError, match=r"enough for the cache of 6 rows of 512 tokens, .* got 1KiB"):
         Capacity(memory="1KiB", length=512, rows=6).sizes(model, policy)
     with pytest.raises(kvpolicy.KVPolicyError, match="enough for the cache of 1 row of 512"):

@@ -32,11 +32,10 @@ LAYERS = 4
 HIDDEN = 1024
 HEADS = 16
 KV_HEADS = 4
-PROMPT = (500, 4000)
-NEW = (16, 128)
-CLIENTS = 32
 RATE = 4.0
+"""Requests of a second, in the mean."""
 COLUMNS = [
+    "requests",
     "policy",
     "rows",
     "bytes of the cache",
@@ -48,6 +47,32 @@ COLUMNS = [
     "between tokens, ms: p50",
     "p99",
 ]
+
+
+class Workload(NamedTuple):
+    """What clients ask.
+
+    Attributes:
+        clients: How many there are, with one request each.
+        prompt: The fewest and the most tokens of a prompt.
+        new: The same of an answer.
+    """
+
+    clients: int
+    prompt: tuple[int, int]
+    new: tuple[int, int]
+
+    @property
+    def length(self) -> int:
+        """The most tokens of a row."""
+        return self.prompt[1] + self.new[1] + 8
+
+
+WORKLOADS = {
+    "chat": Workload(24, (100, 500), (64, 256)),
+    "documents": Workload(12, (500, 4000), (16, 256)),
+}
+QUICK = {"quick": Workload(4, (50, 100), (4, 8))}
 
 
 class Request(NamedTuple):
@@ -78,23 +103,15 @@ class Seen(NamedTuple):
     new: int
 
 
-def requests(clients: int, rate: float, prompt: tuple[int, int], new: tuple[int, int], seed: int = 0) -> list[Request]:
-    """Requests that arrive as a Poisson process, with lengths that are equally likely.
-
-    Args:
-        clients: How many there are.
-        rate: Requests of a second, in the mean.
-        prompt: The fewest and the most tokens of a prompt.
-        new: The same of an answer.
-        seed: The random seed.
-    """
+def requests(work: Workload, seed: int = 0) -> list[Request]:
+    """Requests that arrive as a Poisson process, with lengths that are equally likely."""
     draw = random.Random(seed)
     at = 0.0
     made: list[Request] = []
-    for _ in range(clients):
-        text = "".join(draw.choice("abcdefghij0123456789=\n") for _ in range(draw.randint(*prompt)))
-        made.append(Request(at, text, draw.randint(*new)))
-        at += draw.expovariate(rate)
+    for _ in range(work.clients):
+        text = "".join(draw.choice("abcdefghij0123456789=\n") for _ in range(draw.randint(*work.prompt)))
+        made.append(Request(at, text, draw.randint(*work.new)))
+        at += draw.expovariate(RATE)
     return made
 
 
@@ -196,32 +213,37 @@ class Measured(NamedTuple):
 def measure_server(policy: str, rows: int, asked: Sequence[Request], length: int, compile: bool) -> Measured:
     """Measure one policy with a number of rows."""
     with server(policy, Capacity(rows=rows, length=length), compile) as port:
-        warm = [asked[0]._replace(at=0.0, new=4)]
+        # Of several lengths, so that no step is compiled later: with one row, each prompt has a cache of its own size.
+        warm = [request._replace(at=0.0, new=4) for request in asked[:3]]
         asyncio.run(ask_all(port, warm))
         seen, seconds, held = asyncio.run(ask_all(port, asked))
     gaps = [gap for each in seen for gap in each.gaps]
     return Measured(held, sum(each.new for each in seen) / seconds, [each.first for each in seen], gaps)
 
 
-def fitting(policies: Sequence[str], full_rows: int, length: int, most: int) -> dict[str, int]:
-    """For each policy, the rows of a length that fit into the memory of some rows of the full cache; `most` at most."""
+def fitting(policy: str, full_rows: int, work: Workload) -> int:
+    """The rows under a policy that fit into the memory of some rows of the full cache; at most one for each client."""
     model, _ = model_and_tokenizer()
-    memory = kvpolicy.plan(model, "full", batch=full_rows, prompt=length).nbytes
-    each = {policy: kvpolicy.plan(model, policy, prompt=length).nbytes for policy in policies}
-    return {policy: max(min(memory // nbytes, most), 1) for policy, nbytes in each.items()}
+
+    def nbytes(policy: str, rows: int) -> int:
+        return kvpolicy.plan(model, policy, batch=rows, prompt=work.length).nbytes
+
+    memory = nbytes("full", full_rows)
+    return next((rows for rows in range(work.clients, 1, -1) if nbytes(policy, rows) <= memory), 1)
 
 
-def lines(args: argparse.Namespace, asked: Sequence[Request], length: int) -> Iterator[list[str]]:
+def lines(args: argparse.Namespace, name: str, work: Workload) -> Iterator[list[str]]:
     """The rows of the table; `full` comes first, since the others are compared with it."""
-    policies = ["full", *(policy for policy in args.policies or POLICIES if policy != "full")]
+    asked = requests(work)
     full = 0.0
-    for policy, most in fitting(policies, args.full_rows, length, len(asked)).items():
+    for policy in ["full", *(policy for policy in args.policies or POLICIES if policy != "full")]:
         one = 0.0
-        for rows in dict.fromkeys((1, most)):
-            found = measure_server(policy, rows, asked, length, args.compile)
+        for rows in dict.fromkeys((1, fitting(policy, args.full_rows, work))):
+            found = measure_server(policy, rows, asked, work.length, args.compile)
             one = one or found.rate
             full = found.rate if policy == "full" else full  # with the most rows, which come last
             yield [
+                name,
                 f"`{policy}`",
                 str(rows),
                 format_bytes(found.nbytes),
@@ -237,16 +259,18 @@ def lines(args: argparse.Namespace, asked: Sequence[Request], length: int) -> It
 
 def measure(args: argparse.Namespace) -> Iterator[Section]:
     """The table."""
-    prompt, new = ((50, 100), (4, 8)) if args.quick else (PROMPT, NEW)
-    asked = requests(4 if args.quick else args.clients, args.rate, prompt, new)
-    length = prompt[1] + new[1] + 8
-    rows = collect(lines(args, asked, length))
+    works = QUICK if args.quick else {name: WORKLOADS[name] for name in args.requests}
+    rows = collect(row for name, work in works.items() for row in lines(args, name, work))
+    asked = "; ".join(
+        f"{name}: {work.clients} clients, prompts of {work.prompt[0]:,} to {work.prompt[1]:,} tokens, answers of "
+        f"{work.new[0]} to {work.new[1]}"
+        for name, work in works.items()
+    )
     note = (
         f"A Llama of {LAYERS} layers, hidden size {HIDDEN}, {KV_HEADS} KV heads, fp32, random weights, "
-        f"{'compiled' if args.compile else 'eager'} steps: {len(asked)} clients, {args.rate:g} requests a second as a "
-        f"Poisson process, prompts of {prompt[0]:,} to {prompt[1]:,} tokens, answers of {new[0]} to {new[1]}, in the "
-        f"process of the server. Rows: one, and as many as fit into the memory of {args.full_rows} rows of the full "
-        f"cache of {length:,} tokens, up to one for each client; {torch_note()}."
+        f"{'compiled' if args.compile else 'eager'} steps, {RATE:g} requests a second as a Poisson process, clients in "
+        f"the process of the server. {asked}. Rows: one, and as many as fit into the memory of {args.full_rows} rows "
+        f"of the full cache, up to one for each client. {torch_note()}."
     )
     yield Section("serve", [Grid(COLUMNS, rows)], note)
 
@@ -255,8 +279,7 @@ TABLE = Table(
     measure=measure,
     places={"serve": ["docs/benchmarks.md"]},
     options=[
-        Option("--clients", type=int, default=CLIENTS, help="clients, each with one request"),
-        Option("--rate", type=float, default=RATE, help="requests of a second, in the mean"),
+        Option("--requests", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS), help="what clients ask"),
         Option("--full-rows", type=int, default=4, help="rows of the full cache whose memory all have"),
         Option("--policies", nargs="*", help="policies; by default four"),
         Option("--compile", action="store_true", help="compile steps"),
