@@ -15,6 +15,7 @@ from torch import Tensor
 from kvpolicy.serving.forwards import ManyRows, Prompts
 from kvpolicy.serving.metrics import CacheUsage, Metrics
 from kvpolicy.serving.prompt import Prompt
+from kvpolicy.serving.sampling import Sampler, Sampling
 from kvpolicy.serving.scheduler import Scheduler
 from kvpolicy.text.errors import KVPolicyError
 
@@ -46,19 +47,22 @@ class RowAnswer:
         self.cached = 0
         self.usage: CacheUsage | None = None
         self.error: Exception | None = None
+        self._sampler: Sampler | None = None
         self._decode = tokenizer.decode
         # lm-eval looks for a string in as many tokens: others than its own may write it too.
         self._stop = [(text, len(tokenizer.encode(text, add_special_tokens=False)) + 2) for text in stop]
 
     def take(self, logits: Tensor, best: int) -> bool:
         """Add the best token, once transformers' processors have changed the logits."""
-        scores = logits[None].float()
-        for process in self.prompt.processors or ():
-            scores = process(logits.new_tensor([self.text]).long(), scores)
-            best = int(scores.argmax())
-        self.tokens.append(best)
-        self.text.append(best)
-        is_whole = len(self.tokens) >= self.prompt.config.max_new_tokens or best in self.prompt.ends
+        prompt = self.prompt
+        most = prompt.config.max_new_tokens
+        if self._sampler is None:
+            processors = prompt.processors or []
+            self._sampler = Sampler(Sampling(), prompt.ids, most, processors, is_greedy=True, device=logits.device)
+        token = self._sampler(logits, best)
+        self.tokens.append(token)
+        self.text.append(token)
+        is_whole = len(self.tokens) >= most or token in prompt.ends
         return is_whole or any(text in self._decode(self.tokens[-tokens:]) for text, tokens in self._stop)
 
     def end(self, usage: Any, error: Exception | None) -> None:

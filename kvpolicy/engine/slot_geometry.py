@@ -213,8 +213,7 @@ class SlotGeometry:
             if layer.shared is not None and layer.in_order:
                 return layer.memo.once(_newest_slot, view.length, view.positions.shape[1]), None
             return self._empty_slot(), None
-        coded = sum(layer.layout.coded) > 0
-        if layer.evicts and not coded:
+        if layer.is_full:
             slot = eviction_scores(self._spec.selector, tensors.state, view, None).argmax(-1, keepdim=True)
             if not self._spec.merges_in_steps:
                 return slot, None
@@ -224,7 +223,7 @@ class SlotGeometry:
             full = None if valid is None else valid[:, :, None].expand(-1, empty.shape[1], 1)
             return self._evict_coded(view, empty, full)
         full = (~empty).sum(-1, keepdim=True) >= tensors.budget[:, None, None]
-        if not coded:
+        if not sum(layer.layout.coded):
             # The new token takes the evicted one's slot. A row without a token writes nothing, wherever it points.
             scores = eviction_scores(self._spec.selector, tensors.state, view, empty)
             # Of several free slots, any will do: the order of slots has no meaning. Scores have no ties at the top,

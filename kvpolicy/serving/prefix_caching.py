@@ -19,8 +19,8 @@ from kvpolicy.reporting.logging import UNFAITHFUL
 from kvpolicy.text.common_prefix import common_length
 from kvpolicy.text.errors import KVPolicyError
 
-LEAST_TOKENS = 64
-"""Tokens that a prefix saves at least: a shorter one takes longer to copy than to compute."""
+LEAST_PREFIX = 64
+"""Tokens that a prefix saves at least."""
 
 RECENT = 32
 """Prompts that a new one is compared with."""
@@ -73,11 +73,11 @@ class PrefixCaching:
         if known:
             self._held.move_to_end(known)
             cache = self._held[known].fork()
-        elif common >= LEAST_TOKENS:
+        elif common >= LEAST_PREFIX:
             cache = PolicyCache(self._model)
         else:
             return None, 0
-        if common >= len(known) + LEAST_TOKENS:
+        if common >= len(known) + LEAST_PREFIX:
             cache.prompt = torch.tensor(common + 1, device="cpu")  # more follows; whoever goes on says how much
             self._run(cache, [*prompt[len(known) : common]])
             self._hold(tuple(prompt[:common]), cache)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy_lm_eval import model as lm
 from kvpolicy_lm_eval.data import prompts
 from kvpolicy_lm_eval.rows import RowAnswer, answer_in_rows, rows_obstacle
+from tests.engine.test_text_angles import TRAINED, adapting
 from tests.sampling import product
 
 
@@ -98,13 +98,10 @@ def test_a_policy_without_rows_answers_in_batches(make: Any, tiny: Any) -> None:
 
 
 def test_angles_of_long_texts_are_an_obstacle() -> None:
-    rope: Any = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 40}
-    config = LlamaConfig(num_hidden_layers=1, max_position_embeddings=64, rope_parameters=rope, **sizes)
-    model = LlamaForCausalLM(config).eval()
+    model = adapting("dynamic")
     with kvpolicy.attach(model, "snapkv@0.5") as handle:
-        assert rows_obstacle(handle, 2, 64) == ""
-        assert "dynamic" in rows_obstacle(handle, 2, 65)
+        assert rows_obstacle(handle, 2, TRAINED) == ""
+        assert "dynamic" in rows_obstacle(handle, 2, TRAINED + 1)
 
 
 def test_processors_of_the_model_are_applied(tiny: Any) -> None:

@@ -224,12 +224,9 @@ def measure_server(policy: str, rows: int, asked: Sequence[Request], length: int
 def fitting(policy: str, full_rows: int, work: Workload) -> int:
     """The rows under a policy that fit into the memory of some rows of the full cache; at most one for each client."""
     model, _ = model_and_tokenizer()
-
-    def nbytes(policy: str, rows: int) -> int:
-        return kvpolicy.plan(model, policy, batch=rows, prompt=work.length).nbytes
-
-    memory = nbytes("full", full_rows)
-    return next((rows for rows in range(work.clients, 1, -1) if nbytes(policy, rows) <= memory), 1)
+    memory = kvpolicy.plan(model, "full", batch=full_rows, prompt=work.length).nbytes
+    rows, _ = Capacity(memory=f"{memory}B", length=work.length).sizes(model, kvpolicy.Policy.parse(policy))
+    return min(rows, work.clients)
 
 
 def lines(args: argparse.Namespace, name: str, work: Workload) -> Iterator[list[str]]:
