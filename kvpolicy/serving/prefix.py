@@ -15,6 +15,31 @@ from kvpolicy.policy import Policy, TunedPolicy
 from kvpolicy.text.errors import KVPolicyError
 
 
+def check_together(*, prefix: bool, shared: bool, caching: bool, rows: int) -> None:
+    """Refuse options of the server that exclude each other.
+
+    Args:
+        prefix: Whether there is a saved cache that every request starts from.
+        shared: Whether requests share its slots.
+        caching: Whether beginnings of prompts are held.
+        rows: How many requests are answered at a time, as far as it is known.
+
+    Raises:
+        KVPolicyError: Saying which option is to be left out.
+    """
+    if shared and not prefix:
+        raise KVPolicyError("--share-prefix must be given with --prefix, got no prefix; try --prefix FILE.")
+    if caching and prefix:
+        raise KVPolicyError(
+            "--prefix-caching must be without --prefix, from which every request starts; try one of the two."
+        )
+    if shared and rows > 1:
+        raise KVPolicyError(
+            f"--share-prefix must be without --rows, got {rows} rows, of which each has a copy of the prefix; try "
+            "--prefix alone."
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefix:
     """A saved cache that every request starts from.

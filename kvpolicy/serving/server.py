@@ -24,7 +24,7 @@ from kvpolicy.serving.forwards import ManyRows, OneRow, Prompts, pause_between_t
 from kvpolicy.serving.generation import Generation
 from kvpolicy.serving.interruptible import Interruptible
 from kvpolicy.serving.metrics import Metrics
-from kvpolicy.serving.prefix import Prefix
+from kvpolicy.serving.prefix import Prefix, check_together
 from kvpolicy.serving.requests import body_limit, positions_of
 from kvpolicy.serving.scheduler import Scheduler
 from kvpolicy.serving.templates import adapt_tokenizer
@@ -138,10 +138,6 @@ def serving(
     hosts = Hosts(listener.getsockname()[0], allowed_hosts)
     handlers.check_transformers()
     has_template = adapt_tokenizer(tokenizer)
-    if prefix_memory and load is not None:
-        raise KVPolicyError(
-            "--prefix-caching must be without --prefix, from which every request starts; try one of the two."
-        )
     chunks: Chunks = "hold" if prefix_memory else "select"
     with attach(model, policy, tile=tile, chunks=chunks, hold=hold, compile=compile) as handle:
         prefix = None if load is None else load(model)
@@ -149,7 +145,9 @@ def serving(
         reading = Interruptible(settle(model))
         pausing = pause_between_tiles(model, reading)
         prompts = Prompts(model, handle, metrics, prefix, prefix_memory)
-        rows, length = capacity.sizes(model, handle.policy)
+        rows, length = capacity.sizes(model, handle.policy)  # which may follow from the memory
+        shared = prefix is not None and prefix.shared
+        check_together(prefix=prefix is not None, shared=shared, caching=prefix_memory > 0, rows=rows)
         forwards = OneRow(prompts) if rows == 1 else ManyRows(prompts, rows, length or 1)
         scheduler = Scheduler(forwards, reading, capacity.share)
         generation = Generation(scheduler, metrics, prefix, capacity.queue, length)
@@ -158,11 +156,6 @@ def serving(
         config = uvicorn.Config(app, log_level="warning", lifespan="on")
         # transformers logs each request as a warning.
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
-        if rows > 1 and prefix is not None and prefix.shared:
-            raise KVPolicyError(
-                f"--share-prefix must be without --rows, got {rows} rows, of which each has a copy of the prefix; try "
-                "--prefix alone."
-            )
         for line in _notes(name, policy, listener, (rows, length, key is not None), has_template, prefix):
             print(line, file=sys.stderr, flush=True)
         try:

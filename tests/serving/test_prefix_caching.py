@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ import openai
 from transformers import JambaConfig, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
+from kvpolicy.cli.app import main
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.serving.capacity import Capacity
 from kvpolicy.serving.forwards import Prompts
 from kvpolicy.serving.interruptible import BrokenOff
 from kvpolicy.serving.metrics import Metrics
-from kvpolicy.serving.prefix import Prefix
+from kvpolicy.serving.prefix import check_together
 from kvpolicy.serving.prefix_caching import LEAST_PREFIX, PrefixCaching
 from kvpolicy.text.common_prefix import common_length
 from tests.sampling import product
@@ -221,15 +223,37 @@ def test_a_server_says_how_many_tokens_it_did_not_compute(rows: int) -> None:
     assert cached[:2] == [0, 0] and all(number >= len(ids_of(SYSTEM)) for number in cached[2:])
 
 
-def test_what_excludes_prefix_caching_is_refused() -> None:
-    def load(model: Any) -> Prefix:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prefix", "{file}", "--prefix-caching", "1MiB"], "--prefix-caching must be without --prefix"),
+        (["--prefix", "{file}", "--share-prefix", "--rows", "3"], "--share-prefix must be without --rows, got 3 rows"),
+        (["--share-prefix"], "--share-prefix must be given with --prefix"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused_before_a_model_is_loaded(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*_: Any) -> Any:
         raise AssertionError("it is refused first")
 
-    with (
-        pytest.raises(kvpolicy.KVPolicyError, match="--prefix-caching must be without --prefix"),
-        running(kvpolicy.tiny(), load, prefix_memory=1 << 20),
-    ):
-        pass
+    monkeypatch.setattr("kvpolicy.cli.model_loading.load", load)
+    given = [option.format(file=tmp_path / "absent.safetensors") for option in options]
+    assert main(["serve", "tiny", "snapkv@0.4", *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rows_that_follow_from_a_memory_exclude_a_shared_prefix() -> None:
+    with pytest.raises(kvpolicy.KVPolicyError, match="got 3 rows, of which each has a copy of the prefix"):
+        check_together(prefix=True, shared=True, caching=False, rows=3)
+    check_together(prefix=True, shared=True, caching=False, rows=1)
+
+
+def test_a_model_that_does_not_go_on_is_refused() -> None:
     model = type("JambaForCausalLM", (), {"config": JambaConfig(num_hidden_layers=2)})()
     with pytest.raises(kvpolicy.KVPolicyError, match="whose states transformers does not continue"):
         PrefixCaching(model, 1 << 20, lambda cache, ids: None)

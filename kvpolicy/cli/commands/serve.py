@@ -107,11 +107,10 @@ def serve(
     from kvpolicy.policy.model_policy import keep_at_least
     from kvpolicy.serving.app import check_names
     from kvpolicy.serving.capacity import Capacity
-    from kvpolicy.serving.prefix import PrefixFile
+    from kvpolicy.serving.prefix import PrefixFile, check_together
     from kvpolicy.serving.server import bind, log_to_terminal, run, serving
     from kvpolicy.serving.status import show_status
     from kvpolicy.text.budget import bytes_of
-    from kvpolicy.text.errors import KVPolicyError
 
     tile_size = arguments.tile_of(tile)
     check_order("serve", model)
@@ -120,8 +119,7 @@ def serve(
     parsed = keep_at_least(
         Policy.parse(arguments.policy_of(policy, policy_option)), default if least is None else least
     )
-    if share_prefix and prefix is None:
-        raise KVPolicyError("--share-prefix must be given with --prefix, got no prefix; try --prefix FILE.")
+    check_together(prefix=prefix is not None, shared=share_prefix, caching=prefix_caching is not None, rows=rows or 1)
     prefix_memory = 0 if prefix_caching is None else bytes_of(prefix_caching)
     file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed, share_prefix)
     capacity = Capacity(rows=rows, length=length, memory=memory, share=prefill_share, queue=queue)
