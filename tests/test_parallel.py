@@ -40,7 +40,15 @@ def test_uneven_heads_stand_behind_each_other() -> None:
     ranks = [_ranks(rank, (4, 2), (2, 1)) for rank in range(2)]
     assert [some.held for some in ranks] == [slice(0, 2), slice(2, 3)]
     assert [some.mine(torch.arange(6)).tolist() for some in ranks] == [[0, 1, 2, 3], [4, 5]]
-    assert [some.query_heads(9) for some in ranks] == [6, 6] and ranks[1].most_heads(1) == 2
+    assert [some.query_heads(own) for some, own in zip(ranks, (4, 2), strict=True)] == [6, 6]
+    assert ranks[1].most_heads(1) == 2
+
+
+def test_layers_that_read_the_same_keys_stand_together() -> None:
+    """By KV head, as queries do: of three layers, a rank has three times its heads."""
+    ranks = [_ranks(rank, (4, 2), (2, 1)) for rank in range(2)]
+    assert [some.query_heads(own) for some, own in zip(ranks, (12, 6), strict=True)] == [18, 18]
+    assert [some.mine(torch.arange(18)).tolist() for some in ranks] == [[*range(12)], [*range(12, 18)]]
 
 
 def test_twins_hold_the_same_head_and_other_queries() -> None:

@@ -13,11 +13,12 @@ pytest.importorskip("transformers")
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, OPTConfig, Phi3Config
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, OPTConfig
 
 import kvpolicy
 from kvpolicy import weights_per_rank
 from kvpolicy.hf.embedded import config_of, shipped_config
+from tests.conformance.models import UNNAMED
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -27,6 +28,7 @@ TINY: dict[str, Any] = {
     "vocab_size": 10,
 }
 LLAMA = LlamaConfig(**TINY, num_key_value_heads=2)
+MLA = UNNAMED["deepseek_v2"]()
 EMBEDDING = 10 * 32
 NORM = 32
 ATTENTION = 32 * 32 + 2 * 16 * 32 + 32 * 32
@@ -160,7 +162,7 @@ def test_weights_take_their_place_before_the_cache() -> None:
         (LLAMA, {"tp": 8, "backend": "hf"}, "must divide the 2 KV heads .*, got 8; deepspeed cannot shard it either"),
         (LLAMA, {"tp": 8}, "at most 4, the number of query heads, got 8"),
         (OPTConfig(vocab_size=10), {"tp": 2, "backend": "hf"}, "got none for opt; try backend='deepspeed'"),
-        (Phi3Config(vocab_size=10, pad_token_id=0), {"tp": 2, "backend": "hf"}, "got none for phi3"),
+        (MLA, {"tp": 3, "backend": "hf"}, "must divide the 4 query heads .*, got 3; deepspeed cannot shard it either"),
     ],
 )
 def test_refused(config: Any, words: dict[str, Any], told: str) -> None:

@@ -36,6 +36,7 @@ from kvpolicy.hf.attention_interface import PREFIX, attached, configs_of, replac
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import OLD, cache_name, check_cache_name, check_version, rename_cache
 from kvpolicy.hf.discovery import Site, Sites, around, find_sites, is_falcon, rope_owner, sample_weights
+from kvpolicy.hf.division import division_of
 from kvpolicy.hf.edit_checks import move_obstacle
 from kvpolicy.hf.generation_hooks import RecentCache, offer_cache
 from kvpolicy.hf.identity import identity
@@ -44,7 +45,7 @@ from kvpolicy.hf.latent import latent_projection
 from kvpolicy.hf.masks import defer_masks
 from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
-from kvpolicy.hf.projection import output_projection
+from kvpolicy.hf.projection import gathered, output_projection
 from kvpolicy.hf.residual_hooks import active_stream, measure
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
@@ -53,7 +54,6 @@ from kvpolicy.hf.shared_keys import cuts, joint_projections, ranks_by_queries, r
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
 from kvpolicy.hf.tiles import check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
 from kvpolicy.kernels.rotary import Rope
-from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.reporting import report as notebook
@@ -119,10 +119,11 @@ class Handle:
         check_supported(model.config)
         sites = find_sites(model)
         check_cache_name(sites.decoder)
-        sharing = sharing_of(model)
-        shape = describe(model.config, getattr(model, "dtype", None), 1 if sharing is None else sharing.size)  # pyright: ignore[reportArgumentType]
+        division = division_of(model)
+        dtype: Any = getattr(model, "dtype", None)
+        shape = describe(model.config, dtype, division.size, follows_plan=division.follows_plan)
         # Calibrations were made with the whole model, so the weights of a shard identify nothing.
-        info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
+        info = shape.info(sample_weights(sites.layers[0]) if division.size == 1 else division.weights)
         policy = self.policy = resolve_for(policy, shape, info)
         policy.check(info)
         check_held_codes(hold, policy, shape.shape)
@@ -143,7 +144,7 @@ class Handle:
             info=info,
             identity=described,
             rotations=rotations,
-            sharing=sharing,
+            sharing=division.sharing,
             rotary=rotary,
             trained_positions=trained,
             projections=projections,
@@ -156,7 +157,7 @@ class Handle:
             move_obstacle=functools.cache(partial(move_obstacle, weakref.ref(model), rotations)),
         )
         try:
-            self._connect(sites)
+            self._connect(sites, gathers=division.gathers)
         except BaseException:
             # An interrupt, too, must not leave a model that is connected in part.
             self.detach()
@@ -290,7 +291,7 @@ class Handle:
 
     # connecting
 
-    def _connect(self, sites: Sites) -> None:
+    def _connect(self, sites: Sites, *, gathers: bool) -> None:
         # Pushed in this order, undone in reverse.
         self._undo.append(swap_implementation(self._model))
         self._undo.append(sites.decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
@@ -310,8 +311,9 @@ class Handle:
             self._undo.append(
                 site.attention.register_forward_pre_hook(forward_calls.bind_cache, with_kwargs=True).remove
             )
-            attached.add(site.attention)
-            self._undo.append(partial(attached.discard, site.attention))
+            for known in (attached, gathered) if gathers else (attached,):
+                known.add(site.attention)
+                self._undo.append(partial(known.discard, site.attention))
             if is_falcon(site.attention):
                 self._undo.append(replace_falcon_forward(site.attention))
             if site.layer_idx not in self._attachment.model_shape.evictable:  # has no budget and no codec

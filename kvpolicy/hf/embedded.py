@@ -70,6 +70,11 @@ class ShippedConfig:
         text = self._fields.get("text_config")
         return self if text is None else ShippedConfig(self.name, text)
 
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """The plan by which transformers shards the model."""
+        return _parameters()[self.name]["tp_plan"]
+
     def windows(self) -> dict[int, int]:
         """The sliding window of each layer that has one."""
         kinds = self._fields.get("layer_types") or []
@@ -109,7 +114,7 @@ class ShippedModel(nn.Module):
         super().__init__()
         self.config = config
         found = _parameters()[config.name]
-        self.tp_plan: dict[str, str] = found["tp_plan"]
+        self.tp_plan = config.base_model_tp_plan
         self._head: str = found["head"]
         with torch.device("meta"):
             for pattern, shape in found["parameters"].items():

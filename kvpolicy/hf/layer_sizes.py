@@ -85,19 +85,23 @@ EAGER = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa"
 """Families for which transformers computes sliding-window layers with a whole matrix of attention weights."""
 
 
-def widths_of(layers: Iterable[Any], tp: int = 1) -> Widths:
+def widths_of(layers: Iterable[Any], tp: int = 1, heads: int | None = None) -> Widths:
     """Read the widths of a model from the configs of its layers; those of the widest count.
 
     Args:
         layers: The config of each layer, which may be the same one.
         tp: The tensor parallel size; of several ranks, the widths are those of the one that holds the most.
+        heads: The number of ranks over which heads are divided, if it is another one.
     """
-    each = [_of_layer(layer, tp) for layer in {id(layer): layer for layer in layers}.values()]
+    each = [
+        _of_layer(layer, tp, tp if heads is None else heads)
+        for layer in {id(layer): layer for layer in layers}.values()
+    ]
     return Widths(*map(max, zip(*each, strict=True)))
 
 
-def _of_layer(text: Any, tp: int) -> Widths:
-    heads = -(-text.num_attention_heads // tp)
+def _of_layer(text: Any, tp: int, ranks: int) -> Widths:
+    heads = -(-text.num_attention_heads // ranks)
     size = layer_size(text, None)
     return Widths(
         hidden=text.hidden_size,

@@ -13,6 +13,7 @@ import torch
 
 from kvpolicy.codecs.apart import is_divisible
 from kvpolicy.hf.discovery import CROSSES, not_causal
+from kvpolicy.hf.division import divided
 from kvpolicy.hf.embedded import ShippedConfig
 from kvpolicy.hf.layer_sizes import layer_size, widths_of
 from kvpolicy.planning.activations import Prefill, Widths
@@ -170,13 +171,14 @@ class ModelShape:
         return Prefill(policy=policy, shape=self.shape, widths=self.widths, windows=tuple(windows), **sizes)
 
 
-def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> ModelShape:
+def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1, *, follows_plan: bool = False) -> ModelShape:
     """Describe a model's cache from its config.
 
     Args:
         config: A transformers config.
         dtype: Dtype of keys and values; the config's own by default.
         tp: The tensor parallel size.
+        follows_plan: Whether transformers shards the model by the plan of its config, and not DeepSpeed.
 
     Raises:
         KVPolicyError: If a policy does not support the model.
@@ -187,11 +189,8 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
     kinds = _sort_layers(text)
     evictable = kinds.attending
     windows = kinds.windows
-    if kinds.owners and tp > 1:
-        raise KVPolicyError(
-            f"Every layer must have keys of its own on several ranks, got {text.model_type} with {len(kinds.owners)} "
-            f"layers that read those of others and tp={tp}; try one rank."
-        )
+    if tp > 1 and not follows_plan:
+        _check_sharded(text, kinds, tp)
     # Of a model of several parts, the whole config has the dtype.
     named = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
     wanted = getattr(torch, named, None) if isinstance(named, str) else named
@@ -207,7 +206,8 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
             "All layers with full attention must have the same number of KV heads and the same head dimension, since "
             f"they share a budget, got {sorted(size[:2] for size in kept)} for {text.model_type}."
         )
-    shapes = [size.on(wanted, tp) for size in sizes]
+    ranks = 1 if follows_plan and divided(config) == "nothing" else tp
+    shapes = [size.on(wanted, ranks) for size in sizes]
     first = evictable[0]
     return ModelShape(
         shape=shapes[first],
@@ -215,22 +215,31 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         evictable=evictable,
         unmanaged=windows,
         unmanaged_shapes={index: shapes[index] for index in windows},
-        widths=widths_of(_layer_configs(text), tp),
-        states=_states(text, kinds.states, wanted, tp),
+        widths=widths_of(layers, tp, ranks),
+        states=_states(text, kinds.states, wanted),
         depth=kinds.depth,
         owners=kinds.owners,
     )
 
 
-def _states(text: Any, counts: dict[int, int], dtype: torch.dtype, tp: int) -> dict[int, LayerStates]:
-    """The states of each layer that has some."""
-    if not counts:
-        return {}
-    if tp > 1:
+def _check_sharded(text: Any, kinds: _Kinds, tp: int) -> None:
+    """Refuse layers that DeepSpeed does not shard."""
+    if kinds.owners:
+        raise KVPolicyError(
+            f"Every layer must have keys of its own on several ranks, got {text.model_type} with {len(kinds.owners)} "
+            f'layers that read those of others and tp={tp}; try backend="hf".'
+        )
+    if kinds.states:
         raise KVPolicyError(
             f"Every layer must have attention alone on several ranks, got {text.model_type} with states in "
-            f"{len(counts)} layers and tp={tp}; try one rank."
+            f'{len(kinds.states)} layers and tp={tp}; try backend="hf".'
         )
+
+
+def _states(text: Any, counts: dict[int, int], dtype: torch.dtype) -> dict[int, LayerStates]:
+    """The states of each layer that has some; every rank holds them whole."""
+    if not counts:
+        return {}
     from kvpolicy.hf.states import state_nbytes
 
     nbytes = state_nbytes(text, dtype)

@@ -298,7 +298,7 @@ def plan(
         check_modules(config)
     else:
         find_sites(module)
-    model = describe(config, dtype, tp)
+    model = describe(config, dtype, tp, follows_plan=backend == "hf")
     info = describe(config, dtype).info()  # calibrations are of all heads
     policy = resolve_for(policy, model, info)
     policy.check(info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,10 @@ from kvpolicy.text.errors import KVPolicyError
 
 PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 """Names of the projection behind the heads, of which each attention module has one."""
+
+
+gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Attention modules with all heads on every rank, although each rank has only a part of their weights."""
 
 
 def output_projection(module: nn.Module) -> Tensor:
@@ -54,12 +59,19 @@ def matrix_of(part: nn.Module, like: Tensor, use: str) -> Tensor:
 _NORMS = "the norms of values, got an adapter"
 
 
-def _float_weight(part: Any) -> Tensor | None:
-    """The weight of a module as its multiplication reads it, in memory or not; None if it has none of that kind."""
+def _float_weight(part: Any, *, whole: bool = False) -> Tensor | None:
+    """The weight of a module as its multiplication reads it, in memory or not; None if it has none of that kind.
+
+    Args:
+        part: The module.
+        whole: Whether the parts of all ranks are wanted; then all ranks must call this.
+    """
     weight: Any = getattr(part, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         return None
-    return weight.to_local() if hasattr(weight, "to_local") else weight  # pyright: ignore[reportAttributeAccessIssue]
+    if not hasattr(weight, "to_local"):  # is no part of a sharded one
+        return weight
+    return weight.full_tensor() if whole else weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_adapted(part: nn.Module) -> bool:
@@ -127,7 +139,7 @@ def _find(module: nn.Module) -> tuple[nn.Module, Tensor]:
     """The projection of an attention module, and its own weight."""
     for name in PROJECTIONS:
         part: Any = getattr(module, name, None)
-        weight = _float_weight(part)
+        weight = _float_weight(part, whole=module in gathered)
         if part is not None and weight is not None:
             weight = weight.detach()
             return part, weight.T if type(part).__name__ == "Conv1D" else weight

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from kvpolicy.hf.division import divided
 from kvpolicy.hf.embedded import ShippedConfig, ShippedModel
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.parallel.runtime import Weights
@@ -48,14 +49,19 @@ def check_shardable(config: Any, backend: str, size: int) -> None:
     Raises:
         KVPolicyError: If it is not, or cannot.
     """
-    check_family(config.model_type, backend)
+    text = config.get_text_config(decoder=True)
+    check_family(config.model_type if backend == "deepspeed" else text.model_type, backend)
     if getattr(config, "quantization_config", None):
         raise KVPolicyError(
             f"Weights must not be quantized to be sharded, got a {config.model_type} with a quantization_config; try a "
             "checkpoint in bfloat16, float16 or float32."
         )
-    queries = int(config.get_text_config(decoder=True).num_attention_heads)
-    check_heads(config.model_type, backend, queries=queries, keys=describe(config).shape.heads, size=size)
+    parts = divided(config) if backend == "hf" else "heads"
+    if parts == "nothing":  # every rank computes the attention of all heads
+        return
+    queries = int(text.num_attention_heads)
+    keys = queries if parts == "queries" else describe(config).shape.heads
+    check_heads(text.model_type, backend, queries=queries, keys=keys, size=size)
 
 
 BACKENDS = ("deepspeed", "hf")
@@ -154,17 +160,21 @@ def _own_plan(model: Any, tp: int) -> Iterator[Held]:
 
 
 def _check_plan(model: Any, tp: int) -> None:
-    """Raise KVPolicyError if the model's plan does not shard the KV heads, or cannot."""
-    heads = describe(model.config).shape.heads
+    """Raise KVPolicyError if the model has no plan, or it cannot divide the heads of its attention."""
     alternative = "try backend='deepspeed'" if _autotp_can(model.config, tp) else "deepspeed cannot shard it either"
-    projections = ("k_proj", "qkv_proj", "query_key_value")
-    if not any(name.endswith(projections) and style == "colwise" for name, style in model.tp_plan.items()):
+    if not model.tp_plan:
         raise KVPolicyError(
-            f"The plan of transformers must shard the KV heads of the model, got none for {model.config.model_type}; "
-            f"{alternative}."
+            f"transformers must have a plan to shard the model, got none for {model.config.model_type}; {alternative}."
         )
+    text = model.config.get_text_config(decoder=True)
+    queries = int(text.num_attention_heads)
+    heads, name = {
+        "heads": (describe(model.config).shape.heads, "KV heads"),
+        "queries": (queries, "query heads"),
+        "nothing": (tp, "ranks"),
+    }[divided(model.config)]
     if heads % tp:
-        raise KVPolicyError(f"tp must divide the {heads} KV heads with backend='hf', got {tp}; {alternative}.")
+        raise KVPolicyError(f"tp must divide the {heads} {name} with backend='hf', got {tp}; {alternative}.")
 
 
 def _autotp_can(config: Any, tp: int) -> bool:

@@ -62,8 +62,15 @@ class Ranks:
         return max((q // h for q, h in zip(self.queries, self.heads, strict=True) if h), default=own)
 
     def query_heads(self, own: int) -> int:
-        """Query heads of the whole model, of which this rank has `own`."""
-        return sum(self.queries) or own
+        """Query heads of the whole model, of which this rank has `own`; also of several layers that read the same keys.
+
+        Then `own` and the result are those of all these layers together.
+        """
+        return sum(self.queries) * self._layers(own) if self.queries else own
+
+    def _layers(self, own: int) -> int:
+        """How many layers `own` query heads of this rank are from: those that read the same keys are together."""
+        return own // max(self.queries[self.rank], 1)
 
     def kv_heads(self, own: int) -> int:
         """KV heads of the whole model, of which this rank has `own`."""
@@ -89,9 +96,10 @@ class Ranks:
         """
         if not self.queries:
             return x
-        every = x.new_zeros(x.shape[0], sum(self.queries), *x.shape[2:], dtype=torch.float64)
-        first = sum(self.queries[: self.rank])
-        own = self.queries[self.rank]
+        layers = self._layers(x.shape[1])
+        every = x.new_zeros(x.shape[0], sum(self.queries) * layers, *x.shape[2:], dtype=torch.float64)
+        first = sum(self.queries[: self.rank]) * layers
+        own = self.queries[self.rank] * layers
         every[:, first : first + own] = x[:, :own].double()
         return self.total(every).to(x.dtype)
 
@@ -99,8 +107,9 @@ class Ranks:
         """This rank's slice of a tensor over all query heads, [Hq of the model, ...] -> [Hq, ...]."""
         if not self.queries:
             return line
+        layers = len(line) // sum(self.queries)
         first = 0 if self.phantom else sum(self.queries[: self.rank])
-        return line[first : first + max(self.queries[self.rank], 1)]
+        return line[first * layers :][: max(self.queries[self.rank], 1) * layers]
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks, for integers or fp64 of any shape."""

@@ -59,6 +59,10 @@ class Sharing(NamedTuple):
     twins: str = ""
     weights: Tensor | None = None
 
+    def repeated(self) -> Sharing:
+        """The same ranks, of which each holds all KV heads."""
+        return self._replace(replicas=self.size, twins=self.group.group_name)
+
     @property
     def size(self) -> int:
         """The number of ranks."""
@@ -140,13 +144,18 @@ def sharing_of(model: nn.Module) -> Sharing | None:
     return None if sharing is None or sharing.size == 1 else sharing
 
 
+def follows_plan(model: nn.Module) -> bool:
+    """Whether transformers sharded a model, by the plan of its config."""
+    return getattr(model, "_device_mesh", None) is not None and (getattr(model, "_tp_size", None) or 1) > 1
+
+
 def _group_of(model: nn.Module) -> Group:
     """The process group over which DeepSpeed or transformers sharded a model."""
     for module in model.modules():
         group = vars(module).get("mp_group")  # the layers of DeepSpeed AutoTP
         if group is not None:
             return group
-    mesh: Any = getattr(model, "_device_mesh", None)  # of transformers
-    if mesh is None or (getattr(model, "_tp_size", None) or 1) == 1:
+    if not follows_plan(model):
         return None
+    mesh: Any = model._device_mesh
     return mesh.get_group("tp") if mesh.ndim > 1 else mesh.get_group()

@@ -29,13 +29,11 @@ class Family:
 
     Attributes:
         matrices: The kind of each matrix, by its name in a layer.
-        native: Whether the tensor parallelism of transformers shards its heads.
         renames: Names that differ in its checkpoints: patterns and replacements.
         experts: Names of the gate, up and down matrix of an expert in its checkpoints.
     """
 
     matrices: dict[str, Kind]
-    native: bool = True
     renames: dict[str, str] = field(default_factory=dict)
     experts: tuple[str, str, str] | None = None
 
@@ -85,7 +83,6 @@ FAMILIES: dict[str, Family] = {
             "mlp.gate_up_proj": "halves",
             "mlp.down_proj": "from_even",
         },
-        native=False,
     ),
     "gpt_neox": Family(
         matrices=_NEOX | _WIDE,
@@ -100,14 +97,21 @@ FAMILIES: dict[str, Family] = {
             "fc1": "even",
             "fc2": "from_even",
         },
-        native=False,
     ),
     "falcon": Family(
         matrices=_FALCON | _WIDE,
-        native=False,
     ),
 }
-"""The families whose sharding is tested, by the `model_type` of their configs."""
+"""The families that DeepSpeed shards as tested, by the `model_type` of their configs."""
+
+_BY_PLAN = (
+    "afmoe cohere cohere2 deepseek_v2 deepseek_v3 exaone4 falcon_h1 flint gemma2 gemma3_text gemma3n_text gemma4_text "
+    "glm4 gpt_neox gpt_oss granite granite_swa granitemoe_swa granitemoehybrid hyperclovax kimi_linear lfm2 llama "
+    "mimo_v2_flash minicpm3 mistral mixtral nemotron_h olmo2 phi phi3 qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe "
+    "qwen3_next starcoder2"
+)
+BY_PLAN = frozenset(_BY_PLAN.split())
+"""The families that transformers shards as tested, by the `model_type` of the configs of their text decoders."""
 
 
 def check_family(model_type: str, backend: str) -> None:
@@ -116,11 +120,13 @@ def check_family(model_type: str, backend: str) -> None:
     Examples:
         >>> check_family("llama", "hf")
     """
-    known = sorted(name for name, family in FAMILIES.items() if backend == "deepspeed" or family.native)
-    if model_type not in known:
-        advice = 'try backend="deepspeed"' if model_type in FAMILIES else "no other backend shards it"
+    tables = {"deepspeed": FAMILIES.keys(), "hf": BY_PLAN}
+    if model_type not in tables[backend]:
+        other = next((name for name, types in tables.items() if model_type in types), None)
+        advice = "no other backend shards it" if other is None else f'try backend="{other}"'
+        known = ", ".join(sorted(tables[backend]))
         raise KVPolicyError(
-            f'The model type must be one of {", ".join(known)} with backend="{backend}", got {model_type}; {advice}.'
+            f'The model type must be one of {known} with backend="{backend}", got {model_type}; {advice}.'
         )
 
 
@@ -138,9 +144,9 @@ def check_heads(model_type: str, backend: str, *, queries: int, keys: int, size:
         >>> check_heads("llama", "deepspeed", queries=8, keys=2, size=4)
     """
     if backend == "hf" and keys % size:
+        advice = 'try backend="deepspeed", which replicates heads' if model_type in FAMILIES else "try fewer ranks"
         raise KVPolicyError(
-            f'The number of ranks must divide the {keys} KV heads with backend="hf", got {size}; try '
-            'backend="deepspeed", which replicates heads.'
+            f'The number of ranks must divide the {keys} KV heads with backend="hf", got {size}; {advice}.'
         )
     if model_type == "falcon" and keys < size and (size % keys or queries % size):
         raise KVPolicyError(

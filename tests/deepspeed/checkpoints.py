@@ -88,7 +88,7 @@ def compare(folder: str, model: Any) -> tuple[float, bool]:
 
 NAMED = [name for name in FAMILIES if not name.startswith("gemma")]
 
-NOT_BY_TRANSFORMERS = {"one head", "three heads", "no head", "phi3", "opt", "old opt"} | {
+NOT_BY_TRANSFORMERS = {"one head", "three heads", "no head", "opt", "old opt"} | {
     name for name in NAMED if name.startswith("falcon")
 }
 """What the tensor parallelism of transformers does not shard correctly, so that it is refused."""

@@ -117,7 +117,8 @@ def plan(
             f"chunks of {parts:,}, selecting": plan_for(parts, None, hold=False),
         }
         facts["peaks"] = {way: found.prefill_nbytes for way, found in ways.items()}
-    full = describe(config, cache_dtype, tp).token_bytes() * batch * (prompt + new)
+    shape = describe(config, cache_dtype, tp, follows_plan=backend == "hf")
+    full = shape.token_bytes() * batch * (prompt + new)
     if json:
         print(as_json("plan", facts))
         return

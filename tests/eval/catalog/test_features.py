@@ -15,8 +15,9 @@ pytest.importorskip("transformers")
 from kvpolicy_eval.catalog import features
 from tests.conformance import test_models, test_tiles
 from tests.conformance.models import FAMILIES, UNNAMED
-from tests.deepspeed.checkpoints import MORE, NAMED, NOT_BY_TRANSFORMERS
+from tests.deepspeed.checkpoints import MORE, NAMED
 from tests.engine import test_compile, test_features
+from tests.parallel import test_by_plan
 
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "eval" / "kvpolicy_eval" / "catalog" / "features.yaml"
@@ -47,7 +48,7 @@ RUN: dict[str, set[str]] = {
     "tiles": cases(test_tiles.test_every_family),
     "compile": {*cases(test_compile.test_families), "llama"},  # test_one_graph_for_all_steps is of llama
     "deepspeed": SHARDED,
-    "transformers": SHARDED - NOT_BY_TRANSFORMERS,
+    "transformers": {*test_by_plan.MODELS},
     "offload": cases(test_features.test_offloaded_weights),
     "hybrid": {family for family in (*FAMILIES, *UNNAMED) if mixes_layers(family)},
 }
@@ -77,7 +78,7 @@ def test_a_cell_is_yes_or_empty() -> None:
         "tiles": "yes",
         "compile": "",
         "tensor parallel, DeepSpeed": "",
-        "tensor parallel, transformers": "",
+        "tensor parallel, transformers": "yes",
         "offload": "yes",
         "hybrid layers": "yes",
     }
