@@ -144,9 +144,25 @@ def to_groups(at: At, size: int) -> At:
 
 def chunks(slots: int, group_size: int = 1) -> list[slice]:
     """Ranges of slots that cover all of them, each a multiple of the group size."""
-    size = -(-max(CHUNK_SLOTS, -(-slots // MAX_CHUNKS)) // group_size) * group_size
-    # Not `range(0, slots, size)`, which would fix the number of slots in a compiled step, and not only that of ranges.
-    return [slice(number * size, min(number * size + size, slots)) for number in range(-(-slots // size))]
+    return ranges(slots, CHUNK_SLOTS, group_size)
+
+
+def ranges(count: int, each: int, multiple: int = 1) -> list[slice]:
+    """Ranges that cover `count` items in order, `each` of them at a time, and at most `MAX_CHUNKS` ranges.
+
+    Args:
+        count: The number of items, which is a symbol in a compiled step.
+        each: Items of a range, unless there would be too many ranges.
+        multiple: What the items of a range are a multiple of.
+    """
+    # Compared and not computed with `max` and `min`, and not `range(0, count, size)`: a compiled step fixes only the
+    # number of ranges, and expressions of a symbol take long to simplify.
+    if count > each * MAX_CHUNKS:
+        each = -(-count // MAX_CHUNKS)
+    size = -(-each // multiple) * multiple
+    number = -(-count // size)
+    whole = [slice(index * size, index * size + size) for index in range(number - 1)]
+    return [*whole, slice((number - 1) * size, count)] if number > 0 else []
 
 
 def score_by_chunks(

@@ -163,7 +163,7 @@ class Geometry(Protocol):
         ...
 
     def fix_addresses(self) -> None:
-        """Mark every tensor as static for CUDA graphs, after any of them was replaced."""
+        """Tell the compiler what stays of every tensor, after any of them was replaced."""
         ...
 
     def numbers(self) -> dict[str, Any]:

@@ -383,8 +383,8 @@ class LayerContents:
         return self.tensors.columns.is_inference() or self.tensors.length.is_inference()
 
     def fix_addresses(self) -> None:
-        """Mark every tensor as static for CUDA graphs, after any of them was replaced."""
-        fix_addresses([*self.tensors.parts().values(), self.resident])
+        """Tell the compiler what stays of every tensor, after any of them was replaced."""
+        fix_addresses([*self.tensors.parts().values(), self.resident], 2 if self.tensors.pages is None else 1)
 
     # numbers
 

@@ -166,14 +166,23 @@ def grown_codes(
     return tuple(grown)
 
 
-def fix_addresses(parts: list[State]) -> None:
-    """Mark tensors as static for CUDA graphs, which write only to such tensors and copy all others.
+def fix_addresses(parts: list[State], varying: int = 2) -> None:
+    """Tell the compiler what stays: addresses of tensors, and sizes that are the same for all caches of a model.
 
-    Unguarded, since a guard would recompile for every cache; a graph is recorded again when an address changes.
+    CUDA graphs write only to tensors of static addresses, and copy all others. Unguarded, since a guard would recompile
+    for every cache; a graph is recorded again when an address changes. Where vectors are as long as the code says,
+    inductor need not reason about them: it compiles a step in half the time.
+
+    Args:
+        parts: The tensors, of which those with vectors are [B, H, slots, ...], or [B, pages, slots of a page, ...].
+        varying: The dimension behind the rows that differs between caches: 2, or 1 for pages.
     """
     for part in parts:
         for tensor in tensors(part):
             torch._dynamo.mark_static_address(tensor, guard=False)  # pyright: ignore[reportPrivateUsage]
+            if tensor.dim() > 2:
+                same = [dim for dim in range(1, tensor.dim()) if dim != varying]
+                torch._dynamo.mark_static(tensor, same)  # pyright: ignore[reportPrivateUsage]
 
 
 def cleared(state: State, mask: Tensor) -> State:

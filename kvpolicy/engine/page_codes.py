@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs.common import CHUNK_SLOTS, MAX_CHUNKS, token_ranges
+from kvpolicy.codecs.common import CHUNK_SLOTS, ranges, token_ranges
 from kvpolicy.engine.pages import PageTable, of_their_heads
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.kernels.compiled import is_compiled
@@ -141,8 +141,8 @@ class CodedPages(NamedTuple):
         """Ranges of pages and their tensors, as many slots of a head at a time as without pages."""
         pages = self.head.shape[1]
         slots = _page_slots(self.codec, self.codes)
-        size = max(-(-CHUNK_SLOTS * self.heads // slots), -(-pages // MAX_CHUNKS), 1)
-        return [self._part(slice(start, min(start + size, pages))) for start in range(0, pages, size)]
+        each = max(-(-CHUNK_SLOTS * self.heads // slots), 1)
+        return [self._part(part) for part in ranges(pages, each)]
 
     def _part(self, part: slice) -> tuple[slice, StageStore]:
         head = self.head[:, part]

@@ -393,7 +393,7 @@ class PageGeometry:
     # rows and numbers
 
     def fix_addresses(self) -> None:
-        """Mark every tensor as static for CUDA graphs, after any of them was replaced."""
+        """Tell the compiler what stays of every tensor, after any of them was replaced."""
         self._layer.fix_addresses()
 
     def numbers(self) -> dict[str, Any]:

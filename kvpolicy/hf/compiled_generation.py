@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as _dynamo
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental import _config
 from transformers.generation.configuration_utils import CompileConfig
@@ -28,6 +29,8 @@ from kvpolicy.reporting.logging import warn_uncompiled
 
 shapes: Any = _config
 """How PyTorch names sizes."""
+traces: Any = _dynamo
+"""How PyTorch traces functions."""
 
 
 def step_obstacle(cache: PolicyCache) -> str:
@@ -148,6 +151,17 @@ class StepCompiler:
         return Steps(self.model, known[key])
 
 
+@contextmanager
+def _first_step() -> Generator[None]:
+    """How PyTorch traces the first step: each dynamic size has a symbol of its own, and numbers are constants.
+
+    Or rows that happen to be as many as slots would be fixed to that number; and numbers that are symbols, such as the
+    scale of attention, make PyTorch trace the whole step a second time.
+    """
+    with shapes.patch(use_duck_shape=False), traces.patch(specialize_float=True):
+        yield
+
+
 class Steps:
     """The forwards of one generation: compiled where they are plain steps, and else the model's own.
 
@@ -169,12 +183,11 @@ class Steps:
             return self.model(**inputs)
         cache.make_room()
         before = cache.forward
-        # Or rows that happen to be as many as heads would be fixed to that number. It takes time, so only where a
-        # compilation is due.
-        apart = nullcontext() if self._has_begun else shapes.patch(use_duck_shape=False)
+        # It takes time, so only where a compilation is due.
+        tracing = nullcontext() if self._has_begun else _first_step()
         self._has_begun = True
         try:
-            with apart:
+            with tracing:
                 out = self.compiled(self.model, inputs)
         except TorchDynamoException as error:
             # Raised before the graph ran.

@@ -12,6 +12,7 @@ import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.even import Even
+from kvpolicy.codecs import common
 from kvpolicy.engine import page_codes
 from kvpolicy.engine.coded_pages import CodedPageBody
 from kvpolicy.engine.layer_store import LayerStore
@@ -140,7 +141,7 @@ def test_a_few_pages_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(body, CodedPageBody)
     pages = run.store.tensors.paged().owner.shape[1]
     assert body.owner.shape[1] < pages, "the buffers stand behind the pages of codes"
-    monkeypatch.setattr(page_codes, "MAX_CHUNKS", pages)
+    monkeypatch.setattr(common, "MAX_CHUNKS", pages)
     for _ in range(3):
         run.step()
 
