@@ -100,6 +100,7 @@ KINDS = {
             "tests/serving/test_limits.py",
             "tests/serving/test_rows.py",
             "tests/serving/test_server.py",
+            "tests/serving/test_several_ranks.py",
         ),
         (
             "tests/cli/test_by_layer.py::test_list_describes_it",
@@ -110,6 +111,8 @@ KINDS = {
             "tests/serving/test_rows.py::test_answers_are_those_that_requests_have_alone[[]snapkv@*",
             "tests/serving/test_rows.py::test_rows_that_fit_into_a_memory",
             "tests/serving/test_server.py::test_an_answer_is_that_of_generate",
+            "tests/serving/test_several_ranks.py::test_refused*",
+            "tests/serving/test_several_ranks.py::test_the_embedded*",
             "tests/serving/test_server.py::test_bad_*",
             "tests/serving/test_server.py::test_a_stream_is_the_answer_in_pieces",
         ),

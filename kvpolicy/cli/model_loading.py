@@ -31,7 +31,7 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "floa
 """Other names of dtypes, as configs of training and users write them."""
 
 
-def load(name: str, dtype: str = "auto", device: str = "", *, text: bool = True) -> tuple[Any, Any]:
+def load(name: str, dtype: str = "auto", device: str = "", *, text: bool = True, tp: int = 1) -> tuple[Any, Any]:
     """Load a model and its tokenizer.
 
     Args:
@@ -39,6 +39,7 @@ def load(name: str, dtype: str = "auto", device: str = "", *, text: bool = True)
         dtype: The dtype of the weights; `auto` for that of the checkpoint, or float32 for the embedded model.
         device: The device; an empty string for an accelerator if one is available.
         text: Whether to load the tokenizer.
+        tp: The number of ranks, of which this one loads its part, by the plan of transformers.
 
     Returns:
         The model in evaluation mode, and its tokenizer or None.
@@ -53,12 +54,14 @@ def load(name: str, dtype: str = "auto", device: str = "", *, text: bool = True)
     weight_dtype: Any = "auto" if dtype == "auto" else dtype_of(dtype)
     target = _device(device)
     with _progress_bars_disabled():
+        if name in EMBEDDED and tp > 1:
+            raise KVPolicyError(f"--tp must be 1 for the embedded model, got {tp}; try a folder or a name on the Hub.")
         if name in EMBEDDED:
             model, tokenizer = tiny(torch.float32 if weight_dtype == "auto" else weight_dtype, name=name)
         else:
             _check_name(name)
-            model, tokenizer = _load_pretrained(name, weight_dtype, text)
-    return _move(model, target), tokenizer
+            model, tokenizer = _load_pretrained(name, weight_dtype, text, tp)
+    return model if tp > 1 else _move(model, target), tokenizer
 
 
 def dtype_of(name: str) -> Any:
@@ -127,18 +130,24 @@ def _check_name(name: str) -> None:
         raise KVPolicyError(f"The model {name!r} cannot be loaded: {reason}") from error
 
 
-def _load_pretrained(name: str, dtype: Any, text: bool) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _load_pretrained(name: str, dtype: Any, text: bool, tp: int) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     from kvpolicy.hf.embedded import checkpoint_of
+    from kvpolicy.hf.weights import check_shardable
 
     where, options = checkpoint_of(name)
     how: dict[str, Any] = {"trust_remote_code": False, **options}
+    share: dict[str, Any] = {}
+    if tp > 1:
+        check_shardable(AutoConfig.from_pretrained(where, **how), "hf", tp)
+        share = {"distributed_config": DistributedConfig(tp_size=tp)}
     loading = "tokenizer of the model"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(where, **how) if text else None
         loading = "model"
-        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **how)
+        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **how, **share)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = _shorten(error)
         if reason.startswith("Unrecognized configuration class"):  # the message lists every class of transformers

@@ -45,7 +45,7 @@ from kvpolicy.hf.latent import latent_projection
 from kvpolicy.hf.masks import defer_masks
 from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
-from kvpolicy.hf.projection import gathered, output_projection
+from kvpolicy.hf.projection import Reading, gathered, output_projection
 from kvpolicy.hf.residual_hooks import active_stream, measure
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
@@ -69,6 +69,7 @@ from kvpolicy.reporting.logging import (
 )
 from kvpolicy.reporting.report import Report
 from kvpolicy.statistics import NewestQueries, RecentQueries
+from kvpolicy.statistics.statistic import Projection
 from kvpolicy.text.arguments import named_arguments
 from kvpolicy.text.budget import Budget, least_of
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
@@ -133,7 +134,7 @@ class Handle:
         # Before `_connect`, because `detach` needs it if connecting fails.
         described = identity(model, info=info)
         behind = latent_projection if shape.shape.latent else output_projection
-        projections = {site.layer_idx: partial(behind, site.attention) for site in sites.layers}
+        projections: dict[int, Projection] = {site.layer_idx: Reading(behind, site.attention) for site in sites.layers}
         check_projections(policy, projections)
         projections |= joint_projections(projections, shape.owners, shape.shape.heads)
         vocabulary = forward_checks.vocabulary_of(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,17 @@ from kvpolicy.text.errors import KVPolicyError
 
 PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 """Names of the projection behind the heads, of which each attention module has one."""
+
+
+class Reading(partial[Tensor]):
+    """Reads a matrix of a module, for layers of a cache whose copies share the module.
+
+    `copy.deepcopy` of an ordinary `partial` would copy the weights of the module with every cache.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reading:
+        """The same: it holds nothing of a cache."""
+        return self
 
 
 gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -6,7 +6,6 @@ A layer of a model reads those of the last layer of its kind before the first on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prompt_statistics import looks_at_queries
+from kvpolicy.hf.projection import Reading
 from kvpolicy.hf.running_forward import RunningForward, refuse_gradients
 from kvpolicy.hf.tiles import PromptTile
 from kvpolicy.planning.memory import layer_spec
@@ -130,7 +130,7 @@ def joint_projections(
     readers: dict[int, list[int]] = {}
     for index, owner in owners.items():
         readers.setdefault(owner, [owner]).append(index)
-    return {owner: partial(_joint, [projections[i] for i in same], heads) for owner, same in readers.items()}
+    return {owner: Reading(_joint, [projections[i] for i in same], heads) for owner, same in readers.items()}
 
 
 def _joint(parts: Sequence[Projection], heads: int) -> Tensor:

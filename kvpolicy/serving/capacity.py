@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvpolicy.hf.division import division_of
 from kvpolicy.hf.plan import plan
+from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.serving.requests import positions_of
 from kvpolicy.text.budget import bytes_of
@@ -71,18 +73,24 @@ class Capacity:
         """The rows that fit into the memory; 1 at least, which is then refused."""
         assert self.memory is not None
         memory = bytes_of(self.memory)
-        rows = min(max(memory // plan(model, policy, prompt=length).nbytes, 1), MOST_ROWS)
+        rows = min(max(memory // _plan(model, policy, 1, length).nbytes, 1), MOST_ROWS)
         # A few numbers are held once for all rows, so that more may fit than the bytes of one row alone say.
-        while rows < MOST_ROWS and plan(model, policy, batch=rows + 1, prompt=length).nbytes <= memory:
+        while rows < MOST_ROWS and _plan(model, policy, rows + 1, length).nbytes <= memory:
             rows += 1
         return rows
 
     def _check(self, model: Any, policy: Policy, rows: int, length: int) -> None:
         assert self.memory is not None
-        needed = plan(model, policy, batch=rows, prompt=length).nbytes
+        needed = _plan(model, policy, rows, length).nbytes
         if needed > bytes_of(self.memory):
             raise KVPolicyError(
                 f"--memory must be enough for the cache of {rows} row{'' if rows == 1 else 's'} of {length:,} tokens, "
                 f"{format_bytes(needed)} under {policy}, got {self.memory}; try a smaller --length or --rows, or a "
                 "smaller budget."
             )
+
+
+def _plan(model: Any, policy: Policy, rows: int, length: int) -> CachePlan:
+    """The plan of the cache of rows, on each rank of a model that transformers sharded."""
+    size = division_of(model).size
+    return plan(model, policy, batch=rows, prompt=length, tp=size, backend="hf" if size > 1 else None)

@@ -216,6 +216,17 @@ class ManyRows:
         self._rows = self._prompts.handle.rows(self.count, self._length)
 
 
+def make_forwards(prompts: Prompts, rows: int, length: int | None) -> OneRow | ManyRows:
+    """The forwards of a number of rows, of so many tokens each.
+
+    Args:
+        prompts: The forwards of prompts.
+        rows: The number of rows.
+        length: The most tokens of each of several rows.
+    """
+    return OneRow(prompts) if rows == 1 else ManyRows(prompts, rows, length or 1)
+
+
 def pause_between_tiles(model: Any, reading: Interruptible) -> Callable[[], None]:
     """Let the forward of a prompt pause before each layer, and before each tile of a prompt that is taken in tiles.
 

@@ -20,13 +20,14 @@ from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.serving import handlers
 from kvpolicy.serving.app import Hosts, build_app
 from kvpolicy.serving.capacity import Capacity
-from kvpolicy.serving.forwards import ManyRows, OneRow, Prompts, pause_between_tiles, settle
+from kvpolicy.serving.forwards import Prompts, make_forwards, pause_between_tiles, settle
 from kvpolicy.serving.generation import Generation
 from kvpolicy.serving.interruptible import Interruptible
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.prefix import Prefix, check_together
 from kvpolicy.serving.requests import body_limit, positions_of
 from kvpolicy.serving.scheduler import Scheduler
+from kvpolicy.serving.several_ranks import Channel, Leading, follow
 from kvpolicy.serving.templates import adapt_tokenizer
 from kvpolicy.text.errors import KVPolicyError
 
@@ -111,6 +112,7 @@ def serving(
     prefix_memory: int = 0,
     capacity: Capacity = ONE_ROW,
     key: str | None = None,
+    channel: Channel | None = None,
 ) -> Generator[Server, None, None]:
     """Attach a policy to a model, and make the server.
 
@@ -128,6 +130,7 @@ def serving(
         prefix_memory: The most bytes of beginnings that prompts have in common; 0 to compute every prompt alone.
         capacity: How many requests are answered at a time.
         key: The key that requests must have; None for none.
+        channel: The way to the other ranks that have parts of the model, and call `following`; None without any.
 
     Yields:
         The server; call `run(sockets=[listener])`. The policy is detached at the end.
@@ -143,12 +146,14 @@ def serving(
         prefix = None if load is None else load(model)
         metrics = Metrics()
         reading = Interruptible(settle(model))
-        pausing = pause_between_tiles(model, reading)
-        prompts = Prompts(model, handle, metrics, prefix, prefix_memory)
+        # Several ranks read a prompt at once: a pause of one would not be one of the others.
+        pausing = pause_between_tiles(model, reading) if channel is None else _nothing
         rows, length = capacity.sizes(model, handle.policy)  # which may follow from the memory
         shared = prefix is not None and prefix.shared
         check_together(prefix=prefix is not None, shared=shared, caching=prefix_memory > 0, rows=rows)
-        forwards = OneRow(prompts) if rows == 1 else ManyRows(prompts, rows, length or 1)
+        own = make_forwards(Prompts(model, handle, metrics, prefix, prefix_memory), rows, length)
+        leading = None if channel is None else Leading(own, channel)
+        forwards = leading or own
         scheduler = Scheduler(forwards, reading, capacity.share)
         generation = Generation(scheduler, metrics, prefix, capacity.queue, length)
         routes = handlers.make_handlers(handlers.OneModel(model, tokenizer, name), generation)
@@ -162,6 +167,35 @@ def serving(
             yield Server(config, generation)
         finally:
             pausing()
+            if leading is not None:
+                leading.close()
+
+
+def following(
+    model: Any,
+    policy: str,
+    channel: Channel,
+    tile: TileSize = None,
+    hold: Hold = PLAIN,
+    capacity: Capacity = ONE_ROW,
+) -> None:
+    """Run the forwards of the first rank's server on another rank, until it ends.
+
+    Args:
+        model: This rank's part of the model, without a policy.
+        policy: The spec of the policy.
+        channel: The way from the first rank.
+        tile: As in `serving`.
+        hold: As in `serving`.
+        capacity: As in `serving`.
+    """
+    with attach(model, policy, tile=tile, hold=hold, compile=False) as handle:
+        rows, length = capacity.sizes(model, handle.policy)
+        follow(make_forwards(Prompts(model, handle, Metrics()), rows, length), channel)
+
+
+def _nothing() -> None:
+    return None
 
 
 @contextmanager

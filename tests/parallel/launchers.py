@@ -14,10 +14,10 @@ def words(launcher: str) -> list[str]:
     if launcher == "torchrun":
         return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     ranks = ["--num_gpus", "2", "--no_local_rank"]
-    return ["-m", "deepspeed.launcher.runner", *ranks, "--master_port", str(_free_port())]
+    return ["-m", "deepspeed.launcher.runner", *ranks, "--master_port", str(free_port())]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that no one listens at, of those that systems do not hand out: it is used seconds later."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)

@@ -12,6 +12,7 @@ import transformers
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from tests.conformance.models import build
 from tests.conformance.play import make_batch
 from tests.engine.test_attach import trace
 from tests.robust.hostile import SOME, answer, own, prompt, refused
@@ -51,6 +52,21 @@ def test_a_cache_is_copied_but_not_pickled(policy: str) -> None:
         model(prompt(), cache=fresh)
         assert torch.equal(model(prompt(1), cache=fresh).logits, one)
         assert cache.policy_layers[0].length.tolist() == [27] and other.policy_layers[0].length.tolist() == [29]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3n", "deepseek_v2", "qwen3_5"])
+@pytest.mark.parametrize("policy", ["squeeze+kvcrush/snapkv@0.5", "critical/h2o@0.5"])
+def test_a_copy_of_a_cache_has_the_weights_in_common(policy: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(parameter: torch.nn.Parameter, memo: object) -> None:
+        raise AssertionError(f"A weight of shape {tuple(parameter.shape)} is copied.")
+
+    model = build(family)
+    monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", copied)
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        cache = PolicyCache(model)
+        model(prompt(), cache=cache)
+        for other in (cache.fork(), cache.fork([0, 0]), copy.deepcopy(cache)):
+            assert torch.isfinite(model(prompt(1).expand(other.batch_size, -1), cache=other).logits).all()
 
 
 @pytest.mark.parametrize("policy", ["squeeze+snapkv@0.5"])

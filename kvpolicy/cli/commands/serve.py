@@ -72,6 +72,14 @@ def serve(
             help="The most bytes of the cache of all rows, such as 4GiB. Without --rows, as many rows as fit.",
         ),
     ] = None,
+    tp: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="INT",
+            help="Processes that share the model, each with a device of its own: those that torchrun started.",
+        ),
+    ] = 1,
     prefill_share: Annotated[
         float,
         typer.Option(metavar="SHARE", help="The part of the time that prompts may take while answers are generated."),
@@ -100,15 +108,16 @@ def serve(
     has the kept tokens and the bytes of its cache. With --prefix, every prompt must begin with the tokens of the file,
     which are not computed again. A policy whose budget is a fraction, such as 0.2, keeps at least 1,024 tokens of a
     prompt, see --least. One request is answered at a time; with --rows, requests join and leave a batch, and every
-    answer is the one that its request has alone. SIGTERM ends the server with exit code 0. For more than one
-    accelerator, serve documents with vLLM: see docs/guide/vllm.md.
+    answer is the one that its request has alone. With --tp, several processes share the model by the plan of
+    transformers. SIGTERM ends the server with exit code 0.
     """
     from kvpolicy.policy import Policy
     from kvpolicy.policy.model_policy import keep_at_least
     from kvpolicy.serving.app import check_names
     from kvpolicy.serving.capacity import Capacity
     from kvpolicy.serving.prefix import PrefixFile, check_together
-    from kvpolicy.serving.server import bind, log_to_terminal, run, serving
+    from kvpolicy.serving.server import bind, following, log_to_terminal, run, serving
+    from kvpolicy.serving.several_ranks import Channel, join_ranks, leave_ranks
     from kvpolicy.serving.status import show_status
     from kvpolicy.text.budget import bytes_of
 
@@ -120,21 +129,46 @@ def serve(
         Policy.parse(arguments.policy_of(policy, policy_option)), default if least is None else least
     )
     check_together(prefix=prefix is not None, shared=share_prefix, caching=prefix_caching is not None, rows=rows or 1)
+    if tp > 1:
+        _check_ranks(
+            tp, {"--compile": compile, "--prefix": prefix, "--prefix-caching": prefix_caching, "--device": device}
+        )
     prefix_memory = 0 if prefix_caching is None else bytes_of(prefix_caching)
     file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed, share_prefix)
     capacity = Capacity(rows=rows, length=length, memory=memory, share=prefill_share, queue=queue)
     names = check_names(arguments.parse_names(allowed_hosts)) if allowed_hosts else ()
-    with bind(host, port) as listener:
-        from kvpolicy.cli.model_loading import load
+    from kvpolicy.cli.model_loading import load
 
-        loaded, tokenizer = load(model, dtype, device)
+    how: Any = {"tile": tile_size, "hold": arguments.hold_of(hold_codes), "capacity": capacity}
+    rank = 0 if tp == 1 else join_ranks(tp)
+    if rank > 0:
+        part, _ = load(model, dtype, device, text=False, tp=tp)
+        following(part, str(parsed), Channel(), **how)
+        leave_ranks()
+        return
+    with bind(host, port) as listener:
+        loaded, tokenizer = load(model, dtype, device, tp=tp)
         load_prefix = file and file.load
-        how: Any = {"tile": tile_size, "hold": arguments.hold_of(hold_codes)}
-        how |= {"compile": arguments.compile_of(compile), "capacity": capacity, "key": api_key or None}
-        how |= {"prefix_memory": prefix_memory}
+        how |= {"compile": arguments.compile_of(compile) if tp == 1 else False, "key": api_key or None}
+        how |= {"prefix_memory": prefix_memory, "channel": None if tp == 1 else Channel()}
         with (
             serving(loaded, tokenizer, model, str(parsed), listener, load_prefix, (host, *names), **how) as server,
             nullcontext() if quiet else show_status(server.metrics),
             log_to_terminal(),  # above the status
         ):
             run(server, listener)
+    if tp > 1:
+        leave_ranks()
+
+
+def _check_ranks(tp: int, others: dict[str, object]) -> None:
+    """Refuse what several ranks do not do.
+
+    Raises:
+        KVPolicyError: If it is asked for.
+    """
+    from kvpolicy.text.errors import KVPolicyError
+
+    given = [option for option, value in others.items() if value]
+    if given:
+        raise KVPolicyError(f"{given[0]} must be without --tp, got it with {tp} ranks; try without it.")

@@ -1,0 +1,152 @@
+"""A server whose model several ranks share answers as one with the whole model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+import openai
+
+import kvpolicy
+from kvpolicy.cli.app import main
+from kvpolicy.cli.model_loading import load
+from kvpolicy.serving.capacity import Capacity
+from kvpolicy.serving.server import following
+from kvpolicy.serving.several_ranks import Channel
+from tests.parallel.launchers import LIMIT, free_port, words
+from tests.parallel.ranks import run_ranks
+from tests.serving.servers import get, metric, running
+
+POLICIES = ("snapkv@0.5", "squeeze+kvcrush/h2o+tokenwise@0.5", "uniform/adakv+snapkv@0.5")
+RECORDS = {"tiger": 4821, "lion": 7193, "wolf": 2650, "otter": 9384, "sheep": 7764, "falcon": 1937, "crane": 6042}
+TEXT = "".join(f"{word}={number}\n" for word, number in RECORDS.items())
+QUESTIONS = ["?tiger=", "?lion=", "horse=5523\n?horse=", "?wolf="]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The embedded model as a checkpoint."""
+    where = tmp_path_factory.mktemp("model")
+    for part in kvpolicy.tiny():
+        part.save_pretrained(where)
+    return str(where)
+
+
+def ask(port: int, number: int, model: str = "tiny") -> Any:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        return client.completions.create(
+            model=model, prompt=TEXT + QUESTIONS[number % 4], max_tokens=5, temperature=0, n=1 + number % 2
+        )
+
+
+def answers(port: int) -> list[tuple[list[str], int]]:
+    """The texts of several requests at once, and how many tokens of a prompt are kept."""
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda number: ask(port, number), range(6)))
+    return [([choice.text for choice in each.choices], each.usage.kvpolicy["kept_tokens"]) for each in found]
+
+
+def _serve(rank: int, world: int, folder: str, policy: str, rows: int) -> Any:
+    """On the first rank the answers, the bytes of a cache, and those of the server when all of them are gone."""
+    capacity = Capacity(rows=rows, length=256)
+    model, tokenizer = load(folder, tp=world)
+    channel = Channel()
+    if rank:
+        following(model, policy, channel, capacity=capacity)
+        return None
+    how: dict[str, Any] = {"policy": policy, "capacity": capacity, "compile": False, "channel": channel}
+    with running((model, tokenizer), **how) as port:
+        found = answers(port)
+        refused = _status(lambda: _too_long(port))
+        return found, ask(port, 0).usage.kvpolicy["cache_nbytes"], refused, answers(port) == found
+
+
+def _too_long(port: int) -> None:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        client.completions.create(model="tiny", prompt=TEXT, max_tokens=5000)
+
+
+def _status(call: Callable[[], Any]) -> int:
+    try:
+        call()
+    except openai.APIStatusError as error:
+        return error.status_code
+    return 200
+
+
+@pytest.mark.parametrize(("policy", "rows"), [(POLICIES[0], 1), (POLICIES[0], 3), (POLICIES[1], 3), (POLICIES[2], 1)])
+def test_two_ranks_answer_as_one(policy: str, rows: int, folder: str) -> None:
+    capacity = Capacity(rows=rows, length=256)
+    with running(kvpolicy.tiny(), policy=policy, capacity=capacity, compile=False) as port:
+        alone = answers(port)
+        nbytes = ask(port, 0).usage.kvpolicy["cache_nbytes"]
+    (found, own, refused, again), other = run_ranks(_serve, 2, folder, policy, rows)
+    assert [texts for texts, _ in found] == [texts for texts, _ in alone]
+    if not policy.startswith("uniform/"):  # whose heads keep different numbers, of which a rank knows its own
+        assert found == alone
+    assert again and refused == 400 and other is None
+    assert nbytes / 2 <= own < nbytes * 0.6  # scores and positions of tokens that all heads have in common are whole
+
+
+def test_the_command(folder: str) -> None:
+    """As a user starts it; SIGTERM ends all ranks with exit code 0."""
+    port = free_port()
+    serve = ["-m", "kvpolicy", "serve", folder, POLICIES[0], "--tp", "2", "--port", str(port), "--quiet"]
+    launch = [sys.executable, *words("torchrun"), *serve]
+    with subprocess.Popen(launch, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True) as job:
+        try:
+            deadline = time.monotonic() + LIMIT
+            while _unreachable(port):
+                assert job.poll() is None and time.monotonic() < deadline
+                time.sleep(0.5)
+            assert len(ask(port, 1, folder).choices) == 2
+            assert metric(port, 'requests_total{outcome="answered"}') == 2  # one for each choice
+            job.send_signal(signal.SIGTERM)
+            assert job.wait(LIMIT) in (0, 1, -signal.SIGTERM)  # what torchrun makes of the signal
+        finally:
+            job.kill()
+
+
+def _unreachable(port: int) -> bool:
+    try:
+        get(port, "/health")
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tp", "2"], "--tp must be the number of processes that a launcher started, got 2 and 1; try torchrun"),
+        (["--tp", "2", "--compile"], "--compile must be without --tp, got it with 2 ranks"),
+        (["--tp", "2", "--prefix-caching", "1MiB"], "--prefix-caching must be without --tp"),
+        (["--tp", "2", "--prefix", "text.safetensors"], "--prefix must be without --tp"),
+        (["--tp", "2", "--device", "cpu"], "--device must be without --tp"),
+    ],
+)
+def test_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["serve", "tiny", "snapkv@0.4", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_embedded_model_is_on_one_rank() -> None:
+    with pytest.raises(kvpolicy.KVPolicyError, match="--tp must be 1 for the embedded model, got 2"):
+        load("tiny", tp=2)
