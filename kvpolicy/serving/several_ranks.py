@@ -44,7 +44,8 @@ def join_ranks(size: int) -> int:
     if torch.cuda.is_available():
         torch.cuda.set_device(local % torch.cuda.device_count())
     if not dist.is_initialized():
-        has_own = torch.cuda.is_available() and torch.cuda.device_count() >= size
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        has_own = torch.cuda.is_available() and torch.cuda.device_count() >= on_node  # as NCCL requires
         dist.init_process_group("nccl" if has_own else "gloo")
     return dist.get_rank()
 
