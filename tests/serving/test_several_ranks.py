@@ -10,6 +10,7 @@ import time
 import urllib.error
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -107,7 +108,8 @@ def test_the_command(folder: str) -> None:
     port = free_port()
     serve = ["-m", "kvpolicy", "serve", folder, POLICIES[0], "--tp", "2", "--port", str(port), "--quiet"]
     launch = [sys.executable, *words("torchrun"), *serve]
-    with subprocess.Popen(launch, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True) as job:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(launch, env=environment, stderr=subprocess.DEVNULL, start_new_session=True) as job:
         try:
             deadline = time.monotonic() + LIMIT
             while _unreachable(port):
@@ -118,7 +120,8 @@ def test_the_command(folder: str) -> None:
             job.send_signal(signal.SIGTERM)
             assert job.wait(LIMIT) in (0, 1, -signal.SIGTERM)  # what torchrun makes of the signal
         finally:
-            job.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)  # the ranks too
 
 
 def _unreachable(port: int) -> bool:
