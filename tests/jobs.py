@@ -113,6 +113,7 @@ KINDS = {
             "tests/serving/test_server.py::test_an_answer_is_that_of_generate",
             "tests/serving/test_several_ranks.py::test_refused*",
             "tests/serving/test_several_ranks.py::test_the_embedded*",
+            "tests/serving/test_several_ranks.py::test_the_others*",
             "tests/serving/test_server.py::test_bad_*",
             "tests/serving/test_server.py::test_a_stream_is_the_answer_in_pieces",
         ),

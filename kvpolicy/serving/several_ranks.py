@@ -8,7 +8,8 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -211,18 +212,25 @@ def follow(forwards: Forwards, channel: Channel) -> None:
         "step": forwards.step,
         "restart": forwards.restart,
     }
-    _ignore_signals()
-    while True:
-        gone, name, *args = channel.receive()
-        for number in gone:
-            caches.pop(number, None)
-        if name == "end":
-            return
-        does[name](*args)
+    with _ignoring_signals():
+        while True:
+            gone, name, *args = channel.receive()
+            for number in gone:
+                caches.pop(number, None)
+            if name == "end":
+                return
+            does[name](*args)
 
 
-def _ignore_signals() -> None:
+@contextmanager
+def _ignoring_signals() -> Generator[None]:
     """Leave SIGTERM and Ctrl-C, which a launcher sends to all ranks, to the first one."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

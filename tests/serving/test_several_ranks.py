@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 import urllib.error
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +24,14 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 import openai
+import transformers
 
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.cli.model_loading import load
 from kvpolicy.serving.capacity import Capacity
 from kvpolicy.serving.server import following
-from kvpolicy.serving.several_ranks import Channel
+from kvpolicy.serving.several_ranks import Channel, Leading, follow
 from tests.parallel.launchers import LIMIT, free_port, words
 from tests.parallel.ranks import run_ranks
 from tests.serving.servers import get, metric, running
@@ -130,6 +134,104 @@ def _unreachable(port: int) -> bool:
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return True
     return False
+
+
+class Recorder:
+    """Forwards that note what they are asked, and caches that are known by what made them."""
+
+    class Cache:
+        def __init__(self, made: str) -> None:
+            self.made = made
+
+    count = 2
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.caches: weakref.WeakSet[Recorder.Cache] = weakref.WeakSet()
+
+    def _make(self, what: str) -> Cache:
+        cache = Recorder.Cache(what)
+        self.caches.add(cache)
+        return cache
+
+    def read(self, answer: Any) -> tuple[Cache, Any]:
+        self.calls.append(("read", answer.text, len(answer.tokens), answer.prompt.config.max_new_tokens))
+        if answer.text == UNREADABLE:
+            raise kvpolicy.KVPolicyError("The prompt must be another one.")
+        return self._make(f"read {answer.text}"), None
+
+    def copy(self, cache: Cache) -> Cache:
+        self.calls.append(("copy", cache.made))
+        return self._make(f"copy of {cache.made}")
+
+    def put(self, row: int, cache: Cache) -> None:
+        self.calls.append(("put", row, cache.made))
+
+    def drop(self, row: int) -> None:
+        self.calls.append(("drop", row))
+
+    def step(self, tokens: list[int]) -> Any:
+        self.calls.append(("step", tokens))
+
+    def usage(self, row: int) -> Any:
+        return None
+
+    def must_read_again(self, length: int) -> bool:
+        return False
+
+    def restart(self) -> None:
+        self.calls.append("restart")
+
+
+UNREADABLE = [9, 9]
+
+
+class Messages:
+    """A channel within one process, which sends what JSON can hold."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    def send(self, *message: Any) -> None:
+        self.sent.append(json.dumps(message))
+
+    def receive(self) -> list[Any]:
+        return json.loads(self.sent.pop(0))
+
+
+def test_the_others_run_what_the_first_runs_and_free_what_it_frees() -> None:
+    def answer(text: list[int], new: int = 0) -> Any:
+        config = transformers.GenerationConfig(max_new_tokens=7, eos_token_id=[2, 3])
+        return SimpleNamespace(text=text, tokens=[5] * new, prompt=SimpleNamespace(config=config))
+
+    first, other, messages = Recorder(), Recorder(), Messages()
+    leading = Leading(first, messages)  # pyright: ignore[reportArgumentType]
+    cache, _ = leading.read(answer([1, 2, 3]))
+    twin = leading.copy(cache)
+    leading.put(0, twin)
+    leading.put(1, cache)
+    with pytest.raises(kvpolicy.KVPolicyError):
+        leading.read(answer(UNREADABLE))
+    leading.step([4, 5])
+    del cache, twin
+    leading.drop(0)
+    leading.restart()
+    last, _ = leading.read(answer([6], 3))
+    leading.put(0, last)
+    leading.close()
+    held: list[int] = []
+    receive = messages.receive
+
+    def watched() -> list[Any]:
+        held.append(len(other.caches))
+        return receive()
+
+    messages.receive = watched  # pyright: ignore[reportAttributeAccessIssue]
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    follow(other, messages)  # pyright: ignore[reportArgumentType]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert other.calls == first.calls and len(first.calls) == 10
+    assert held == [0, 1, 2, 2, 2, 2, 2, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
