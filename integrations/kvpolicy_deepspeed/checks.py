@@ -34,7 +34,9 @@ def check_backend(backend: str, path_or_model: Any) -> None:
         )
 
 
-def check_policy(config: Any, policy: Any, dtype: torch.dtype | None = None, tp: int = 1) -> None:
+def check_policy(
+    config: Any, policy: Any, dtype: torch.dtype | None = None, tp: int = 1, *, follows_plan: bool = False
+) -> None:
     """Raise KVPolicyError if the policy is invalid, or does not support the model on `tp` ranks."""
     if policy is None:
         return
@@ -42,7 +44,7 @@ def check_policy(config: Any, policy: Any, dtype: torch.dtype | None = None, tp:
     from kvpolicy.hf.model_spec import describe, resolve_for
 
     info = describe(config).info()  # calibrations are of all heads
-    resolve_for(Policy.of(policy), describe(config, dtype, tp), info).check(info)
+    resolve_for(Policy.of(policy), describe(config, dtype, tp, follows_plan=follows_plan), info).check(info)
 
 
 def check_dtype(dtype: Any, backend: str) -> Any:

@@ -43,7 +43,7 @@ def load(path_or_model: Any, *, backend: Backend = "deepspeed", dtype: Any = Non
     checks.check_backend(backend, path_or_model)
     config = path_or_model.config if isinstance(path_or_model, nn.Module) else _config(path_or_model)
     dtype = checks.check_dtype(dtype, backend)
-    checks.check_policy(config, policy, dtype, place.size)
+    checks.check_policy(config, policy, dtype, place.size, follows_plan=backend == "hf")
     if place.size > 1:
         from kvpolicy.hf.weights import check_shardable
 

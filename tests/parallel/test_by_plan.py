@@ -149,6 +149,22 @@ def test_two_ranks_keep_what_one_keeps(name: str, tmp_path: Path) -> None:
     _check(name, tmp_path)
 
 
+def _load_with_policy(rank: int, world: int, folder: str) -> list[int]:
+    import kvpolicy_deepspeed
+
+    model = kvpolicy_deepspeed.load(folder, backend="hf", policy="snapkv@0.5")
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        return generated(model)[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3n", "deepseek_v2"])
+def test_load_takes_what_the_plan_divides(name: str, tmp_path: Path) -> None:
+    model = model_of(name)
+    model.save_pretrained(tmp_path)
+    with kvpolicy.attach(model, "snapkv@0.5"):
+        assert run_ranks(_load_with_policy, 2, str(tmp_path)) == [generated(model)[0].tolist()] * 2
+
+
 @torch.no_grad()
 def _go_on(rank: int, world: int, folder: str, policy: str) -> tuple[Tensor, Tensor]:
     """Logits of a token behind a cache, and behind the same cache from a file."""

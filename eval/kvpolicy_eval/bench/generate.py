@@ -125,7 +125,7 @@ def _lines(args: argparse.Namespace) -> Iterator[list[str]]:
 
 TABLE = Table(
     measure=measure,
-    places={"generate": []},
+    places={"generate": ["docs/benchmarks.md"]},
     options=[
         Option("--models", nargs="+", default=list(MODELS), choices=MODELS, help="models"),
         Option("--policies", nargs="+", default=list(POLICIES), help="specs of policies"),
