@@ -2,7 +2,8 @@
 
 The stock side is the dynamic cache uncompiled, and the static cache compiled, as transformers compiles it. All four run
 in turn in each round, with the same prompt; a ratio is the median over rounds of the medians of steps. The first step
-of a process waits for the compilation: its seconds are a column of their own.
+waits for the compilation: its seconds are a column of their own. Generated code of an earlier line is found on the
+disk.
 """
 
 from __future__ import annotations
@@ -67,7 +68,14 @@ def under(model: Any, policy: str, ids: Tensor, steps: int, *, compiled: bool) -
 
 
 def compare(model: Any, policy: str, ids: Tensor, steps: int, rounds: int) -> list[Round]:
-    """The rounds of a policy; the first one compiles."""
+    """The rounds of a policy; the first one compiles.
+
+    What is known of other lengths is forgotten: graphs, which are slower for the second length, and the length of the
+    last static cache, which transformers gives to later ones.
+    """
+    torch.compiler.reset()
+    for name in ("_cache", "_previous_max_cache_length"):
+        vars(model).pop(name, None)
     found: list[Round] = []
     for _ in range(rounds + 1):
         stock, _ = generation_times(model, ids, steps)
