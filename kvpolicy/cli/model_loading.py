@@ -131,18 +131,13 @@ def _check_name(name: str) -> None:
 
 
 def _load_pretrained(name: str, dtype: Any, text: bool, tp: int) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvpolicy.hf.embedded import checkpoint_of
-    from kvpolicy.hf.weights import check_shardable
 
     where, options = checkpoint_of(name)
     how: dict[str, Any] = {"trust_remote_code": False, **options}
-    share: dict[str, Any] = {}
-    if tp > 1:
-        check_shardable(AutoConfig.from_pretrained(where, **how), "hf", tp)
-        share = {"distributed_config": DistributedConfig(tp_size=tp)}
+    share = {} if tp == 1 else _share(where, how, tp)
     loading = "tokenizer of the model"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(where, **how) if text else None
@@ -157,6 +152,21 @@ def _load_pretrained(name: str, dtype: Any, text: bool, tp: int) -> tuple[Any, A
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.use_cache = True
     return model.eval(), tokenizer
+
+
+def _share(where: str, how: dict[str, Any], tp: int) -> dict[str, Any]:
+    """The arguments by which transformers loads this rank's part of a model.
+
+    Raises:
+        KVPolicyError: If its plan is not tested with this model, or cannot divide it among so many ranks.
+    """
+    from transformers import AutoConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    from kvpolicy.hf.weights import check_shardable
+
+    check_shardable(AutoConfig.from_pretrained(where, **how), "hf", tp)
+    return {"distributed_config": DistributedConfig(tp_size=tp)}
 
 
 def _shorten(error: BaseException) -> str:

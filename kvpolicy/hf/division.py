@@ -66,5 +66,5 @@ def division_of(model: nn.Module) -> Division:
         return Division(1, False, None, None)
     planned = follows_plan(model)
     parts = divided(model.config) if planned else "heads"
-    own = {"heads": sharing, "queries": sharing.repeated(), "nothing": None}[parts]
+    own = None if parts == "nothing" else sharing.repeated() if parts == "queries" else sharing
     return Division(sharing.size, planned, sharing.weights, own)
