@@ -96,6 +96,14 @@ def test_a_chain_is_followed_from_its_value() -> None:
     assert [name for name, value in assigned.items() if value == asked] == drawn.answers
 
 
+def test_a_list_of_400_entries_has_the_counts_of_the_paper() -> None:
+    for size, common, others in ((399, 19, 1), (400, 30, 3)):
+        drawn = prompts._counted(Random(1), size)  # pyright: ignore[reportPrivateUsage]
+        entries = drawn.context.rpartition("often.\n")[2].split()[1::2]
+        counts = {word: entries.count(word) for word in set(entries)}
+        assert {counts.pop(word) for word in drawn.answers} == {common} and {*counts.values()} == {others}
+
+
 @pytest.mark.parametrize(("task", "size"), [("cwe", 40), ("cwe", 900), ("cwe", 3000), ("fwe", 60), ("fwe", 900)])
 def test_asked_words_are_the_most_frequent(task: str, size: int) -> None:
     drawn = prompts.TASKS[task](Random(size), size)

@@ -61,6 +61,27 @@ def test_answer_stands_once(name: str) -> None:
         assert len(re.findall(rf"= ?{answer}\b", prompt)) == 1
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_records_are_hidden_in_a_whole_excerpt(seed: int) -> None:
+    prompt, answer = prompts.passkey(Random(seed), 300)
+    rest = prompt.replace(f"\n#passkey = {answer}\n", "").removesuffix("\n?passkey=")
+    assert len(rest) == 300 and rest in held_out()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_each_record_of_a_ring_names_the_next_one(seed: int) -> None:
+    for records, words in prompts.rings(Random(seed), 2, 5):
+        table = dict(line.split("=") for line in records.splitlines())
+        assert len(words) == 5 and [table[word] for word in words] == [*words[1:], words[0]]
+
+
+def test_an_excerpt_has_up_to_half_of_the_text() -> None:
+    most = len(held_out()) // 2 - 1
+    assert excerpt(Random(0), most) in held_out() and len(excerpt(Random(0), most)) == most
+    with pytest.raises(ValueError, match=f"from 0 to {most} characters"):
+        excerpt(Random(0), most + 1)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_hot_key_was_answered_only_before_the_fresh_records(seed: int) -> None:
     prompt, answer = prompts.hot_keys(Random(seed), 10, 3, 24, 25)
@@ -94,6 +115,7 @@ def test_words_are_distinct() -> None:
         (lambda: prompts.multi_query(Random(0), 5, 6), "number of queries must be from 1 to 5, got 6"),
         (lambda: prompts.few_shot(Random(0), 1, 3, 10), "number of classes must be from 2 to 6, got 1"),
         (lambda: prompts.hot_keys(Random(0), 3, 4, 9, 2), "number of hot keys must be from 1 to 3, got 4"),
+        (lambda: prompts.hot_keys(Random(0), 9, 4, 3, 2), "number of asks must be from 4"),
         (lambda: excerpt(Random(0), 10**9), "from 0 to .* characters, got 1000000000"),
     ],
 )
