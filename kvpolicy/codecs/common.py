@@ -142,27 +142,23 @@ def to_groups(at: At, size: int) -> At:
     return at.div(size, rounding_mode="floor")
 
 
-def chunks(slots: int, group_size: int = 1) -> list[slice]:
-    """Ranges of slots that cover all of them, each a multiple of the group size."""
-    return ranges(slots, CHUNK_SLOTS, group_size)
-
-
-def ranges(count: int, each: int, multiple: int = 1) -> list[slice]:
-    """Ranges that cover `count` items in order, `each` of them at a time, and at most `MAX_CHUNKS` ranges.
+def chunks(slots: int, group_size: int = 1, each: int = 0) -> list[slice]:
+    """Ranges that cover all slots in order, at most `MAX_CHUNKS` of them.
 
     Args:
-        count: The number of items, which is a symbol in a compiled step.
-        each: Items of a range, unless there would be too many ranges.
-        multiple: What the items of a range are a multiple of.
+        slots: The number of slots, which is a symbol in a compiled step; or of pages.
+        group_size: What the slots of a range are a multiple of.
+        each: Slots of a range, unless there would be too many ranges; `CHUNK_SLOTS` if 0.
     """
-    # Compared and not computed with `max` and `min`, and not `range(0, count, size)`: a compiled step fixes only the
+    # Compared and not computed with `max` and `min`, and not `range(0, slots, size)`: a compiled step fixes only the
     # number of ranges, and expressions of a symbol take long to simplify.
-    if count > each * MAX_CHUNKS:
-        each = -(-count // MAX_CHUNKS)
-    size = -(-each // multiple) * multiple
-    number = -(-count // size)
+    each = each or CHUNK_SLOTS
+    if slots > each * MAX_CHUNKS:
+        each = -(-slots // MAX_CHUNKS)
+    size = -(-each // group_size) * group_size
+    number = -(-slots // size)
     whole = [slice(index * size, index * size + size) for index in range(number - 1)]
-    return [*whole, slice((number - 1) * size, count)] if number > 0 else []
+    return [*whole, slice((number - 1) * size, slots)] if number > 0 else []
 
 
 def score_by_chunks(

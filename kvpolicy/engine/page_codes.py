@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs.common import CHUNK_SLOTS, ranges, token_ranges
+from kvpolicy.codecs.common import CHUNK_SLOTS, chunks, token_ranges
 from kvpolicy.engine.pages import PageTable, of_their_heads
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.kernels.compiled import is_compiled
@@ -142,7 +142,7 @@ class CodedPages(NamedTuple):
         pages = self.head.shape[1]
         slots = _page_slots(self.codec, self.codes)
         each = max(-(-CHUNK_SLOTS * self.heads // slots), 1)
-        return [self._part(part) for part in ranges(pages, each)]
+        return [self._part(part) for part in chunks(pages, each=each)]
 
     def _part(self, part: slice) -> tuple[slice, StageStore]:
         head = self.head[:, part]

@@ -238,4 +238,4 @@ def test_a_layer_that_fills_no_state_has_none() -> None:
 
 def test_layers_without_bytes_have_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_states, "state_nbytes", lambda config, dtype: {2: 8})
-    assert [*model_spec._states(SimpleNamespace(), {1: 1, 2: 1}, torch.float32, 1)] == [2]
+    assert [*model_spec._states(SimpleNamespace(), {1: 1, 2: 1}, torch.float32)] == [2]
