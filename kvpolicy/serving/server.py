@@ -147,7 +147,7 @@ def serving(
         metrics = Metrics()
         reading = Interruptible(settle(model))
         # Several ranks read a prompt at once: a pause of one would not be one of the others.
-        pausing = pause_between_tiles(model, reading) if channel is None else _nothing
+        pausing = pause_between_tiles(model, reading) if channel is None else lambda: None
         rows, length = capacity.sizes(model, handle.policy)  # which may follow from the memory
         shared = prefix is not None and prefix.shared
         check_together(prefix=prefix is not None, shared=shared, caching=prefix_memory > 0, rows=rows)
@@ -192,10 +192,6 @@ def following(
     with attach(model, policy, tile=tile, hold=hold, compile=False) as handle:
         rows, length = capacity.sizes(model, handle.policy)
         follow(make_forwards(Prompts(model, handle, Metrics()), rows, length), channel)
-
-
-def _nothing() -> None:
-    return None
 
 
 @contextmanager

@@ -11,12 +11,13 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kvpolicy.serving.prompt import Prompt
 from kvpolicy.serving.scheduler import Forwards
 from kvpolicy.text.errors import KVPolicyError
 
@@ -152,18 +153,6 @@ class Leading:
         return cache
 
 
-class _Prompt(NamedTuple):
-    """A prompt as another rank knows it.
-
-    Attributes:
-        config: The generation config.
-        processors: None are asked for here: the first rank chooses tokens.
-    """
-
-    config: Any
-    processors: tuple[()] = ()
-
-
 class _Answer:
     """An answer as another rank knows it.
 
@@ -177,7 +166,7 @@ class _Answer:
     def __init__(self, text: list[int], new: int, config: Any) -> None:
         self.text = text
         self.tokens = [0] * new
-        self.prompt = _Prompt(config)
+        self.prompt = Prompt(text, config)
         self.cached = 0
 
 
