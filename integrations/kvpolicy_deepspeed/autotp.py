@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kvpolicy.parallel.launch import World
 from kvpolicy.parallel.sharding import SUMMED, Family, Heads, Slot, kinds, slots
 from kvpolicy.text.errors import KVPolicyStateError
-from kvpolicy_deepspeed.launch import World
 
 _HEADS = {
     "num_heads": "queries",

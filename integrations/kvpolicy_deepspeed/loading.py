@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kvpolicy.parallel.launch import World, meet, world
 from kvpolicy.parallel.sharding import FAMILIES
 from kvpolicy_deepspeed import checks
 from kvpolicy_deepspeed.checkpoint import Checkpoint, of_tensors
-from kvpolicy_deepspeed.launch import World, meet, world
 
 Backend = Literal["deepspeed", "hf"]
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.parallel.launch import World
 from kvpolicy.parallel.sharding import Family, ShardedPart, Slot, aligned
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_deepspeed.checkpoint import Piece
-from kvpolicy_deepspeed.launch import World
 
 
 class _Goal(NamedTuple):

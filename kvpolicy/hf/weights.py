@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from kvpolicy.hf.division import divided
+from kvpolicy.hf.division import Divided, divided
 from kvpolicy.hf.embedded import ShippedConfig, ShippedModel
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.parallel.runtime import Weights
@@ -56,12 +56,26 @@ def check_shardable(config: Any, backend: str, size: int) -> None:
             f"Weights must not be quantized to be sharded, got a {config.model_type} with a quantization_config; try a "
             "checkpoint in bfloat16, float16 or float32."
         )
-    parts = divided(config) if backend == "hf" else "heads"
-    if parts == "nothing":  # every rank computes the attention of all heads
-        return
-    queries = int(text.num_attention_heads)
-    keys = queries if parts == "queries" else describe(config).shape.heads
-    check_heads(text.model_type, backend, queries=queries, keys=keys, size=size)
+    heads = _divided_heads(config, divided(config) if backend == "hf" else "heads")
+    if heads is not None:
+        queries = int(text.num_attention_heads)
+        check_heads(text.model_type, backend, queries=queries, keys=heads.number, size=size)
+
+
+class _Heads(NamedTuple):
+    """Heads that ranks divide among them: how many, and what messages call them."""
+
+    number: int
+    name: str
+
+
+def _divided_heads(config: Any, parts: Divided) -> _Heads | None:
+    """The heads that ranks divide among them; None if every rank computes the attention of all."""
+    if parts == "nothing":
+        return None
+    if parts == "queries":
+        return _Heads(int(config.get_text_config(decoder=True).num_attention_heads), "query heads")
+    return _Heads(describe(config).shape.heads, "KV heads")
 
 
 BACKENDS = ("deepspeed", "hf")
@@ -166,15 +180,11 @@ def _check_plan(model: Any, tp: int) -> None:
         raise KVPolicyError(
             f"transformers must have a plan to shard the model, got none for {model.config.model_type}; {alternative}."
         )
-    text = model.config.get_text_config(decoder=True)
-    queries = int(text.num_attention_heads)
-    heads, name = {
-        "heads": (describe(model.config).shape.heads, "KV heads"),
-        "queries": (queries, "query heads"),
-        "nothing": (tp, "ranks"),
-    }[divided(model.config)]
-    if heads % tp:
-        raise KVPolicyError(f"tp must divide the {heads} {name} with backend='hf', got {tp}; {alternative}.")
+    heads = _divided_heads(model.config, divided(model.config))
+    if heads is not None and heads.number % tp:
+        raise KVPolicyError(
+            f"tp must divide the {heads.number} {heads.name} with backend='hf', got {tp}; {alternative}."
+        )
 
 
 def _autotp_can(config: Any, tp: int) -> bool:

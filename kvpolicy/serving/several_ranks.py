@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kvpolicy.parallel.launch import meet
 from kvpolicy.serving.prompt import Prompt
 from kvpolicy.serving.scheduler import Forwards
 from kvpolicy.text.errors import KVPolicyError
@@ -42,14 +43,7 @@ def join_ranks(size: int) -> int:
             f"--tp must be the number of processes that a launcher started, got {size} and {started}; try torchrun "
             f"--standalone --nproc_per_node {size} -m kvpolicy serve ... --tp {size}."
         )
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local % torch.cuda.device_count())
-    if not dist.is_initialized():
-        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        has_own = torch.cuda.is_available() and torch.cuda.device_count() >= on_node  # as NCCL requires
-        dist.init_process_group("nccl" if has_own else "gloo")
-    return dist.get_rank()
+    return meet().rank
 
 
 def leave_ranks() -> None:
