@@ -223,9 +223,9 @@ class CodedPageBody:
         """
         tensors = self._layer.tensors
         owners = self._owners()
-        require_pages(self._layer, owners.owned[..., : self.owner.shape[1]], valid)
+        require_pages(self._layer, owners.first(self.owner.shape[1]), valid)
         empty = view.positions < 0
-        full = self._full_heads(empty, owners.owned, valid)
+        full = self._full_heads(empty, owners, valid)
         merge = None
         if not self._layer.spec.grows:
             # The evicted token may be coded, and the new one is not: they are in different slots.
@@ -242,10 +242,11 @@ class CodedPageBody:
         layer = self._layer
         return Owners.of(layer.tensors.paged().owner, self._heads, layer.memo.once, all_used=layer.evicts)
 
-    def _full_heads(self, empty: Tensor, owned: Tensor, valid: Tensor | None) -> Tensor | None:
+    def _full_heads(self, empty: Tensor, owners: Owners, valid: Tensor | None) -> Tensor | None:
         """Which heads evict a token for the new one that they get, [B, H, 1] bool; None if all do."""
         if self._layer.evicts:
             return None if valid is None else valid[..., None].expand(-1, self._heads, 1)
+        owned = owners.owned
         slots = owned[..., : self.owner.shape[1]].sum(-1) * empty.shape[-1]
         full = count_tokens(~empty, owned) >= slots  # [B, H]
         if valid is not None:

@@ -53,6 +53,10 @@ class ExactColumns(NamedTuple):
         """See `Columns.score`."""
         return products(queries, self.keys) if self.known is None else self.known
 
+    def scores(self, queries: Tensor, transform: ScoreTransform) -> Tensor:
+        """Scores of queries [B, H, G, D] where there are no other columns, [B, H, G, n] fp32."""
+        return transform.scores(queries, self.keys) if self.known is None else transform.finish(self.known)
+
     def mix(self, weights: Tensor) -> Tensor:
         """See `Columns.mix`; in the dtype of the weights."""
         return matmul(weights, self.values if self.values.shape[3] else self.keys)
@@ -169,8 +173,13 @@ def attend_columns(
         values = values if values.shape[3] else keys
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=transform.scale)
         return out.flatten(1, 2).unsqueeze(2), None
-    scores = [part.score(grouped) for part in (buffer, *others)]
-    score = transform.finish(torch.cat(scores, -1) if others else scores[0])
+    if others:
+        raw = [part.score(grouped) for part in (buffer, *others)]
+        sizes = [part.shape[-1] for part in raw]
+        score = transform.finish(torch.cat(raw, -1))
+    else:
+        score = buffer.scores(grouped, transform)
+        sizes = [score.shape[-1]]
     if counts is not None:
         score = score + counts[:, :, None]
     if empty is not None:
@@ -186,7 +195,7 @@ def attend_columns(
     else:
         weights = transform.weights(score)
     dtype = buffer.values.dtype
-    first, *parts = weights.to(dtype).split([part.shape[-1] for part in scores], -1)
+    first, *parts = weights.to(dtype).split(sizes, -1)
     mixed = buffer.mix(first)
     if others:
         # Added in fp32 and rounded once.

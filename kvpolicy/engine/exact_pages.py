@@ -156,7 +156,7 @@ class ExactPageBody:
         if layer.evicts:
             slot = best_slot(victims(layer, view, None, owners), owners)
         else:
-            require_pages(layer, owners.owned, valid)
+            require_pages(layer, owners, valid)
             empty = ~view.valid
             free = (empty & (owner < heads)[..., None]).to(torch.int32) * BEYOND
             if layer.can_run_out:

@@ -338,7 +338,7 @@ class LayerStore:
         view = layer.view()
         layer.link.start()
         # What selectors and mergers read to evict goes through no link: only attention and its index are counted.
-        slot, merge = self.geometry.free_slot(view, valid)
+        slot, merge = self.geometry.free_slot(view._replace(arriving=True), valid)
         # The slot still has the statistics of the token that it held before.
         zeros = partial(layer.memo.once, torch.zeros, slot.shape, device=slot.device)
         state, counts = map_slots(lambda t: zeros(dtype=t.dtype), (tensors.state, tensors.counts))

@@ -17,6 +17,7 @@ from kvpolicy.engine.pages import PageTable, of_their_heads
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.kernels.compiled import is_compiled
 from kvpolicy.protocols import Calibration, Codec, Codes, Stage, StageStore
+from kvpolicy.statistics.windows import ScoreTransform
 
 
 def by_field(
@@ -105,8 +106,11 @@ class CodedPages(NamedTuple):
     heads: int
     dtype: torch.dtype
 
-    def score(self, queries: Tensor) -> Tensor:
-        """Products of queries [B, NB, G, D] with the keys of each page, [B, NB, G, P] fp32."""
+    def scores(self, queries: Tensor, transform: ScoreTransform) -> Tensor:
+        """Scores of queries [B, NB, G, D] against the keys of each page, [B, NB, G, P] fp32."""
+        return transform.finish(self._products(queries))
+
+    def _products(self, queries: Tensor) -> Tensor:
         if self._reads_rows():
             return self._stage.score(self._rows(), _as_rows(queries), None).unflatten(0, self.head.shape).squeeze(2)
         scores = [self._stage.score(store, queries[:, part], None) for part, store in self._chunks()]

@@ -18,7 +18,7 @@ from kvpolicy.engine.selection import finite_priority
 from kvpolicy.engine.slot_writer import write_masked
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy.engine.undo_log import Targets, UndoLog
-from kvpolicy.kernels.products import matmul, products
+from kvpolicy.kernels.products import matmul
 from kvpolicy.kernels.slot_writes import flat_slots
 from kvpolicy.protocols import State, View
 
@@ -26,8 +26,8 @@ from kvpolicy.protocols import State, View
 class StoredPages(Protocol):
     """Keys and values in pages, as a step attends to them."""
 
-    def score(self, queries: Tensor) -> Tensor:
-        """Products of queries [B, NB, G, D] with the keys of each page, [B, NB, G, P] fp32."""
+    def scores(self, queries: Tensor, transform: ScoreTransform) -> Tensor:
+        """Scores of queries [B, NB, G, D] against the keys of each page, [B, NB, G, P] fp32."""
         ...
 
     def mix(self, weights: Tensor) -> Tensor:
@@ -41,9 +41,9 @@ class ExactPages(NamedTuple):
     keys: Tensor
     values: Tensor
 
-    def score(self, queries: Tensor) -> Tensor:
-        """See `StoredPages.score`."""
-        return products(queries, self.keys)
+    def scores(self, queries: Tensor, transform: ScoreTransform) -> Tensor:
+        """See `StoredPages.scores`."""
+        return transform.scores(queries, self.keys)
 
     def mix(self, weights: Tensor) -> Tensor:
         """See `StoredPages.mix`."""
@@ -84,7 +84,7 @@ def attend_pages(
         The output [B, Hq, 1, D], the attention weights [B, NB, G, P] fp32, those of the buffer's pages last, and the
         logarithm of the sum of the exponentials of the scores, [B, H, G] fp32.
     """
-    heads = owners.owned.shape[1]
+    heads = owners.member.shape[1]
     none_alone = none_alone or empty is None
     grouped = q.squeeze(2).unflatten(1, (heads, -1))
     size = 0
@@ -102,7 +102,7 @@ def attend_pages(
         empty = empty[:, :number]
         owners = owners.first(number)
     # An unused page gets the queries of the last head, and weights of 0: none of its slots is occupied.
-    score = transform.finish(pages.score(owners.for_pages(grouped)))
+    score = pages.scores(owners.for_pages(grouped), transform)
     if counts is not None:  # after scale and softcap, as everywhere
         score = score + counts[:, :, None]
     if empty is not None:
@@ -116,7 +116,7 @@ def attend_pages(
     if not none_alone:  # a row without any token has no score but -inf, and -inf minus -inf is NaN
         top = top.clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(score - owners.for_pages(top)[..., None])
-    member = owners.owned.to(torch.float32)
+    member = owners.member
     total = member @ weights.sum(-1)  # [B, H, G]
     mixed = pages.mix(weights)
     # A product with ones and zeros, not a scatter: it adds the pages of a head in one order on every device.
@@ -202,17 +202,17 @@ def of_every_head(t: Tensor, heads: int) -> Tensor:
     return flat_pages(t).expand(-1, heads, *[-1] * (t.dim() - 2))
 
 
-def require_pages(layer: LayerContents, owned: Tensor, valid: Tensor | None) -> None:
+def require_pages(layer: LayerContents, owners: Owners, valid: Tensor | None) -> None:
     """Refuse a step if a head that gets a token has no page: it would write into a page of another head.
 
     Args:
         layer: The layer, which knows whether all heads have pages unless a row of it has not begun.
-        owned: Which pages belong to each head, [B, H, NB] bool.
+        owners: The owners of the pages.
         valid: Which rows have a token, [B, 1] bool; None if all have.
     """
     if layer.has_pages and not torch.compiler.is_compiling():
         return
-    has_page = owned.any(-1)
+    has_page = owners.owned.any(-1)
     assert_async((has_page if valid is None else has_page | ~valid).all(), NO_PAGE)
 
 

@@ -93,10 +93,23 @@ def page_owners(counts: Tensor, heads: int, pages: int) -> Tensor:
     return (page >= counts.cumsum(-1)[..., None]).sum(1)
 
 
-def owned_by(owner: Tensor, heads: int, numbers: Tensor | None = None) -> Tensor:
-    """Which pages belong to each head, [B, H, NB] bool, of their owners [B, NB]; `numbers` of the heads, if known."""
-    numbers = torch.arange(heads, device=owner.device) if numbers is None else numbers
-    return owner[:, None] == numbers[:, None]
+def owned_by(owner: Tensor, heads: int) -> Tensor:
+    """Which pages belong to each head, [B, H, NB] bool, of their owners [B, NB]."""
+    return owner[:, None] == torch.arange(heads, device=owner.device)[:, None]
+
+
+def _membership(owner: Tensor, numbers: Tensor) -> Tensor:
+    """1 for the pages [B, NB] of each head with one of the `numbers` [H] and 0 for others, [B, H, NB] fp32."""
+    mine = owner[:, None], numbers[:, None]
+    if torch.compiler.is_compiling():
+        return torch.eq(*mine).to(torch.float32)
+    shape = owner.shape[0], len(numbers), owner.shape[1]
+    return torch.eq(*mine, out=owner.new_empty(shape, dtype=torch.float32))  # in one operation
+
+
+def _non_membership(owner: Tensor, numbers: Tensor) -> Tensor:
+    """Which pages [B, NB] do not belong to each head with one of the `numbers` [H], [B, H, NB] bool."""
+    return owner[:, None] != numbers[:, None]
 
 
 class Owners(NamedTuple):
@@ -104,29 +117,35 @@ class Owners(NamedTuple):
 
     Attributes:
         head: Head of each page, [B, NB] int64; the last head for a page that a row does not use.
-        owned: Which pages belong to each head, [B, H, NB] bool.
-        others: Which do not.
+        member: Which pages belong to each head, [B, H, NB] fp32: 1 or 0.
+        others: Which do not, [B, H, NB] bool.
         unused: Pages that a row does not use, [B, NB] bool; None if there are none.
     """
 
     head: Tensor
-    owned: Tensor
+    member: Tensor
     others: Tensor
     unused: Tensor | None
 
     @classmethod
     def of(cls, owner: Tensor, heads: int, once: Callable[..., Tensor], *, all_used: bool = False) -> Owners:
         """Those of pages with an `owner` [B, NB] each; `once` is that of a `StepMemo`."""
-        owned = once(owned_by, owner, heads, once(torch.arange, heads, device=owner.device))
-        others = once(torch.logical_not, owned)
+        numbers = once(torch.arange, heads, device=owner.device)
+        member = once(_membership, owner, numbers)
+        others = once(_non_membership, owner, numbers)
         if all_used:
-            return cls(owner, owned, others, None)
-        return cls(once(torch.clamp_max, owner, heads - 1), owned, others, once(torch.eq, owner, heads))
+            return cls(owner, member, others, None)
+        return cls(once(torch.clamp_max, owner, heads - 1), member, others, once(torch.eq, owner, heads))
+
+    @property
+    def owned(self) -> Tensor:
+        """Which pages belong to each head, [B, H, NB] bool."""
+        return ~self.others
 
     def first(self, number: int) -> Owners:
         """Those of the first pages."""
         unused = None if self.unused is None else self.unused[:, :number]
-        return Owners(self.head[:, :number], self.owned[..., :number], self.others[..., :number], unused)
+        return Owners(self.head[:, :number], self.member[..., :number], self.others[..., :number], unused)
 
     def for_pages(self, t: Tensor) -> Tensor:
         """The entry of each page's head, [B, H, ...] -> [B, NB, ...]; of an unused page, that of the last head."""

@@ -117,13 +117,13 @@ class Ranks:
             return x
         return gather(torch.zeros_like(x) if self.phantom else x, self.size, self.group).sum(0, dtype=x.dtype)
 
-    def head_mean(self, x: Tensor) -> Tensor:
-        """Mean over all query heads of the model, [B, Hq, N] -> [B, N], in the dtype of `x`; summed in fp64."""
+    def head_mean(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Mean over all query heads of the model, [B, Hq, N] -> [B, N], in `dtype` or that of `x`; summed in fp64."""
         count = self.query_heads(x.shape[1])
         if self.size == 1 and _is_exact(count):
-            return x.mean(1, dtype=torch.float64).to(x.dtype)
+            return x.mean(1, dtype=torch.float64).to(dtype or x.dtype)
         total = self.total(x.sum(1, dtype=torch.float64))
-        return (total / count).to(x.dtype)
+        return (total / count).to(dtype or x.dtype)
 
     def group_mean(self, x: Tensor) -> Tensor:
         """Mean over the query heads of each KV head, [B, H, G, N] -> [B, H, N], in the dtype of `x`; summed in fp64."""

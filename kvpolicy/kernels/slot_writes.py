@@ -47,6 +47,8 @@ def flat_slots(slots: Tensor, size: int, once: Callable[..., Tensor] | None = No
     Where heads begin is known to `once`, if it is given; see `kvpolicy.protocols.StepMemo`.
     """
     heads = slots.shape[0] * slots.shape[1]
+    if heads == 1:
+        return slots.flatten()
     arange = torch.arange if once is None else partial(once, torch.arange)
     first = arange(0, heads * size, size, device=slots.device)
     return (first[:, None] + slots.reshape(heads, -1)).flatten()

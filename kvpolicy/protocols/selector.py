@@ -120,6 +120,8 @@ class View(NamedTuple):
         added: [B] int64, how many tokens a prompt or chunk adds to each row, in `Selector.observe`.
         token: The newest token, in `Selector.step`, if the selector asks for `Vectors(generated=True)`.
         memo: What the layers of the step compute alike.
+        arriving: Whether the newest token of each row is counted in its length, but is no candidate: a decode step
+            makes room for it.
     """
 
     positions: Tensor
@@ -131,6 +133,7 @@ class View(NamedTuple):
     added: Tensor | None = None
     token: NewToken | None = None
     memo: StepMemo = ALONE
+    arriving: bool = False
 
     @property
     def valid(self) -> Tensor:
@@ -142,6 +145,10 @@ class View(NamedTuple):
         first = self.memo.once(torch.sub, self.length, window)
         first = self.memo.once(torch.clamp_min, first, 0)  # an empty slot, at -1, is never among them
         return self.positions >= first[:, None, None]
+
+    def keep_newest(self, priority: Tensor) -> Tensor:
+        """`priority` [B, H, N], replaced by inf for the newest token of each row."""
+        return priority if self.arriving else priority.masked_fill(self.newest(1), torch.inf)
 
 
 @runtime_checkable
@@ -348,7 +355,7 @@ class Scored(Selector, Protocol):
 
     def priority(self, state: State, view: View) -> Tensor:
         """The newest token is always kept, other tokens by their score: [B, H, N]."""
-        return state.score.masked_fill(view.newest(1), torch.inf)
+        return view.keep_newest(state.score)
 
 
 class ScoredByKeys(Scored, Protocol):

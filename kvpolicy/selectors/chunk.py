@@ -95,7 +95,7 @@ class ChunkKV(Wrapper):
         """The newest token and what the base keeps, generated tokens by age, then others by chunk: [B, H, N]."""
         generated = view.positions >= state.ranked[:, None, None]
         priority = torch.where(generated, view.positions.float(), state.rank)
-        return keep_always(priority, (self.base.priority(state.base, view) == torch.inf) | view.newest(1))
+        return view.keep_newest(keep_always(priority, self.base.priority(state.base, view) == torch.inf))
 
     def _ranks(self, worth: Tensor, counts: Tensor, view: View) -> Tensor:
         """The rank of the chunk of each token, [B, H, N] fp32.

@@ -84,8 +84,8 @@ def position_sums(x: Tensor, at: Tensor, size: int, view: View) -> Tensor:
 
 
 def first_tokens(view: View, most: int) -> Tensor:
-    """Which tokens are the first `most` ones of a row, at most half the budget, [B, H, N] bool."""
-    return view.valid & (view.positions < half_budget(view, most, 0)[:, None, None])
+    """Which tokens are the first `most` ones of a row, at most half the budget, [B, H, N] bool; any where none is."""
+    return view.positions < half_budget(view, most, 0)[:, None, None]
 
 
 def shares(attention: Tensor, valid: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ class ExpectedAttention(Selector):
     def priority(self, state: Expectation, view: View) -> Tensor:
         """Sinks and the newest token are always kept, then tokens that were not scored yet, by age: [B, H, N]."""
         priority = unranked_first(state.score, view, state.ranked, _MOST)
-        return keep_always(priority, view.newest(1) | (view.positions < self.sinks))
+        return view.keep_newest(keep_always(priority, view.positions < self.sinks))
 
 
 _TILE = 512

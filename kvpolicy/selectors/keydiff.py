@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
-from kvpolicy.selectors.common import keep_always
 from kvpolicy.statistics import Results, Statistic, Vectors
 from kvpolicy.text.strategy import least, strategy
 
@@ -110,7 +109,7 @@ class KeyDiff(Selector):
 
     def priority(self, state: Differences, view: View) -> Tensor:
         """The newest token is always kept, other tokens by the difference of their keys: [B, H, N]."""
-        return keep_always(state.score, view.newest(1))
+        return view.keep_newest(state.score)
 
 
 _TINY = 1e-12

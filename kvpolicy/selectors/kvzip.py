@@ -116,8 +116,8 @@ class KVzip(Selector):
 
     def priority(self, state: Replayed, view: View) -> Tensor:
         """Replayed tokens by score, above them others by position; sinks and the newest token are always kept."""
-        protected = view.newest(1) | first_tokens(view, self.sinks)
-        return keep_always(torch.where(state.score < 0, state.score, by_position(view.positions)), protected)
+        priority = torch.where(state.score < 0, state.score, by_position(view.positions))
+        return view.keep_newest(keep_always(priority, first_tokens(view, self.sinks)))
 
     def attention(self, state: Replayed) -> Tensor:
         """The largest attention of the replay, and 1 for tokens that were not replayed: [B, H, N]."""

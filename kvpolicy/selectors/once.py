@@ -40,7 +40,7 @@ def priority_of(state: OnceScored, view: View, most_sinks: int) -> Tensor:
     Scores must be below 1.
     """
     priority = torch.where(state.scored, state.score, 1 + view.positions.float())
-    return keep_always(priority, view.newest(1) | first_tokens(view, most_sinks))
+    return view.keep_newest(keep_always(priority, first_tokens(view, most_sinks)))
 
 
 def with_scores(state: OnceScored, score: Tensor, which: Tensor) -> State:

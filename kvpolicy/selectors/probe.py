@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Scored, State, View
-from kvpolicy.selectors.common import group_mean, keep_always
+from kvpolicy.selectors.common import group_mean
 from kvpolicy.statistics import Coming, Context, GeneratedAttention, Results, Statistic, WindowStatistic
 from kvpolicy.statistics.statistic import by_head
 from kvpolicy.statistics.windows import QueryWindow
@@ -155,7 +155,7 @@ class ProbeSalience(Scored):
 
     def priority(self, state: Salience, view: View) -> Tensor:
         """The newest token is always kept, other tokens by mean attention: [B, H, N]."""
-        return keep_always(self.attention(state), view.newest(1))
+        return view.keep_newest(self.attention(state))
 
     def attention(self, state: Salience) -> Tensor:
         """Mean attention of each token: [B, H, N]."""

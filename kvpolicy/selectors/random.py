@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvpolicy.kernels.draws import mixed
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
-from kvpolicy.selectors.common import keep_always
 from kvpolicy.statistics import Results
 from kvpolicy.text.strategy import least, strategy
 
@@ -74,4 +73,4 @@ class RandomTokens(Selector):
         if key.shape[1] != view.positions.shape[1]:  # pages, which do not know their heads
             key = mixed(self.seed, torch.full_like(view.length, view.layer_idx))[:, None]
         drawn = mixed(key[:, :, None], view.positions.clamp_min(0).long())
-        return keep_always((drawn >> 8).float(), view.newest(1))  # 24 bits, which fp32 holds exactly
+        return view.keep_newest((drawn >> 8).float())  # 24 bits, which fp32 holds exactly

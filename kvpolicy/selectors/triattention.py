@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, ModelInfo, Selector, State, View, scoped
 from kvpolicy.selectors.center_files import CENTER_FILES, Centers
-from kvpolicy.selectors.common import keep_always, unranked_first
+from kvpolicy.selectors.common import unranked_first
 from kvpolicy.statistics import Results, Rotation, Statistic, Vectors
 from kvpolicy.text.strategy import least, strategy, tiny_or
 
@@ -142,7 +142,7 @@ class TriAttention(Selector):
     def priority(self, state: Placed, view: View) -> Tensor:
         """The newest token is always kept, then tokens that were not ranked yet, by age: [B, H, N]."""
         priority = unranked_first(state.score, view, state.ranked, 2 * _MOST)
-        return keep_always(priority, view.newest(1))
+        return view.keep_newest(priority)
 
     def _centers(self, heads: int, view: View, device: torch.device) -> Centers:
         """The mean queries of this rank's query heads and their lengths, on a device."""

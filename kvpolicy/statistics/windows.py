@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.products import products
+from kvpolicy.kernels.products import scaled_products
 
 TILE_ELEMENTS = 1 << 20
 """Scores in one tile: 4 MiB of fp32, so that a tile stays in a processor's cache."""
@@ -55,7 +55,9 @@ class ScoreTransform(NamedTuple):
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Scores of queries [..., M, D] against keys [..., N, D], fp32 [..., M, N]."""
-        return self.finish(products(queries, keys))
+        if self.softcap is None:
+            return scaled_products(queries, keys, self.scale)
+        return torch.tanh(scaled_products(queries, keys, self.scale / self.softcap)).mul_(self.softcap)
 
     def finish(self, raw: Tensor) -> Tensor:
         """Scale and cap products of queries and keys [..., M, N] fp32, in place."""

@@ -13,6 +13,7 @@ from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.engine.page_codes import CodedPages, alloc_codes, by_field, decode_heads, encode
 from kvpolicy.engine.pages import page_table
 from kvpolicy.protocols import StageStore
+from kvpolicy.statistics.windows import ScoreTransform
 
 ROWS = 2
 HEADS = 2
@@ -62,7 +63,7 @@ def test_a_page_is_read_as_its_head(codec: Any) -> None:
         assert torch.equal(part[used], whole[used])
     pages = CodedPages(codec, codes, (), OWNER.clamp_max(HEADS - 1), HEADS, torch.float32)
     queries = torch.randn(ROWS, OWNER.shape[1], 3, DIM)
-    score = pages.score(queries)
+    score = pages.scores(queries, ScoreTransform(1.0))
     weights = torch.rand(ROWS, OWNER.shape[1], 3, SIZE)
     mixed = pages.mix(weights)
     for b, row in enumerate(OWNER.tolist()):

@@ -9,7 +9,7 @@ import kvpolicy
 from kvpolicy import AdaKV
 from kvpolicy.engine.decode import NO_PAGE
 from kvpolicy.engine.page_slots import flat_pages, require_pages, tokens_by_head, victims, write_flat
-from kvpolicy.engine.pages import Owners, owned_by
+from kvpolicy.engine.pages import Owners
 from kvpolicy.protocols import ALONE
 from kvpolicy_eval.bench.models import llama, tokens
 from tests.engine.paged import HEADS, Run
@@ -27,12 +27,12 @@ def test_slots_of_all_pages_are_counted_in_one_row() -> None:
 def test_a_head_with_a_token_must_have_a_page() -> None:
     layer = Run("window", AdaKV(), [24]).store.contents
     assert not layer.has_pages
-    owned = owned_by(torch.tensor([[0, 0, 2]]), 3)
-    require_pages(layer, owned[:, [0, 2]], None)
-    require_pages(layer, owned, torch.tensor([[False]]))
+    require_pages(layer, Owners.of(torch.tensor([[0, 0, 1]]), 2, ALONE.once), None)
+    lacking = Owners.of(torch.tensor([[0, 0, 2]]), 3, ALONE.once)
+    require_pages(layer, lacking, torch.tensor([[False]]))
     for valid in (None, torch.tensor([[True]])):
         with pytest.raises(RuntimeError, match=NO_PAGE):
-            require_pages(layer, owned, valid)
+            require_pages(layer, lacking, valid)
 
 
 @pytest.mark.parametrize("codec", ["", "+tokenwise:bits=4"])

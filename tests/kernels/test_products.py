@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.products import lengths, matmul, products, thin_products
+from kvpolicy.kernels.products import lengths, matmul, products, scaled_products, thin_products
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -22,6 +22,22 @@ def test_compiled_products(rows: int, dtype: torch.dtype) -> None:
     got = torch.compile(both, backend="eager", fullgraph=True)(queries, keys)
     for one, other in zip(got, both(queries, keys), strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+def test_scaled_products(group: int, dtype: torch.dtype) -> None:
+    """Also of keys that lie apart, that several queries share, or of which there are none."""
+    queries = torch.randn(2, 3, group, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    stored = torch.randn(2, 9, 3, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for count in (9, 5, 0):
+        keys = stored[:, :count].transpose(1, 2)
+        for one, other in ((queries, keys[:, :, None]), (queries[:, :, 0], keys)):
+            got = scaled_products(one, other, 0.3)
+            assert got.dtype == torch.float32
+            expected = 0.3 * (one.double() @ other.double().mT)
+            near = 1e-5 if dtype == torch.float32 else 0.02
+            torch.testing.assert_close(got.double(), expected, rtol=near, atol=near)
 
 
 def test_one_row_is_no_sum_in_compiled_code() -> None:
