@@ -71,13 +71,15 @@ def command(name: str, place: Place, port: int) -> list[str]:
         >>> place = Place(Path("m"), 1000, 250, 4, 1, False, Path("env"))
         >>> command("batching", place, 8000)[-6:]
         ['8000', '--continuous-batching', '--cb-num-blocks', '4', '--cb-max-batch-tokens', '512']
-        >>> command("vllm", place, 8000)[:3]
-        ['env/bin/vllm', 'serve', 'm']
+        >>> command("vllm", place, 8000)[:5]
+        ['env/bin/python', '-m', 'vllm.entrypoints.openai.api_server', '--model', 'm']
     """
     folder = str(place.folder)
     if name == "vllm":
         assert place.vllm is not None
-        words = [str(place.vllm / "bin" / "vllm"), "serve", folder, "--port", str(port), "--dtype", "float32"]
+        # Not the command `vllm`, which fails under another name of the package, as that of the CPU build.
+        words = [str(place.vllm / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+        words += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
         words += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(cached_tokens(name, place) // BLOCK)]
         words += ["--max-model-len", str(place.longest), "--max-num-seqs", str(place.clients)]
         words += ["--max-num-batched-tokens", str(BATCHED), "--no-enable-prefix-caching"]
