@@ -130,6 +130,7 @@ class KVPolicyLM(HFLM):
         self.stats = Stats()
         self._held_back = NOTHING_HELD  # of the documents of the requests in progress
         self._auto_batch: int | None = None
+        self._auto_tokens = 0
         self._rows = 0  # rows that the requests in progress are answered in; 0 for whole batches
         self._rows_obstacle: str | None = None  # why there are none; None if it is not known yet
         if isinstance(pretrained, str) and pretrained in _EMBEDDED:
@@ -452,11 +453,13 @@ class KVPolicyLM(HFLM):
         return self.tokenizer.pad_token_id or 0
 
     def _batch(self, requests: Sequence[Any]) -> int:
-        """Return the batch size. `auto` is measured once, with the longest request."""
+        """Return the batch size. `auto` is measured with the longest request, and again with a longer one of a task."""
         if self.batch_size != "auto":
             return int(self.batch_size)
-        if self._auto_batch is None:
-            longest = max(requests, key=lambda request: len(request[1]) + len(request[2]))
+        longest = max(requests, key=scoring.tokens_of)
+        # Processes measure together, and each has other requests: there, the first measurement stays.
+        if self._auto_batch is None or (self.world_size == 1 and scoring.tokens_of(longest) > self._auto_tokens):
+            self._auto_tokens = scoring.tokens_of(longest)
             self._auto_batch = self.batch_sizes[0] = int(self._detect_batch_size([longest], 0))
         return self._auto_batch
 
@@ -529,7 +532,7 @@ class KVPolicyLM(HFLM):
             row[columns : columns + len(answer.tokens)] = row.new_tensor(answer.tokens)
             if answer.usage is not None:
                 tally.add_cache(1, answer.usage.cache_nbytes, answer.usage.full_nbytes)
-            tally.new_tokens += len(answer.tokens)
+            tally.new_tokens += sum(token != self.tokenizer.pad_token_id for token in answer.tokens)  # as of a batch
         tally.prompt_tokens += sum(map(len, prompts))
         return out
 

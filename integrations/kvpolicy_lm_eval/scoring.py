@@ -45,6 +45,11 @@ Groups = dict[Tokens, list[Piece]]
 """The pieces of each prefix, the longest prefix first. The empty prefix has the requests without a prefix."""
 
 
+def tokens_of(request: tuple[Any, list[int], list[int]]) -> int:
+    """Tokens of the context and the answer of a request."""
+    return len(request[1]) + len(request[2])
+
+
 def split(requests: Sequence[tuple[Any, list[int], list[int]]], max_length: int, holdback: int) -> Groups:
     """Split requests into prefixes, which are compressed, and pieces, which are scored on them.
 

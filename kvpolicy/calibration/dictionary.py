@@ -160,7 +160,7 @@ def _epoch(train_set: Tensor, held_out: Tensor, pairs: int, training: Training, 
     epoch = len(state.losses) - 1
     # The order of the batches depends only on the seed and the epoch, and the curvature starts afresh, so that a
     # training is resumed from the atoms alone.
-    generator = torch.Generator().manual_seed(training.seed * 1_000_003 + epoch + 1)
+    generator = torch.Generator().manual_seed((training.seed * 1_000_003 + epoch + 1) % 2**64)
     batches = torch.randperm(len(train_set), generator=generator, device="cpu").split(training.batch)
     atoms = state.atoms
     curvature = Curvature(atoms)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -26,7 +25,7 @@ from kvpolicy.cli.commands.serve import serve
 from kvpolicy.cli.commands.tiny import tiny
 from kvpolicy.cli.commands.tune import tune
 from kvpolicy.cli.formatting import CONTEXT, Group
-from kvpolicy.text.errors import KVPolicyWarning
+from kvpolicy.text.errors import KVPolicyWarning, is_out_of_memory
 
 EXTRAS = {
     **dict.fromkeys(("accelerate", "huggingface_hub", "safetensors", "tokenizers", "transformers"), "hf"),
@@ -35,8 +34,6 @@ EXTRAS = {
     **{"deepspeed": "deepspeed", "gguf": "gguf", "llguidance": "grammar", "lm_eval": "lm-eval", "matplotlib": "plots"},
 }
 """The extra of the package that installs each optional module."""
-
-_OUT_OF_MEMORY = re.compile("(?i)out of memory|not enough memory|can't allocate memory")
 
 
 def sentence(error: Exception) -> str:
@@ -63,7 +60,7 @@ def sentence(error: Exception) -> str:
         if extra is None:
             return ""
         return text if "pip install" in text else f"{text}: pip install 'kvpolicy[{extra}]'."
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text)):
+    if is_out_of_memory(error):
         return f"There is not enough memory: use fewer rows or tokens ({text[:200]})."
     return ""
 

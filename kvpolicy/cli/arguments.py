@@ -171,7 +171,14 @@ Device = Annotated[
 AnswersFile = Annotated[
     str, typer.Option("--text", metavar="FILE", help="JSONL with prompt and answer in each line, or plain text.")
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="INT", help="Random seed of the choice of texts.")]
+LEAST_SEED = -(2**63)
+MOST_SEED = 2**64 - 1
+"""The seeds that PyTorch takes."""
+
+Seed = Annotated[
+    int,
+    typer.Option("--seed", min=LEAST_SEED, max=MOST_SEED, metavar="INT", help="Random seed of the choice of texts."),
+]
 
 PromptTokens = Annotated[
     int, typer.Option("--prompt", min=0, metavar="TOKENS", help="For plain text: length of a prompt; 0 for 1024.")

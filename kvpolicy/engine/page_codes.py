@@ -87,10 +87,10 @@ def decode_heads(
     return stage.keys(store, every).to(dtype), stage.values(store, every).to(dtype)
 
 
-class CodedPages(NamedTuple):
+class CodedPages:
     """Coded pages as a step attends to them; see `kvpolicy.engine.page_slots.StoredPages`.
 
-    Attributes:
+    Args:
         codec: The codec.
         codes: Its codes, in pages.
         calibration: The calibrated tensors of its stage.
@@ -99,59 +99,60 @@ class CodedPages(NamedTuple):
         dtype: The dtype that values are summed in.
     """
 
-    codec: Codec
-    codes: Codes
-    calibration: Calibration
-    head: Tensor
-    heads: int
-    dtype: torch.dtype
+    def __init__(
+        self, codec: Codec, codes: Codes, calibration: Calibration, head: Tensor, heads: int, dtype: torch.dtype
+    ) -> None:
+        """Find how the pages are read."""
+        self._codec = codec
+        self._codes = codes
+        self._calibration = calibration
+        self._head = head
+        self._dtype = dtype
+        slots = _page_slots(codec, codes)
+        self._head_slots = head.numel() * slots // heads  # of an average head in all rows
+        # All pages are read at once by a compiled function, which has no use for chunks, and decodes no page. Else as
+        # many slots of a head at a time as without pages.
+        self._reads_rows = is_compiled(head[..., None], self._head_slots)
+        self._ranges = chunks(head.shape[1], each=max(-(-CHUNK_SLOTS * heads // slots), 1))
+        # Scores and sums share what the heads of pages have; of several ranges, each is asked for when it is read.
+        self._whole = self._rows() if self._reads_rows else None
+        if self._whole is None and len(self._ranges) == 1:
+            self._whole = self._part(self._ranges[0])
 
     def scores(self, queries: Tensor, transform: ScoreTransform) -> Tensor:
         """Scores of queries [B, NB, G, D] against the keys of each page, [B, NB, G, P] fp32."""
         return transform.finish(self._products(queries))
 
     def _products(self, queries: Tensor) -> Tensor:
-        if self._reads_rows():
-            return self._stage.score(self._rows(), _as_rows(queries), None).unflatten(0, self.head.shape).squeeze(2)
-        scores = [self._stage.score(store, queries[:, part], None) for part, store in self._chunks()]
-        return scores[0] if len(scores) == 1 else torch.cat(scores, 1)
+        if self._whole is None:
+            return torch.cat([self._stage.score(self._part(at), queries[:, at], None) for at in self._ranges], 1)
+        if not self._reads_rows:
+            return self._stage.score(self._whole, queries, None)
+        return self._stage.score(self._whole, _as_rows(queries), None).unflatten(0, self._head.shape).squeeze(2)
 
     def mix(self, weights: Tensor) -> Tensor:
         """Values of each page weighted by [B, NB, G, P] fp32, [B, NB, G, D] fp32."""
-        weights = weights.to(self.dtype)
-        if self._reads_rows():
-            return self._stage.mix(self._rows(), _as_rows(weights)).unflatten(0, self.head.shape).squeeze(2)
-        sums = [self._stage.mix(store, weights[:, part]) for part, store in self._chunks()]
-        return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
+        weights = weights.to(self._dtype)
+        if self._whole is None:
+            return torch.cat([self._stage.mix(self._part(at), weights[:, at]) for at in self._ranges], 1)
+        if not self._reads_rows:
+            return self._stage.mix(self._whole, weights)
+        return self._stage.mix(self._whole, _as_rows(weights)).unflatten(0, self._head.shape).squeeze(2)
 
     @property
     def _stage(self) -> Stage:
-        return self.codec.stages[0]
-
-    def _reads_rows(self) -> bool:
-        """Whether all pages are read at once: a compiled function has no use for chunks, and decodes no page."""
-        return is_compiled(self.head[..., None], self._head_slots())
-
-    def _head_slots(self) -> int:
-        """Slots of an average head in all rows."""
-        return self.head.numel() * _page_slots(self.codec, self.codes) // self.heads
+        return self._codec.stages[0]
 
     def _rows(self) -> StageStore:
         """Every page as a row of one head: functions are compiled for a number of heads, and for any number of rows."""
-        codes = by_field(self.codec, self.codes, lambda name, t: t, lambda name, t: of_their_heads(t, self.head))
-        return StageStore(type(codes)(*map(_as_rows, codes)), self.calibration, page_slots=self._head_slots())
+        codes = by_field(self._codec, self._codes, lambda name, t: t, lambda name, t: of_their_heads(t, self._head))
+        return StageStore(type(codes)(*map(_as_rows, codes)), self._calibration, page_slots=self._head_slots)
 
-    def _chunks(self) -> list[tuple[slice, StageStore]]:
-        """Ranges of pages and their tensors, as many slots of a head at a time as without pages."""
-        pages = self.head.shape[1]
-        slots = _page_slots(self.codec, self.codes)
-        each = max(-(-CHUNK_SLOTS * self.heads // slots), 1)
-        return [self._part(part) for part in chunks(pages, each=each)]
-
-    def _part(self, part: slice) -> tuple[slice, StageStore]:
-        head = self.head[:, part]
-        codes = by_field(self.codec, self.codes, lambda name, t: t[:, part], lambda name, t: of_their_heads(t, head))
-        return part, StageStore(codes, self.calibration)
+    def _part(self, at: slice) -> StageStore:
+        """The pages of a range."""
+        head = self._head[:, at]
+        codes = by_field(self._codec, self._codes, lambda name, t: t[:, at], lambda name, t: of_their_heads(t, head))
+        return StageStore(codes, self._calibration)
 
 
 def _as_rows(t: Tensor) -> Tensor:

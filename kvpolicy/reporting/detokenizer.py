@@ -63,6 +63,17 @@ class Detokenizer:
             return ""
         return self._release(text)
 
+    def skip_special_tokens(self) -> None:
+        """Return no text of special tokens from now on."""
+        self._skipped = special_ids(self._tokenizer)
+
+    def text_of(self, token: int) -> str:
+        """The text that a token would add now, be it complete or not; the token is not taken."""
+        tokens = [*self._context, *self._pending, token]
+        whole = self._decode(tokens)
+        before = self._decode(tokens[:-1])
+        return whole[len(before) :] if whole.startswith(before) else self._decode([token])
+
     def extend(self, tokens: Iterable[int]) -> None:
         """Take several tokens, whose text the next `add` or `flush` returns."""
         self._pending += [token for token in tokens if token not in self._skipped]

@@ -10,7 +10,8 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from kvpolicy.serving.generation import Job
+from kvpolicy.reporting.detokenizer import INCOMPLETE
+from kvpolicy.serving.generation import Job, describe
 from kvpolicy.serving.metrics import CacheUsage
 from kvpolicy.serving.requests import TOO_MANY, Call
 from kvpolicy.serving.sampling import LogProb
@@ -45,7 +46,7 @@ def _finished(choice: dict[str, Any], job: Job) -> dict[str, Any]:
         calls = read_calls(holder[name], job.key)
         choice["message"] = {"role": "assistant", name: None, **({"tool_calls": calls} if calls else {})}
     if job.call.sampling.logprobs is not None:
-        choice["logprobs"] = _logprobs(job, job.logprobs, in_chat=holder is not choice)
+        choice["logprobs"] = _logprobs(job, job.logprobs, 0, in_chat=holder is not choice)
     return choice
 
 
@@ -63,10 +64,14 @@ async def rewrite(streams: Sequence[AsyncIterator[str]], jobs: Sequence[Job], ca
     chunks: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(1)  # no faster than the client reads
 
     async def pump(index: int) -> None:
-        async for chunk in _chunks(streams[index], jobs[index]):
-            for choice in chunk.get("choices", ()):
-                choice["index"] = index
-            await chunks.put(chunk if "error" in chunk else {**chunk, "id": jobs[0].key})
+        try:
+            async for chunk in _chunks(streams[index], jobs[index]):
+                for choice in chunk.get("choices", ()):
+                    choice["index"] = index
+                await chunks.put(chunk if "error" in chunk else {**chunk, "id": jobs[0].key})
+        except Exception as error:  # of the handler: the client must not wait for ever
+            failure = describe(error)
+            await chunks.put(error_body(str(failure), failure.status))
         await chunks.put(None)
 
     pumps = [asyncio.create_task(pump(index)) for index in range(len(jobs))]
@@ -111,11 +116,11 @@ async def _chunks(events: AsyncIterator[str], job: Job) -> AsyncIterator[dict[st
                         if not new:
                             continue
                         holder["tool_calls"] = new
-                    known = job.logprobs
+                    entries = job.logprobs[sent:]  # the rows add to the list meanwhile
                     has_text = holder.get(name) or holder.get("tool_calls")
-                    if known[sent:] and (has_text or choice.get("finish_reason")):
-                        choice["logprobs"] = _logprobs(job, known[sent:], in_chat=holder is not choice)
-                        sent = len(known)
+                    if entries and (has_text or choice.get("finish_reason")):
+                        choice["logprobs"] = _logprobs(job, entries, sent, in_chat=holder is not choice)
+                        sent += len(entries)
                     yield chunk
 
 
@@ -138,7 +143,7 @@ def _rewritten(chunk: dict[str, Any], stop: StopFilter, job: Job) -> list[dict[s
 def _note_end(choice: dict[str, Any], stop: StopFilter, job: Job) -> None:
     """Say why a text ended where transformers cannot know: it counts tokens, and looks for calls of its own."""
     asked = job.call.format
-    if stop.has_ended:
+    if stop.has_ended or (job.has_stopped and asked is None):
         if asked is not None or choice["finish_reason"] == "length":
             choice["finish_reason"] = "stop"
     elif asked is not None and job.is_complete:
@@ -178,20 +183,35 @@ def _sum(held: Sequence[CacheUsage]) -> CacheUsage:
     )
 
 
-def _logprobs(job: Job, entries: Sequence[LogProb], *, in_chat: bool) -> dict[str, Any]:
-    """Log probabilities as the two endpoints word them."""
+def _logprobs(job: Job, entries: Sequence[LogProb], first: int, *, in_chat: bool) -> dict[str, Any]:
+    """Log probabilities as the two endpoints word them.
 
-    def word(token: int, value: float) -> dict[str, Any]:
-        text = job.decode(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8"))}
+    Args:
+        job: The answer.
+        entries: The probabilities of some of its tokens.
+        first: The number of the first of them.
+        in_chat: Whether they are those of a chat.
+    """
 
+    def word(token: int, value: float, text: str) -> dict[str, Any]:
+        # A part of a character has bytes that the tokenizer does not tell.
+        return {"token": text, "logprob": value, "bytes": None if INCOMPLETE in text else list(text.encode("utf-8"))}
+
+    places = [(one, job.texts_at(number)) for number, one in enumerate(entries, first)]
     if in_chat:
-        content = [{**word(one.token, one.value), "top_logprobs": [word(*pair) for pair in one.top]} for one in entries]
+        content = [
+            {
+                **word(one.token, one.value, text(one.token)),
+                "top_logprobs": [word(token, value, text(token)) for token, value in one.top],
+            }
+            for one, text in places
+        ]
         return {"content": content, "refusal": None}
     return {
-        "tokens": [job.decode(one.token) for one in entries],
+        "tokens": [text(one.token) for one, text in places],
         "token_logprobs": [one.value for one in entries],
-        "top_logprobs": [{job.decode(token): value for token, value in one.top} for one in entries],
+        # The likeliest last: of several tokens with one text, it is the one that counts.
+        "top_logprobs": [{text(token): value for token, value in reversed(one.top)} for one, text in places],
         "text_offset": None,
     }
 

@@ -17,13 +17,14 @@ import socket
 import time
 import types
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from kvpolicy.serving.answers import error_body, join, rewrite
@@ -244,6 +245,7 @@ def build_app(
     watching: set[asyncio.Task[None]] = set()
 
     async def answer(request: Request, kind: str, parse: Callable[[Any, str], Call], handler: Any) -> Response:
+        jobs: list[Job] = []
         try:
             call = parse(await read_json(request, limit), name)
             jobs = make_jobs(f"{kind}-{uuid.uuid4().hex}", call)
@@ -266,7 +268,8 @@ def build_app(
                 return _error(str(error), error.status, error.code)
             return _error(str(error), 400)
         except Exception as error:
-            metrics.count("failed")
+            if all(job.times.whole is None for job in jobs):  # else they are counted as what they were for the rows
+                metrics.count("failed")
             failure = describe(error)
             return _error(str(failure), failure.status)
 
@@ -291,18 +294,19 @@ def build_app(
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def no_route(_: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 404
+        status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (404, None)
         return _error(
             "The path must be /v1/chat/completions, /v1/completions, /v1/models, /health or /metrics, with the method "
             "that belongs to it.",
             status,
+            headers=headers,
         )
 
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
     app.add_api_route("/v1/completions", completions, methods=["POST"])
     app.add_api_route("/v1/models", models, methods=["GET"])
     app.add_api_route("/v1/models/{wanted:path}", model, methods=["GET"])
-    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/health", health, methods=["GET", "HEAD"])
     app.add_api_route("/metrics", counters, methods=["GET"])
     app.add_exception_handler(404, no_route)
     app.add_exception_handler(405, no_route)
@@ -325,8 +329,9 @@ async def _respond(
         raise
     if not call.stream:
         return JSONResponse(join([json.loads(response.body) for response in responses], jobs, call))
-    # Only now, since a status cannot be taken back: the policy may refuse the prompt.
-    await asyncio.gather(*(job.begun for job in jobs))
+    # Only now, since a status cannot be taken back: the policy may refuse the prompt. Of several answers the first one
+    # counts: others may have to wait for its row.
+    await asyncio.wait([job.begun for job in jobs], return_when=asyncio.FIRST_COMPLETED)
     failed = next((job.failure for job in jobs if job.failure is not None and not job.tokens), None)
     if failed is not None:
         for job in jobs:
@@ -346,7 +351,7 @@ async def _watch(request: Request, jobs: list[Job]) -> None:
         job.cancel()
 
 
-def _error(message: str, status: int, code: str | None = None) -> Response:
+def _error(message: str, status: int, code: str | None = None, *, headers: Mapping[str, str] | None = None) -> Response:
     # Of a body that is too large, the rest is not read.
-    headers = {"Connection": "close"} if status == TOO_LARGE else None
+    headers = {"Connection": "close"} if status == TOO_LARGE else headers
     return JSONResponse(error_body(message, status, code), status_code=status, headers=headers)

@@ -45,7 +45,7 @@ class Capacity:
     def __post_init__(self) -> None:
         """Check what is known before the model."""
         if self.memory is not None:
-            bytes_of(self.memory)
+            memory_of("--memory", self.memory)
         if not 0 < self.share <= 1:
             raise KVPolicyError(f"--prefill-share must be above 0 and at most 1, got {self.share}; try 0.5.")
 
@@ -88,6 +88,26 @@ class Capacity:
                 f"{format_bytes(needed)} under {policy}, got {self.memory}; try a smaller --length or --rows, or a "
                 "smaller budget."
             )
+
+
+def memory_of(option: str, text: str) -> int:
+    """The bytes that an option asks for.
+
+    Args:
+        option: Its name.
+        text: Its value, such as `4GiB`.
+
+    Raises:
+        KVPolicyError: If it is not an amount of bytes.
+
+    Examples:
+        >>> memory_of("--memory", "2KiB")
+        2048
+    """
+    try:
+        return bytes_of(text)
+    except KVPolicyError:
+        raise KVPolicyError(f"{option} must be a number of bytes with a unit, got {text!r}; try 4GiB.") from None
 
 
 def _plan(model: Any, policy: Policy, rows: int, length: int) -> CachePlan:

@@ -62,7 +62,8 @@ def parse_format(fields: Mapping[str, Any]) -> AnswerFormat | None:
             "response_format must be text with tools, got both; try tool_choice='required', or the request without "
             "tools."
         )
-    is_free = fields.get("tool_choice", "auto") == "auto"
+    choice = fields.get("tool_choice", "auto")
+    is_free = choice == "auto" or (choice == "none" and not tools)
     parallel = fields.get("parallel_tool_calls", True)
     if not isinstance(parallel, bool) or (is_free and not parallel):
         raise KVPolicyError(

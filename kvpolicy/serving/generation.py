@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from kvpolicy.reporting.detokenizer import Detokenizer
 from kvpolicy.serving.grammars import Grammars, Matcher
 from kvpolicy.serving.metrics import CacheUsage, Metrics
 from kvpolicy.serving.prefix import Prefix
@@ -20,10 +20,13 @@ from kvpolicy.serving.requests import TOO_MANY, Call, RequestError, positions_of
 from kvpolicy.serving.sampling import Sampler
 from kvpolicy.serving.scheduler import Scheduler
 from kvpolicy.serving.streamer import AnswerStreamer, AnswerTokens, StopStrings
-from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError, is_out_of_memory
 
 DEFAULT_NEW_TOKENS = 1024
 """The most tokens of an answer without a number in its request, if the model's context has room for them."""
+
+BEFORE = 8
+"""Tokens before one whose text is asked for: those of a word and of a character."""
 
 SHUTTING_DOWN = "The server is shutting down; try again later."
 
@@ -61,10 +64,12 @@ class Group:
         self.prompts: dict[tuple[int, ...], Prompt] = {}
         self._size = size
 
-    def add(self, job: Job, ids: list[int], config: Any) -> list[Job]:
+    def prompt(self, ids: list[int], config: Any) -> Prompt:
+        """The prompt of an answer, which answers with the same tokens share."""
+        return self.prompts.setdefault(tuple(ids), Prompt(ids, config))
+
+    def add(self, job: Job) -> list[Job]:
         """Note that an answer is prepared; returns all of them once the last one is, and else none."""
-        job.prompt = self.prompts.setdefault(tuple(ids), Prompt(ids, config))
-        job.text = [*ids]
         self.ready.append(job)
         return self.ready if self.is_complete else []
 
@@ -90,10 +95,10 @@ class Job:
         done: Done once the answer has ended.
         wake: Tells the rows that the answer was cancelled.
         ended: Called once the answer has ended.
-        decode: The text of a token.
         times: How long it took.
         matcher: The tokens that the format of the answer allows; None for all.
         written: The text of a whole answer that is not streamed.
+        has_stopped: Whether its last token ends it, or completes a string that does.
         prompt: The prompt.
         text: Token ids of the prompt and the answer so far.
         tokens: Generated tokens.
@@ -120,17 +125,18 @@ class Job:
         self.wake: Callable[[], None] = lambda: None
         self.ended: Callable[[Job], None] = lambda job: None
         self.streamer: AnswerStreamer | None = None
-        self.decode: Callable[[int], str] = str
         self.times = Times()
         self.matcher: Matcher | None = None
         self.written = ""
+        self.has_stopped = False
+        self._tokenizer: Any = None
         self._sampler: Sampler | None = None
         self._stops: StopStrings | None = None
 
     def prepare(self, tokenizer: Any, streamer: AnswerStreamer | None, stop: Sequence[str]) -> None:
         """Note what the text is decoded with, where it goes, and the strings that end it."""
         self.streamer = streamer
-        self.decode = tokenizer.decode
+        self._tokenizer = tokenizer
         if stop:
             self._stops = StopStrings(tokenizer, stop, self.prompt.ids)
         if streamer is not None:
@@ -180,7 +186,13 @@ class Job:
         if self.streamer is not None:
             self.streamer.add(token)
         is_stopped = self._stops is not None and self._stops.add(token)
-        return is_stopped or token in prompt.ends or len(self.tokens) >= new or self.is_complete
+        self.has_stopped = is_stopped or token in prompt.ends
+        return self.has_stopped or len(self.tokens) >= new or self.is_complete
+
+    def texts_at(self, number: int) -> Callable[[int], str]:
+        """The texts of tokens in the place of the one with a number in the answer, behind the tokens before it."""
+        before = [*self.prompt.ids[-BEFORE:], *self.tokens[max(number - BEFORE, 0) : number]]
+        return Detokenizer(self._tokenizer, before, skip_special_tokens=False).text_of
 
     def end(self, usage: CacheUsage | None, error: Exception | None) -> None:
         """End the answer: with what its cache held, or with an error; with neither if it was cancelled."""
@@ -193,6 +205,7 @@ class Job:
                 self.streamer.end(self.failure, is_whole=usage is not None)
             except Exception as found:  # of the tokenizer
                 self.failure = describe(found)
+                self.streamer.end(self.failure)
         self.ended(self)
         self.signal(self.begun)
         self.signal(self.done)
@@ -373,8 +386,10 @@ class Generation:
         configure(config, job.call, positions_of(model), self._length, len(ids), processor)
         if job.call.format is not None:
             job.matcher = self._grammars.matcher(job.call.format, processor, ends_of(config))
-        ready = job.group.add(job, ids, config)
+        job.prompt = job.group.prompt(ids, config)
+        job.text = [*ids]
         job.prepare(processor, streamer, (*job.call.stop, *([of_model] if isinstance(of_model, str) else of_model)))
+        ready = job.group.add(job)  # last: what is added belongs to the rows
         if ready:
             self._scheduler.submit(ready)
 
@@ -437,7 +452,7 @@ def describe(error: Exception) -> Failure:
         return Failure(str(error), error.status)  # a new one, without frames
     if isinstance(error, KVPolicyError):
         return Failure(str(error), 400)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return Failure("There is not enough memory for this request: use a shorter prompt or fewer tokens.", 503)
     log.error("A request failed.", exc_info=error)
     return Failure(f"The server failed to answer ({type(error).__name__}); its log says more.", 500)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 # First of all: transformers imports without these, and its handlers then fail with a NameError.
@@ -134,6 +135,16 @@ def response_items(events: list[Any]) -> list[Any]:
     """The entries of a handler's queue for the events of transformers' parser: texts, reasoning and tool calls."""
     private: Any = utils
     return private.response_events_to_chunks(events)
+
+
+MALFORMED = (ValueError, TypeError, LookupError, RuntimeError)
+"""What transformers' parser raises for a call of a tool that is no JSON, or lacks a name or arguments."""
+
+
+def check_calls(calls: Iterable[Any]) -> None:
+    """Look for what transformers' handler reads of calls of tools; raises one of `MALFORMED` if it is not there."""
+    for call in calls:
+        _ = call["function"]["name"], call["function"]["arguments"]
 
 
 def last_events(parser: Any) -> list[Any]:

@@ -36,7 +36,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", "none"),
 }
 """Fields that are not supported, with the values that mean the same as leaving them out."""
 

@@ -123,6 +123,7 @@ class Scheduler:
         self._step_seconds = 0.0
         self._closed: Exception | None = None
         self._stopped: Exception | None = None
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="kvpolicy-rows", daemon=True)
 
     # from any thread
@@ -134,9 +135,13 @@ class Scheduler:
     def submit(self, answers: Sequence[Answer]) -> None:
         """Let answers of one request wait for rows."""
         with self._lock:
-            for answer in answers:
-                self._waiting.setdefault(answer.client, deque()).append(answer)
-        self.wake()
+            if not self._has_ended:
+                for answer in answers:
+                    self._waiting.setdefault(answer.client, deque()).append(answer)
+                self.wake()
+                return
+        for answer in answers:  # prepared so late that nobody would end it
+            answer.end(None, self._stopped)
 
     def wake(self) -> None:
         """Look for what has changed, such as an answer that was cancelled."""
@@ -176,8 +181,14 @@ class Scheduler:
             self._changed.clear()
             while self.turn():
                 pass
-        while self.turn():  # what was submitted meanwhile
-            pass
+        while not self._end_thread():  # what was submitted meanwhile
+            self.turn()
+
+    def _end_thread(self) -> bool:
+        """Take nothing more, unless something waits or runs."""
+        with self._lock:
+            self._has_ended = not (self.running or self._waiting)
+            return self._has_ended
 
     def turn(self) -> bool:
         """Read a part of a prompt, and add a token to each row; returns whether there is more to do."""
@@ -349,6 +360,10 @@ class Scheduler:
         """End the answers of all rows, whose cache a forward may have left in the middle of a step."""
         ended = [answer for answer in self.rows if answer is not None]
         self.rows = [None] * len(self.rows)
-        self._forwards.restart()
+        try:
+            self._forwards.restart()
+        except Exception as found:  # such as a rank that is gone: nothing can be answered anymore
+            log.error("The rows cannot be used anymore.", exc_info=found)
+            self._closed = self._stopped = found
         for answer in ended:
             answer.end(None, error)

@@ -32,7 +32,7 @@ from kvpolicy.serving.templates import adapt_tokenizer
 from kvpolicy.text.errors import KVPolicyError
 
 GRACE = 5.0
-"""Seconds that the running request has after a signal."""
+"""Seconds that running requests have after a signal; connections are closed after twice as many."""
 
 
 class Server(uvicorn.Server):
@@ -158,7 +158,7 @@ def serving(
         generation = Generation(scheduler, metrics, prefix, capacity.queue, length)
         routes = handlers.make_handlers(handlers.OneModel(model, tokenizer, name), generation)
         app = build_app(name, policy, routes, generation, metrics, hosts, body_limit(positions_of(model)), key)
-        config = uvicorn.Config(app, log_level="warning", lifespan="on")
+        config = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=int(2 * GRACE))
         # transformers logs each request as a warning.
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
         for line in _notes(name, policy, listener, (rows, length, key is not None), has_template, prefix):

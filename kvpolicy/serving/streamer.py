@@ -110,9 +110,10 @@ class AnswerStreamer:
         self._queue = queue
         self._post = post
         self._parser = parser
+        self._unread = ""  # text of which the parser has made nothing yet
         self._text: Detokenizer | None = None
         if parser is not None:
-            self._put_events(parser.initial_events)
+            self._put(handlers.response_items(parser.initial_events))
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Take the prompt."""
@@ -133,17 +134,30 @@ class AnswerStreamer:
         if is_whole and self._text is not None:
             self._put_text(self._text.flush())
             if self._parser is not None:
-                self._put_events(handlers.last_events(self._parser))
+                self._put(self._read(lambda parser: handlers.last_events(parser)))
         self._post(self._queue.put_nowait, None)
 
     def _put_text(self, text: str) -> None:
-        if text and self._parser is not None:
-            self._put_events(self._parser.feed(text))
-        elif text:
-            self._post(self._queue.put_nowait, text)
+        if not text:
+            return
+        self._unread += text
+        self._put([text] if self._parser is None else self._read(lambda parser: parser.feed(text)))
 
-    def _put_events(self, events: list[Any]) -> None:
-        for item in handlers.response_items(events):
+    def _read(self, events: Callable[[Any], list[Any]]) -> list[Any]:
+        """What the parser makes of a text; a malformed call is text, and so is all that follows it."""
+        try:
+            items = handlers.response_items(events(self._parser))
+        except handlers.MALFORMED:
+            self._parser = None
+            if self._text is not None:
+                self._text.skip_special_tokens()
+            return [self._unread]
+        if items:
+            self._unread = ""
+        return items
+
+    def _put(self, items: list[Any]) -> None:
+        for item in items:
             self._post(self._queue.put_nowait, item)
 
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from kvpolicy.serving import handlers
 from kvpolicy.serving.streamer import AnswerTokens
 from kvpolicy.text.errors import KVPolicyError
 
@@ -193,8 +194,11 @@ def _rendering(tokenizer: Any) -> Render:
         try:
             used.check(messages, kwargs)
             return render(messages, **kwargs)
-        except TemplateError as error:
-            raise KVPolicyError(f"The messages must fit the model's chat template, got an error: {error}.") from None
+        except KVPolicyError:
+            raise
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # as Python words them
+            said = str(error).rstrip(".")
+            raise KVPolicyError(f"The messages must fit the model's chat template, got an error: {said}.") from None
 
     return apply
 
@@ -203,7 +207,14 @@ def _parsing(tokenizer: Any) -> Callable[..., Any]:
     parse = tokenizer.parse_response
 
     def parse_response(response: Any, *args: Any, **kwargs: Any) -> Any:
-        return parse(response.whole_text if isinstance(response, AnswerTokens) else response, *args, **kwargs)
+        if not isinstance(response, AnswerTokens):
+            return parse(response, *args, **kwargs)
+        try:
+            found = parse(response.whole_text, *args, **kwargs)
+            handlers.check_calls(found.get("tool_calls") or ())
+        except handlers.MALFORMED:  # a call of a tool that was cut off, or is no JSON
+            return {"content": response.text}
+        return found
 
     return parse_response
 

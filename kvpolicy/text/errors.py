@@ -14,6 +14,10 @@ subclasses are also the exception that Python raises in the same situation, so t
 
 from __future__ import annotations
 
+import re
+
+_OUT_OF_MEMORY = re.compile("(?i)out of memory|not enough memory|can't allocate memory")
+
 
 class KVPolicyError(ValueError):
     """An argument, a model or a state that kvpolicy refuses; the message says what to do instead.
@@ -50,6 +54,17 @@ class KVPolicyWarning(UserWarning):
         >>> warnings.simplefilter("error", KVPolicyWarning)  # in a program that must stop at each of them
         >>> warnings.simplefilter("default", KVPolicyWarning)
     """
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out; PyTorch has no class of its own for it on the CPU.
+
+    Examples:
+        >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), is_out_of_memory(OSError())
+        (True, False)
+    """
+    said = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    return said or isinstance(error, MemoryError)
 
 
 for _kind in (KVPolicyError, KVPolicyTypeError, KVPolicyStateError, KVPolicyWarning):

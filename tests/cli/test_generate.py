@@ -333,3 +333,6 @@ def test_the_first_step_of_compiled_steps_is_told(
     assert "first step" not in err
     _, err = generate([PROMPT, "--speculate", POLICY, "--compile"], capsys, 2)
     assert "--compile must be given without --speculate" in err
+    for option, value in (("--tile", ["64"]), ("--hold-codes", [])):
+        _, err = generate([PROMPT, "--speculate", POLICY, option, *value], capsys, 2)
+        assert f"{option} must be given without --speculate" in err

@@ -79,3 +79,19 @@ def test_refused(
     call = [word.replace("FOLDER", str(tmp_path)) for word in call]
     assert main(call) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rival", "snapvk@0.1", "--quiet"], "snapvk"),
+        (["--rival", "snapkv", "--no-evidence"], "--rival must be given without --no-evidence, which compares"),
+        (["--seed", str(2**64)], "Invalid value for '--seed'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_measured(
+    options: list[str], message: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["tune", "tiny", "--text", str(texts), "--out", str(out), *options, *GRID]) == 2
+    assert message in " ".join(capsys.readouterr().err.split()) and not out.exists()

@@ -330,3 +330,18 @@ def test_request_cache_of_another_model_is_rejected(make, tiny, tmp_path: Path):
     CachingLM(HFLM(pretrained=tiny[0], tokenizer=tiny[1]), path).loglikelihood(request)
     with pytest.raises(ValueError, match="a model other than kvpolicy"):
         CachingLM(make("full"), path)
+
+
+def test_a_longer_task_has_a_batch_size_of_its_own(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `batch_size=auto`: tasks are answered one after the other, and the first one may be the shortest."""
+    evaluated = make("full", batch_size="auto")
+    measured: list[int] = []
+
+    def detect(requests: Any, position: int) -> int:
+        measured.append(len(requests[0][1]) + len(requests[0][2]))
+        return 4
+
+    monkeypatch.setattr(evaluated, "_detect_batch_size", detect)
+    for tokens in (3, 2, 9, 9):
+        assert evaluated._batch([(("", ""), [1] * tokens, [2]), (("", ""), [1], [2])]) == 4
+    assert measured == [4, 10]

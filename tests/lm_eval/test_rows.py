@@ -52,7 +52,7 @@ def test_answers_are_those_of_one_row(make: Any, policy: str) -> None:
     rows = make(policy, batch_size=3)
     assert rows.generate_until(asked, disable_tqdm=True) == alone.generate_until(asked, disable_tqdm=True)
     ours, theirs = (each.stats.report()["task/generate_until"] for each in (rows, alone))
-    for name in ("requests", "prompt_tokens", "full_kv_bytes"):
+    for name in ("requests", "prompt_tokens", "new_tokens", "full_kv_bytes"):
         assert ours[name] == theirs[name]
     assert rows.batch_size == 3
 
@@ -136,3 +136,19 @@ def test_an_error_in_a_row_is_raised(tiny: Any) -> None:
         with pytest.raises(ArithmeticError, match="not numbers"):
             answer_in_rows(handle, model, tokenizer, [[5, 6, 7], [8, 9, 10]], 2, 4, [])
         hook.remove()
+
+
+def test_the_token_that_ends_an_answer_is_counted_as_in_a_batch(make: Any, tiny: Any) -> None:
+    """It is not, where it is the padding too."""
+    asked = requests([3, 0, 7])
+    made = [make("snapkv@0.3", batch_size=size) for size in (1, 3)]
+    tokenizer = tiny[1]
+    before = tokenizer.pad_token
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(tokenizer("\n", add_special_tokens=False).input_ids)[-1]
+    try:
+        for each in made:
+            each.generate_until(asked, disable_tqdm=True)
+    finally:
+        tokenizer.pad_token = before
+    alone, rows = (each.stats.report()["task/generate_until"]["new_tokens"] for each in made)
+    assert alone == rows

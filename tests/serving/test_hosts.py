@@ -113,3 +113,24 @@ def test_a_policy_is_no_model(capsys: pytest.CaptureFixture[str]) -> None:
 def test_right_names() -> None:
     names = ["gpu-box", "gpu_box.example.com.", "10.0.0.5", "fe80::1", "[fe80::1]", "*"]
     assert check_names(names) == names
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allowed"),
+    [
+        ("GET", "/v1/completions", 405, "POST"),
+        ("POST", "/v1/models", 405, "GET"),
+        ("GET", "/v1/none", 404, None),
+        ("HEAD", "/health", 200, None),
+    ],
+)
+def test_methods_of_paths(method: str, path: str, status: int, allowed: str | None, port: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        assert (response.status, response.getheader("Allow")) == (status, allowed)
+        text = response.read()
+        assert status == 200 or "The path must be" in json.loads(text)["error"]["message"]
+    finally:
+        connection.close()

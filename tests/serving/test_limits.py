@@ -22,8 +22,9 @@ import openai
 
 import kvpolicy
 from kvpolicy.cli.app import main
+from kvpolicy.serving.answers import rewrite
 from kvpolicy.serving.app import begin_in_thread
-from kvpolicy.serving.generation import configure, describe
+from kvpolicy.serving.generation import configure, describe, make_jobs
 from kvpolicy.serving.metrics import OUTCOMES
 from kvpolicy.serving.requests import Call, body_limit
 from kvpolicy.serving.server import log_to_terminal
@@ -239,3 +240,56 @@ def test_a_client_that_leaves_while_it_sends_the_body_has_not_failed(port: int) 
     wait_for(lambda: metric(port, 'requests_total{outcome="cancelled"}') == outcomes["cancelled"] + 1)
     assert metric(port, 'requests_total{outcome="failed"}') == outcomes["failed"]
     assert metric(port, 'requests_total{outcome="refused"}') == outcomes["refused"]
+
+
+def test_a_client_that_never_sends_its_body_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy.serving.server.GRACE", 0.5)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with running(kvpolicy.tiny()) as own, socket.create_connection(("127.0.0.1", own), timeout=20) as connection:
+        connection.sendall(head + b"Content-Length: 100\r\n\r\n{")
+        wait_for(lambda: "ok" in get(own, "/health"))  # it has begun to read
+
+
+def test_memory_that_ran_out_on_a_cpu_is_no_fault_of_the_server() -> None:
+    failure = describe(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."))
+    assert failure.status == 503 and "not enough memory" in str(failure)
+
+
+def test_an_error_in_a_stream_ends_it() -> None:
+    """Of whatever kind: its client would wait for ever."""
+
+    async def events() -> list[str]:
+        async def broken() -> Any:
+            yield 'data: {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": null}]}\n\n'
+            raise KeyError("arguments")
+
+        call = Call(stream=True)
+        return [event async for event in rewrite([broken()], make_jobs("k", call), call)]
+
+    first, second = asyncio.run(events())
+    assert '"content": "a"' in first and "The server failed to answer (KeyError)" in second
+
+
+def test_the_first_of_several_answers_begins_a_stream(port: int) -> None:
+    """With one row, the second one begins once the first one has ended."""
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        stream: Any = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=600, n=2, seed=1, temperature=1.0, stream=True
+        )
+        first = next(iter(stream)).choices[0]
+        assert first.index == 0 and metric(port, "requests_waiting") == 1
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--memory lots", "--memory must be a number of bytes with a unit, got 'lots'; try 4GiB."),
+        ("--memory 0.2", "--memory must be a number of bytes with a unit, got '0.2'; try 4GiB."),
+        ("--prefix-caching 0", "--prefix-caching must be a number of bytes with a unit, got '0'; try 4GiB."),
+        ("--api-key=", "--api-key must not be empty, got ''; try it without"),
+    ],
+)
+def test_options_that_are_refused(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "tiny", POLICY, *options.split()]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

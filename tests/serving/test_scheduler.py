@@ -366,3 +366,33 @@ def test_a_function_in_parts() -> None:
     assert reading.resume(0.0)
     with pytest.raises(ZeroDivisionError):
         reading.result()
+
+
+def test_what_is_submitted_after_the_end_ends_at_once() -> None:
+    """A prompt may be prepared so late."""
+    scheduler = Scheduler(Counting(2))
+    scheduler.start()
+    reason = RuntimeError("the end")
+    scheduler.stop(reason)
+    scheduler.join()
+    late = Asked([20], 3)
+    scheduler.submit([late])
+    assert (late.ended, late.error, scheduler.waiting) == (1, reason, 0)
+
+
+def test_rows_that_cannot_begin_again_end_everything() -> None:
+    model = Counting(1)
+    scheduler = Scheduler(model)
+    asked = [Asked([20], 9), Asked([30], 9)]
+    for answer in asked:
+        scheduler.submit([answer])
+    scheduler.turn()
+
+    def restart() -> None:
+        raise ConnectionError("another rank is gone")
+
+    model.broken_step = ValueError("broken")
+    model.restart = restart  # pyright: ignore[reportAttributeAccessIssue]
+    run(scheduler)
+    assert [answer.ended for answer in asked] == [1, 1]
+    assert asked[0].error is model.broken_step and "another rank" in str(asked[1].error)

@@ -110,3 +110,10 @@ def test_a_template_is_looked_at_once_for_each_part() -> None:
     for number in range(100):
         use.check([{"role": f"role {number}", "content": "?"}], {})
     assert len(use._used) == MOST_REMEMBERED
+
+
+def test_a_template_that_python_cannot_compute_is_the_fault_of_the_request() -> None:
+    template = "{{ 'Today: ' + today }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    assert prompt(template, USER, today="Monday").startswith("Today: Monday")
+    with pytest.raises(kvpolicy.KVPolicyError, match="must fit the model's chat template, got an error: can only conc"):
+        prompt(template, USER, today=20261130)

@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn")
 import openai
 
 from tests.counting_model import ANSWER, PROMPT, WORDS, counting_model
-from tests.serving.servers import running
+from tests.serving.servers import metric, running
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %} {{ c.function.name }}{% endfor %}"
@@ -114,6 +114,84 @@ def test_an_incomplete_character_ends_an_answer(ask: Any, client: Any) -> None:
 
 def test_a_prompt_that_ends_within_a_sentence_of_bytes(client: Any) -> None:
     assert answer(client, True, prompt="the capital paris", max_tokens=6)[0] == ["🙂", " on", " river"]
+
+
+CALLS = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "is",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\s*<call>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": ["</s>"], "content": "text", "content_args": {"strip": False}},
+    },
+}
+"""A response template with calls of tools, as those of transformers have them."""
+
+WHOLE = ["paris", "<call>", '{"name":', '"f",', '"arguments":', "{}}", "</call>"]
+NO_ARGUMENTS = ["<call>", '{"name":', '"f"}', "</call>", "on"]
+NO_JSON = ["<call>", "river", "</call>", "on"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "fields", "text", "reason"),
+    [
+        (WHOLE, {}, " paris", "tool_calls"),
+        (WHOLE, {"max_tokens": 4}, " paris", "length"),
+        (NO_ARGUMENTS, {}, ' <call> {"name": "f"} </call> on', "stop"),
+        (NO_ARGUMENTS, {"max_tokens": 4}, ' <call> {"name": "f"} </call>', "length"),
+        (NO_JSON, {}, " <call> river </call> on", "stop"),
+    ],
+    ids=["whole", "cut off", "without arguments", "without arguments at the end", "no JSON"],
+)
+def test_a_malformed_call_of_a_tool_is_text(said: Any, fields: Any, text: str, reason: str, stream: bool) -> None:
+    """Transformers' handler fails on it, or says nothing of it."""
+    model, tokenizer = counting_model(said)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.response_template = CALLS
+    with (
+        running((model, tokenizer)) as port,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+    ):
+        texts, found = say(client, stream, **fields)
+        given = "".join(each or "" for each in texts)
+        if reason == "length" and not stream:
+            assert given.startswith(text)  # and the call that was cut off
+        else:
+            assert given.strip() == text.strip()
+        assert found == reason
+        assert metric(port, 'requests_total{outcome="answered"}') == 1
+        assert metric(port, 'requests_total{outcome="failed"}') == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ask", [answer, say])
+def test_an_answer_that_ends_by_itself_with_its_last_token_was_not_cut_off(ask: Any, stream: bool, client: Any) -> None:
+    tokens = len(WORDS) - len(PROMPT.split()) - 1  # of the answer, with the special token that ends it
+    assert ("".join(ask(client, stream, max_tokens=tokens)[0]), ask(client, stream, max_tokens=tokens)[1]) == (
+        ANSWER,
+        "stop",
+    )
+    assert ask(client, stream, max_tokens=tokens - 1)[1] == "length"
+
+
+def test_words_of_log_probabilities_have_their_spaces(client: Any) -> None:
+    """And a part of a character has no bytes, since its token stands for none of a whole one."""
+    made = client.completions.create(model="tiny", prompt=PROMPT, temperature=0, logprobs=2)
+    words = made.choices[0].logprobs.tokens
+    assert [word for word in words if "\ufffd" not in word] == [" paris", " on", " river", " seine", "</s>"]
+    assert [next(iter(reversed(top))) for top in made.choices[0].logprobs.top_logprobs] == words
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    chat = client.chat.completions.create(model="tiny", messages=messages, temperature=0, logprobs=True)
+    content = chat.choices[0].logprobs.content
+    assert [word.token for word in content] == words
+    for word in content:
+        assert word.bytes is None if "\ufffd" in word.token else bytes(word.bytes).decode() == word.token
 
 
 @pytest.mark.parametrize("stream", [False, True])

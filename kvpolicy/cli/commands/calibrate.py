@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.calibration.calibrators import CALIBRATORS, Calibrator, HeadCalibrator
-from kvpolicy.cli.arguments import Device, Dtype, Model, parse_integers, parse_names
+from kvpolicy.cli.arguments import LEAST_SEED, MOST_SEED, Device, Dtype, Model, parse_integers, parse_names
 from kvpolicy.cli.formatting import Group, duration
 from kvpolicy.cli.model_loading import load
 from kvpolicy.cli.strategy_docs import attributes
@@ -28,7 +28,10 @@ Length = Annotated[int, typer.Option("--length", min=1, metavar="TOKENS", help="
 Windows = Annotated[
     int, typer.Option("--windows", min=1, metavar="INT", help="Maximum number of windows, drawn from the whole text.")
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="INT", help="Random seed.")]
+Seed = Annotated[
+    int,
+    typer.Option("--seed", min=LEAST_SEED, max=MOST_SEED, metavar="INT", help="Random seed."),
+]
 Force = Annotated[
     bool, typer.Option("--force", help="Replace a finished calibration for another model, text or options.")
 ]

@@ -83,7 +83,10 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, metavar="FLOAT", help="Sampling temperature; 0 for greedy decoding.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1, metavar="INT", help="Random seed.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=arguments.LEAST_SEED, max=arguments.MOST_SEED, metavar="INT", help="Random seed."),
+    ] = 0,
     chat: Chat = False,
     tile: arguments.Tile = "auto",
     hold_codes: arguments.HoldCodes = False,
@@ -121,6 +124,11 @@ def generate(
         raise KVPolicyError(
             "--compile must be given without --speculate, whose drafts and verification are not compiled; try one of "
             "them."
+        )
+    if drafter is not None and (hold_codes or tile_size not in ("auto", None)):
+        raise KVPolicyError(
+            f"{'--hold-codes' if hold_codes else '--tile'} must be given without --speculate, which reads a prompt as "
+            "a whole; try it without."
         )
     if not math.isfinite(temperature):
         raise KVPolicyError(f"--temperature must be finite, got {temperature}; try 1.0.")

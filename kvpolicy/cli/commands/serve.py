@@ -114,12 +114,12 @@ def serve(
     from kvpolicy.policy import Policy
     from kvpolicy.policy.model_policy import keep_at_least
     from kvpolicy.serving.app import check_names
-    from kvpolicy.serving.capacity import Capacity
+    from kvpolicy.serving.capacity import Capacity, memory_of
     from kvpolicy.serving.prefix import PrefixFile, check_together
     from kvpolicy.serving.server import bind, following, log_to_terminal, run, serving
     from kvpolicy.serving.several_ranks import Channel, join_ranks, leave_ranks
     from kvpolicy.serving.status import show_status
-    from kvpolicy.text.budget import bytes_of
+    from kvpolicy.text.errors import KVPolicyError
 
     tile_size = arguments.tile_of(tile)
     check_order("serve", model)
@@ -133,7 +133,9 @@ def serve(
         _check_ranks(
             tp, {"--compile": compile, "--prefix": prefix, "--prefix-caching": prefix_caching, "--device": device}
         )
-    prefix_memory = 0 if prefix_caching is None else bytes_of(prefix_caching)
+    if api_key == "":
+        raise KVPolicyError("--api-key must not be empty, got ''; try it without, or set the variable that it is from.")
+    prefix_memory = 0 if prefix_caching is None else memory_of("--prefix-caching", prefix_caching)
     file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed, share_prefix)
     capacity = Capacity(rows=rows, length=length, memory=memory, share=prefill_share, queue=queue)
     names = check_names(arguments.parse_names(allowed_hosts)) if allowed_hosts else ()
@@ -149,7 +151,7 @@ def serve(
     with bind(host, port) as listener:
         loaded, tokenizer = load(model, dtype, device, tp=tp)
         load_prefix = file and file.load
-        how |= {"compile": arguments.compile_of(compile) if tp == 1 else False, "key": api_key or None}
+        how |= {"compile": arguments.compile_of(compile) if tp == 1 else False, "key": api_key}
         how |= {"prefix_memory": prefix_memory, "channel": None if tp == 1 else Channel()}
         with (
             serving(loaded, tokenizer, model, str(parsed), listener, load_prefix, (host, *names), **how) as server,

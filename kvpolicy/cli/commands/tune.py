@@ -85,6 +85,12 @@ def tune(
     grid = make_grid(policies or PARTS, arguments.parse_fractions("--shares", shares) if shares else SHARES)
     if measure not in MEASURES:
         raise KVPolicyError(f"--measure must be one of {', '.join(MEASURES)}, got {measure!r}; try joint.")
+    if no_evidence and rivals:
+        raise KVPolicyError(
+            f"--rival must be given without --no-evidence, which compares with none, got {rivals[0]}; try one of them."
+        )
+    for spec in rivals or ():
+        Policy.parse(spec)  # an invalid one raises an error before anything is measured
     loaded, tokenizer = load(model, dtype, device)
     if dtype == "auto" and next(loaded.parameters()).device.type == "cpu":
         loaded = loaded.float()
