@@ -1,8 +1,8 @@
 """Registration of kvpolicy's model and tasks with lm-eval 0.4.10 to 0.4.13, which have no plugin support.
 
-`kvpolicy_lm_eval.pth` calls `install` when Python starts, if lm-eval is found; from Python 3.15 on,
-`kvpolicy_lm_eval.start` calls it, which can have no condition. `install` inserts a finder at the front of
-`sys.meta_path`, unless lm-eval is not installed. The finder does nothing until `lm_eval.models` or `lm_eval.tasks` is
+`install` is called when Python starts: by `kvpolicy_lm_eval.pth`, if lm-eval is found; from Python 3.15 on, by
+`kvpolicy_lm_eval.start`, which cannot contain a condition. If lm-eval is installed, `install` inserts a finder at the
+front of `sys.meta_path`. The finder does nothing until `lm_eval.models` or `lm_eval.tasks` is
 imported. It then adds the model to lm-eval's registry, and kvpolicy's task folder to the folders that lm-eval searches.
 No file of lm-eval is changed. `KVPOLICY_NO_STARTUP=1` disables all of this. Later versions of lm-eval read the entry
 point `lm_eval.models`, with which this does not interfere. Only the standard library is used, because this module is

@@ -1,7 +1,7 @@
 """Reading keys and values back from the blocks of an engine, however its attention backend arranges them.
 
-Every backend of vLLM writes tokens by `do_kv_cache_update`, and none has a counterpart that reads them. So a pattern is
-written once into the block that vLLM keeps for itself, and where each number lies is looked up in it.
+Every backend of vLLM writes tokens by `do_kv_cache_update`, and none has a counterpart that reads them. So a pattern of
+numbers is written once to block 0, which vLLM reserves, and the place of each number is read from it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvpolicy.allocators.curves import cut_curves
@@ -50,11 +51,13 @@ class KVCompose(Allocator):
         return AttentionNeeds(("worth",))
 
     def measure(self, seen: LayerAttention) -> Tensor:
-        """The worth of composite tokens, [B, N]: the mean over the heads, in the first layer the largest."""
+        """The worth of composite tokens, [B, N]: the mean over the heads."""
         assert seen.worth is not None, "kvcompose requests the worth of each token"
         ranked = seen.worth.sort(dim=-1, descending=True).values
-        return ranked.amax(1) if seen.layer_idx == 0 else ranked.double().mean(1).float()
+        return ranked.double().mean(1).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         assert metrics is not None, "kvcompose requests the curve of every layer"
+        if metrics.dim() == 3:  # curves, and not the shares of an earlier division
+            metrics = torch.cat([metrics.amax(1, keepdim=True), metrics[:, 1:]], 1)
         return cut_curves(metrics, total, floor, ceiling)

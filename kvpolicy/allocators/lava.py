@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpolicy.allocators.attention import (
     ByAttention,
+    before_window,
     bounds_in_proportion,
     check_odd,
     divide_in_proportion,
@@ -21,8 +22,9 @@ from kvpolicy.text.strategy import checked, least, strategy
 class LAVa(ByAttention):
     """Give more budget to layers whose scores are spread over more tokens and heads.
 
-    The score of a token is its attention from the newest queries, pooled along the tokens, times the largest L1 norm of
-    any value of the head. The metric of a layer is the entropy of the scores of all its heads and tokens.
+    The score of a token before the newest queries is its attention from them, pooled along the tokens, times the
+    largest L1 norm of any value of the head. The metric of a layer is the entropy of the scores of all its heads and
+    tokens.
 
     Args:
         window: The number of queries.
@@ -40,6 +42,7 @@ class LAVa(ByAttention):
 
         - inside a layer, heads are not divided by these scores; with `lava/adakv+snapkv`, they compete as in LAVa, by
           attention without the size of values;
+        - the largest value of a head may be one of the window (there, of the tokens before it);
         - the total is fixed (there, a misspelt attribute leaves the safe part of a layer that of the average, so that
           small layers overspend);
         - budgets are divided once, after all layers, which gives those of the authors' division after each layer (while
@@ -60,15 +63,16 @@ class LAVa(ByAttention):
     def measure(self, seen: LayerAttention) -> Tensor:
         """The entropy of the scores, [B] fp32, in [0, 1]: 1 if all scores are equal."""
         assert seen.mean is not None and seen.value_size is not None, "mean and size of values were requested"
-        pooled = F.max_pool1d(seen.mean, self.kernel, stride=1, padding=self.kernel // 2)
+        before = before_window(seen.positions, seen.length, seen.queries)[:, None]
+        shown = torch.where(before, seen.mean, 0)
+        pooled = F.max_pool1d(shown, self.kernel, stride=1, padding=self.kernel // 2)
         best = seen.ranks.largest(pooled.unflatten(1, (seen.kv_heads, -1)).amax(2))  # of the query heads of a KV head
-        is_token = (seen.positions >= 0)[:, None]
-        score = torch.where(is_token, best * seen.value_size[..., None], 0).double()
+        score = torch.where(before, best * seen.value_size[..., None], 0).double()
         sums = torch.stack([score.sum(-1), torch.xlogy(score, score).sum(-1)], -1)  # [B, H, 2]
         every = seen.ranks.all_heads(sums)
         mass, weighted = every.sum(1).unbind(-1)
         entropy = torch.where(mass > 0, mass.log() - weighted / mass, 0)
-        most = (every.shape[1] * seen.length).clamp_min(2).double().log()
+        most = (every.shape[1] * before.sum((1, 2))).clamp_min(2).double().log()
         return (entropy / most).clamp(0, 1).float()
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:

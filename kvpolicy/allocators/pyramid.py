@@ -29,8 +29,10 @@ class Pyramid(Allocator):
     Source:
         PyramidKV (arXiv:2406.02069), Section 3. Differences from the authors' code:
 
-        - the slope is a fraction, not rounded down (which exceeds the budget by up to 16%);
-        - the observation window is part of the budget, not added to it in every layer;
+        - the slope is a fraction, not rounded down (which exceeds the budget of L layers by up to (L - 1) / 2 tokens a
+          layer);
+        - the observation window is divided like the rest (there, every layer keeps it, and the pyramid divides what is
+          left of the budget);
         - what a layer cannot use goes to the other layers in proportion (there, both ends of the line move), and the
           total is exact;
         - there is no fallback to uniform budgets for prompts below about twice the budget;

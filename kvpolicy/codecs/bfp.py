@@ -80,7 +80,7 @@ class BFP(TwoSides):
           head, and this order stays until all encoded tokens of the head are gone.
         - The paper encodes keys only, like `exact_values`; by default values are encoded too.
         - With `exact_values`, values are fp16, clipped to its range, whatever the dtype of the model: bfloat16 numbers
-          keep all of their digits unless they are below 2^-14 or above 65504, and fp32 numbers lose digits.
+          keep all of their digits unless they are below 2^-17 or above 65504, and fp32 numbers lose digits.
         - Mantissas are sign and magnitude, rounded to nearest, ties to even, and clipped to the largest magnitude. A
           block of elements below about 2^-120 is zero.
         - A block never spans two heads; the last one of a token may be shorter.

@@ -64,7 +64,7 @@ class KVarN(TwoSides):
     The tokens of a group are divided by scales of tokens and scales of channels, which are found in turns, until all
     tokens and all channels have nearly the same standard deviation. Then each channel of keys has a scale and a zero
     for the tokens of the group, and each value has a scale and a zero for its channels. The first tokens stay in full
-    precision, and so do the newest ones until they fill a group. An element of a head of 128 channels takes 3.39 bits:
+    precision, and so do the newest ones until they fill a group. An element of a head of 128 channels takes 3.38 bits:
     4 of keys and 2 of values, and their scales.
 
     Args:

@@ -171,7 +171,8 @@ class MiKV(Codec):
         - The balancer is fitted to the keys that a stage of a head receives while it is empty, and to the queries of
           the prompts so far (in the paper, to the prompt). It is rounded to fp16, and 1 for a channel whose queries or
           keys are all 0.
-        - Keys are decoded to their original range, instead of dividing queries once.
+        - Queries are divided once, as in the paper, where codes are read without decoding them; elsewhere, keys are
+          decoded to their original range.
         - The newest tokens stay in full precision, and tokens change their precision in blocks, only ever to fewer
           bits, re-encoded from what was decoded.
     """

@@ -92,7 +92,8 @@ class TokenWise(SideBits, TwoSides):
         - The standard deviation is 1 for a constant channel, and never less than the error of its mean in fp16.
         - Values are not normalized.
         - A group of equal elements has code 0, so its only error is the rounding of its zero.
-        - In fp8, a group whose elements are all less than 448 times the smallest number of fp16, about 1e-5, is 0.
+        - In fp8, a group whose elements are all less than 448 times half the smallest number of fp16, about 1.3e-5,
+          is 0.
     """
 
     bits: Literal[2, 3, 4, 8, "fp8"] = 4

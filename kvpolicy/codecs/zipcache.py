@@ -156,7 +156,7 @@ class ZipCache(SideBits, Codec):
 
     Source:
         ZipCache (arXiv:2405.14256), by its code; the paper was not read in full (unverified). The defaults are those of
-        the demo in the authors' code. Differences:
+        the demo in the authors' code, but for `recode_every`, which is 100 there. Differences:
 
         - A scale and zero belong to one token and one KV head (to all heads together in the paper), because heads may
           hold different tokens.

@@ -39,7 +39,7 @@ class CountedMerge(Merger):
         key. Differences:
 
         - keys are not averaged, because a mean of keys that are rotated to different positions is shorter than either
-          (at a distance of three tokens, by 0.07 in the fastest channel);
+          (at a distance of three tokens, to 0.07 of its length in the fastest channel);
         - the count is a plain number of tokens, not weighted by attention (as in KeepKV, which is right for one query
           only);
         - the logarithm is added in full (ZSMerge scales it);

@@ -58,7 +58,7 @@ class ZSMerge(Merger):
           residual slot);
         - a residual slot is that of a kept token, whose position it has (the paper's hold nothing else);
         - of equal products, the earlier position is taken (the code can also compare distances);
-        - `slots` and `alpha` have defaults of this project (the paper gives residual slots a part of the budget);
+        - `slots` has a default of this project (1 in the code; the paper gives residual slots a part of the budget);
         - with a codec, a residual slot that was encoded stays as it is, and another one takes its place.
 
         As in the code, rotated keys are averaged.

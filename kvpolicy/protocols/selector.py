@@ -343,7 +343,7 @@ class Scores(NamedTuple):
 
 
 class Scored(Selector, Protocol):
-    """A selector with one score per slot: the newest token is always kept, others by their score."""
+    """A selector with one score per slot: the newest token is kept until the next one comes, others by their score."""
 
     __slots__ = ()
 

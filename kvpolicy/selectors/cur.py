@@ -40,7 +40,8 @@ class CUR(Selector):
         CurDKV (arXiv:2509.15038) and kvpress (CURPress). Differences:
 
         - A window is one of positions, and shares are over the mean of its tokens times its size, so that a window that
-          is not full is not over-rated. A full window gives the published sum.
+          is not full is not over-rated. A full window gives the published sum, but for the first one, which leaves out
+          the sinks.
         - The random sketch of 20 dimensions, an option of both, is left out.
         - The newest token is always kept.
         - A token keeps its score: a chunk or a later prompt is scored by its own tokens, generated tokens every `every`
@@ -77,7 +78,7 @@ class CUR(Selector):
         windows = view.positions.long().div(self.window, rounding_mode="floor").masked_fill(~pending, 0)
         keys, values = (_shares(t, windows, pending, self.window) for t in (tokens.keys, tokens.values))
         score = {"product": keys * values, "keys": keys, "values": values, "mean": (keys + values) / 2}[self.of]
-        # A token alone in its window has all of it, and a score must be below 1: see `priority_of`.
+        # With `window=1`, a token has all of its window, and a score must be below 1: see `priority_of`.
         return with_scores(state, score.clamp_max(_BELOW_ONE), pending)
 
     def rerank(self, state: OnceScored, seen: Results, view: View) -> State:

@@ -47,6 +47,8 @@ class DefensiveKV(Scored):
         - Each chunk selects again with its own window.
         - The authors subtract a bias of the window from `mass`, which in their code is measured after the window. It is
           left out.
+        - The token with which `mass` is reached is among the first, and these rank by mean attention. In the authors'
+          code it is not, and all of them have the largest score.
         - The weight of a token is over the sum of all heads that hold its position, which in later prompts may not be
           all.
     """

@@ -30,8 +30,8 @@ class DropKV(Scored):
     Args:
         window: The number of queries in the observation window; at most half the budget is used.
         kernel: Width of the pooling of losses along the tokens, odd; 1 for no pooling.
-        decode: `evict`: the window slides, and tokens that leave it, which have no score, are evicted first. `grow`:
-            generated tokens are kept in addition to the budget.
+        decode: `evict`: the window slides. Generated tokens that leave it have no score and are evicted first; those of
+            the prompt's window compete by their scores. `grow`: generated tokens are kept in addition to the budget.
 
     Raises:
         KVPolicyError: If `window` or `kernel` is below 1, or `kernel` is even or above 32767.
@@ -42,19 +42,19 @@ class DropKV(Scored):
         'uniform/adakv+dropkv@0.2'
 
     Source:
-        DropKV, from its author's description in a discussion of kvpress (no paper was read); the closed form is exact.
-        Differences:
+        DropKV, from its author's description in a discussion of kvpress, and the press that they proposed there (no
+        paper was read); the closed form is exact. Differences:
 
         - The window shrinks to half the budget.
         - Generated tokens count toward the budget; `decode=grow` keeps them in addition.
-        - The description does not say how the query heads of a KV head are joined: their squares are summed.
+        - The squares of the query heads of a KV head are summed, which ranks as their mean in the press.
         - Outputs are those before the output projection.
         - Where the other tokens have less than 1e-5 of the attention together, the loss is the whole output.
-        - `kernel` is ours.
+        - p / (1 - p) is exact; the press adds 1e-6 to its denominator.
     """
 
     window: int = least(1, 32)
-    kernel: int = odd(1)
+    kernel: int = odd(7)
     decode: DecodeMode = "evict"
 
     compares_heads: ClassVar[bool] = True

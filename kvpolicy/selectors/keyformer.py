@@ -62,8 +62,8 @@ class Keyformer(Selector):
         - The noise of a score is a function of the seed, the layer, the query head and the positions of the query and
           the token, so that a row of a batch, a chunk and a rank draw as if alone, and a run can be repeated. The code
           draws anew in each call.
-        - The temperature rises from 1 to 2 in 100 generated tokens, as in the code, and stays there. The paper's rises
-          over the length of the generation, which is not known here; the code's goes on.
+        - The temperature rises from 1 to 2 in 100 generated tokens, as in the code but one token later, and stays
+          there. The paper's rises over the length of the generation, which is not known here; the code's goes on.
         - The key tokens are chosen again with each token. The code combines its masks, which freezes the choice after
           the prompt: later tokens stay only while they are in the window.
         - The query heads of a KV head are averaged. The paper has none.

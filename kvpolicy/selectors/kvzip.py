@@ -41,7 +41,7 @@ class KVzip(Selector):
         reply: Token ids between those and the chunk, such as the template of an answer.
         overlap: How many tokens of the chunk before a later instruction repeats; none without an instruction.
         plus: Multiply attention by the norm of the token's value behind the output projection, and divide it by the
-            norm of the layer's input at the replayed token (KVzip+).
+            norm of the input of attention, behind its normalization, at the replayed token (KVzip+).
         decode: `evict`: generated tokens replace the tokens of lowest score, and then the oldest generated ones.
             `grow`: they are kept in addition to the budget, as in the paper.
 

@@ -41,8 +41,8 @@ class LagKV(Selector):
         - A lag is at most a quarter of the budget, since the last one is kept whole with what follows it, up to two
           lags, and would be all that a small budget holds.
         - Tokens of the last lag and after it rank above all others by age, also if they exceed the budget.
-        - While decoding, tokens are scored every `lag` tokens, over those that are still held, and one is evicted for
-          each generated one.
+        - While decoding, tokens are scored every `lag` tokens, or half the budget if that is less, over those that are
+          still kept, and one is evicted for each generated one.
         - A channel that is constant in the next lag counts as 0. Both divide by 0.
         - Equal scores keep the earlier token.
         - With a codec, coded keys and values are scored as attention reads them.

@@ -30,8 +30,9 @@ class Filtered(NamedTuple):
 class QFilters(Scored):
     """Keep the tokens whose keys have the largest product with the main direction of a head's queries.
 
-    The queries of a head point mostly in one direction, whatever the text. A file has this direction for every KV head
-    of a model, its filter. A token is scored once, by its key alone: neither queries nor attention are needed.
+    The queries of a head point mostly in one direction, whatever the text. A file has the opposite of this direction
+    for every KV head of a model, its filter. A token is scored once, by its key alone: neither queries nor attention
+    are needed.
 
     Args:
         file: The filter file, which `kvpolicy calibrate qfilters` writes, or `tiny` for that of the embedded model.

@@ -29,7 +29,7 @@ class RandomTokens(Selector):
     """Keep the newest token, and others that are drawn at random: the baseline that a selector must exceed.
 
     Every token has a random number, and those with the largest are kept. So what is kept is a uniform sample of all
-    tokens so far, in a prompt as in decode.
+    tokens so far, in a prompt as in decode, if all heads have the same budget.
 
     Args:
         seed: Seed of the draw.
@@ -47,7 +47,8 @@ class RandomTokens(Selector):
         our own, as the random eviction that papers compare with. The number of a token is a function of the seed, the
         layer, the KV head and the position, so that a row of a batch, a chunk and a rank draw as if alone. Rows with
         the same prompt thus keep the same tokens; another `seed` draws again. In the pages of a head allocator, the
-        heads of a layer share the numbers while decoding, because a page does not know its head.
+        heads of a layer share the numbers while decoding, because a page does not know its head: the kept tokens of the
+        prompt are drawn again there, and fewer of them stay than in a uniform sample.
     """
 
     seed: int = least(0, 0)

@@ -41,7 +41,7 @@ class RKV(Selector):
     """Keep tokens that the newest queries attend to, and whose keys do not resemble those of other tokens.
 
     Long chains of thought repeat themselves. Attention alone keeps every repetition, so that the redundancy of a token,
-    the mean cosine of its key with all others, is subtracted from its attention.
+    the softmax of the mean cosine of its key with all others, is subtracted from its attention.
 
     Args:
         window: How many of the newest queries are asked; as many of the newest tokens are always kept. At most half the

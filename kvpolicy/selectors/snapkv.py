@@ -24,9 +24,9 @@ class SnapKV(Scored):
         window: The number of queries in the observation window; at most half the budget is used.
         kernel: Width of the pooling, odd; 1 for no pooling.
         pool: `avg` or `max`.
-        decode: `evict`: the window slides, and tokens that leave it, which have no score, are evicted first, so that
-            the prompt's selection survives. `grow`: generated tokens are kept in addition to the budget, as in the
-            paper.
+        decode: `evict`: the window slides. Generated tokens that leave it have no score and are evicted first; those of
+            the prompt's window compete by their scores, so that the rest of the prompt's selection gives up at most
+            `window` tokens. `grow`: generated tokens are kept in addition to the budget, as in the paper.
 
     Raises:
         KVPolicyError: If `window` or `kernel` is below 1, `kernel` is even or above 32767, or `pool` is unknown.
@@ -46,7 +46,9 @@ class SnapKV(Scored):
           the KV heads, and stores G times as much.
         - The window shrinks to half the budget. In the paper, a small budget is the window alone.
         - Generated tokens count toward the budget. In the paper the cache grows, as with `decode=grow`.
-        - Pooling is over the candidate tokens, which after a first chunk are the kept and the new ones.
+        - Pooling is over all candidate tokens, the window included, so that the last tokens before it share its
+          attention; the paper's listing pools the tokens before the window alone, with zeros beyond. After a first
+          chunk, the candidates are the kept and the new tokens.
         - Each chunk selects again with its own window.
     """
 

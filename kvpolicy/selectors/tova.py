@@ -28,7 +28,8 @@ class TOVA(Scored):
     Source:
         TOVA (arXiv:2401.06104), Section 4, and its authors' code. Differences:
 
-        - The newest token is never evicted by its own attention. The code may evict it.
+        - A prompt keeps its newest token, whatever that attends to; the code may evict it at once. In the next step it
+          competes with the others by its own attention, and so does every generated token, as in the code.
         - The eviction for a new token happens just before its attention, by that of the token before it. The code
           attends to one token more and then evicts by the same row.
         - Tokens keep their original rotary positions. The code has an option that closes wide gaps between positions.

@@ -31,7 +31,7 @@ SELECTORS = {
     "kvzap": ["kvzap:window=16", "kvzap", "uniform/adakv+kvzap:window=16", "kvzip:plus=true"],
     "kvcrush": ["kvcrush/snapkv", "snapkv", "kvcrush/h2o", "h2o"],
     "defensive": ["defensive", "defensive:kernel=7", "snapkv"],
-    "dropkv": ["dropkv", "dropkv:kernel=7", "snapkv"],
+    "dropkv": ["dropkv:kernel=1", "dropkv", "snapkv"],
     "critical": ["critical/snapkv", "snapkv", "critical/h2o", "h2o"],
     "caote": ["caote/snapkv", "snapkv", "caote/h2o", "h2o"],
     "chunk": ["chunk/snapkv", "snapkv", "chunk/h2o", "h2o"],

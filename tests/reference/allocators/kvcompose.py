@@ -21,14 +21,15 @@ def budgets(
     assert metrics is not None
     if not isinstance(metrics[0], list):
         return waterfill([total * x / sum(metrics) for x in metrics], total, floor, ceiling)
-    composite = [composites(heads, layer) for layer, heads in enumerate(metrics)]
+    composite = [composites(heads) for heads in metrics]
+    composite[0] = [max(worth) for worth in zip(*composite, strict=True)]
     return shared(composite, total, floor, ceiling)
 
 
-def composites(heads: list[list[float]], layer: int) -> list[float]:
+def composites(heads: list[list[float]]) -> list[float]:
     """What the best tokens of all heads together are worth, then the second best, and so on."""
     ranked = zip(*(sorted(head, reverse=True) for head in heads), strict=True)
-    return [max(column) if layer == 0 else sum(column) / len(column) for column in ranked]
+    return [sum(column) / len(column) for column in ranked]
 
 
 def shared(curves: list[list[float]], total: int, floor: int, ceiling: int) -> list[int]:

@@ -13,12 +13,14 @@ SMALL = "lava:window=6:kernel=3"
 
 
 def measure(config: Config, prompt: Prompt) -> Any:
-    """The entropy of the scores of all KV heads and tokens, over the largest that it can have."""
+    """The entropy of the scores of all KV heads and tokens before the queries, over the largest that it can have."""
+    before = prompt.before(config["window"])
     scores: list[float] = []
     for kv_head, values in enumerate(prompt.values):
         size = max(sum(abs(channel) for channel in value) for value in values)
         heads = range(kv_head * prompt.group, (kv_head + 1) * prompt.group)
-        lines = [pooled(prompt.mean(head, config["window"]), config["kernel"], "max") for head in heads]
+        means = [prompt.mean(head, config["window"]) for head in heads]
+        lines = [pooled([mean[t] for t in before], config["kernel"], "max") for mean in means]
         scores += [size * max(column) for column in zip(*lines, strict=True)]
     total = sum(scores)
     if not total or len(scores) < 2:
