@@ -175,6 +175,11 @@ class Journal:
         yield
         self.entries.append(Entry(self._begin_log(), fed, fed + ahead, before))
 
+    def forget_mark(self) -> None:
+        """Keep all tokens, and forget what steps have overwritten."""
+        self._layer.undo = None
+        self.entries = []
+
     def roll_back(self, accepted: int) -> None:
         """Leave every tensor as if only the first `accepted` steps since the mark had been, and forget the mark."""
         layer = self._layer

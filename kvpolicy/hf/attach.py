@@ -159,14 +159,14 @@ class Handle:
         )
         try:
             self._connect(sites, gathers=division.gathers)
+            attachments[model] = self._attachment
+            if shape.states:
+                warn_of_states(model, model.config.get_text_config(decoder=True).model_type)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+            log_attached(model, policy, shape)
         except BaseException:
-            # An interrupt, too, must not leave a model that is connected in part.
+            # An interrupt, or a warning that a program makes an error, must not leave a model connected in part.
             self.detach()
             raise
-        attachments[model] = self._attachment
-        if shape.states:
-            warn_of_states(model, model.config.get_text_config(decoder=True).model_type)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
-        log_attached(model, policy, shape)
 
     @property
     def cache(self) -> PolicyCache | None:
@@ -320,7 +320,8 @@ class Handle:
             if site.layer_idx not in self._attachment.model_shape.evictable:  # has no budget and no codec
                 continue
             if self.policy.layer_metric == "cosine":
-                self._undo += measure(site, lambda: self._running.cache)
+                # Of the module that an attachment knows, a hook must not hold the model, as this handle does.
+                self._undo += measure(site, partial(getattr, self._running, "cache"))
             if self.policy.at(site.layer_idx).codec.traits.pins == "massive":
                 self._look(site)
         if self._attachment.tile == AUTO and tile_obstacle(sites.layers):

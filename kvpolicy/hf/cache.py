@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine.editing import move_tokens
 from kvpolicy.engine.host import on_host
@@ -33,7 +34,7 @@ from kvpolicy.reporting import report
 from kvpolicy.reporting.report import Report, make_report
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.text.validation import expected, longest
+from kvpolicy.text.validation import check_index, expected, longest
 
 
 @named_options
@@ -209,6 +210,10 @@ class PolicyCache(CacheForward):
         else:
             remove_from_digest(digest, -by)
         self._end = None if self._end is None else [end + by for end in self._end]
+        if self.prompt is not None:  # as it is announced, the text has become longer or shorter too
+            awaits = self._awaits
+            self.prompt = (self.prompt + by).clamp_min(0)
+            self._awaits = awaits
 
     # rows that come and go
 
@@ -258,7 +263,8 @@ class PolicyCache(CacheForward):
 
     def is_free(self, row: int) -> bool:
         """Whether a row holds nothing; only on a cache of `Handle.rows`. The device is not asked."""
-        return not given_rows(self.rows, "is_free()").live[row]
+        rows = given_rows(self.rows, "is_free()")
+        return not rows.live[check_index("row", row, rows.count)]
 
     def free_rows(self) -> list[int]:
         """The rows that hold nothing, ascending; only on a cache of `Handle.rows`. The device is not asked."""
@@ -340,16 +346,17 @@ class PolicyCache(CacheForward):
         call counts as a step: behind an uncompiled one, readers that sort their slots every few steps do so sooner.
         """
         self.journal.refuse_shared("tick()")
-        for layer in self.policy_layers:
+        begun = [layer for layer in self.policy_layers if layer.is_initialized]
+        for layer in begun:
             layer.count_step()
-        for layer in self.policy_layers:
+        for layer in begun:
             layer.make_room()
 
     @on_host
     def make_room(self) -> None:
         """Add slots for the next step where there are none; an uncompiled forward does this by itself."""
         for layer in self.policy_layers:
-            if layer.store.contents.free_steps < 1:
+            if layer.is_initialized and layer.store.contents.free_steps < 1:
                 layer.make_room()
 
     @on_host
@@ -507,7 +514,11 @@ class PolicyCache(CacheForward):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Take rows `indices` [B']."""
         self.journal.refuse_changes("batch_select_indices()")
-        super().batch_select_indices(indices)
+        if not isinstance(indices, Tensor):  # those of beams are right, and looking at them would wait for the device
+            indices = check_rows(indices, self.batch_size)
+        for layer in self.layers:
+            is_window = isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized
+            layer.batch_select_indices(indices.to(layer.keys.device) if is_window else indices)
         self._map_rows(lambda t: t[indices.to(t.device)])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -40,6 +40,7 @@ from kvpolicy.hf.replay import replay
 from kvpolicy.hf.rows import Rows
 from kvpolicy.hf.running_forward import RunningForward, newest_valid, refuse_gradients
 from kvpolicy.hf.shared_keys import ReadingLayer, attend_shared
+from kvpolicy.hf.states import States
 from kvpolicy.hf.tiles import TiledCache
 from kvpolicy.hf.transcript import extended
 from kvpolicy.kernels.rotary import rope_offset
@@ -48,7 +49,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.protocols import StepMemo
 from kvpolicy.statistics import Forward
 from kvpolicy.statistics.windows import ScoreTransform
-from kvpolicy.text.errors import KVPolicyStateError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.text.validation import at_least
 
 
@@ -164,6 +165,12 @@ class CacheForward(TiledCache):
                 "Every forward on a cache must end before the next one, got a cache on which one was interrupted, or "
                 "still runs in another thread; try a new cache, or its reset()."
             )
+        told = self._prompt
+        if isinstance(told, list) and len(told) != tokens.shape[0]:
+            raise KVPolicyError(
+                f"prompt must be one length or one per row, got {len(told)} lengths for {tokens.shape[0]} rows; try a "
+                "new cache, or its expect()."
+            )
         first = self.policy_layers[0]
         is_step = tokens.shape[1] == 1 and first.holds_prompt and not self.holds_next
         if is_step and self._awaits and self.attachment.chunks == HOLD and self.journal.mark is None:
@@ -183,9 +190,15 @@ class CacheForward(TiledCache):
         self.forward = forward
         self.tile = self.tile_size = None  # chosen later, for a prompt
         self.holds_next = False
+        if not torch.is_inference_mode_enabled():
+            for layer in self.layers:
+                if isinstance(layer, PolicyLayer) and layer.is_initialized and layer.store.contents.is_inference:
+                    layer.leave_inference_mode()
+                if isinstance(layer, States) and any(t.is_inference() for t in layer.named_states().values()):
+                    layer.map_states(torch.clone)
+            if self.rows is not None:
+                self.rows.leave_inference_mode()
         for layer in self.policy_layers:
-            if layer.is_initialized and layer.store.contents.is_inference and not torch.is_inference_mode_enabled():
-                layer.leave_inference_mode()
             if is_step and layer.store.contents.free_steps < 1:
                 layer.make_room()
 
@@ -282,6 +295,7 @@ class CacheForward(TiledCache):
         tile = self.tile
         if self.rows is not None:
             valid = self.rows.valid()
+            valid = None if valid is None else valid.to(q.device)  # of several, that of the first layer has it
         # A step that is compiled as a whole changes nothing on the host, and no forward runs.
         if forward.runs and (tile is None or tile.start == 0):
             if layer_idx not in forward.missing and not torch.compiler.is_compiling():

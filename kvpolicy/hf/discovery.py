@@ -218,6 +218,16 @@ def check_attention_class(name: str, kind: type) -> None:
         )
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: where hooks of accelerate load its weights, or where these are."""
+    hooks: list[Any] = [getattr(part, "_hf_hook", None) for part in module.modules()]
+    wanted = next((hook.execution_device for hook in hooks if getattr(hook, "offload", False)), None)
+    if wanted is not None:
+        return torch.device(wanted)
+    held = (*module.parameters(), *module.buffers())  # quantized weights may be buffers
+    return next((t.device for t in held if not t.is_meta), held[0].device if held else torch.device("cpu"))
+
+
 def around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
     """The modules that contain a decoder, from the outermost."""
     name = next(name for name, module in model.named_modules() if module is decoder)

@@ -31,7 +31,10 @@ def check_rows(given: Any, batch: int) -> Tensor:
         KVPolicyError: If there is none, or one is out of range.
     """
     try:
-        rows = torch.as_tensor(given, dtype=torch.int64)
+        rows = torch.as_tensor(given)
+        if rows.numel() and (rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex()):
+            raise TypeError  # a mask is no list of numbers, though it can be read as one
+        rows = rows.to(torch.int64)
     except (TypeError, ValueError, RuntimeError):
         raise KVPolicyTypeError(
             f"rows must be a list of numbers from 0 to {batch - 1}, got {shorten(repr(given))}; try [0]."

@@ -42,7 +42,7 @@ def own_mask(decoder: nn.Module, mask: Any) -> Any:
 
 
 def check_adapters(model: Any) -> None:
-    """Refuse PEFT's prefix tuning, which hands over keys and values of its own.
+    """Refuse adapters of PEFT that hand over keys and values of their own, such as prefix tuning.
 
     Raises:
         KVPolicyError: If an active adapter is one.
@@ -50,10 +50,11 @@ def check_adapters(model: Any) -> None:
     configs: Any = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
         kind: Any = getattr(config, "peft_type", "")
-        if str(getattr(kind, "value", kind)) == "PREFIX_TUNING":
+        name = str(getattr(kind, "value", kind))
+        if name in ("PREFIX_TUNING", "CARTRIDGE"):
             raise KVPolicyError(
-                "The model's adapter must not pass its own keys and values as a cache, got prefix tuning; try "
-                "an adapter that changes weights, such as LoRA."
+                "The model's adapter must not pass its own keys and values as a cache, got "
+                f"{name.lower().replace('_', ' ')}; try an adapter that changes weights, such as LoRA."
             )
 
 

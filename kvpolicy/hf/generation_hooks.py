@@ -46,9 +46,11 @@ class _Generating(threading.local):
 
     Attributes:
         answer: The outermost generation, or None.
+        depth: How many generations run, one within another.
     """
 
     answer: Answer | None = None
+    depth = 0
 
 
 class RecentCache:
@@ -69,19 +71,21 @@ class RecentCache:
     @contextmanager
     def generating(self) -> Generator[Answer | None]:
         """The time of one generation; yields what is known of it, or None if it runs within another one."""
-        if self._generating.answer is not None:
-            yield None
-            return
-        answer = self._generating.answer = Answer()
+        running = self._generating
+        answer = None if running.depth else Answer()
+        running.answer = answer or running.answer
+        running.depth += 1
         try:
             yield answer
         finally:
-            self._generating.answer = None
+            running.depth -= 1
+            running.answer = running.answer if running.depth else None
 
     def expect(self, cache: PolicyCache, end: int | None) -> None:
         """Note the cache that a generation is about to begin with, and at how many columns it ends."""
         answer = self._generating.answer
-        if answer is not None and answer.cache is None:
+        # Others may run before the outermost one begins with a cache, such as that of `token_healing`.
+        if answer is not None and (answer.cache is None or self._generating.depth == 1):
             answer.cache = cache
             answer.end = end
 
@@ -263,9 +267,16 @@ def _keeping_cache(inner: Any, recent: RecentCache) -> Callable[..., Any]:
 
 
 def _set(module: Any, name: str, value: Any, undo: list[Callable[[], None]]) -> None:
-    """Shadow a method of a module by an attribute of the instance."""
+    """Shadow a method of a module by an attribute of the instance, which may have one already."""
+    own = module.__dict__
+    before = {name: own[name]} if name in own else {}
     setattr(module, name, value)
-    undo.append(lambda: module.__dict__.pop(name, None))
+
+    def restore() -> None:
+        own.pop(name, None)
+        own.update(before)
+
+    undo.append(restore)
 
 
 def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,9 @@ def open_rows(cache: CacheForward, count: int, length: int, new: int | None) -> 
     count = check_size("count", count, 1)
     length = check_size("length", length, 1)
     if new is not None:
-        new = check_size("new", new, 0, length)
+        new = check_size("new", new, 0)
+        if new > length:
+            raise KVPolicyError(f"new must be at most length, which counts the prompt too, got {new} of {length}.")
     _check_policy(cache)
     cache.rows = Rows(count, length, new)
 

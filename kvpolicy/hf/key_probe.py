@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvpolicy.engine.host import outside_autocast
 from kvpolicy.hf.cache_names import LAYER_NAMES
-from kvpolicy.hf.discovery import Site, Sites
+from kvpolicy.hf.discovery import Site, Sites, device_of
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.kernels.rotary import Rope
 
@@ -138,7 +138,7 @@ def _attend(site: Site, angles: Angles) -> None:
     weight = next(p for p in site.block.parameters() if p.is_floating_point())
     if not _is_loaded(attention):
         return
-    device = _device(attention, weight)
+    device = device_of(attention)
     shape = (1, 1, attention.config.get_text_config(decoder=True).hidden_size)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, weight.dtype)
@@ -165,10 +165,3 @@ def _is_loaded(attention: nn.Module) -> bool:
     hooks: list[Any] = [getattr(module, "_hf_hook", None) for module in unloaded]
     # Weights of the module's own would stay loaded, since its forward does not end.
     return attention not in unloaded and all(getattr(hook, "offload", False) for hook in hooks)
-
-
-def _device(attention: nn.Module, weight: Tensor) -> torch.device:
-    """Where an attention module computes."""
-    hooks: list[Any] = [getattr(module, "_hf_hook", None) for module in attention.modules()]
-    wanted = next((hook.execution_device for hook in hooks if getattr(hook, "offload", False)), None)
-    return weight.device if wanted is None else torch.device(wanted)

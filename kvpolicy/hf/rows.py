@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.state import map_numbers
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
 
@@ -42,8 +43,14 @@ class Rows:
     def set(self, row: int, *, is_live: bool) -> None:
         """Note that a row holds a text, or none."""
         assert self.on_device is not None, "the layers have slots"
-        self.live[row] = is_live
         self.on_device[row] = is_live
+        self.live[row] = is_live
+
+    def leave_inference_mode(self) -> None:
+        """Replace a tensor that was made in inference mode, which only inference mode may change."""
+        if self.on_device is not None and self.on_device.is_inference():
+            self.on_device = self.on_device.clone()
+            fix_addresses([self.on_device])
 
     def valid(self) -> Tensor | None:
         """Which rows have a token in a step, [B, 1] bool; None if all have."""

@@ -18,7 +18,7 @@ from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache_file import TOKENS, CacheFile, check_content, rank_path, read
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.cache_header import read_header
-from kvpolicy.hf.discovery import ROPE_DELTAS, find_sites, rope_owner
+from kvpolicy.hf.discovery import ROPE_DELTAS, device_of, find_sites, rope_owner
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.seen_text import KnownTokens
 from kvpolicy.hf.states import States, is_state
@@ -115,7 +115,7 @@ def restore_cache(cache: CacheForward, model: nn.Module, content: CacheFile, wha
     found = find_sites(model)
     sites = {site.layer_idx: site for site in found.layers}
     first = sites[cache.policy_layers[0].layer_idx]
-    _check_model(header, attachment, what, next(first.attention.parameters()).device)
+    _check_model(header, attachment, what, device_of(first.attention))
     _check_positions(header, rope_owner(model, found.decoder) is not None, what)
     check_content(content, attachment, what)
     dtype: torch.dtype = getattr(torch, header["dtype"])
@@ -126,7 +126,7 @@ def restore_cache(cache: CacheForward, model: nn.Module, content: CacheFile, wha
             layer.load_states(states, _device(model, index))
         if not isinstance(layer, DynamicSlidingWindowLayer | PolicyLayer):
             continue  # it has a state alone, or reads the keys of another layer
-        device = next(sites[index].attention.parameters()).device
+        device = device_of(sites[index].attention)
         if isinstance(layer, DynamicSlidingWindowLayer):
             keys, values = (own[name].to(device) for name in ("keys", "values"))
             layer.lazy_initialization(keys, values)
@@ -188,7 +188,7 @@ def load_cache(
 def _device(model: nn.Module, layer_idx: int) -> torch.device:
     """The device of the layer's modules that count layers; of the model without any."""
     found = (part for part in model.modules() if getattr(part, "layer_idx", None) == layer_idx)
-    return next((p.device for part in found for p in part.parameters()), next(model.parameters()).device)
+    return device_of(next((part for part in found if any(True for _ in part.parameters())), model))
 
 
 def _check_complete(cache: CacheForward) -> None:

@@ -15,6 +15,7 @@ from kvpolicy.hf.attach import attach
 from kvpolicy.hf.attachment import Attachment, attachments
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
+from kvpolicy.hf.discovery import device_of
 from kvpolicy.hf.forward_checks import vocabulary_of
 from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.policy import Policy
@@ -169,7 +170,8 @@ class _Run:
         """Run the prompt through both caches."""
         self._model = model
         self._temperature = temperature
-        self._device = next(model.parameters()).device
+        embeddings: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+        self._device = device_of(embeddings)
         self._dice = torch.Generator().manual_seed(seed)
         prompt = input_ids.to(self._device)
         self._full = PolicyCache(model, "full", prompt=prompt.shape[1], new=new)

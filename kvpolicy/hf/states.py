@@ -125,7 +125,7 @@ def stock_nbytes(layer: Any) -> int:
 def is_state(name: str) -> bool:
     """Whether a tensor of a layer in a file is a state."""
     kind, _, number = name.partition(".")
-    return kind in _KINDS and number.isdigit()
+    return kind in _KINDS and number.isascii() and number.isdigit()
 
 
 class StateLayer(States):

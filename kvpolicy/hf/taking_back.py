@@ -29,8 +29,13 @@ def set_mark(cache: CacheForward, most: int) -> None:
         raise KVPolicyStateError(
             "A cache must hold a whole prompt before a mark, got one that does not; try to run the prompt first."
         )
-    for layer in cache.policy_layers:
-        layer.store.journal.mark(most)
+    try:
+        for layer in cache.policy_layers:
+            layer.store.journal.mark(most)
+    except BaseException:  # such as memory that ran out: a log that no rollback would read
+        for layer in cache.policy_layers:
+            layer.store.journal.forget_mark()
+        raise
     cache.journal.mark = Mark(most, cache.policy_layers[0].get_seq_length(), [])
 
 

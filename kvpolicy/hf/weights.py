@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from kvpolicy.hf.division import Divided, divided
-from kvpolicy.hf.embedded import ShippedConfig, ShippedModel
+from kvpolicy.hf.embedded import ShippedConfig, ShippedModel, as_config
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.parallel.runtime import Weights
 from kvpolicy.parallel.sharding import FAMILIES, Heads, check_family, check_heads, slots
 from kvpolicy.text.arguments import named_arguments
 from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.validation import check_size
 
 
 def heads_of(config: Any, rank: int, size: int) -> Heads:
@@ -121,8 +122,8 @@ def weights_per_rank(
     """
     if backend not in BACKENDS:
         raise KVPolicyError(f"backend must be {' or '.join(BACKENDS)}, got {backend!r}.")
-    if tp < 1:
-        raise KVPolicyError(f"tp must be at least 1, got {tp}.")
+    tp = check_size("tp", tp, 1)
+    config = as_config(config)
     if dtype is None:
         dtype = describe(config).shape.dtype
     model = _skeleton(config)

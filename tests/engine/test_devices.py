@@ -83,3 +83,18 @@ def test_two_devices(policy: str) -> None:
     assert torch.isfinite(logits).all()
     layers = cache.policy_layers
     assert [layer.positions.device.type for layer in layers] == [layer.keys.device.type for layer in layers]  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.filterwarnings("ignore:.*on a device type different than your model:UserWarning")
+def test_files_and_drafts_of_weights_that_are_offloaded(spread: Any, tmp_path: Path) -> None:
+    """Slots are where layers compute, and not where their weights wait."""
+    ids, _ = make_batch([26])
+    with torch.no_grad(), kvpolicy.attach(spread, "snapkv+tokenwise:bits=4@0.5"):
+        cache = PolicyCache(spread)
+        spread(ids, cache=cache)
+        cache.save(tmp_path / "prompt.safetensors")
+        again = PolicyCache.load(spread, tmp_path / "prompt.safetensors")
+        token = torch.tensor([[5]])
+        assert torch.equal(spread(token, cache=again).logits, spread(token, cache=cache).logits)
+    drafted = kvpolicy.speculate(spread, "snapkv@0.5", ids, max_new_tokens=6)
+    assert torch.equal(drafted, kvpolicy.speculate(llama(), "snapkv@0.5", ids, max_new_tokens=6))

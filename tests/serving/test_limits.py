@@ -7,7 +7,7 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -259,7 +259,7 @@ def test_an_error_in_a_stream_ends_it() -> None:
     """Of whatever kind: its client would wait for ever."""
 
     async def events() -> list[str]:
-        async def broken() -> Any:
+        async def broken() -> AsyncIterator[str]:
             yield 'data: {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": null}]}\n\n'
             raise KeyError("arguments")
 
