@@ -511,15 +511,17 @@ class PolicyCache(CacheForward):
         layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
         return states
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Take rows `indices` [B']."""
         self.journal.refuse_changes("batch_select_indices()")
         if not isinstance(indices, Tensor):  # those of beams are right, and looking at them would wait for the device
             indices = check_rows(indices, self.batch_size)
-        for layer in self.layers:
-            is_window = isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized
-            layer.batch_select_indices(indices.to(layer.keys.device) if is_window else indices)
-        self._map_rows(lambda t: t[indices.to(t.device)])
+        taken = indices
+        every: list[Any] = self.layers
+        for layer in every:
+            keys: Any = layer.keys if isinstance(layer, DynamicSlidingWindowLayer) else None
+            layer.batch_select_indices(taken if keys is None else taken.to(keys.device))
+        self._map_rows(lambda t: t[taken.to(t.device)])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take rows `beam_idx` [B']."""

@@ -131,7 +131,7 @@ def test_rows_are_chosen_by_numbers() -> None:
             with pytest.raises(KVPolicyError, match="rows must be a list of numbers from 0 to 2"):
                 cache.fork(wrong)
         before = cache.policy_layers[0].positions
-        cache.batch_select_indices([2, 0])  # pyright: ignore[reportArgumentType]
+        cache.batch_select_indices([2, 0])
         assert torch.equal(cache.policy_layers[0].positions, before[[2, 0]])
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn")
 import openai
 
 from tests.counting_model import ANSWER, PROMPT, WORDS, counting_model
-from tests.serving.servers import metric, running
+from tests.serving.servers import metric, running, wait_for
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %} {{ c.function.name }}{% endfor %}"
@@ -165,7 +165,7 @@ def test_a_malformed_call_of_a_tool_is_text(said: Any, fields: Any, text: str, r
         else:
             assert given.strip() == text.strip()
         assert found == reason
-        assert metric(port, 'requests_total{outcome="answered"}') == 1
+        wait_for(lambda: metric(port, 'requests_total{outcome="answered"}') == 1)
         assert metric(port, 'requests_total{outcome="failed"}') == 0
 
 
