@@ -25,10 +25,10 @@ LIMITS = {
     "snapkv+tokenwise:bits=4@0.5": 73,
     "uniform/adakv+snapkv@0.2": 70,
     "uniform/adakv+h2o@0.2": 77,
-    "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 102,
+    "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 100,
     "full+quest:read=64:dense=0": 78,
     "snapkv+quest:read=64:dense=0@0.5": 136,
-    "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 105,
+    "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 103,
 }
 """The most operations per layer of a step that encodes no block; lower them when a step needs fewer."""
 
