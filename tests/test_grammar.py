@@ -241,6 +241,7 @@ def test_the_least_budget_of_a_split(split: str, base: str) -> None:
         ("rotate:sinks=32768", r"RotateKV\.sinks must be between 0 and 32767, got 32768"),
         ("kvcrush:split=0.9999999", r"KVCrush\.split must be between 0 and 0\.999999.*, got 0\.9999999"),
         ("kvcrush:split=-0.1", r"KVCrush\.split must be .*, got -0\.1"),
+        ("uniform:skip=" + "9" * 5000 + "-2+h2o@0.5", "option uniform:skip must be .*, got '9999"),
         ("h2o@9223372036854775807", "got 9223372036854775807 tokens"),
     ],
 )

@@ -60,6 +60,9 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that look at the tokens of a prompt or change them, and the values that they may have beside a document."""
 
+RESERVED = ("chat_template", "conversation", "document", "messages", "self", "tokenize")
+"""Names that `chat_template_kwargs` may not have, since the chat itself is passed under them."""
+
 
 class Documents:
     """Answers bodies with `"document": NAME` from a document; all others pass unchanged.
@@ -192,7 +195,19 @@ class Desk:
         return Asked({**body, "kv_transfer_params": params}, document)
 
     def _chat_question(self, document: Document, body: Mapping[str, Any]) -> list[int]:
-        options: dict[str, Any] = {**(body.get("chat_template_kwargs") or {})}
+        given: Any = body.get("chat_template_kwargs") or {}
+        if not isinstance(given, dict):
+            raise KVPolicyError(
+                f"chat_template_kwargs must be an object, got {json.dumps(given)[:80]}; try "
+                '{"enable_thinking": false}.'
+            )
+        for name in RESERVED:
+            if name in given:
+                raise KVPolicyError(
+                    f"chat_template_kwargs must have other names than {', '.join(RESERVED)}, got {name}; try without "
+                    "it."
+                )
+        options: dict[str, Any] = {**given}
         if (effort := body.get("reasoning_effort")) is not None:
             options["reasoning_effort"] = effort
         options["tools"] = body.get("tools")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvpolicy.calibration.run import Run
@@ -66,6 +66,21 @@ class Calibrator(Protocol):
     def spec(self, out: str) -> str:
         """See `use`."""
         return self.use.format(out)
+
+
+def refuse_unused(calibrator: Any, names: Sequence[str], where: str) -> None:
+    """Refuse options with another value than their default where they have no effect.
+
+    Raises:
+        KVPolicyError: If there is one.
+    """
+    defaults = {each.name: each.default for each in fields(calibrator)}
+    for name in names:
+        value = getattr(calibrator, name)
+        if value != defaults[name]:
+            raise KVPolicyError(
+                f"--{name} must not be given with {where}, which does not use it, got {value}; remove it."
+            )
 
 
 def option(default: Any, *, least: int | None = None, names: Sequence[str] = ()) -> Any:
@@ -318,6 +333,11 @@ class HeadCalibrator(Calibrator):
     echo: float = 0.01
     induction: float = 0.14
 
+    def __post_init__(self) -> None:
+        """Refuse what the probe does not use."""
+        razor = ("random", "repeats", "echo", "induction")
+        refuse_unused(self, razor if self.probe == "reach" else ("positions",), f"--probe {self.probe}")
+
     def check_text(self, paths: Sequence[str]) -> None:
         """Refuse an unknown probe, a text that it does not read, and a missing one."""
         if self.probe not in ("reach", "razor"):
@@ -450,6 +470,7 @@ class GateCalibrator(Calibrator):
         for name, value, example in (("units", self.units, 512), ("epochs", self.epochs, 15)):
             if value < 1:
                 raise KVPolicyError(f"{name} must be at least 1, got {value}; try {example}.")
+        refuse_unused(self, ("units", "epochs") if self.kind == "linear" else ("ridge",), f"--kind {self.kind}")
 
     def made(self, run: Run) -> dict[str, Any]:
         tokens = run.enough("fit gates to", ", or more tokens of it", self.tokens)

@@ -50,9 +50,16 @@ def token_windows(tokenizer: Any, texts: Sequence[str], length: int, limit: int,
 
     Returns:
         Token ids, each [n] int64.
+
+    Raises:
+        KVPolicyError: If the length leaves no token of a text beside BOS.
     """
     bos = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
     step = length - len(bos)
+    if step < 1:
+        raise KVPolicyError(
+            f"The length of a window must be at least {len(bos) + 1} tokens, BOS included, got {length}; try 1024."
+        )
     windows: list[list[int]] = []
     for text in texts:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, field, replace
@@ -399,5 +398,21 @@ class Progress:
 
 
 def clear(out: Path) -> None:
-    """Remove all checkpoints in the folder of a calibration."""
-    shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+    """Remove all checkpoints in the folder of a calibration, and their folder if nothing else is in it."""
+    folder = out / UNFINISHED
+    for file in folder.glob("*.safetensors"):
+        if _is_checkpoint(file):
+            file.unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _is_checkpoint(file: Path) -> bool:
+    """Whether `Progress` wrote a file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:  # pyright: ignore[reportUnknownVariableType]
+            return {"mark", "losses"} <= {*(opened.metadata() or {})}
+    except (SafetensorError, OSError):
+        return False

@@ -100,7 +100,8 @@ def start(x: Tensor, count: int, seed: int) -> Tensor:
     check_enough(len(x), count)
     generator = torch.Generator().manual_seed(seed)
     sample = x[torch.randperm(len(x), generator=generator, device="cpu")[: INIT_VECTORS * count]].cpu()
-    means = MiniBatchKMeans(count, init="random", random_state=seed, n_init=1, batch_size=4096)  # pyright: ignore[reportArgumentType]
+    # scikit-learn takes seeds of 32 bits, and PyTorch those of 64, negative ones included.
+    means = MiniBatchKMeans(count, init="random", random_state=seed % 2**32, n_init=1, batch_size=4096)  # pyright: ignore[reportArgumentType]
     centers = unit(torch.from_numpy(means.fit(sample.numpy()).cluster_centers_))
     # A center at zero has no direction and is replaced by a random one.
     random = unit(torch.randn(centers.shape, generator=generator, dtype=torch.float32, device="cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,11 @@ def calibrate(
     Returns:
         The content of the file.
     """
+    out = Path(os.path.expanduser(out))
     run = Run(
         model=model,
         windows=as_windows(windows),
-        out=Path(out),
+        out=out,
         identity=identity(model, name),
         progress=progress,
         announce=announce,

@@ -45,7 +45,8 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
     from kvpolicy.hf.attach import attach
     from kvpolicy.hf.cache import PolicyCache
 
-    check_is_file(os.fspath(path))
+    path = os.path.expanduser(path)
+    check_is_file(path)
     rows: list[Tensor] = []
     # Squeeze requests the measurement, and with a budget of 1.0 nothing is evicted.
     with torch.no_grad(), attach(model, "squeeze+window@1.0"):

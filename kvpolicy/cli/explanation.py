@@ -118,13 +118,15 @@ def of_allocator(case: Case) -> list[str]:
     layers = len(case.planned.layers)
     cosines = torch.linspace(*EXAMPLE_COSINES, layers, dtype=torch.float32, device="cpu").expand(case.batch, -1)
     length = torch.tensor([case.prompt] * case.batch, device="cpu")
+    # The policy as it was planned, since codecs may differ by layer, which a budget in bytes depends on.
     budgets = divide(
-        case.policy,
+        case.planned.policy,
         {"": None, "cosine": cosines}.get(metric, torch.ones_like(cosines)),
         length,
         length + case.new,
         [case.model.shape] * layers,
         sum(case.planned.unmanaged.values()),
+        [layer.layer_idx for layer in case.planned.layers],
     )
     # As in a plan, without the tokens that no prompt of this length could fill.
     text = _per_layer(budgets.keep[0].clamp_max(case.prompt + case.new).tolist(), case)

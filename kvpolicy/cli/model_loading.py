@@ -5,11 +5,10 @@ A prompt is read from somewhere, tokenized, and must fit the model.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import sys
 import textwrap
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -17,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvpolicy.cli.arguments import TINY
 from kvpolicy.text.embedded_names import EMBEDDED
-from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.errors import KVPolicyError, is_out_of_memory
 from kvpolicy.text.formats import reason_of
+from kvpolicy.text.model_file import paths_in
 
 if TYPE_CHECKING:
     from kvpolicy.policy import Policy
+    from kvpolicy.tuning.windows import Window
 
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -31,13 +32,17 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "floa
 """Other names of dtypes, as configs of training and users write them."""
 
 
+WITHOUT_FP64 = "mps"
+"""The accelerator of Apple silicon, which has no float64, in which budgets and scores are computed."""
+
+
 def load(name: str, dtype: str = "auto", device: str = "", *, text: bool = True, tp: int = 1) -> tuple[Any, Any]:
     """Load a model and its tokenizer.
 
     Args:
         name: `tiny` for the embedded model, a folder, a GGUF file, or a model name on the Hub.
         dtype: The dtype of the weights; `auto` for that of the checkpoint, or float32 for the embedded model.
-        device: The device; an empty string for an accelerator if one is available.
+        device: The device; an empty string for an accelerator if one is available, but the CPU on Apple silicon.
         text: Whether to load the tokenizer.
         tp: The number of ranks, of which this one loads its part, by the plan of transformers.
 
@@ -85,11 +90,14 @@ def _device(name: str) -> str:
     import torch
 
     if not name:
-        return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return "cpu" if found is None or found.type == WITHOUT_FP64 else str(found)
     try:
         found = torch.device(name)
     except RuntimeError:
         raise KVPolicyError(f"--device must be a device of PyTorch, got {name!r}; try cpu, cuda or cuda:1.") from None
+    if found.type == WITHOUT_FP64:
+        raise KVPolicyError(f"--device must be a device that computes in float64, got {name!r}; try cpu.")
     if found.type == "meta":
         raise KVPolicyError(
             "--device must be a device that stores numbers, got 'meta'; try cpu, or kvpolicy plan, which loads no "
@@ -131,6 +139,7 @@ def _check_name(name: str) -> None:
 
 
 def _load_pretrained(name: str, dtype: Any, text: bool, tp: int) -> tuple[Any, Any]:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvpolicy.hf.embedded import checkpoint_of
@@ -143,10 +152,15 @@ def _load_pretrained(name: str, dtype: Any, text: bool, tp: int) -> tuple[Any, A
         tokenizer: Any = AutoTokenizer.from_pretrained(where, **how) if text else None
         loading = "model"
         model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **how, **share)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        # Of a RuntimeError, tensors of other sizes than the config says, and a file of PyTorch that is cut off.
+        if is_out_of_memory(error):
+            raise
         reason = _shorten(error)
         if reason.startswith("Unrecognized configuration class"):  # the message lists every class of transformers
             reason = "only decoder-only causal language models are supported."
+        if "ignore_mismatched_sizes" in reason:  # the message names an option that no command has
+            reason = "its weights have other sizes than its config says."
         raise KVPolicyError(f"The {loading} {name!r} cannot be loaded: {reason}") from error
     # Checkpoints that were saved in training with `use_cache: false` would generate without the policy.
     if getattr(model, "generation_config", None) is not None:
@@ -304,14 +318,28 @@ def encode(tokenizer: Any, text: str, chat: bool = False, *, answer: bool = True
     return encoded["input_ids"]
 
 
-def check_length(model: Any, tokens: int, new: int) -> None:
-    """Raise KVPolicyError if the prompt and the new tokens exceed the context length of the model."""
+def check_length(model: Any, tokens: int, new: int, remedy: str = "") -> None:
+    """Raise KVPolicyError if the prompt and the new tokens exceed the context length of the model.
+
+    Args:
+        model: The model.
+        tokens: Tokens of the prompt.
+        new: Tokens that follow.
+        remedy: Advice for the user, if not a shorter prompt or a smaller `--new`.
+    """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < tokens + new:
+        remedy = remedy or f"try a shorter prompt{' or a smaller --new' if new else ''}"
         raise KVPolicyError(
-            f"The prompt and the new tokens must fit into {limit:,} positions, got {tokens:,} and {new:,}; try a "
-            f"shorter prompt{' or a smaller --new' if new else ''}."
+            f"The prompt and the new tokens must fit into {limit:,} positions, got {tokens:,} and {new:,}; {remedy}."
         )
+
+
+def check_longest(model: Any, windows: Sequence[Window]) -> None:
+    """Raise KVPolicyError if a text, a prompt with what follows it, exceeds the context length of the model."""
+    longest = max(windows, key=lambda window: len(window.prompt) + len(window.follow))
+    remedy = "try shorter texts, or smaller --prompt and --answer"
+    check_length(model, len(longest.prompt), len(longest.follow), remedy)
 
 
 def prompt_notes(model: str, tokens: int, is_sample: bool) -> list[str]:
@@ -339,23 +367,4 @@ def files_of(policy: Policy) -> list[str]:
     from kvpolicy.policy import TunedPolicy
 
     content = policy.source if isinstance(policy, TunedPolicy) else policy.to_dict()
-    return [name for name in _strings(content) if name and _exists(name)]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All strings in nested values."""
-    if isinstance(value, str):
-        yield value
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _strings(getattr(value, field.name))
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _strings(each)
-
-
-def _exists(name: str) -> bool:
-    try:
-        return Path(name).exists()
-    except (OSError, ValueError):  # no path
-        return False
+    return paths_in(content)

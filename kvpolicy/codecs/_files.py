@@ -122,6 +122,7 @@ class CalibrationFolder(CalibrationKind[CalibrationFile]):
 
     def check_output(self, out: str | Path, inputs: Iterable[str | Path | None], *, force: bool) -> None:
         """Refuse a file, and a folder in which something of no calibration has a name of ours."""
+        out = os.path.expanduser(out)
         if Path(out).exists() and not Path(out).is_dir():
             raise KVPolicyError(f"The folder to write must be a folder, got the file {str(out)!r}; try another name.")
         given = list(inputs)
@@ -133,6 +134,7 @@ class CalibrationFolder(CalibrationKind[CalibrationFile]):
 
         A folder without a calibration, with damaged tensors or with the same one is accepted.
         """
+        out = os.path.expanduser(out)
         self.check_output(out, (), force=force)
         if force:
             return

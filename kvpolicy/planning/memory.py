@@ -29,6 +29,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.protocols import Codec, GroupStage, LayerShape, Layout, Reader, attention_of, traits_for
 from kvpolicy.statistics import InputScorer, InputScores, ReplayedRows
 from kvpolicy.statistics.statistic import Projection, first_of
+from kvpolicy.text.model_file import versions_in
 
 DIGEST_NBYTES = 8
 """Bytes of each row's mask digest, which the first layer of a cache holds."""
@@ -147,11 +148,12 @@ def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> i
     asked = (first_of(InputScores, selector.statistics) for selector in selectors)
     scorers = tuple(None if each is None else each.scorer for each in asked)
     readers = tuple(policy.at(index).reader for index in layers)
-    return _resident(codecs, scorers, readers, layers, heads.start, heads.stop)
+    return _resident(versions_in([codecs, scorers, readers]), codecs, scorers, readers, layers, heads.start, heads.stop)
 
 
 @lru_cache(maxsize=64)
 def _resident(
+    _versions: object,
     codecs: tuple[Codec, ...],
     scorers: tuple[InputScorer | None, ...],
     readers: tuple[Reader, ...],

@@ -219,6 +219,11 @@ def resolve(
     what = f"The file {policy.source.file!r} of a tuned policy"
     found = load_tuned(policy.source.file)
     if isinstance(found, Layers):
+        if policy.source.length != "auto":
+            raise KVPolicyError(
+                f"length must be given only for curves, got length={policy.source.length} for the layers of "
+                f"{policy.source.file!r}, which are the same at any length; try without it."
+            )
         return LayeredPolicy(found.policies, policy.budget, spec=str(policy))
     remedy = "try kvpolicy tune on this model"
     check_same_model(found.model, what, model, remedy=remedy)

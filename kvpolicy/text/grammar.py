@@ -227,6 +227,8 @@ def _shared(name: str, kind: Kind, text: str) -> tuple[dict[str, dict[str, int]]
         for match in reversed([*re.finditer(rf"(?:^|:){key}=({option.values})(?=:|$)", text)]):
             if key in found:
                 raise KVPolicyError(f"Every option of {name!r} must be given once, got {key!r} twice.")
+            if not all(_INT.fullmatch(value) for value in match.groupdict().values() if value):
+                continue  # more digits than Python reads: refused below
             fields = {field.rstrip("_"): int(value) for field, value in match.groupdict().items() if value}
             empty = {field: 0 for field in match.groupdict() if not field.endswith("_")}
             found[key] = empty | fields
@@ -299,7 +301,7 @@ def _value(where: str, hint: Any, text: str) -> Any:
         raise KVPolicyError(f"The option {where} must be set in Python, since a spec cannot express its type.")
     advice = suggest(text, names)
     if str in value_types and "%" not in text:
-        advice = f"; try {shorten(_quoted(text))}."
+        advice = f"; try {shorten(quoted(text))}."
     raise KVPolicyError(f"The option {where} must be {allowed}, got {shorten(text)!r}{advice}")
 
 
@@ -354,12 +356,12 @@ def _show_value(value: Any, hint: Any) -> str:
             f"An option must be a number, a bool, a string or None to be written in a spec, got a "
             f"{type(value).__name__}; keep the policy as an object."
         )
-    text = _quoted(value)
+    text = quoted(value)
     taken = text in [_show_constant(constant) for constant in constants]  # a file called "none" is not None
     return f"%{ord(text[0]):02X}{text[1:]}" if taken else text
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A string as a spec has it."""
     # `quote` leaves `~` as it is, which a shell may expand. File names need not be UTF-8, hence the surrogates.
     return quote(text, safe="/", errors="surrogateescape").replace("~", "%7E")

@@ -6,11 +6,12 @@ command makes it, and how its content becomes bytes and comes back.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -103,7 +104,7 @@ class ModelFile(ABC, Generic[Content]):
         """
         try:
             for name, blob in self.encode(content).items():
-                file = Path(path) / name
+                file = Path(os.path.expanduser(path)) / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(file, blob)
         except OSError as error:
@@ -157,6 +158,7 @@ class CalibrationKind(ModelFile[Content]):
 
     def check_output(self, out: str | Path, inputs: Iterable[str | Path | None], *, force: bool) -> None:
         """Refuse a place in which something else would be lost; see `kvpolicy.text.output.check_output`."""
+        out = os.path.expanduser(out)
         check_output(out, SAME.format("calibration"), inputs=inputs, is_own=self.load, force=force)
 
     def check_free(self, out: str | Path, content: Content, *, force: bool) -> None:
@@ -170,6 +172,7 @@ class CalibrationKind(ModelFile[Content]):
         Raises:
             KVPolicyError: If it cannot be written there, or the file holds something else.
         """
+        out = os.path.expanduser(out)
         check_is_file(out)
         if force or not Path(out).exists():
             return
@@ -188,6 +191,46 @@ def version_of(part: Any) -> tuple[int, ...]:
     except (OSError, ValueError, TypeError):
         return ()
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def versions_in(value: Any) -> tuple[tuple[int, ...], ...]:
+    """The versions of all files and folders that nested values name, to be a part of what a cache is looked up by.
+
+    Examples:
+        >>> versions_in(["auto", 3])
+        ()
+    """
+    parts = [
+        part
+        for path in map(Path, map(os.path.expanduser, paths_in(value)))
+        for part in (sorted(path.iterdir()) if path.is_dir() else [path])
+    ]
+    return tuple(map(version_of, parts))
+
+
+def paths_in(value: Any) -> list[str]:
+    """The files and folders that exist, of those that nested values name."""
+    return [name for name in _strings(value) if name and _exists(name)]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in nested values."""
+    if isinstance(value, str):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _strings(getattr(value, field.name))
+    elif isinstance(value, dict | list | tuple):
+        nested = cast("dict[Any, Any] | list[Any] | tuple[Any, ...]", value)
+        for each in nested.values() if isinstance(nested, dict) else nested:
+            yield from _strings(each)
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(os.path.expanduser(name)).exists()
+    except (OSError, ValueError):  # no path
+        return False
 
 
 def without_name(model: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.compiled_generation import step_call
 from kvpolicy.hf.eval_mode import eval_mode
-from kvpolicy.hf.model_spec import describe
+from kvpolicy.hf.model_spec import ModelShape, describe
 from kvpolicy.hf.text_angles import check_pieces
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
@@ -145,10 +145,10 @@ def reference_logits(
     return found
 
 
-def check_windows(windows: Sequence[Window], reference: Sequence[Tensor] | None) -> None:
+def check_windows(windows: Sequence[Window], reference: Sequence[Tensor] | None = None) -> None:
     """Raise KVPolicyError if there are no windows, or the reference is of windows of other lengths."""
     if not windows:
-        raise KVPolicyError("There must be windows to score a policy on, got none; try a longer text.")
+        raise KVPolicyError("There must be windows to measure policies on, got none; try a longer text.")
     sizes = None if reference is None else [len(logits) for logits in reference]
     if sizes is not None and sizes != [1 + len(window.follow) for window in windows]:
         raise KVPolicyError(
@@ -185,11 +185,27 @@ def share_bytes(model: nn.Module, window: Window, share: float) -> int:
     """
     if not 0 < share <= 1:
         raise KVPolicyError(f"The share of the full cache's bytes must be in (0, 1], got {share}; try 0.1.")
+    return int(share * managed_bytes(model, window)) + unmanaged_bytes(model, window)
+
+
+def managed_bytes(model: nn.Module, window: Window) -> int:
+    """The bytes that the full cache holds of a window, answer included, in the layers under a policy."""
+    shape = _shape_of(model)
+    return _tokens_of(window) * len(shape.evictable) * shape.token_bytes()
+
+
+def unmanaged_bytes(model: nn.Module, window: Window) -> int:
+    """The bytes that layers without a policy hold of a window: those with a sliding window, and states."""
+    return sum(_shape_of(model).unmanaged_bytes(1, _tokens_of(window)).values())
+
+
+def _shape_of(model: nn.Module) -> ModelShape:
     config: Any = model.config
-    shape = describe(config, getattr(model, "dtype", None))  # pyright: ignore[reportArgumentType]
-    tokens = len(window.prompt) + len(window.follow)
-    full = tokens * len(shape.evictable) * shape.token_bytes()
-    return int(share * full) + sum(shape.unmanaged_bytes(1, tokens).values())
+    return describe(config, getattr(model, "dtype", None))  # pyright: ignore[reportArgumentType]
+
+
+def _tokens_of(window: Window) -> int:
+    return len(window.prompt) + len(window.follow)
 
 
 def _decode(model: nn.Module, window: Window, *, compile: bool) -> tuple[Tensor, int]:

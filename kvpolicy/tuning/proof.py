@@ -15,7 +15,7 @@ from kvpolicy.policy.tuned import TunedFile
 from kvpolicy.text.budget import Share, bytes_of, format_budget, fraction_of, least_of
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.tuning.comparison import Comparison, compare, verdict_line
-from kvpolicy.tuning.evidence import Score, reference_logits, score, share_bytes
+from kvpolicy.tuning.evidence import Score, managed_bytes, reference_logits, score, unmanaged_bytes
 from kvpolicy.tuning.rivals import best_rival
 from kvpolicy.tuning.verdict import MARGIN
 from kvpolicy.tuning.windows import Window
@@ -54,6 +54,7 @@ def prove(
     Raises:
         KVPolicyError: If neither runs at the budget, or there are fewer than two windows.
     """
+    check_held_out(held_out)
     curves = load_tuned(str(file))
     if not isinstance(curves, Curves):
         raise KVPolicyError(f"The file {str(file)!r} must hold curves, got layers; try kvpolicy tune.")
@@ -80,15 +81,39 @@ def prove(
     return found
 
 
+def check_held_out(held_out: Sequence[Window]) -> None:
+    """Refuse fewer windows than a comparison needs, before anything is measured.
+
+    Raises:
+        KVPolicyError: If there are fewer than two.
+    """
+    if len(held_out) < 2:
+        raise KVPolicyError(
+            f"The texts that are held out must be at least two to compare policies on, got {len(held_out)}; try a "
+            "larger --held-out, more texts, or --no-evidence."
+        )
+
+
 def as_share(model: nn.Module, windows: Sequence[Window], budget: Any) -> float:
-    """A budget as a share of the full cache's bytes of the mean window."""
+    """A budget as a share of what the full cache of the mean window holds in the layers under a policy.
+
+    Raises:
+        KVPolicyError: If a budget in bytes does not exceed what the other layers hold, which count in it.
+    """
     if isinstance(budget, float):
         return budget
     length = sum(len(window.prompt) + len(window.follow) for window in windows) / len(windows)
     if isinstance(budget, int | Share):
         return min(max(least_of(budget) / length, fraction_of(budget) or 0.0), 1.0)
-    full = sum(share_bytes(model, window, 1.0) for window in windows) / len(windows)
-    return min(bytes_of(budget) / full, 1.0)
+    full = sum(managed_bytes(model, window) for window in windows) / len(windows)
+    others = sum(unmanaged_bytes(model, window) for window in windows) / len(windows)
+    left = bytes_of(budget) - others
+    if left <= 0:
+        raise KVPolicyError(
+            f"The budget must exceed the {others:.0f} bytes that layers without a policy hold of a text, got {budget}; "
+            "try a fraction."
+        )
+    return min(left / full, 1.0)
 
 
 def _means(found: Score) -> dict[str, float]:

@@ -27,7 +27,7 @@ class Steps:
         facts: Facts that must be equal for a run to continue.
 
     Raises:
-        KVPolicyError: If the file is of another run.
+        KVPolicyError: If the file is of another run that has measured something.
     """
 
     def __init__(self, file: Path, facts: dict[str, Any]) -> None:
@@ -35,9 +35,10 @@ class Steps:
         self._file = file
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         self._known: dict[str, Any] = {}
+        first = json.dumps(digest) + "\n"
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(digest) + "\n", encoding="utf-8")
+            file.write_text(first, encoding="utf-8")
             return
         # A line that was cut off while it was written is computed again.
         lines: list[str] = []
@@ -48,7 +49,9 @@ class Steps:
             self._known = dict(rows)
         except (ValueError, TypeError):
             found = None
-        if found != digest:
+        if found != digest and isinstance(found, str) and len(found) == len(digest) and not self._known:
+            lines = [first]  # another run that was refused before it measured anything: nothing is lost
+        elif found != digest:
             raise KVPolicyError(
                 f"The unfinished run in {str(file)!r} must be of the same model, text and options, got another one; "
                 "try to finish or to delete it."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -20,6 +21,8 @@ from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.model_file import REMEDY, SAME, without_name
 from kvpolicy.text.output import check_is_file, refuse_other
 from kvpolicy.text.version import __version__
+from kvpolicy.tuning.candidates import check_candidates
+from kvpolicy.tuning.evidence import check_windows
 from kvpolicy.tuning.grid import default_grid
 from kvpolicy.tuning.measure import Progress, kls, layer_kls, output_errors, sensitivities
 from kvpolicy.tuning.steps import DIGITS, Steps, rounded
@@ -83,8 +86,11 @@ def tune(
     """
     if measure not in MEASURES:
         raise KVPolicyError(f"measure must be one of {', '.join(MEASURES)}, got {measure!r}; try joint.")
-    policies = default_grid() if candidates is None else [Policy.of(candidate) for candidate in candidates]
     info = model_info(model)
+    # What no run could measure is refused before a file is written.
+    check_windows(windows)
+    policies = check_candidates(default_grid() if candidates is None else candidates, info)
+    out = Path(os.path.expanduser(out))
     own = identity(model, name, info)
     text = windows_sha256(windows)
     facts = {
@@ -96,7 +102,7 @@ def tune(
     }
     # A finished file of the same run is the result; one of another run is refused before the model runs.
     check_is_file(out)
-    finished = None if force else _finished(Path(out), facts)
+    finished = None if force else _finished(out, facts)
     if finished is not None:
         return finished
     # Each window is noted as soon as it is measured, so that an interrupted run continues behind it.

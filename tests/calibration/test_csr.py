@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -245,3 +246,25 @@ def test_the_estimate_counts_windows_steps_and_initial_atoms(monkeypatch: pytest
 def test_the_estimate_is_of_this_machine() -> None:
     seconds = estimate_csr(kvpolicy.tiny()[0], TEXTS, TIMED)
     assert 0 < seconds < 3600
+
+
+def test_other_files_beside_the_checkpoints_stay(tmp_path: Path) -> None:
+    small = replace(OPTIONS, training=Training(epochs=1, batch=64))
+    (tmp_path / UNFINISHED).mkdir()
+    (tmp_path / UNFINISHED / "notes.txt").write_text("mine")
+    calibrate_csr(llama(), windows(), tmp_path, small)
+    assert [file.name for file in (tmp_path / UNFINISHED).iterdir()] == ["notes.txt"]
+    save_file({"mine": torch.ones(1)}, tmp_path / UNFINISHED / "mine.safetensors")
+    csr.clear(tmp_path)
+    assert (tmp_path / UNFINISHED / "mine.safetensors").exists()
+
+
+def test_a_plan_counts_the_tensors_that_are_there_now(tmp_path: Path) -> None:
+    small = replace(OPTIONS, training=Training(epochs=1, batch=64))
+    model = llama()
+    policy = f"csr:nnz=4:value_chunks=1:prompt_atoms=0:dictionary={tmp_path}"
+    sizes: list[int] = []
+    for atoms in (16, 8):
+        calibrate_csr(model, windows(), tmp_path, replace(small, atoms=atoms), force=True)
+        sizes.append(kvpolicy.plan(model, policy, prompt=64).resident_nbytes)
+    assert sizes[0] > sizes[1] > 0

@@ -233,3 +233,8 @@ def test_zero_vectors_give_no_step() -> None:
     codes = Codes(torch.zeros(5, 3), atoms, 2)
     found.add(codes)
     assert found.solve(codes.gradient(3)).abs().max() == 0
+
+
+@pytest.mark.parametrize("seed", [-1, 2**40])
+def test_any_seed_of_64_bits(seed: int) -> None:
+    assert len(start(vectors(), 12, seed)) == 12

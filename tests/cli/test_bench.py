@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from transformers import CompileConfig, GPT2Config, GPT2LMHeadModel
 
 import kvpolicy
-from kvpolicy.cli import measurement
+from kvpolicy.cli import measurement, model_loading
 from kvpolicy.hf import compiled_generation
 
 Run = Callable[..., str]
@@ -56,10 +56,44 @@ def test_the_text_and_a_failed_check(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert "1 thread, float32" in " ".join(text.split())
 
 
-def test_learned_positions_do_not_count_padding(run: Run, tmp_path: Path) -> None:
+def test_learned_positions_do_not_count_padding(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=1)
     GPT2LMHeadModel(config).eval().save_pretrained(tmp_path)  # without a tokenizer, which is not needed
     assert "FAILED" not in run(f"bench h2o@0.5 --model {tmp_path} {FEW}")
+    config.n_positions = 128
+    GPT2LMHeadModel(config).eval().save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert "must fit into 128 positions, got 192 and 4" in run(f"bench h2o@0.5 --model {tmp_path} {FEW}", 2)
+
+
+def test_the_default_device_computes_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for name, device in (("mps", "cpu"), ("cuda:0", "cuda:0")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda name=name: torch.device(name))
+        assert model_loading._device("") == device
+
+
+def test_damaged_weights_are_told_in_one_sentence(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=1)
+    GPT2LMHeadModel(config).eval().save_pretrained(tmp_path)
+    capsys.readouterr()
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"vocab_size": 40', '"vocab_size": 41'))
+    error = run(f"bench full --model {tmp_path} {FEW}", 2)
+    assert f"The model '{tmp_path}' cannot be loaded: its weights have other sizes than its config says." in error
+    (tmp_path / "config.json").write_text(text)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    assert f"The model '{tmp_path}' cannot be loaded: " in run(f"bench full --model {tmp_path} {FEW}", 2)
+
+
+def test_too_little_memory_for_weights_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs_out(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", runs_out)
+    with pytest.raises(RuntimeError, match="allocate"):
+        model_loading._load_pretrained("somewhere", "auto", False, 1)
 
 
 def test_a_long_policy_has_its_own_line_in_a_narrow_terminal(run: Run) -> None:
@@ -80,6 +114,11 @@ def test_the_checks_see_a_difference() -> None:
         (
             "bench full --device nonsense",
             "--device must be a device of PyTorch, got 'nonsense'; try cpu, cuda or cuda:1.",
+        ),
+        ("bench full --device mps", "--device must be a device that computes in float64, got 'mps'; try cpu."),
+        (
+            "bench full --length 2032",
+            "must fit into 2,048 positions, got 2,032 and 17; try a smaller --length or",
         ),
         ("bench full --device meta", "--device must be a device that stores numbers, got 'meta'; try cpu"),
         (

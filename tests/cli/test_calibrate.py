@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvpolicy
+from kvpolicy import Policy
 from kvpolicy.allocators.head_files import HEAD_FILES
 from kvpolicy.calibration import model_info, read_texts, token_windows
 from kvpolicy.cli.app import main
@@ -26,7 +27,7 @@ from tests.reference.readers.labels import salience
 
 def words(tmp_path: Path, codec: str, *more: str, model: str = "tiny") -> list[str]:
     text = tmp_path / "text.txt"
-    text.write_text("tiger=4821\nlion=1234\n" * 60)
+    text.write_text("tiger=4821\nlion=1234\n" * 400)
     out = str(tmp_path / "out")
     return ["calibrate", codec, "--model", model, "--text", str(text), "--out", out, "--quiet", *more]
 
@@ -294,9 +295,47 @@ def test_files_of_selectors(
         (["--ridge", "-1"], "ridge must be a finite number of at least 0, got -1.0; try 0.001."),
         (["--units", "0"], "units must be at least 1, got 0; try 512."),
         (["--epochs", "0"], "epochs must be at least 1, got 0; try 15."),
+        (["--units", "4"], "--units must not be given with --kind linear, which does not use it, got 4; remove it."),
+        (
+            ["--kind", "mlp", "--ridge", "1"],
+            "--ridge must not be given with --kind mlp, which does not use it, got",
+        ),
+        (["--length", "1"], "The length of a window must be at least 2 tokens, BOS included, got 1; try 1024."),
+        (["--length", "2049"], "must fit into 2,048 positions, got 2,049 and 0; try a smaller --length."),
     ],
 )
 def test_options_of_a_gate(more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words(tmp_path, "gate", *more)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--probe", "razor", "--positions", "9"], "--positions must not be given with --probe razor"),
+        (["--probe", "razor", "--length", "9"], "--length must not be given with --probe razor, which reads no text"),
+        (["--repeats", "3", "--text", "none.txt"], "--repeats must not be given with --probe reach"),
+    ],
+)
+def test_options_of_the_other_probe(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", "heads", "--model", "tiny", "--out", str(tmp_path / "out"), *more]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["channels", "triattention"])
+def test_a_path_is_expanded_and_its_spec_can_be_pasted(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    line = words(tmp_path, method, "--length", "64", "--windows", "2")
+    for _ in range(2):  # the same one is replaced
+        assert main([*line, "--out", "~/a b+c@d"]) == 0
+    assert (tmp_path / "a b+c@d").exists() and not (tmp_path / "~").exists()
+    spec = capsys.readouterr().out.splitlines()[-1].split("Use it with ")[1]
+    assert str(tmp_path / "a b+c@d") in str(Policy.parse(spec if "@" in spec else f"{spec}@1.0").to_dict())
+    assert main([*line[:-4], "--length", "65", "--out", "~/a b+c@d"]) == 2
+    assert "got" in capsys.readouterr().err

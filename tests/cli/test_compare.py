@@ -108,6 +108,27 @@ def test_errors(words: list[str], message: str, text: Path, capsys: pytest.Captu
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "answer", "message"),
+    [
+        (["--policy", "full", "--policy", "full+lowrank:rank=99"], "1234", "got 99"),
+        (["--policy", "full", "--tile", "none"], "1234\n" * 900, "must fit into 2,048 positions, got "),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_measured(
+    words: list[str],
+    answer: str,
+    message: str,
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text.write_text(json.dumps({"prompt": "tiger=4821\n?tiger=", "answer": answer}))
+    monkeypatch.setattr("kvpolicy.tuning.evidence.reference_logits", lambda *_: pytest.fail("is measured"))
+    assert main(["compare", "tiny", "--text", str(text), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_bad_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": 3}\n')

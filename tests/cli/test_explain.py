@@ -63,6 +63,7 @@ def test_a_fraction_in_tokens_and_bits(run: Run) -> None:
         ("full+minicache", "Layers 4 and 5, 6 and 7 share what they store, which the first of them holds."),
         ("lowrank:rank=12:ranks=energy", "By layer: rank 14, 14, 15, 9, 15, 11, 13, 15; value_rank 11, 12, "),
         ("lowrank:rank=12:ranks=energy", "an encoded number takes 6.00 bits"),
+        ("pyramid+window+lowrank:rank=12:ranks=energy@1MiB", "Here: 1,121 tokens in layer 0, 29 in layer 7"),
         ("probe+zipcache", "Whenever the full-precision buffer is full, all tokens are encoded again."),
         ("streaming@0.5 tiny --prompt 1000000", "each KV head keeps 500,000 of 1,000,000 tokens"),
     ],

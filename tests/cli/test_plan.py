@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import DeepseekV3Config
+
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.hf.embedded import config_of
@@ -245,3 +247,9 @@ def test_prompts_that_wait_in_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "waiting in codes" in output(line.replace(" --json", " --hold-codes"), capsys)
     assert main(["plan", "tiny", "kvzip@0.2", "--hold-codes"]) == 2
     assert "for hold='codes', got" in capsys.readouterr().err
+
+
+def test_tune_is_not_recommended_for_latent_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = DeepseekV3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
+    config.save_pretrained(tmp_path)
+    assert json.loads(output(f"plan {tmp_path} window@0.2 --prompt 256 --memory 900 --json", capsys))["tune"] == ""

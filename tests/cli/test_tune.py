@@ -75,7 +75,8 @@ def test_the_folder_of_the_file_is_made(texts: Path, tmp_path: Path) -> None:
 def test_refused(
     more: list[str], message: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    call = ["tune", "tiny", "--text", str(texts), "--out", str(tmp_path / "plan.json"), "--quiet", *more]
+    out = str(tmp_path / "plan.json")
+    call = ["tune", "tiny", "--text", str(texts), "--out", out, "--held-out", "0.5", "--quiet", *more]
     call = [word.replace("FOLDER", str(tmp_path)) for word in call]
     assert main(call) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "plan.json").exists()
@@ -86,12 +87,24 @@ def test_refused(
     [
         (["--rival", "snapvk@0.1", "--quiet"], "snapvk"),
         (["--rival", "snapkv", "--no-evidence"], "--rival must be given without --no-evidence, which compares"),
+        (["--rival", "snapkv@0.1", "--quiet"], "--rival must be without a budget, got snapkv@0.1; try snapkv with"),
+        (["--policy", "h2o@0.1", "--quiet"], "--policy must be without a budget, got h2o@0.1; try h2o with --shares"),
+        (
+            ["--held-out", "0.25"],
+            "held out must be at least two to compare policies on, got 1; try a larger",
+        ),
         (["--seed", str(2**64)], "Invalid value for '--seed'"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_measured(
-    options: list[str], message: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    message: str,
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvpolicy.tuning.tune._measured", lambda *_: pytest.fail("is measured"))
     out = tmp_path / "plan.json"
     assert main(["tune", "tiny", "--text", str(texts), "--out", str(out), *options, *GRID]) == 2
     assert message in " ".join(capsys.readouterr().err.split()) and not out.exists()

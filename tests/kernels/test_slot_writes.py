@@ -32,6 +32,7 @@ def test_slots_are_those_of_each_head(vector: tuple[int, ...]) -> None:
                 before[b, h, slot] = data[b, h, n]
     assert torch.equal(target, before)
     assert flat_slots(slots, SLOTS).tolist() == [4, 0, 6, 7, 13, 14, 15, 16, 22, 20, 29, 28]
+    assert flat_slots(slots[:1, :1], SLOTS).tolist() == [4, 0]
 
 
 @pytest.mark.parametrize("vector", [(), (2,), (0,), (2, 3)], ids=str)

@@ -15,7 +15,7 @@ import torch
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy
 from kvpolicy.hf.identity import identity
-from kvpolicy.planning.curves import Curves, load_tuned, save_curves
+from kvpolicy.planning.curves import Curves, load_tuned, save_curves, save_layers
 from kvpolicy.planning.tuned import UNITS, Option, byte_limit, choose, options, reasons, solve
 from kvpolicy.policy import LayeredPolicy, TunedPolicy
 from kvpolicy.policy.tuned import TunedFile
@@ -315,3 +315,11 @@ def test_ties_and_equal_options() -> None:
 
 def test_an_option_that_costs_more_and_loses_more_is_never_chosen() -> None:
     assert choose([[Option(1, 1.0), Option(2, 2.0)]], 10) == [0]
+
+
+def test_layers_have_no_length(tmp_path: Path) -> None:
+    save_layers(tmp_path / "layers.json", ["window@0.5"] * 3)
+    model = build("llama", layers=3)
+    kvpolicy.attach(model, f"tuned:file={tmp_path}/layers.json@0.5").detach()
+    with pytest.raises(KVPolicyError, match="length must be given only for curves, got length=68 for the layers of"):
+        kvpolicy.attach(model, f"tuned:file={tmp_path}/layers.json:length=68@0.5")

@@ -187,7 +187,7 @@ def test_a_model_keeps_its_mode_and_has_no_policy_afterwards() -> None:
 def test_what_cannot_be_scored_is_refused() -> None:
     model = llama()
     window = drawn(0, 20, 0, 3)
-    with pytest.raises(kvpolicy.KVPolicyError, match="must be windows to score a policy on, got none"):
+    with pytest.raises(kvpolicy.KVPolicyError, match="must be windows to measure policies on, got none"):
         score(model, [], "full")
     with pytest.raises(kvpolicy.KVPolicyError, match=r"budget must be at least \d+B"):
         score(model, [window], "h2o", share=0.01)

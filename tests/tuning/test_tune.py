@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import kvpolicy
 from kvpolicy import KVPolicyError
 from kvpolicy.planning.curves import Curves, load_tuned
 from kvpolicy.policy import LayeredPolicy
+from kvpolicy.tuning import proof
 from kvpolicy.tuning import tune as module
+from kvpolicy.tuning.evidence import share_bytes
 from kvpolicy.tuning.grid import PARTS, SHARES, default_grid, make_grid
 from kvpolicy.tuning.measure import joint_kls, layer_kls, output_errors, sensitivities
 from kvpolicy.tuning.proof import as_share, prove
@@ -185,3 +188,49 @@ def test_a_finished_file_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.M
 def test_an_estimate_grows_with_windows() -> None:
     grid = make_grid(["h2o"], [0.1, 0.5])
     assert estimate(MODEL, WINDOWS, grid, "joint") > 0
+
+
+def test_a_refused_run_does_not_block_the_next_one(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    with pytest.raises(KVPolicyError, match="must be windows to measure policies on, got none"):
+        tune(MODEL, [], file, candidates=SPECS)
+    with pytest.raises(KVPolicyError, match="must give every layer the same budget"):
+        tune(MODEL, WINDOWS, file, candidates=["pyramid+h2o@0.2"])
+    assert not list(tmp_path.iterdir())
+    Steps(tmp_path / "a.json.unfinished", {"another": 1})  # which was stopped before it measured anything
+    assert len(tune(MODEL, WINDOWS[:1], file, candidates=SPECS[:1]).candidates) == 1
+
+
+def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    first = tune(MODEL, WINDOWS[:1], "~/a.json", candidates=SPECS[:1])
+    assert tune(MODEL, WINDOWS[:1], "~/a.json", candidates=SPECS[:1]) == first
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_bytes_of_layers_without_a_policy_are_taken_off_both_sides() -> None:
+    config = Gemma3TextConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=64,
+        sliding_window=20,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    model = Gemma3ForCausalLM(config).eval()
+    token = 2 * 2 * 8 * 4
+    share = as_share(model, WINDOWS, f"{(19 + 23) * token}B")
+    assert share == 0.5 and share_bytes(model, WINDOWS[0], share) == (19 + 23) * token
+    with pytest.raises(KVPolicyError, match=f"budget must exceed the {19 * token} bytes that layers without a policy"):
+        as_share(model, WINDOWS, f"{19 * token}B")
+
+
+def test_a_proof_needs_two_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(MODEL, WINDOWS, tmp_path / "a.json", candidates=SPECS[:1])
+    monkeypatch.setattr(proof, "best_rival", lambda *_, **__: pytest.fail("is measured"))
+    with pytest.raises(KVPolicyError, match="must be at least two to compare policies on, got 1; try a larger --held"):
+        prove(MODEL, tmp_path / "a.json", 0.3, WINDOWS, WINDOWS[:1])

@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 import kvpolicy
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy_eval.bench.floor import Machine, decode_work, measure_machine
+from kvpolicy_eval.common.results import append_line, read_lines
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, UsageError, collect, threads, torch_note
 
 PROMPT = 512
@@ -170,7 +171,7 @@ class Runs:
         self.known: dict[str, Result | None] = {}
         if results is not None and results.exists():
             try:
-                self.known = dict(map(json.loads, results.read_text(encoding="utf-8").splitlines()))
+                self.known = dict(read_lines(results, '["'))
             except (ValueError, TypeError) as error:
                 raise UsageError(
                     f"--results must be absent, or a file of results, got {results}; try another file."
@@ -182,8 +183,7 @@ class Runs:
         if key not in self.known:
             self.known[key] = self._run(side, batch, steps)
             if self.results is not None:
-                with self.results.open("a", encoding="utf-8") as out:
-                    out.write(json.dumps([key, self.known[key]]) + "\n")
+                append_line(self.results, json.dumps([key, self.known[key]]))
         return self.known[key]
 
     def _run(self, side: str, batch: int, steps: int) -> Result | None:

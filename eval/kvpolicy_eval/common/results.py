@@ -61,8 +61,7 @@ def read_results(path: Path) -> Known:
     if not path.exists():
         return {}
     try:
-        lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        return {found.pop("key"): found for found in lines}
+        return {found.pop("key"): found for found in read_lines(path, '{"key": ')}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--results must be absent, or a file of results, got {path}; try another file.") from error
 
@@ -72,5 +71,44 @@ def keep_result(path: Path, known: Known, key: str, result: Result) -> None:
     known[key] = result
     line = json.dumps({"key": key, **result})
     print(line, file=sys.stderr, flush=True)
-    with path.open("a", encoding="utf-8") as out:
-        out.write(line + "\n")
+    append_line(path, line)
+
+
+def read_lines(path: Path, start: str) -> list[Any]:
+    """The content of each line of a file of JSON, without a last one that was cut off while it was written.
+
+    Args:
+        path: The file.
+        start: How every line begins, by which one that was cut off is told from the text of another file.
+
+    Raises:
+        ValueError: If another line is no JSON.
+    """
+    *whole, last = path.read_text(encoding="utf-8").split("\n")
+    lines = [json.loads(line) for line in whole]
+    try:
+        return [*lines, json.loads(last)] if last else lines
+    except ValueError:
+        if not start.startswith(last[: len(start)]):
+            raise
+        return lines
+
+
+def append_line(path: Path, line: str) -> None:
+    """Write a line to the end of a file of JSON, in the place of a last one that was cut off."""
+    text = path.read_bytes() if path.exists() else b""
+    last = text[text.rfind(b"\n") + 1 :]
+    with path.open("ab") as out:
+        if last and not _is_json(last):
+            out.truncate(len(text) - len(last))
+        elif last:
+            out.write(b"\n")
+        out.write(line.encode() + b"\n")
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,7 @@ class RealModel:
     """A model, and what is known of policies on it.
 
     Args:
-        name: What `from_pretrained` takes, and what the results are kept under.
+        name: What `from_pretrained` takes; results are kept under its last part.
         gguf: Name of a GGUF file in the folder `name`.
         results: File of results.
         docs: Prompts per task.
@@ -67,14 +68,13 @@ class RealModel:
         """Read earlier results; the model is loaded when it is needed."""
         self.name = name
         self.gguf = gguf
-        self.title = (gguf or name).rsplit("/", 1)[-1].removesuffix(
-            ".gguf"
-        ) + f" in {str(dtype).removeprefix('torch.')}"
         self.results = results
         self.docs = docs
         self.dtype = dtype
         self.tokens = tokens
         self.known = read_results(results)
+        self._place = os.path.normpath(os.path.join(name, gguf or ""))
+        self.title = self._title(str(dtype).removeprefix("torch."))
         self._loaded: tuple[Any, Any] | None = None
         self._text: HeldOutText | None = None
         self._written: Continuation | None = None
@@ -105,13 +105,20 @@ class RealModel:
         """What is known of a text that is predicted, `prose` or `generated`; or empty."""
         return self.known.get(self._key(policy, name), {})
 
+    def _title(self, dtype: str) -> str:
+        """The last part of the model's name and its dtype; the whole name if the file has another model's results."""
+        short = f"{os.path.basename(os.path.abspath(self._place)).removesuffix('.gguf')} in {dtype}"
+        # Results from before models were noted have none, and are those of this model.
+        others = {found.get("model", self._place) for key, found in self.known.items() if key.endswith(f" {short}")}
+        return short if others <= {self._place} else f"{self._place} in {dtype}"
+
     def _key(self, policy: str, name: str, place: str = "", docs: int = 0) -> str:
         """What a result is kept under."""
         tokens = [f"tokens={self.tokens}"] if name in SIZED else []
         return " ".join([policy, name, *([place, *tokens, f"n={docs}"] if place else []), self.title])
 
     def _keep(self, key: str, result: Result) -> None:
-        keep_result(self.results, self.known, key, result)
+        keep_result(self.results, self.known, key, result | {"model": self._place})
 
     @staticmethod
     def _attempt(measured: Callable[[], Result]) -> Result:

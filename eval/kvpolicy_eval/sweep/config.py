@@ -237,7 +237,7 @@ def read(content: Any, name: str) -> Config:
         policies=policies,
         budgets=budgets,
         tasks=tasks,
-        batch_size=_batch_size(content.get("batch_size", 1)),
+        batch_size=_batch_size(content.get("batch_size")),
         limit=_integer(content, "limit", 1),
         num_fewshot=_integer(content, "num_fewshot", 0),
         seed=_integer(content, "seed", 0, 1234) or 0,
@@ -312,7 +312,8 @@ def _text(content: Mapping[str, Any], key: str) -> str:
 
 
 def _boolean(content: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    value = content.get(key, default)
+    value = content.get(key)
+    value = default if value is None else value  # a key without a value is as none
     if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, got {value!r}.")
     return value
@@ -336,13 +337,15 @@ def _list(content: Mapping[str, Any], key: str, name: str) -> list[Any]:
 
 
 def _integer(content: Mapping[str, Any], key: str, least: int, default: int | None = None) -> int | None:
-    value = content.get(key, default)
+    value = content.get(key)
+    value = default if value is None else value
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
         raise ValueError(f"{key} must be an integer of at least {least}, got {value!r}.")
     return value
 
 
 def _batch_size(value: Any) -> int | str:
+    value = 1 if value is None else value
     if isinstance(value, bool) or not (str(value).startswith("auto") or (isinstance(value, int) and value > 0)):
         raise ValueError(f"batch_size must be an integer of at least 1, or auto, got {value!r}.")
     return value

@@ -77,11 +77,7 @@ class SweepLM(KVPolicyLM):
             SharedError: If a process failed.
         """
         if self.world_size > 1:
-            failures: list[tuple[str, str] | None] = [None] * self.world_size
-            torch.distributed.all_gather_object(failures, self.failure)
-            for failure in failures:
-                if failure is not None:
-                    raise SharedError(*failure)
+            raise_shared(self.failure)
 
     def _by_task(self, kind: str, answer: Callable[..., list[Any]], requests: list[Any], quiet: bool) -> list[Any]:
         try:
@@ -92,6 +88,22 @@ class SweepLM(KVPolicyLM):
             self.failure = describe(error)
             empty = {"loglikelihood": (0.0, False), "loglikelihood_rolling": 0.0}
             return [empty.get(kind, "")] * len(requests)
+
+
+def raise_shared(failure: tuple[str, str] | None) -> None:
+    """Raise the first failure of any process in all processes.
+
+    Args:
+        failure: That of this process, see `describe`; None if there is none.
+
+    Raises:
+        SharedError: If a process failed.
+    """
+    failures: list[tuple[str, str] | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(failures, failure)
+    for each in failures:
+        if each is not None:
+            raise SharedError(*each)
 
 
 class Evaluator:
@@ -150,14 +162,24 @@ class Evaluator:
         return self._lm
 
     def prepare(self, cell: Cell) -> SweepLM:
-        """Load the cell's model and switch to its policy; errors here occur on every process alike.
+        """Load the cell's model and switch to its policy.
+
+        Processes that share a cell fail together: the others would wait for one that failed alone.
 
         Raises:
             ValueError: If the policy is invalid, or does not fit the model.
+            SharedError: If another process failed.
         """
-        policy = Policy.parse(cell.policy)
-        lm = self.model(cell.model)
-        lm.switch(policy)
+        try:
+            policy = Policy.parse(cell.policy)
+            lm = self.model(cell.model)
+            lm.switch(policy)
+        except Exception as error:
+            if _is_shared():
+                raise_shared(describe(error))
+            raise
+        if _is_shared():
+            raise_shared(None)
         return lm
 
     def run(self, cell: Cell) -> Evaluation | None:
@@ -221,6 +243,11 @@ class Evaluator:
         if cell.task not in self._cosines:
             self._cosines[cell.task] = probe.cosines(lm, rows)
         return probe.layers(lm, rows) | {"cosine": self._cosines[cell.task]}
+
+
+def _is_shared() -> bool:
+    """Whether several processes share each cell: the first model that they load connects them."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def versions() -> dict[str, str]:

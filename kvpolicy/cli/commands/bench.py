@@ -8,7 +8,7 @@ import typer
 
 from kvpolicy.cli.arguments import TINY, Compile, Device, Dtype, Json, Model, Policies, Tile, tile_of
 from kvpolicy.cli.formatting import as_json, counted, paragraph, size, table, width
-from kvpolicy.cli.model_loading import load
+from kvpolicy.cli.model_loading import check_length, load
 
 DEFAULT = ["full", "window@0.2", "h2o@0.2", "squeeze+kvcrush@0.2", "snapkv+kivi:bits=4@0.2"]
 """The default policies."""
@@ -44,13 +44,16 @@ def bench(
     """
     import torch
 
-    from kvpolicy.cli.measurement import checks, compare_to_stock, machine
+    from kvpolicy.cli.measurement import CHECKED_STEPS, PADDED_LENGTH, checks, compare_to_stock, machine
     from kvpolicy.policy import Policy
 
     size_of_tile = tile_of(tile)
     parsed = [Policy.parse(spec) for spec in policies or DEFAULT]
     torch.set_num_threads(threads or torch.get_num_threads())
     loaded, _ = load(model, dtype, device, text=False)
+    # One more step is for warm-up; with --compile, another one for the first token.
+    check_length(loaded, length, steps + (2 if compile else 1), "try a smaller --length or --steps")
+    check_length(loaded, PADDED_LENGTH, CHECKED_STEPS, "try a model with more positions")
     facts: dict[str, Any] = machine(loaded) | {"model": model, "length": length, "steps": steps, "rounds": rounds}
     facts |= {"compiled": compile, "checks": checks(loaded, parsed)}
     facts |= compare_to_stock(loaded, parsed, length, steps, rounds, size_of_tile, compile=compile)

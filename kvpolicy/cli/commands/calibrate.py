@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import Field, fields
 from typing import Annotated, Any
@@ -12,9 +13,10 @@ import typer
 from kvpolicy.calibration.calibrators import CALIBRATORS, Calibrator, HeadCalibrator
 from kvpolicy.cli.arguments import LEAST_SEED, MOST_SEED, Device, Dtype, Model, parse_integers, parse_names
 from kvpolicy.cli.formatting import Group, duration
-from kvpolicy.cli.model_loading import load
+from kvpolicy.cli.model_loading import check_length, load
 from kvpolicy.cli.strategy_docs import attributes
 from kvpolicy.text.embedded_names import EMBEDDED
+from kvpolicy.text.errors import KVPolicyError
 
 app = typer.Typer(cls=Group, help="Calibrate a codec, a reader, a selector or a head allocator.", rich_markup_mode=None)
 
@@ -115,20 +117,29 @@ def _run(calibrator: Calibrator, given: dict[str, Any]) -> None:
     """Calibrate a part, and print what was found."""
     from kvpolicy.calibration import read_texts, token_windows
     from kvpolicy.calibration.driver import calibrate, kind_of
+    from kvpolicy.text.grammar import quoted
 
-    out: str = given["out"]
+    out = os.path.expanduser(given["out"])
     model: str = given["model"]
     paths = [*(given["text"] or ()), *(given["more"] or ())]
     if isinstance(calibrator, HeadCalibrator):
         calibrator.check_text(paths)
+        for name in ("length", "windows") if calibrator.probe == "razor" else ():
+            if given[name] != getattr(type(calibrator), name):
+                raise KVPolicyError(
+                    f"--{name} must not be given with --probe razor, which reads no text, got {given[name]}; remove it."
+                )
     # What would be lost is refused before the model is loaded, and the texts are read.
     kind_of(calibrator).check_output(out, [model, *paths], force=given["force"])
     texts = read_texts(paths) if paths else []
     loaded, tokenizer = load(model, given["dtype"], given["device"])
+    windows = token_windows(tokenizer, texts, given["length"], given["windows"], given["seed"])
+    if windows:
+        check_length(loaded, max(map(len, windows)), 0, "try a smaller --length")
     content = calibrate(
         calibrator,
         loaded,
-        token_windows(tokenizer, texts, given["length"], given["windows"], given["seed"]),
+        windows,
         out,
         # Any other model has a name itself.
         name=model if model in EMBEDDED else None,
@@ -138,7 +149,7 @@ def _run(calibrator: Calibrator, given: dict[str, Any]) -> None:
     )
     for line in calibrator.report(content):
         print(line)
-    print(f"Wrote {out}. Use it with {calibrator.spec(out)}")
+    print(f"Wrote {out}. Use it with {calibrator.spec(quoted(out))}")
 
 
 for _name, _kind in CALIBRATORS.items():

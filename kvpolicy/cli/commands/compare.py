@@ -60,17 +60,21 @@ def compare(
     if len({str(policy) for policy in parsed}) < len(parsed):
         raise KVPolicyError(f"--policy must name each policy once, got {', '.join(policies)}; try another budget.")
     from kvpolicy.cli.formatting import Progress
-    from kvpolicy.cli.model_loading import load
+    from kvpolicy.cli.model_loading import check_longest, load
+    from kvpolicy.hf.attach import attach
     from kvpolicy.tuning.comparison import compare as difference
     from kvpolicy.tuning.comparison import verdict_line
     from kvpolicy.tuning.evidence import reference_logits, score
     from kvpolicy.tuning.verdict import check_margin
     from kvpolicy.tuning.windows import read_windows
 
-    # Whatever can be refused was: from here on, the model is loaded and runs.
     check_margin(margin)
     loaded, tokenizer = load(model, dtype, device)
     found = read_windows(tokenizer, text, prompt=prompt or None, answer=answer or None, limit=windows, seed=seed)
+    check_longest(loaded, found)
+    for policy in parsed:
+        attach(loaded, policy, tile=tile_size, compile=compile).detach()
+    # Whatever can be refused was: from here on, the model runs.
     progress = None if quiet or json else Progress(len(parsed) + 1, sys.stderr)
     reference = reference_logits(loaded, found, tile_size, progress and progress.part("full cache, for KL"))
     # The first policy is what the others are compared with, on the same windows.

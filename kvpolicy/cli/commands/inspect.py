@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -58,6 +59,7 @@ def inspect(
 
     parsed = Policy.parse(policy)  # an invalid spec raises an error before the model is loaded
     if html is not None:
+        html = os.path.expanduser(html)
         _check_html(html, [file, model, *files_of(parsed)], force)
     from kvpolicy.cli.inspection import inspect_prompt
     from kvpolicy.cli.model_loading import load

@@ -213,7 +213,9 @@ def render(facts: dict[str, Any], full: int, tried: Callable[[int | None, int | 
 
 
 def tune_command(model: Any, weights: int, prompt: int, memory: int, ranks: int) -> str:
-    """The command that tunes a policy on prompts of this length, with tiles if it needs them; empty if it does not fit.
+    """The command that tunes a policy on prompts of this length, with tiles if it needs them.
+
+    Empty if it does not fit, and for models that cannot be tuned.
 
     Args:
         model: The shape of the model's cache.
@@ -222,7 +224,7 @@ def tune_command(model: Any, weights: int, prompt: int, memory: int, ranks: int)
         memory: Bytes of the device, without the headroom.
         ranks: Ranks over which the model is sharded, which cannot tune.
     """
-    if ranks > 1:
+    if ranks > 1 or model.shape.value_dim is not None:
         return ""
     from kvpolicy.policy import Policy
     from kvpolicy.tuning.grid import PARTS

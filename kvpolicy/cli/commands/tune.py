@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,7 +64,7 @@ def tune(
     To resume an interrupted run, or to compare at another budget, run the same command again. The file serves any
     budget: tuned:file=FILE@BUDGET.
     """
-    from kvpolicy.cli.model_loading import load
+    from kvpolicy.cli.model_loading import check_longest, load
     from kvpolicy.planning.curves import MEASURES, load_tuned
     from kvpolicy.policy import Policy, TunedPolicy
     from kvpolicy.policy.tuned import TunedFile
@@ -71,13 +72,14 @@ def tune(
     from kvpolicy.text.model_file import SAME
     from kvpolicy.tuning.grid import PARTS, SHARES, make_grid
     from kvpolicy.tuning.ordinary import rivals as ordinary_policies
-    from kvpolicy.tuning.proof import prove
+    from kvpolicy.tuning.proof import as_share, check_held_out, prove
     from kvpolicy.tuning.rivals import estimate_rivals
     from kvpolicy.tuning.tune import estimate
     from kvpolicy.tuning.tune import tune as run
     from kvpolicy.tuning.verdict import check_margin
     from kvpolicy.tuning.windows import read_windows, split
 
+    out = os.path.expanduser(out)
     wanted = parse_budget(budget)
     check_margin(margin)
     check_output(out, SAME.format("tuning"), inputs=[text, model], is_own=load_tuned, force=force)
@@ -91,11 +93,21 @@ def tune(
         )
     for spec in rivals or ():
         Policy.parse(spec)  # an invalid one raises an error before anything is measured
+    for option, specs, budgets in (("--policy", policies, "--shares"), ("--rival", rivals, "--budget")):
+        for spec in specs or ():
+            if "@" in spec:
+                raise KVPolicyError(
+                    f"{option} must be without a budget, got {spec}; try {spec.partition('@')[0]} with {budgets}."
+                )
     loaded, tokenizer = load(model, dtype, device)
     if dtype == "auto" and next(loaded.parameters()).device.type == "cpu":
         loaded = loaded.float()
     found = read_windows(tokenizer, text, prompt=prompt or None, answer=answer or None, limit=windows, seed=seed)
+    check_longest(loaded, found)
     tuning, others = (found, []) if no_evidence else split(found, held_out, seed)
+    if not no_evidence:  # what the comparison would refuse, before anything is measured
+        check_held_out(others)
+        as_share(loaded, tuning, wanted)
     if not quiet and not Path(out).exists():
         compared = [] if no_evidence else [Policy.parse(spec) for spec in rivals or ordinary_policies()]
         _print_peak(loaded, [*grid, *compared], found, tile_size)

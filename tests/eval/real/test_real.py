@@ -304,3 +304,16 @@ def test_a_token_comes_after_the_compression(policy: str, tmp_path: Path, monkey
     for place in PLACES:
         right = model.answers(policy, "facts", place)["right"]
         assert right == 6 if policy == "full" else right < 4, place
+
+
+def test_models_of_one_name_are_kept_apart(tmp_path: Path) -> None:
+    results = tmp_path / "real.jsonl"
+    old = {"key": "full prose x in float32", "bits": 1.0}  # from before models were noted
+    results.write_text(json.dumps(old) + "\n")
+    assert RealModel("models/a/", None, results, 1).title == "a in float32"
+    first, again = RealModel("models/a/x/", None, results, 1), RealModel("models/a/x", None, results, 1)
+    assert first.title == again.title == "x in float32" and first.text("full", "prose")["bits"] == 1
+    first._keep(first._key("h2o@0.5", "prose"), {"bits": 2.0})
+    assert RealModel("models/a/x", None, results, 1).text("h2o@0.5", "prose")["bits"] == 2
+    other = RealModel("models/b/x", None, results, 1)
+    assert other.title == "models/b/x in float32" and not other.text("h2o@0.5", "prose")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 with warnings.catch_warnings():
@@ -17,7 +19,8 @@ with warnings.catch_warnings():
     from kvpolicy_lm_eval.model import KVPolicyLM
 
 from kvpolicy_eval.sweep import config
-from kvpolicy_eval.sweep.cells import Store
+from kvpolicy_eval.sweep.cells import Cell, Store
+from kvpolicy_eval.sweep.errors import SharedError
 from kvpolicy_eval.sweep.settings import check_settings, write_settings
 from kvpolicy_lm_eval.arguments import named_arguments
 from tests.eval.sweep.helpers import SMALL, file, quietly, sweep
@@ -215,3 +218,23 @@ def test_values_of_another_type_are_refused(line: str, message: str, tmp_path: P
     assert sweep(place, tmp_path / "out", "--plan") == 2
     (error,) = capsys.readouterr().err.strip().splitlines()
     assert error.startswith("kvpolicy-eval: ") and message in error
+
+
+def test_a_process_that_cannot_prepare_a_cell_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, of which this one is the first."""
+    ours = evaluate.Evaluator(config.read({"policies": ["full"], "tasks": ["kvpolicy_passkey"]}, "x"))
+    monkeypatch.setattr(ours, "model", lambda name: SimpleNamespace(switch=lambda policy: None))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    other: list[tuple[str, str] | None] = [None]
+
+    def gather(failures: list[Any], own: Any) -> None:
+        failures[:] = [own, *other]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    ours.prepare(Cell(model="m", task="t", method="full"))
+    with pytest.raises(SharedError, match="must have a registered name"):
+        ours.prepare(Cell(model="m", task="t", method="nothing"))
+    other[0] = ("OSError", "no weights")
+    with pytest.raises(SharedError, match="no weights"):
+        ours.prepare(Cell(model="m", task="t", method="full"))
