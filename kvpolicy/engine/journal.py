@@ -194,6 +194,7 @@ class Journal:
         layer.free_steps, schedule, counted, layer.steps_unsorted = numbers
         layer.schedule.set_numbers(schedule)
         layer.link.moved, layer.link.loaded, layer.link.stored = counted
+        layer.note_slots()  # work between steps may have noted that all heads were full
         self.entries = []
 
     def _undo(self, entry: Entry, keep: int) -> list[Tensor]:

@@ -88,7 +88,7 @@ class UndoLog:
         """Undo all steps but the first `keep`; `targets` and `copied` as when the log was made.
 
         Returns:
-            For each step that was undone, the slots [B, H, n] whose positions it wrote last.
+            The slots [B, H, n] whose positions the undone steps wrote, or emptied.
         """
         undone = range(int(self.step) - 1, keep - 1, -1)
         # Backwards: a slot may have been written by several steps, or twice in one, and the first knows what it held.
@@ -100,4 +100,5 @@ class UndoLog:
             for name, part in copied.items():
                 for steps, tensor in zip(self._copies[name], tensors(part), strict=True):
                     tensor.copy_(steps[keep])
-        return [self._slots["positions"][step] for step in undone]
+        written = [self._slots[name] for name in ("emptied", "positions") if name in self._slots]
+        return [slots[step] for step in undone for slots in written]

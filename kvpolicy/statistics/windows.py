@@ -57,13 +57,19 @@ class ScoreTransform(NamedTuple):
         """Scores of queries [..., M, D] against keys [..., N, D], fp32 [..., M, N]."""
         if self.softcap is None:
             return scaled_products(queries, keys, self.scale)
-        return torch.tanh(scaled_products(queries, keys, self.scale / self.softcap)).mul_(self.softcap)
+        return self._capped(scaled_products(queries, keys, self.scale / self.softcap), self.softcap)
 
     def finish(self, raw: Tensor) -> Tensor:
         """Scale and cap products of queries and keys [..., M, N] fp32, in place."""
         if self.softcap is None:
             return raw.mul_(self.scale)
-        return torch.tanh(raw.mul_(self.scale / self.softcap)).mul_(self.softcap)
+        return self._capped(raw.mul_(self.scale / self.softcap), self.softcap)
+
+    @staticmethod
+    def _capped(score: Tensor, softcap: float) -> Tensor:
+        """A cap on scores that are divided by it."""
+        capped = torch.tanh(score)
+        return capped * softcap if capped.requires_grad else capped.mul_(softcap)  # its backward needs its output
 
     def weights(self, score: Tensor) -> Tensor:
         """Attention weights of scores, fp32 [B, H, G, ..., N]; with sinks, rows sum to less than 1."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, KVPolicyStateError, Policy, PolicyCache
+from kvpolicy.engine.invariants import check_invariants
 from tests.conformance.bench import Bench, draw
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
@@ -86,6 +87,8 @@ def undone(
         for column in range(middle, middle + fed):
             forward(model, given, mask, column, column + 1, cache)
         cache.rollback(accepted)
+        for layer in cache.policy_layers:
+            check_invariants(layer.store)
         first = cache.policy_layers[0].store
         assert int(first.tensors.columns) == cache.get_seq_length(), "the host's count"
         for column in range(middle, middle + accepted):
@@ -107,6 +110,7 @@ OTHERS = [
     words("full", "kivi", "labels:read=8", budget="1.0"),
     words("h2o", "tokenwise", "sparq:read=8", budget="0.7"),
     "h2o+centroids:read=8:page=4@0.7",
+    words("h2o", "tokenwise", "centroids:page=1:read=8", budget="0.7"),
     "h2o+retrieval:recent=1:read=8:cluster=4:rebuild=3@0.7",
     "window+shadowkv:joint=true:read=8:page=2:rank=3:recent=2:rebuild=3@0.7",
     "h2o+shadowkv:read=8:page=2:rank=3:recent=2:rebuild=3:host=true@0.7",
@@ -144,6 +148,27 @@ def test_a_rejected_draft_leaves_no_trace(selector: str, codec: str, cut: tuple[
 @product("policy,cut,lengths", OTHERS, CUTS, LENGTHS, sample=each_once(OTHERS, [(5, 2), (8, 8), (5, 0)], LENGTHS))
 def test_of_mergers_readers_and_head_budgets(policy: str, cut: tuple[int, int], lengths: list[int]) -> None:
     undone("llama", policy, lengths, *cut)
+
+
+@pytest.mark.parametrize("policy", ["h2o+tokenwise:bits=4:block_size=4:residual_length=4@24", "uniform/even+h2o@24"])
+def test_a_cache_that_was_filled_under_the_mark_has_room_again(policy: str) -> None:
+    """The host notes that every head is full when it encodes a block."""
+    undone("llama", policy, [20], 12, 0, new=40)
+
+
+def test_estimates_of_what_is_not_read_have_the_tokens_back() -> None:
+    """In blocks that are not the first one."""
+    model = build("llama")
+    ids = torch.arange(100)[None] % 40 + 3
+    with torch.no_grad(), kvpolicy.attach(model, "h2o+tokenwise+sparq:read=8@64"):
+        cache = PolicyCache(model, new=20)
+        model(ids, cache=cache)
+        cache.mark(most=6)
+        for token in range(6):
+            model(torch.tensor([[token + 3]]), cache=cache)
+        cache.rollback(0)
+        for layer in cache.policy_layers:
+            check_invariants(layer.store)
 
 
 @contextmanager

@@ -52,6 +52,22 @@ def test_backward_through_a_prompt_with_a_cache(policy: str) -> None:
     assert not any(t.requires_grad for t in held)
 
 
+def test_backward_through_a_prompt_with_capped_scores() -> None:
+    model = own("gemma2")
+    model.set_attn_implementation("eager")  # which caps scores, unlike others of transformers
+    ids = prompt()
+    weight = model.model.layers[1].self_attn.k_proj.weight
+
+    def gradient_of(cache: Any) -> Tensor:
+        model.zero_grad()
+        model(ids, labels=ids, cache=cache).loss.backward()
+        return weight.grad.clone()
+
+    stock = gradient_of(DynamicCache(config=model.config))
+    with kvpolicy.attach(model, "h2o@0.5"):
+        assert torch.allclose(gradient_of(PolicyCache(model)), stock, atol=1e-6, rtol=1e-3)
+
+
 @each("turns", [[1], [1, 1, 1], [4], [4, 1]], often=FEW)
 def test_backward_through_slots(policy: str, turns: list[int]) -> None:
     """They hold no graph, so a gradient would lack a part."""
