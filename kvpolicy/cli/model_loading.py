@@ -18,7 +18,6 @@ from kvpolicy.cli.arguments import TINY
 from kvpolicy.text.embedded_names import EMBEDDED
 from kvpolicy.text.errors import KVPolicyError, is_out_of_memory
 from kvpolicy.text.formats import reason_of
-from kvpolicy.text.model_file import paths_in
 
 if TYPE_CHECKING:
     from kvpolicy.policy import Policy
@@ -367,4 +366,6 @@ def files_of(policy: Policy) -> list[str]:
     from kvpolicy.policy import TunedPolicy
 
     content = policy.source if isinstance(policy, TunedPolicy) else policy.to_dict()
+    from kvpolicy.text.model_file import paths_in  # needs PyTorch
+
     return paths_in(content)
