@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 import kvpolicy
@@ -101,10 +102,11 @@ def steps(
         model(token, **cache_argument(model, cache))
 
 
-def filled(model: torch.nn.Module, length: int) -> kvpolicy.PolicyCache:
+def filled(model: PreTrainedModel, length: int) -> kvpolicy.PolicyCache:
     """A cache after a prompt that only the attention layers processed: the whole model would take minutes."""
     cache = kvpolicy.PolicyCache(model)
+    kv_heads = model.config.num_key_value_heads
     for layer in cache.policy_layers:
-        q, k, v = (torch.randn(1, HEADS, length, WIDTH // HEADS) for _ in range(3))
+        q, k, v = (torch.randn(1, heads, length, WIDTH // HEADS) for heads in (HEADS, kv_heads, kv_heads))
         cache.attend(layer.layer_idx, q, k, v, None, ScoreTransform(0.125))
     return cache

@@ -58,6 +58,8 @@ LOW_RANK = "window+lowrank:rank=16"
 LAYER_POLICIES = ("window", "h2o", "snapkv", "window+kivi", "window+tokenwise:bits=4", LOW_RANK)
 MODEL_LIMITS = {"window": 1.2, "snapkv": 1.2, "h2o": 1.4, "kvcrush": 1.4, "window+kivi": 1.8}
 """The largest time of an eager step over the stock model's that passes."""
+GROUP_LIMITS = {"window+tokenwise:bits=4": 0.7, "window+kivi:bits=4": 0.7}
+"""The same where several query heads share a KV head, at 16,384 tokens."""
 GROWTH = (8192, 1024, 10)
 """Slots, fewer slots, and the largest ratio of the compiled times that passes."""
 LAYER_COLUMNS = [
@@ -229,15 +231,14 @@ def layer_lines(policies: Sequence[str], sizes: Sequence[int], rounds: int, back
             ]
 
 
-def measure_model(policy: str, kept: int, rounds: int, steps: int = STEPS) -> Ratio:
+def measure_model(policy: str, kept: int, rounds: int, steps: int = STEPS, kv_heads: int = HEADS) -> Ratio:
     """Time eager steps of a model with `kept` tokens, and of the stock model with a cache of that size."""
-    stock = llama(LAYERS, HEADS * DIM, HEADS)
-    model = llama(LAYERS, HEADS * DIM, HEADS)
+    stock, model = (llama(LAYERS, HEADS * DIM, HEADS, kv_heads=kv_heads) for _ in range(2))
     token = tokens(1)
     start = kept - steps // 2  # so that the stock cache has `kept` tokens on average
     stock_cache = DynamicCache(config=stock.config)
     for layer in range(LAYERS):
-        stock_cache.update(torch.randn(1, HEADS, start, DIM), torch.randn(1, HEADS, start, DIM), layer)
+        stock_cache.update(torch.randn(1, kv_heads, start, DIM), torch.randn(1, kv_heads, start, DIM), layer)
 
     def run_stock() -> None:
         decode.steps(stock, token, stock_cache, steps)
@@ -249,12 +250,13 @@ def measure_model(policy: str, kept: int, rounds: int, steps: int = STEPS) -> Ra
     return ratio._replace(base=ratio.base / steps, ours=ratio.ours / steps)
 
 
-def model_lines(policies: Sequence[str], sizes: Sequence[int], rounds: int, steps: int) -> Iterator[list[str]]:
+def model_lines(args: argparse.Namespace, rounds: int) -> Iterator[list[str]]:
     """Rows of the second table."""
-    for kept in sizes:
-        for policy in policies:
-            ratio = measure_model(policy, kept, rounds, steps)
-            bar = Row("", policy, ratio, MODEL_LIMITS.get(policy)).judged
+    for kept in (256,) if args.quick else args.kept:
+        for policy in args.policies or MODEL_LIMITS:
+            ratio = measure_model(policy, kept, rounds, 2 if args.quick else STEPS, args.kv_heads)
+            limit = MODEL_LIMITS.get(policy) if args.kv_heads == HEADS else GROUP_LIMITS.get(policy)
+            bar = Row("", policy, ratio, limit).judged
             milliseconds = [f"{1000 * ratio.base:.2f}", f"{1000 * ratio.ours:.2f}"]
             yield [f"`{policy}`", f"{kept:,}", *milliseconds, str(ratio), bar]
 
@@ -268,19 +270,21 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
         grid, equal = without_equal(Grid(LAYER_COLUMNS, rows))
         yield Section("steps-layer", [grid], f"{equal}{torch_note()}.")
     if args.only != "layer":
-        sizes = (256,) if args.quick else KEPT
-        steps = 2 if args.quick else STEPS
-        rows = collect(model_lines(args.policies or tuple(MODEL_LIMITS), sizes, repeats, steps))
-        note = f"A Llama of {LAYERS} layers, hidden size {HEADS * DIM}, fp32, eager; {torch_note()}."
-        yield Section("steps-model", [Grid(MODEL_COLUMNS, rows)], note)
+        rows = collect(model_lines(args, repeats))
+        heads = f"{HEADS} query heads, {args.kv_heads} KV heads"
+        note = f"A Llama of {LAYERS} layers, hidden size {HEADS * DIM}, {heads}, fp32, eager; {torch_note()}."
+        place = "steps-model" if args.kv_heads == HEADS else "steps-groups"
+        yield Section(place, [Grid(MODEL_COLUMNS, rows)], note)
 
 
 TABLE = Table(
     measure=measure,
-    places={"steps-layer": ["docs/benchmarks.md"], "steps-model": ["docs/benchmarks.md"]},
+    places={name: ["docs/benchmarks.md"] for name in ("steps-layer", "steps-model", "steps-groups")},
     options=[
         Option("--only", choices=["layer", "model"], help="measure one table"),
         Option("--policies", nargs="+", help="specs without a budget; those of the tables by default"),
+        Option("--kept", nargs="+", type=int, default=KEPT, help="tokens that the model keeps"),
+        Option("--kv-heads", type=int, default=HEADS, help="KV heads of the model; fewer fill a table of their own"),
         Option("--quick", action="store_true", help="few slots and rounds, to see that it runs"),
         rounds(15),
         Option("--backend", default="inductor", help="of torch.compile"),
