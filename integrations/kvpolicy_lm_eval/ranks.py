@@ -106,7 +106,7 @@ def check_same_requests(kind: str, requests: Sequence[Any]) -> None:
     digest = hashlib.sha256(kind.encode())
     for request in requests:
         digest.update(json.dumps(request.args, default=repr, sort_keys=True).encode())
-    if len(set(_all_gather(digest.hexdigest()))) > 1:
+    if len(set(all_gather(digest.hexdigest()))) > 1:
         raise KVPolicyStateError(
             f"All ranks must have the same {kind} requests, got different ones, as if examples were drawn with "
             "different seeds; try --seed with four numbers and no None."
@@ -125,7 +125,7 @@ def synchronize_answers(cache: Any) -> None:
     Raises:
         KVPolicyError: If two ranks use the same file.
     """
-    paths = _all_gather(os.path.realpath(cache.filename))
+    paths = all_gather(os.path.realpath(cache.filename))
     if len(set(paths)) < len(paths):
         raise KVPolicyError(
             f"Each rank must have its own request cache, got {paths[0]} twice; try without --use_cache."
@@ -137,18 +137,18 @@ def synchronize_answers(cache: Any) -> None:
         cache.commit()
 
 
+def all_gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, in the order of the ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def _broadcast(value: Any) -> Any:
     """Return the value of the first rank."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-def _all_gather(value: Any) -> list[Any]:
-    """Return the values of all ranks, in the order of the ranks."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _random_state() -> list[Any]:

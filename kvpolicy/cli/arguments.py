@@ -171,14 +171,15 @@ Device = Annotated[
 AnswersFile = Annotated[
     str, typer.Option("--text", metavar="FILE", help="JSONL with prompt and answer in each line, or plain text.")
 ]
-LEAST_SEED = -(2**63)
-MOST_SEED = 2**64 - 1
-"""The seeds that PyTorch takes."""
 
-Seed = Annotated[
-    int,
-    typer.Option("--seed", min=LEAST_SEED, max=MOST_SEED, metavar="INT", help="Random seed of the choice of texts."),
-]
+
+def _seed_option(what: str) -> Any:
+    """An option for a seed that PyTorch takes."""
+    return typer.Option("--seed", min=-(2**63), max=2**64 - 1, metavar="INT", help=what)
+
+
+Seed = Annotated[int, _seed_option("Random seed.")]
+TextSeed = Annotated[int, _seed_option("Random seed of the choice of texts.")]
 
 PromptTokens = Annotated[
     int, typer.Option("--prompt", min=0, metavar="TOKENS", help="For plain text: length of a prompt; 0 for 1024.")

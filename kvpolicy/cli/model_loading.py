@@ -336,7 +336,7 @@ def check_length(model: Any, tokens: int, new: int, remedy: str = "") -> None:
 
 def check_longest(model: Any, windows: Sequence[Window]) -> None:
     """Raise KVPolicyError if a text, a prompt with what follows it, exceeds the context length of the model."""
-    longest = max(windows, key=lambda window: len(window.prompt) + len(window.follow))
+    longest = max(windows, key=lambda window: window.length)
     remedy = "try shorter texts, or smaller --prompt and --answer"
     check_length(model, len(longest.prompt), len(longest.follow), remedy)
 

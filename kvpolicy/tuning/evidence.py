@@ -191,21 +191,17 @@ def share_bytes(model: nn.Module, window: Window, share: float) -> int:
 def managed_bytes(model: nn.Module, window: Window) -> int:
     """The bytes that the full cache holds of a window, answer included, in the layers under a policy."""
     shape = _shape_of(model)
-    return _tokens_of(window) * len(shape.evictable) * shape.token_bytes()
+    return window.length * len(shape.evictable) * shape.token_bytes()
 
 
 def unmanaged_bytes(model: nn.Module, window: Window) -> int:
     """The bytes that layers without a policy hold of a window: those with a sliding window, and states."""
-    return sum(_shape_of(model).unmanaged_bytes(1, _tokens_of(window)).values())
+    return sum(_shape_of(model).unmanaged_bytes(1, window.length).values())
 
 
 def _shape_of(model: nn.Module) -> ModelShape:
     config: Any = model.config
     return describe(config, getattr(model, "dtype", None))  # pyright: ignore[reportArgumentType]
-
-
-def _tokens_of(window: Window) -> int:
-    return len(window.prompt) + len(window.follow)
 
 
 def _decode(model: nn.Module, window: Window, *, compile: bool) -> tuple[Tensor, int]:

@@ -102,7 +102,7 @@ def as_share(model: nn.Module, windows: Sequence[Window], budget: Any) -> float:
     """
     if isinstance(budget, float):
         return budget
-    length = sum(len(window.prompt) + len(window.follow) for window in windows) / len(windows)
+    length = sum(window.length for window in windows) / len(windows)
     if isinstance(budget, int | Share):
         return min(max(least_of(budget) / length, fraction_of(budget) or 0.0), 1.0)
     full = sum(managed_bytes(model, window) for window in windows) / len(windows)

@@ -55,6 +55,11 @@ class Window(NamedTuple):
         """Everything behind the compressed prompt: question and answer, [Q + M] int64."""
         return torch.cat([self.question, self.answer])
 
+    @property
+    def length(self) -> int:
+        """The number of all tokens."""
+        return len(self.prompt) + len(self.question) + len(self.answer)
+
 
 def read_windows(
     tokenizer: Any,

@@ -88,7 +88,7 @@ def test_copies_are_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
 def two(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Replace the collectives: this is the second of two ranks, and receives `first` and `all`."""
     received: dict[str, Any] = {}
-    monkeypatch.setattr(ranks, "_all_gather", lambda value: received.get("all", [value, value]))
+    monkeypatch.setattr(ranks, "all_gather", lambda value: received.get("all", [value, value]))
     monkeypatch.setattr(ranks, "_broadcast", lambda value: received.get("first", value))
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: 1)
     return received

@@ -26,7 +26,7 @@ from kvpolicy_eval.sweep.config import Config
 from kvpolicy_eval.sweep.errors import SharedError, describe
 from kvpolicy_eval.sweep.modes import INSIDE, split_task
 from kvpolicy_eval.sweep.output import quiet_git
-from kvpolicy_lm_eval import startup
+from kvpolicy_lm_eval import ranks, startup
 from kvpolicy_lm_eval.model import KVPolicyLM
 from kvpolicy_lm_eval.stats import Stats
 
@@ -99,9 +99,7 @@ def raise_shared(failure: tuple[str, str] | None) -> None:
     Raises:
         SharedError: If a process failed.
     """
-    failures: list[tuple[str, str] | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(failures, failure)
-    for each in failures:
+    for each in ranks.all_gather(failure):
         if each is not None:
             raise SharedError(*each)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.calibration.calibrators import CALIBRATORS, Calibrator, HeadCalibrator
-from kvpolicy.cli.arguments import LEAST_SEED, MOST_SEED, Device, Dtype, Model, parse_integers, parse_names
+from kvpolicy.cli.arguments import Device, Dtype, Model, Seed, parse_integers, parse_names
 from kvpolicy.cli.formatting import Group, duration
 from kvpolicy.cli.model_loading import check_length, load
 from kvpolicy.cli.strategy_docs import attributes
@@ -29,10 +29,6 @@ More = Annotated[list[str] | None, typer.Argument(metavar="FILE", help="More tex
 Length = Annotated[int, typer.Option("--length", min=1, metavar="TOKENS", help="Length of a window of text.")]
 Windows = Annotated[
     int, typer.Option("--windows", min=1, metavar="INT", help="Maximum number of windows, drawn from the whole text.")
-]
-Seed = Annotated[
-    int,
-    typer.Option("--seed", min=LEAST_SEED, max=MOST_SEED, metavar="INT", help="Random seed."),
 ]
 Force = Annotated[
     bool, typer.Option("--force", help="Replace a finished calibration for another model, text or options.")

@@ -43,7 +43,7 @@ def compare(
     tile: arguments.Tile = "auto",
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
-    seed: arguments.Seed = 0,
+    seed: arguments.TextSeed = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not print progress.")] = False,
     json: arguments.Json = False,
 ) -> None:
@@ -97,7 +97,7 @@ def _facts(model: Any, policy: Any, windows: list[Any], scored: Any, tile: Any) 
     """Measurements of a policy, and its planned peak."""
     import kvpolicy
 
-    longest = max(windows, key=lambda window: len(window.prompt) + len(window.follow))
+    longest = max(windows, key=lambda window: window.length)
     planned = tile if isinstance(tile, int) else None
     plan = kvpolicy.plan(model, policy, prompt=len(longest.prompt), new=len(longest.follow), tile=planned)
     right = int(scored.correct.sum())

@@ -83,10 +83,7 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, metavar="FLOAT", help="Sampling temperature; 0 for greedy decoding.")
     ] = 0.0,
-    seed: Annotated[
-        int,
-        typer.Option(min=arguments.LEAST_SEED, max=arguments.MOST_SEED, metavar="INT", help="Random seed."),
-    ] = 0,
+    seed: arguments.Seed = 0,
     chat: Chat = False,
     tile: arguments.Tile = "auto",
     hold_codes: arguments.HoldCodes = False,

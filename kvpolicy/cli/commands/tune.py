@@ -54,7 +54,7 @@ def tune(
         str, typer.Option(metavar="DTYPE", help="Dtype of the weights: auto is float32 on a CPU.")
     ] = "auto",
     device: arguments.Device = "",
-    seed: arguments.Seed = 0,
+    seed: arguments.TextSeed = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Disable progress bars.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file for another model, text or options.")] = False,
     json: arguments.Json = False,
