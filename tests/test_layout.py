@@ -125,6 +125,13 @@ def test_no_room_imports_a_higher_one() -> None:
     assert not upward, "\n".join(upward)
 
 
+def test_interfaces_import_no_kernel() -> None:
+    """The words in which parts and the engine speak do not depend on how numbers are computed."""
+    graph = _import_graph()
+    interfaces = [module for module in graph if _room(module) == "protocols"]
+    assert interfaces and not [module for module in interfaces if "kernels" in map(_room, graph[module])]
+
+
 def test_modules_import_each_other_in_no_circle() -> None:
     try:
         TopologicalSorter(_import_graph()).prepare()

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kvpolicy.kernels import ranks as ranks_module
-from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
 from kvpolicy.parallel.runtime import share, sharing_of
 from kvpolicy.parallel.sharding import Heads, aligned, even
+from kvpolicy.statistics import ranks as ranks_module
+from kvpolicy.statistics.ranks import SINGLE_RANK, Ranks
 
 
 def _ranks(rank: int, queries: tuple[int, ...], heads: tuple[int, ...], replicas: int = 1) -> Ranks:

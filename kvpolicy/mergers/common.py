@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.products import lengths, thin_products
-from kvpolicy.kernels.ranks import gather
 from kvpolicy.kernels.slot_writes import flat_slots, gather_slots
 from kvpolicy.protocols import Candidates, Tokens
+from kvpolicy.statistics.ranks import gather
 
 TILE_ELEMENTS = 1 << 20
 """Similarities in one tile: 4 MiB of fp32."""

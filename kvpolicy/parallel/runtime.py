@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kvpolicy.kernels.ranks import Ranks, gather
+from kvpolicy.statistics.ranks import Ranks, gather
 from kvpolicy.text.errors import KVPolicyError
 
 

@@ -6,8 +6,6 @@ Shapes: B batch, H KV heads, G query heads per KV head, Hq = H * G, N candidate 
 D head dim, L layers.
 """
 
-from kvpolicy.kernels.ranks import SINGLE_RANK as SINGLE_RANK
-from kvpolicy.kernels.ranks import Ranks as Ranks
 from kvpolicy.protocols.allocator import Allocator as Allocator
 from kvpolicy.protocols.allocator import AttentionNeeds as AttentionNeeds
 from kvpolicy.protocols.allocator import BoundsBudgets as BoundsBudgets
@@ -91,3 +89,5 @@ from kvpolicy.protocols.selector import whole_heads as whole_heads
 from kvpolicy.protocols.shapes import SMALLEST_HEAD as SMALLEST_HEAD
 from kvpolicy.protocols.shapes import HeadShape as HeadShape
 from kvpolicy.protocols.shapes import LayerShape as LayerShape
+from kvpolicy.statistics.ranks import SINGLE_RANK as SINGLE_RANK
+from kvpolicy.statistics.ranks import Ranks as Ranks

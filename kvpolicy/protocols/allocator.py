@@ -6,10 +6,10 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
 from kvpolicy.protocols.codec import ModelInfo
 from kvpolicy.protocols.selector import View
 from kvpolicy.statistics.attention_sum import AttentionSum
+from kvpolicy.statistics.ranks import SINGLE_RANK, Ranks
 from kvpolicy.statistics.recent_queries import RecentQueries
 from kvpolicy.statistics.statistic import Statistic
 

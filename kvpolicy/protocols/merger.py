@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
 from kvpolicy.protocols.selector import State
+from kvpolicy.statistics.ranks import SINGLE_RANK, Ranks
 from kvpolicy.statistics.statistic import Statistic
 
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.ranks import Ranks
 from kvpolicy.protocols.codec import ALL_HEADS, ModelInfo
 from kvpolicy.protocols.selector import StepMemo
+from kvpolicy.statistics.ranks import Ranks
 
 Index = Any
 """A NamedTuple of one layer's tensors that describe its entries; the empty tuple for a reader without an index."""

@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
 from kvpolicy.protocols.codec import ModelInfo
 from kvpolicy.protocols.shapes import SMALLEST_HEAD, HeadShape
 from kvpolicy.statistics.generated_attention import GeneratedAttention
+from kvpolicy.statistics.ranks import SINGLE_RANK, Ranks
 from kvpolicy.statistics.statistic import Results, Statistic, first_of
 from kvpolicy.statistics.vectors import Vectors
 

@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
-from kvpolicy.protocols import View
+from kvpolicy.protocols import SINGLE_RANK, Ranks, View
 
 Anchor = Literal["random", "mean", "alternate", "zeros", "ones"]
 Pick = Literal["first", "random", "best"]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.ranks import Ranks
+from kvpolicy.statistics.ranks import Ranks
 from kvpolicy.statistics.statistic import Context, KeptStatistic, NewestWindow, Sizes, Statistic, Tile, Working
 from kvpolicy.statistics.windows import QueryWindow, together
 

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
+from kvpolicy.statistics.ranks import SINGLE_RANK, Ranks
 from kvpolicy.statistics.statistic import (
     SCORE_NBYTES,
     Coming,

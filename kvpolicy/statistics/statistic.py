@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.mixed_values import read_values
-from kvpolicy.kernels.ranks import SINGLE_RANK, Ranks
 from kvpolicy.kernels.rotary import KeyRotation, Rope
+from kvpolicy.statistics.ranks import SINGLE_RANK, Ranks
 from kvpolicy.statistics.windows import (
     TILE_ELEMENTS,
     Past,

@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.codecs.tokenwise import TokenWise
-from kvpolicy.kernels.ranks import Ranks
 from kvpolicy.protocols import StageStore
 from kvpolicy.selectors.window import SlidingWindow
 from kvpolicy.statistics import KeptStatistic, Sizes, Tile, Working
+from kvpolicy.statistics.ranks import Ranks
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 

@@ -21,7 +21,7 @@ from kvpolicy.hf.latent import LatentSlots
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.projection import output_projection
 from kvpolicy.hf.replay import ReplayCache
-from kvpolicy.kernels.ranks import Ranks
+from kvpolicy.statistics.ranks import Ranks
 
 Slots = list[list[int | None]]
 """The position in each slot of each stage, None where it is dead."""
