@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.formats import replace_file
+from kvpolicy.text.json_lines import append_line, read_lines
 
 DIGITS = 6
 """Significant digits of a number in a file; further ones differ between machines."""
@@ -35,35 +35,26 @@ class Steps:
         self._file = file
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         self._known: dict[str, Any] = {}
-        first = json.dumps(digest) + "\n"
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(first, encoding="utf-8")
-            return
-        # A line that was cut off while it was written is computed again.
-        lines: list[str] = []
         try:
-            text = file.read_text(encoding="utf-8")
-            lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-            found, *rows = [json.loads(line) for line in lines]
+            found, *rows = read_lines(file, '"', '["') or [digest]
             self._known = dict(rows)
         except (ValueError, TypeError):
             found = None
-        if found != digest and isinstance(found, str) and len(found) == len(digest) and not self._known:
-            lines = [first]  # another run that was refused before it measured anything: nothing is lost
+        if isinstance(found, str) and len(found) == len(digest) and not self._known:
+            # There is no file, or one of a run that was refused before it measured anything: nothing is lost.
+            file.unlink(missing_ok=True)
+            append_line(file, digest)
         elif found != digest:
             raise KVPolicyError(
                 f"The unfinished run in {str(file)!r} must be of the same model, text and options, got another one; "
                 "try to finish or to delete it."
             )
-        replace_file(file, "".join(lines).encode())
 
     def get(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """A tensor by its name, fp64, rounded as in the file; NaN and infinite numbers are NaN."""
         if name not in self._known:
             self._known[name] = rounded(compute())
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([name, self._known[name]], allow_nan=False) + "\n")
+            append_line(self._file, [name, self._known[name]])
         return _tensor(self._known[name])
 
     def clear(self) -> None:

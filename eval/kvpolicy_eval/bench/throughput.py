@@ -26,8 +26,8 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 import kvpolicy
 from kvpolicy.hf.cache_names import cache_argument
+from kvpolicy.text.json_lines import append_line, read_lines
 from kvpolicy_eval.bench.floor import Machine, decode_work, measure_machine
-from kvpolicy_eval.common.results import append_line, read_lines
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, UsageError, collect, threads, torch_note
 
 PROMPT = 512
@@ -169,7 +169,7 @@ class Runs:
         self.memory = memory
         self.options = options
         self.known: dict[str, Result | None] = {}
-        if results is not None and results.exists():
+        if results is not None:
             try:
                 self.known = dict(read_lines(results, '["'))
             except (ValueError, TypeError) as error:
@@ -183,7 +183,7 @@ class Runs:
         if key not in self.known:
             self.known[key] = self._run(side, batch, steps)
             if self.results is not None:
-                append_line(self.results, json.dumps([key, self.known[key]]))
+                append_line(self.results, [key, self.known[key]])
         return self.known[key]
 
     def _run(self, side: str, batch: int, steps: int) -> Result | None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +11,7 @@ import torch
 import kvpolicy
 from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.common.heldout import HeldOutText
-
-Result = dict[str, Any]
-"""`tasks`: accuracy by task; `share`: bytes over the full cache's; for codecs also `keys`, `values`, `perplexity`."""
+from kvpolicy_eval.common.results import Known, Result, keep_result, read_results
 
 
 class Bench:
@@ -40,14 +34,15 @@ class Bench:
         self.text = text
         self.saved = saved
         self.file = None if cache is None else cache / "methods.jsonl"
-        self.known: dict[str, Result] = {}
-        if self.file is not None and self.file.is_file():
-            self.known = {line["key"]: line for line in _complete_lines(self.file)}
+        self.known: Known = {} if self.file is None else read_results(self.file)
         self._evaluator: TaskEvaluator | None = None
         self._held_out: HeldOutText | None = None
 
     def result(self, policy: str, **options: Any) -> Result:
         """The result of a policy, measured now unless it is known.
+
+        Its `tasks` are the accuracy by task and its `share` the bytes over those of the full cache; with `text` there
+        are `keys`, `values` and `perplexity` too.
 
         Args:
             policy: Spec of the policy.
@@ -58,9 +53,7 @@ class Bench:
         key = f"{policy} n={self.docs} {self.dtype} text={self.text} kvpolicy={kvpolicy.__version__}"
         key += "".join(f" {name}={value}" for name, value in sorted(options.items()))
         if key not in self.known:
-            self.known[key] = {"key": key, **self._measure(policy, **options)}
-            print(json.dumps(self.known[key]), file=sys.stderr, flush=True)
-            self._keep(self.known[key])
+            keep_result(self.file, self.known, key, self._measure(policy, **options))
         return self.known[key]
 
     def _measure(self, policy: str, **options: Any) -> Result:
@@ -75,18 +68,3 @@ class Bench:
             numbers = {"keys": keys, "values": values, "perplexity": self._held_out.perplexity(policy)}
             result |= {name: None if math.isnan(number) else number for name, number in numbers.items()}
         return result
-
-    def _keep(self, result: Result) -> None:
-        if self.file is None:
-            return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a", encoding="utf-8") as out:
-            # The line break comes first, so that a truncated last line does not spoil this one.
-            out.write("\n" * (out.tell() > 0) + json.dumps(result))
-
-
-def _complete_lines(file: Path) -> Iterator[Result]:
-    """The results of a file, without a line that was truncated when a run was interrupted."""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        with suppress(json.JSONDecodeError):
-            yield json.loads(line)

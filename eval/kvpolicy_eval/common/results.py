@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.text.json_lines import append_line, read_lines
 from kvpolicy_eval.common.markdown import check_places
 
 Result = dict[str, Any]
@@ -58,57 +59,16 @@ def read_results(path: Path) -> Known:
     Raises:
         ValueError: If it is another file, to which no result should be appended.
     """
-    if not path.exists():
-        return {}
     try:
         return {found.pop("key"): found for found in read_lines(path, '{"key": ')}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--results must be absent, or a file of results, got {path}; try another file.") from error
 
 
-def keep_result(path: Path, known: Known, key: str, result: Result) -> None:
-    """Remember a result: in `known`, at the end of the file, and as a line of the log."""
+def keep_result(path: Path | None, known: Known, key: str, result: Result) -> None:
+    """Remember a result: in `known`, at the end of the file if there is one, and as a line of the log."""
     known[key] = result
-    line = json.dumps({"key": key, **result})
-    print(line, file=sys.stderr, flush=True)
-    append_line(path, line)
-
-
-def read_lines(path: Path, start: str) -> list[Any]:
-    """The content of each line of a file of JSON, without a last one that was cut off while it was written.
-
-    Args:
-        path: The file.
-        start: How every line begins, by which one that was cut off is told from the text of another file.
-
-    Raises:
-        ValueError: If another line is no JSON.
-    """
-    *whole, last = path.read_text(encoding="utf-8").split("\n")
-    lines = [json.loads(line) for line in whole]
-    try:
-        return [*lines, json.loads(last)] if last else lines
-    except ValueError:
-        if not start.startswith(last[: len(start)]):
-            raise
-        return lines
-
-
-def append_line(path: Path, line: str) -> None:
-    """Write a line to the end of a file of JSON, in the place of a last one that was cut off."""
-    text = path.read_bytes() if path.exists() else b""
-    last = text[text.rfind(b"\n") + 1 :]
-    with path.open("ab") as out:
-        if last and not _is_json(last):
-            out.truncate(len(text) - len(last))
-        elif last:
-            out.write(b"\n")
-        out.write(line.encode() + b"\n")
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
+    line = {"key": key, **result}
+    print(json.dumps(line), file=sys.stderr, flush=True)
+    if path is not None:
+        append_line(path, line)

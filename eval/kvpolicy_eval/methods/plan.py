@@ -77,6 +77,7 @@ READERS = {
     "labels": ["labels", "exact"],
     "loki": ["loki", "loki:channels=16", "labels:channels=8:dense=0", "labels:dense=0", "exact"],
     "sparq": ["sparq", "sparq:correct=false", "labels:channels=8:dense=0", "exact"],
+    "rocket": ["rocket", "rocket:page=2", "quest:dense=0", "sparq:correct=false", "exact"],
     "centroids": ["centroids", "centroids:estimate=false", "centroids:page=16", "quest:dense=0", "exact"],
     "retrieval": ["retrieval", "retrieval:estimate=false", "retrieval:cluster=16", "centroids", "exact"],
     "shadowkv": [

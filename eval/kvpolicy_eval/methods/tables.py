@@ -8,7 +8,8 @@ import kvpolicy
 from kvpolicy_eval.common.accuracy import mean
 from kvpolicy_eval.common.codecs import short_options, with_ranking
 from kvpolicy_eval.common.markdown import table
-from kvpolicy_eval.common.measure import Bench, Result
+from kvpolicy_eval.common.measure import Bench
+from kvpolicy_eval.common.results import Result
 from kvpolicy_eval.methods.plan import (
     BUDGETS,
     CODEC_BUDGET,

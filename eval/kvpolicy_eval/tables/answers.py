@@ -17,7 +17,8 @@ import torch
 import kvpolicy
 from kvpolicy.policy import TunedPolicy
 from kvpolicy_eval.common.accuracy import mean
-from kvpolicy_eval.common.measure import Bench, Result
+from kvpolicy_eval.common.measure import Bench
+from kvpolicy_eval.common.results import Result
 from kvpolicy_eval.common.table import Grid, Option, Section, Table, byte_shares, only, prompts, results_folder
 from kvpolicy_lm_eval.data.modes import MODES
 

@@ -83,7 +83,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(bench, "_measure", lambda policy: made)
     bench.result("window@0.3")
     with bench.file.open("a") as out:  # pyright: ignore[reportOptionalMemberAccess]
-        out.write('\n{"key": "window@0.2 n=2 torch.bf')  # killed while writing
+        out.write('{"key": "window@0.2 n=2 torch.bf')  # killed while writing
     again = Bench(2, torch.bfloat16, tmp_path)
     assert len(again.known) == 1
     monkeypatch.setattr(again, "_measure", lambda policy: made)
