@@ -217,6 +217,7 @@ def test_nothing_is_unpickled() -> None:
 
 METHODS = _sources(*(PACKAGES["kvpolicy"] / kind for kind in STRATEGIES))
 CALIBRATORS = PACKAGES["kvpolicy"] / "calibration" / "calibrators.py"
+CALIBRATOR = CALIBRATORS.with_name("calibrator.py")
 SLOT_ACCESS = PACKAGES["kvpolicy"] / "engine" / "layer_slots.py"
 
 
@@ -234,7 +235,7 @@ def test_public_names_have_docstrings() -> None:
     trees = {path: _tree(path) for path in CODE}
     silent = [_name(path) for path, tree in trees.items() if not ast.get_docstring(tree)]
     of_methods = _described([*METHODS, *_sources(PACKAGES["kvpolicy"] / "protocols")])
-    described = dict.fromkeys([*METHODS, SLOT_ACCESS], of_methods) | {CALIBRATORS: _described([CALIBRATORS])}
+    described = dict.fromkeys([*METHODS, SLOT_ACCESS], of_methods) | {CALIBRATORS: _described([CALIBRATOR])}
     for path, tree in trees.items():
         top = {id(node) for node in tree.body}
         for node in _public(tree.body):

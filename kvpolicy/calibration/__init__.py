@@ -8,19 +8,19 @@ if TYPE_CHECKING:
     from kvpolicy.calibration.csr import Dictionaries as Dictionaries
     from kvpolicy.calibration.csr import estimate_csr as estimate_csr
     from kvpolicy.calibration.dictionary import Training as Training
-    from kvpolicy.calibration.driver import calibrate_channels as calibrate_channels
-    from kvpolicy.calibration.driver import calibrate_csr as calibrate_csr
-    from kvpolicy.calibration.driver import calibrate_echoes as calibrate_echoes
-    from kvpolicy.calibration.driver import calibrate_gate as calibrate_gate
-    from kvpolicy.calibration.driver import calibrate_heads as calibrate_heads
-    from kvpolicy.calibration.driver import calibrate_kvquant as calibrate_kvquant
-    from kvpolicy.calibration.driver import calibrate_lowrank as calibrate_lowrank
-    from kvpolicy.calibration.driver import calibrate_oscar as calibrate_oscar
-    from kvpolicy.calibration.driver import calibrate_qfilters as calibrate_qfilters
-    from kvpolicy.calibration.driver import calibrate_triattention as calibrate_triattention
     from kvpolicy.calibration.echoes import EchoScores as EchoScores
     from kvpolicy.calibration.echoes import echo_scores as echo_scores
     from kvpolicy.calibration.echoes import ranked_scores as ranked_scores
+    from kvpolicy.calibration.functions import calibrate_channels as calibrate_channels
+    from kvpolicy.calibration.functions import calibrate_csr as calibrate_csr
+    from kvpolicy.calibration.functions import calibrate_echoes as calibrate_echoes
+    from kvpolicy.calibration.functions import calibrate_gate as calibrate_gate
+    from kvpolicy.calibration.functions import calibrate_heads as calibrate_heads
+    from kvpolicy.calibration.functions import calibrate_kvquant as calibrate_kvquant
+    from kvpolicy.calibration.functions import calibrate_lowrank as calibrate_lowrank
+    from kvpolicy.calibration.functions import calibrate_oscar as calibrate_oscar
+    from kvpolicy.calibration.functions import calibrate_qfilters as calibrate_qfilters
+    from kvpolicy.calibration.functions import calibrate_triattention as calibrate_triattention
     from kvpolicy.calibration.heads import head_scores as head_scores
     from kvpolicy.calibration.kvquant import fit_kvquant as fit_kvquant
     from kvpolicy.calibration.oscar import rotation_of as rotation_of
@@ -35,7 +35,7 @@ _LAZY = {
     "corpus": ("read_texts", "token_windows"),
     "csr": ("Dictionaries", "estimate_csr"),
     "dictionary": ("Training",),
-    "driver": tuple(
+    "functions": tuple(
         f"calibrate_{part}"
         for part in (
             *("channels", "csr", "echoes", "gate", "heads", "kvquant", "lowrank", "oscar", "qfilters", "triattention"),

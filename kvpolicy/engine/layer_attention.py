@@ -18,7 +18,8 @@ from kvpolicy.kernels.mixed_values import read_values
 from kvpolicy.protocols import AttentionNeeds, LayerAttention, Ranks
 from kvpolicy.statistics.attention_sum import AttentionSum
 from kvpolicy.statistics.recent_queries import RecentQueries
-from kvpolicy.statistics.statistic import Statistic, first_of, newest_of
+from kvpolicy.statistics.statistic import Statistic, first_of
+from kvpolicy.statistics.window_statistic import newest_of
 from kvpolicy.statistics.windows import QueryWindow, ScoreTransform, window_attention
 
 EPSILON = 1e-10

@@ -22,15 +22,15 @@ from kvpolicy.statistics.replay import ReplayedRows as ReplayedRows
 from kvpolicy.statistics.statistic import Coming as Coming
 from kvpolicy.statistics.statistic import Context as Context
 from kvpolicy.statistics.statistic import KeptStatistic as KeptStatistic
-from kvpolicy.statistics.statistic import NewestWindow as NewestWindow
 from kvpolicy.statistics.statistic import Results as Results
 from kvpolicy.statistics.statistic import Sizes as Sizes
 from kvpolicy.statistics.statistic import Statistic as Statistic
 from kvpolicy.statistics.statistic import Tile as Tile
-from kvpolicy.statistics.statistic import WindowStatistic as WindowStatistic
 from kvpolicy.statistics.statistic import Working as Working
 from kvpolicy.statistics.statistic import union as union
 from kvpolicy.statistics.vectors import Candidates as Candidates
 from kvpolicy.statistics.vectors import Rotation as Rotation
 from kvpolicy.statistics.vectors import UnrotatedKeys as UnrotatedKeys
 from kvpolicy.statistics.vectors import Vectors as Vectors
+from kvpolicy.statistics.window_statistic import NewestWindow as NewestWindow
+from kvpolicy.statistics.window_statistic import WindowStatistic as WindowStatistic

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.statistics.ranks import Ranks
-from kvpolicy.statistics.statistic import Context, KeptStatistic, NewestWindow, Sizes, Statistic, Tile, Working
+from kvpolicy.statistics.statistic import Context, KeptStatistic, Sizes, Statistic, Tile, Working
+from kvpolicy.statistics.window_statistic import NewestWindow
 from kvpolicy.statistics.windows import QueryWindow, together
 
 

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvpolicy.statistics.statistic import SHORTEST_TILE, Context, NewestWindow, Sizes, Working
+from kvpolicy.statistics.statistic import SHORTEST_TILE, Context, Sizes, Working
+from kvpolicy.statistics.window_statistic import NewestWindow
 from kvpolicy.statistics.windows import TILE_ELEMENTS, QueryWindow
 
 

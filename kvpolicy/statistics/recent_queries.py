@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.statistics.statistic import Context, NewestWindow, Sizes, Working, by_head
+from kvpolicy.statistics.statistic import Context, Sizes, Working, by_head
+from kvpolicy.statistics.window_statistic import NewestWindow
 from kvpolicy.statistics.windows import QueryWindow, weights_and_sinks, window_scores
 
 

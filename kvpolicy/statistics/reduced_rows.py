@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.statistics.ranks import SINGLE_RANK, Ranks
-from kvpolicy.statistics.statistic import (
-    SCORE_NBYTES,
-    Coming,
-    Context,
-    Sizes,
-    WindowStatistic,
-    Working,
-)
+from kvpolicy.statistics.statistic import SCORE_NBYTES, Coming, Context, Sizes, Working
+from kvpolicy.statistics.window_statistic import WindowStatistic
 from kvpolicy.statistics.windows import QueryWindow
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy.calibration.calibrators import CALIBRATORS, Calibrator, HeadCalibrator
+from kvpolicy.calibration.calibrator import Calibrator
+from kvpolicy.calibration.calibrators import CALIBRATORS, HeadCalibrator
 from kvpolicy.calibration.driver import calibrate, kind_of
 from kvpolicy.cli.app import main
 from kvpolicy.cli.strategy_docs import attributes

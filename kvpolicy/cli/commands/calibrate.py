@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.calibration.calibrators import CALIBRATORS, Calibrator, HeadCalibrator
+from kvpolicy.calibration.calibrator import Calibrator
+from kvpolicy.calibration.calibrators import CALIBRATORS, HeadCalibrator
 from kvpolicy.cli.arguments import Device, Dtype, Model, Seed, parse_integers, parse_names
 from kvpolicy.cli.formatting import Group, duration
 from kvpolicy.cli.model_loading import check_length, load
