@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from kvpolicy.readers.quest import Quest as Quest
     from kvpolicy.readers.retrieval import Retrieval as Retrieval
     from kvpolicy.readers.reuse import Reuse as Reuse
+    from kvpolicy.readers.rocket import RocketKV as RocketKV
     from kvpolicy.readers.shadowkv import ShadowKV as ShadowKV
     from kvpolicy.readers.sparq import SparQ as SparQ
     from kvpolicy.selectors.a2sf import A2SF as A2SF

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpolicy.kernels.products import thin_products
-from kvpolicy.kernels.slot_writes import flat_slots, write_slots
-from kvpolicy.protocols import ALONE, Changed, ReaderTraits, SlotAccess, StepMemo
-from kvpolicy.readers.common import Amount, TokenReader, amount, slots_of_page
+from kvpolicy.protocols import ReaderTraits
+from kvpolicy.readers.bounds import BoundsReader, PageBounds
+from kvpolicy.readers.common import Amount, amount, slots_of_page
 from kvpolicy.text.strategy import AutoInt, least, strategy
 
 
-class QuestIndex(NamedTuple):
-    """The bounds of one layer.
-
-    Attributes:
-        bounds: Elementwise maximum of the keys of each page, then their minimum, [B, H, X, 2 * D] in the dtype of the
-            keys; 0 for a page without a token.
-    """
-
-    bounds: Tensor
-
-
 @strategy
-class Quest(TokenReader):
+class Quest(BoundsReader):
     """Read the pages of tokens whose keys may have the largest product with the query.
 
     The slots are divided into pages. Of each page, the index holds the largest and the smallest number of every key
@@ -90,39 +78,7 @@ class Quest(TokenReader):
     def page_size(self, slots: int) -> int:
         return slots_of_page(self.page, slots)
 
-    def alloc(
-        self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
-    ) -> QuestIndex:
-        return QuestIndex(torch.zeros(batch, heads, entries, 2 * head_dim, dtype=dtype, device=device))
-
-    def update(self, index: QuestIndex, slots: SlotAccess, changed: Changed) -> None:
-        """Compute the bounds of pages that were written; what is known of their slots is shared by the layers."""
-        if changed.emptied is not None:  # what the bounds say of an empty slot is never read
-            return
-        for entries in slots.tiles(changed.entries):
-            at, occupied = slots.of_entries(entries)
-            keys = slots.keys(at).unflatten(2, occupied.shape[2:])
-            self._refresh(index, entries, keys, occupied, slots.memo)
-
-    def refresh(self, index: QuestIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
-        """Compute the bounds of some pages from their keys; see `Reader.refresh`."""
-        self._refresh(index, entries, keys, occupied, ALONE)
-
-    def _refresh(self, index: QuestIndex, entries: Tensor, keys: Tensor, occupied: Tensor, memo: StepMemo) -> None:
-        empty = memo.once(torch.logical_not, occupied)[..., None]
-        largest = keys.masked_fill(empty, -torch.inf).amax(3)
-        smallest = keys.masked_fill(empty, torch.inf).amin(3)
-        # The bounds of a page without a token would be infinite, and 0 times inf is NaN.
-        bounds = torch.cat([largest, smallest], -1).masked_fill(memo.once(_without_token, occupied), 0)
-        pages = memo.once(flat_slots, entries, index.bounds.shape[2], memo.once)
-        write_slots(index.bounds, entries, bounds.to(index.bounds.dtype), pages)
-
-    def score(self, index: QuestIndex, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
+    def score(self, index: PageBounds, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
         """The upper bound of the products with the keys of each page, [B, H, G, X] fp32."""
         # max(q * high, q * low) is q * high where q is positive, and q * low where it is negative.
         return thin_products(torch.cat([queries.clamp_min(0), queries.clamp_max(0)], -1), index.bounds)
-
-
-def _without_token(occupied: Tensor) -> Tensor:
-    """Which pages [B, H, n] hold no token, by which slots do, [B, H, n, 1] bool."""
-    return ~occupied.any(-1, keepdim=True)

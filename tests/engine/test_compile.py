@@ -117,6 +117,8 @@ OTHERS = [
     words("h2o", "loki"),
     words("h2o+merge", "sparq"),
     words("h2o", "sparq", "tokenwise"),
+    words("h2o", "rocket"),
+    words("full", "rocket", "tokenwise", budget="1.0"),
     words("h2o+compensate", "centroids"),
     words("h2o", "retrieval"),
     "full+retrieval:recent=1:read=8:cluster=4:host=true",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from kvpolicy import Policy
 from kvpolicy.codecs._files import save
 from kvpolicy.protocols import ModelInfo
+from kvpolicy.readers.rocket import RocketKV
 from kvpolicy.registry import lookup, name_of, names
 from kvpolicy.testing import check
 from tests.conformance.calibration import FOLDER, write
@@ -179,6 +181,7 @@ EXACT = [
     f"sparq:channels={DIM}:correct=false",
     f"shadowkv:page=1:rank={DIM}:sinks=0:recent=1:rebuild=4",
     "centroids:page=1:estimate=false",
+    f"rocket:page=1:channels={DIM}",
 ]
 PARTS = ["full", "snapkv", "tokenwise"]
 
@@ -384,6 +387,67 @@ def test_sparq_reads_the_channels_in_which_the_group_is_largest() -> None:
     assert reader.score((), torch.zeros(1, 1, 2, 4), noted).isfinite().all()
     with pytest.raises(ValueError, match=r"SparQ.channels must be at most the head dimension of 8, got 9; try 2"):
         lookup("sparq")[1](channels=9).check(ModelInfo(1, 1, DIM))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rocket_reads_one_bound_of_the_channels_in_which_the_group_is_largest(seed: int) -> None:
+    """The largest number of a page where the summed queries are positive, else the smallest."""
+    reader = RocketKV(page=4, channels=2)
+    index = reader.alloc(1, 1, 3, 4, torch.float32, "cpu")
+    keys = torch.randn(1, 1, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
+    reader.refresh(index, torch.arange(3).expand(1, 1, -1), keys, torch.ones(1, 1, 3, 4, dtype=torch.bool))
+    queries = torch.tensor([[[[4.0, 0.0, 1.0, 3.0], [0.0, 0.0, -3.0, 0.5]]]])
+    score = reader.score(index, queries, MeanOfHeads())
+    first = keys[0, 0, :, :, 0].amax(-1)
+    third = keys[0, 0, :, :, 2].amin(-1)
+    want = torch.stack([(4 * first + third) * (5 / 8) ** -0.5, -3 * third * (3 / 3.5) ** -0.5])
+    assert torch.allclose(score[0, 0], want, atol=1e-5)
+    assert reader.score(index, torch.zeros(1, 1, 2, 4), MeanOfHeads()).isfinite().all()
+
+
+class MeanOfHeads:
+    """Means over the query heads of one rank, without products."""
+
+    def __call__(self, queries: Tensor, channels: Tensor | None = None, /) -> Tensor:
+        raise AssertionError("the index alone is read")
+
+    def group_mean(self, of_heads: Tensor, /) -> Tensor:
+        return of_heads.mean(2)
+
+
+@pytest.mark.parametrize(
+    ("read", "slots", "page", "channels"),
+    [(256, 512, 1, 8), (256, 1024, 2, 8), (256, 4096, 3, 3), (256, 2**17, 16, 1), (0.05, 1000, 4, 3), (0.6, 9, 1, 8)],
+)
+def test_rocket_divides_a_reduction_between_tokens_and_channels(
+    read: float, slots: int, page: int, channels: int
+) -> None:
+    """Scores cost as much as the tokens that are read, as far as whole pages and channels allow it."""
+    reader = RocketKV(read=read)
+    assert reader.page_size(slots) == page
+    assert reader.channels_read(-(-slots // page), DIM) == channels
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.05, 0.0025])
+def test_rocket_splits_a_share_between_its_stages(share: float) -> None:
+    """The numbers of the authors' code for a prompt of 2 ** 20 tokens, without new ones."""
+    n = 2**20
+    ratio = 1 / share
+    capacity = n / ratio ** min(0.2 + math.log2(ratio) * 0.06, 0.8)
+    budget, read = RocketKV.split(share)
+    assert budget == pytest.approx(capacity / n)
+    assert read * budget * n == pytest.approx(share * n / 2)
+
+
+@pytest.mark.parametrize("share", [0, 1.5, -1])
+def test_rocket_refuses_a_share_out_of_range(share: float) -> None:
+    with pytest.raises(ValueError, match="share must be above 0 and up to 1"):
+        RocketKV.split(share)
+
+
+def test_rocket_refuses_more_channels_than_a_key_has() -> None:
+    with pytest.raises(ValueError, match="at most the head dimension of 8, got 9; try 2"):
+        RocketKV(channels=9).check(ModelInfo(1, 1, DIM))
 
 
 def test_what_is_not_read_has_its_share_of_the_weight() -> None:

@@ -2,9 +2,10 @@
 
 A file has `DEFAULTS`, the parameters that the reader has beside `read`, `dense` and `recent`; `page`, the slots of an
 entry; and `estimate`, what an entry is worth to a query. `channels` is what a reader chooses from a prompt, if it does.
-A reader that chooses channels by the queries of each step has `step_channels`. One that estimates what it does not read
-has `rest`. One that finds clusters or a basis in what a head holds has `fitted`, and gets the result as `fitted` of its
-parameters. One that rebuilds keys has `read_key`. `SMALL` is a spec with numbers that fit tiny models.
+A reader that chooses channels by the queries of each step has `step_channels`, whose parameters also have the number of
+`entries`. One that estimates what it does not read has `rest`. One that finds clusters or a basis in what a head holds
+has `fitted`, and gets the result as `fitted` of its parameters. One that rebuilds keys has `read_key`. `SMALL` is a
+spec with numbers that fit tiny models.
 """
 
 from __future__ import annotations
@@ -153,6 +154,7 @@ def ranked(
     entries = entries_of(parts, page)
     if not entries:
         return []
+    full["entries"] = sum(math.ceil(len(part) / page) for part in parts)
     if hasattr(method, "step_channels"):
         channels = method.step_channels(full, queries)
     weight = [0.0] * len(entries)
