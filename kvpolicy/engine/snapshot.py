@@ -41,7 +41,7 @@ class Snapshot(NamedTuple):
 def take(store: LayerStore) -> Snapshot:
     """The content of a store that holds a prompt."""
     layer = store.contents
-    tensors = dict(pair for name, part in store.tensors.parts().items() for pair in _parts_in_file(store, part, name))
+    tensors = dict(pair for name, part in store.tensors.parts().items() for pair in parts_in_file(store, part, name))
     batch, heads, dim = store.tensors.length.shape[0], layer.shape.heads, store.tensors.keys.shape[-1]
     if store.tensors.limits is not None:
         none = torch.empty(0, heads, dim, dtype=torch.float32, device=store.tensors.device)
@@ -64,7 +64,7 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
     """
     pins = snapshot.tensors.get("limits.pins")
     if store.spec.stages and (pins is None or pins.shape[-1] != store.spec.codec_traits.pinned):
-        raise _damaged("another number of pinned tokens")  # it is allocated below, and the policy is that of a file
+        raise damaged("another number of pinned tokens")  # it is allocated below, and the policy is that of a file
     try:
         batch, heads, dim = snapshot.numbers["shape"]
         keys = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)
@@ -72,9 +72,9 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
         store.geometry.set_numbers(snapshot.numbers)
         expected = store.geometry.alloc(batch, store.shape, torch.device("meta")).parts()
     except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-        raise _damaged(f"numbers of layer {store.layer_idx} that do not fit ({error})") from error
+        raise damaged(f"numbers of layer {store.layer_idx} that do not fit ({error})") from error
     for name, part in expected.items():
-        given = iter([_fitting(snapshot.tensors, path, like) for path, like in _parts_in_file(store, part, name)])
+        given = iter([_fitting(snapshot.tensors, path, like) for path, like in parts_in_file(store, part, name)])
 
         own = torch.device("cpu") if store.tensors.host and name in HOST_PARTS else device
 
@@ -94,30 +94,30 @@ def _check_numbers(store: LayerStore) -> None:
     slots = layer.layout.slots
     number = f"of layer {store.layer_idx} that its tensors do not have"
     if layer.layout != store.geometry.find_layout():
-        raise _damaged(f"the layout {number}")
+        raise damaged(f"the layout {number}")
     # Of budgets by head, another rank may have nearly all pages.
     elsewhere = store.spec.heads is not None and layer.ranks.size > 1
     most = max(slots, layer.columns) if elsewhere else slots
     if not max(layer.expected_len, default=0) <= layer.capacity <= MOST_CAPACITY * most:
-        raise _damaged(f"the capacity {number}")
+        raise damaged(f"the capacity {number}")
     if layer.reserved > layer.layout.exact:
-        raise _damaged(f"reserved slots {number}")
+        raise damaged(f"reserved slots {number}")
     if layer.largest_block > max(slots, store.spec.codec_traits.block):
-        raise _damaged(f"a block {number}")
+        raise damaged(f"a block {number}")
     if not (layer.schedule.is_started or store.spec.heads is not None):
-        raise _damaged(f"no steps of layer {store.layer_idx} until slots are ranked again")
+        raise damaged(f"no steps of layer {store.layer_idx} until slots are ranked again")
     if layer.free_steps > store.geometry.count_free_steps():
-        raise _damaged(f"free steps {number}")
+        raise damaged(f"free steps {number}")
     length = layer.tensors.length.view(-1, 1, 1)
     positions = layer.tensors.positions
     if bool(((positions < -1) | (positions >= length)).any()):
-        raise _damaged(f"positions in layer {store.layer_idx} of tokens that its rows have not seen")
+        raise damaged(f"positions in layer {store.layer_idx} of tokens that its rows have not seen")
     pages = layer.tensors.pages
     if pages is not None and bool(((pages.owner < 0) | (pages.owner > layer.shape.heads)).any()):
-        raise _damaged(f"pages in layer {store.layer_idx} of heads that it does not have")
+        raise damaged(f"pages in layer {store.layer_idx} of heads that it does not have")
 
 
-def _parts_in_file(store: LayerStore, part: State, name: str) -> Iterator[tuple[str, Tensor]]:
+def parts_in_file(store: LayerStore, part: State, name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a part with their names in files, which a codec's statistics have chosen themselves."""
     kept = enumerate(store.spec.codec_statistics)
     names = {f"limits.statistics.{number}": f"limits.{each.file_name}" for number, each in kept if each.file_name}
@@ -145,11 +145,12 @@ def _fitting(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
     if found is None and name.startswith("limits.") and not like.numel():
         return torch.empty_like(like, device="cpu")  # of a codec without it, in a file of an earlier version
     if found is None:
-        raise _damaged(f"no tensor {name}")
+        raise damaged(f"no tensor {name}")
     if found.shape != like.shape or found.dtype != like.dtype:
-        raise _damaged(f"{name} as {found.dtype} {list(found.shape)} instead of {like.dtype} {list(like.shape)}")
+        raise damaged(f"{name} as {found.dtype} {list(found.shape)} instead of {like.dtype} {list(like.shape)}")
     return found
 
 
-def _damaged(difference: str) -> KVPolicyError:
+def damaged(difference: str) -> KVPolicyError:
+    """The error for a content that does not fit, by what differs."""
     return KVPolicyError(f"The content of a layer must fit the policy and the model, got {difference}; save it again.")

@@ -317,6 +317,8 @@ class PolicyCache(CacheForward):
     def load(cls, model: nn.Module, path: str | PathLike[str], new: int | None = None) -> PolicyCache:
         """Load a cache from the file that `save` wrote.
 
+        Each rank of tensor parallelism loads its own file, or its KV heads of the file of a whole model.
+
         Args:
             model: The model that the cache was made with, with a policy attached that has the same hooks.
             path: The path that was given to `save`.
@@ -324,8 +326,8 @@ class PolicyCache(CacheForward):
                 the slots that it was saved with.
 
         Raises:
-            KVPolicyError: If the file is of another model, dtype or tensor parallel size, was truncated or edited, or
-                was written by a newer version.
+            KVPolicyError: If the file is of another model, dtype or tensor parallel size, cannot be divided among these
+                ranks, was truncated or edited, or was written by a newer version.
         """
         cache = load_cache(cls, model, str(path))[0]
         if new is not None:

@@ -72,6 +72,17 @@ def rank_path(path: str | os.PathLike[str], rank: int, size: int) -> Path:
     return whole if size == 1 else whole.with_name(f"{whole.stem}-{rank + 1:05}-of-{size:05}{whole.suffix}")
 
 
+def found_path(path: str | os.PathLike[str], rank: int, size: int) -> Path:
+    """The file to read on a rank: its own, or that of the whole model if there is no other.
+
+    Raises:
+        KVPolicyTypeError: If it is no path.
+    """
+    own = rank_path(path, rank, size)
+    whole = rank_path(path, 0, 1)
+    return whole if whole.is_file() and not own.is_file() else own
+
+
 def write(path: Path, content: CacheFile, compress: str | None = None) -> None:
     """Write a file atomically.
 
@@ -227,7 +238,25 @@ def check_content(content: CacheFile, attachment: Attachment, what: str) -> None
     Raises:
         KVPolicyError: Naming what does not fit.
     """
-    found = _layer_difference(content.header, attachment) or _tensor_difference(content, attachment)
+    check_layers(content.header, attachment, what)
+    _refuse(_tensor_difference(content, attachment), what)
+
+
+def check_layers(header: Mapping[str, Any], attachment: Attachment, what: str) -> None:
+    """Check that a file has the layers of a model, with all heads if it is of a whole one.
+
+    Args:
+        header: A header that passed its checks.
+        attachment: The attachment of the model.
+        what: The name of the file, for messages.
+
+    Raises:
+        KVPolicyError: Naming what does not fit.
+    """
+    _refuse(_layer_difference(header, attachment), what)
+
+
+def _refuse(found: str, what: str) -> None:
     if found:
         raise KVPolicyError(f"The content of the cache file {what!r} must have {found}; save the cache again.")
 
@@ -238,14 +267,14 @@ def _layer_difference(header: Mapping[str, Any], attachment: Attachment) -> str:
     for name, indices in (("layers", model.evictable), ("windows", model.unmanaged)):
         if header[name].keys() != {*map(str, indices)}:
             return f"the layers of the model in {name}, got others"
-    whole = [header["rows"], model.shape.heads, model.shape.head_dim]
+    whole = [header["rows"], model.whole.heads, model.whole.head_dim]
     for index, layer in header["layers"].items():
         # How many heads a rank has is in its tensors too, and `snapshot.put` compares them.
         expected = whole if header["ranks"]["size"] == 1 else [whole[0], layer["shape"][1], whole[2]]
         if layer["shape"] != expected or layer["shape"][1] > model.heads:
             return f"{expected} in layers.{index}.shape, got {layer['shape']}"
-        if layer["group"] != model.shape.group and header["ranks"]["size"] == 1:
-            return f"{model.shape.group} in layers.{index}.group, got {layer['group']}"
+        if layer["group"] != model.whole.group and header["ranks"]["size"] == 1:
+            return f"{model.whole.group} in layers.{index}.group, got {layer['group']}"
     wrong = [index for index, columns in header["windows"].items() if columns != header["columns"]]
     if wrong:
         return f"{header['columns']} columns in windows.{wrong[0]}, got {header['windows'][wrong[0]]}"

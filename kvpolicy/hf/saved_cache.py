@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,13 +12,14 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine import snapshot
 from kvpolicy.engine.snapshot import Snapshot, below
-from kvpolicy.engine.state import tensors
 from kvpolicy.hf.attachment import Attachment, attachment_of
-from kvpolicy.hf.cache_file import TOKENS, CacheFile, check_content, rank_path, read
+from kvpolicy.hf.cache_file import TOKENS, CacheFile, check_content, found_path, read
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.cache_header import read_header
+from kvpolicy.hf.calibration_hash import check_calibrations, hash_calibrations
 from kvpolicy.hf.discovery import ROPE_DELTAS, device_of, find_sites, rope_owner
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.rank_file import cut_for_rank
 from kvpolicy.hf.seen_text import KnownTokens
 from kvpolicy.hf.states import States, is_state
 from kvpolicy.planning.result import plan_from_dict, plan_to_dict
@@ -88,7 +88,7 @@ def describe_cache(
         "has_tokens": tokens is not None,
         "has_rope_deltas": first.rope_deltas is not None,
         **nbytes,
-        "calibrations": _calibrations(cache),
+        "calibrations": hash_calibrations(cache),
         "cache": cache.numbers(),
         "plan": None if cache.plan is None else plan_to_dict(cache.plan),
         "layers": layers,
@@ -137,11 +137,8 @@ def restore_cache(cache: CacheForward, model: nn.Module, content: CacheFile, wha
         ranks = _ranks(header["ranks"], attachment, index, device)
         snapshot.put(layer.store, Snapshot(own, header["layers"][str(index)]), ranks, dtype, device)
     # Not earlier, since a store loads its calibration when it is filled.
-    if header["calibrations"] != _calibrations(cache):
-        raise KVPolicyError(
-            f"The cache file {what!r} must be loaded with the calibration that it was made with, got another one for "
-            f"{cache.policy}; save the cache again."
-        )
+    if header["calibrations"] is not None:
+        check_calibrations(header, cache, what)
     cache.set_numbers(header["cache"])
     own = cache.policy_layers[0]
     own.hold_digest(held["digest"].to(own.length.device))
@@ -153,16 +150,18 @@ def restore_cache(cache: CacheForward, model: nn.Module, content: CacheFile, wha
 
 
 def read_for(model: nn.Module, path: str) -> tuple[CacheFile, Policy]:
-    """The file of this rank of a model, and the policy of the cache in it.
+    """The file of this rank of a model, or that of the whole model without one, and the policy of the cache in it.
 
     Raises:
         KVPolicyError: If no policy is attached, the file cannot be read, or it is of another number of ranks.
     """
     rank, size = attachment_of(model).place
-    own = rank_path(path, rank, size)
+    own = found_path(path, rank, size)
     _check_size(own, path, size)
     content = read(own)
-    _check_ranks(content.header["ranks"]["size"], str(own), size)
+    saved = content.header["ranks"]["size"]
+    if saved != 1:
+        _check_ranks(saved, str(own), size)
     return content, Policy.from_dict(content.header["policy"])
 
 
@@ -180,6 +179,8 @@ def load_cache(
         KVPolicyError: As `read_for` and `restore_cache`.
     """
     content, policy = read_for(model, path)
+    if content.header["ranks"]["size"] != attachment_of(model).place[1]:
+        content = cut_for_rank(content, kind(model, policy), path)
     cache = kind(model, policy)
     restore_cache(cache, model, content, path)
     return cache, content.tensors.get(TOKENS)
@@ -260,8 +261,6 @@ def _check_size(own: Path, path: str, size: int) -> None:
     if own.is_file():
         return
     whole = Path(path).expanduser()
-    if size > 1 and whole.is_file():
-        _check_ranks(read_header(whole)["ranks"]["size"], path, size)
     shards = sorted(whole.parent.glob(f"{whole.stem}-00001-of-*{whole.suffix}"))
     if shards:
         _check_ranks(read_header(shards[0])["ranks"]["size"], path, size)
@@ -285,18 +284,6 @@ def _ranks(saved: Mapping[str, Any], attachment: Attachment, layer_idx: int, dev
         torch.empty(1, saved[name][rank], 0, 1, device=device, dtype=torch.float32) for name in ("queries", "heads")
     )
     return attachment.resolve_ranks(layer_idx, queries, keys)
-
-
-def _calibrations(cache: CacheForward) -> str:
-    """A hash of the calibrated tensors that the codes and scores of a cache were made with; empty if there are none."""
-    found = hashlib.sha256()
-    count = 0
-    for layer in cache.policy_layers:
-        for tensor in tensors(layer.store.contents.resident):
-            # As bytes, since NumPy has no bfloat16.
-            found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            count += 1
-    return found.hexdigest() if count else ""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_file import found_path
 from kvpolicy.hf.cache_header import read_header
 from kvpolicy.hf.saved_cache import load_cache
 from kvpolicy.hf.shared_fork import check_shareable
@@ -82,6 +83,7 @@ class PrefixFile:
         path: The file.
         policy: The policy that it must have.
         shared: Whether requests share its slots, and do not copy them.
+        ranks: How many ranks share the model; each loads its own file of the cache, or its part of one file.
 
     Raises:
         KVPolicyError: If the file cannot be read, or its cache has another policy or several rows.
@@ -90,10 +92,11 @@ class PrefixFile:
     path: Path
     policy: Policy
     shared: bool = False
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         """Read the header."""
-        header = read_header(self.path)
+        header = read_header(found_path(self.path, 0, self.ranks))
         if not isinstance(self.policy, TunedPolicy):  # which is known only when the model is
             _check_policy(Policy.from_dict(header["policy"]), self.policy)
         if header["rows"] != 1:
@@ -107,7 +110,7 @@ class PrefixFile:
 
         Raises:
             KVPolicyError: If the file is of another model, was edited, has no token ids, or has padding, or its slots
-                cannot be shared and are to be.
+                cannot be shared and are to be, or cannot be divided among the ranks.
         """
         cache, tokens = load_cache(PolicyCache, model, str(self.path))
         _check_policy(cache.policy, attachment_of(model).policy)

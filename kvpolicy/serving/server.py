@@ -175,6 +175,7 @@ def following(
     model: Any,
     policy: str,
     channel: Channel,
+    load: Callable[[Any], Prefix] | None = None,
     tile: TileSize = None,
     hold: Hold = PLAIN,
     capacity: Capacity = ONE_ROW,
@@ -185,13 +186,15 @@ def following(
         model: This rank's part of the model, without a policy.
         policy: The spec of the policy.
         channel: The way from the first rank.
+        load: As in `serving`; all ranks load at the same time.
         tile: As in `serving`.
         hold: As in `serving`.
         capacity: As in `serving`.
     """
     with attach(model, policy, tile=tile, hold=hold, compile=False) as handle:
+        prefix = None if load is None else load(model)
         rows, length = capacity.sizes(model, handle.policy)
-        follow(make_forwards(Prompts(model, handle, Metrics()), rows, length), channel)
+        follow(make_forwards(Prompts(model, handle, Metrics(), prefix), rows, length), channel)
 
 
 @contextmanager

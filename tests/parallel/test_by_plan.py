@@ -191,6 +191,30 @@ def test_a_saved_cache_goes_on(name: str, parts: str, tmp_path: Path) -> None:
     assert len([*tmp_path.glob("cache*")]) == (1 if parts == "nothing" else 2)
 
 
+@torch.no_grad()
+def _go_on_from(rank: int, world: int, folder: str, policy: str) -> Tensor:
+    """Logits of tokens behind the cache of the whole model, from its file."""
+    model = _load(folder, world)
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache.load(model, str(Path(folder) / "whole.safetensors"))
+        return torch.cat([model(prompt()[:, at : at + 1], cache=cache).logits for at in range(NEW)], 1)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3n", "deepseek_v2", "falcon_h1", "qwen3_5"])
+def test_the_file_of_a_whole_model_goes_on(name: str, tmp_path: Path) -> None:
+    """Windows and shared keys, latent vectors, every head on every rank, and states."""
+    model = model_of(name)
+    model.save_pretrained(tmp_path)
+    policy = "snapkv+tokenwise:bits=8@0.5"
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        model(prompt(), cache=cache)
+        cache.save(tmp_path / "whole.safetensors")
+        want = torch.cat([model(prompt()[:, at : at + 1], cache=cache).logits for at in range(NEW)], 1)
+    for found in run_ranks(_go_on_from, 2, str(tmp_path), policy):
+        assert (found - want).abs().max() < CLOSE
+
+
 def test_what_is_tested_may_be_loaded() -> None:
     types = {make().get_text_config(decoder=True).model_type for make in MODELS.values()}
     assert types == BY_PLAN - {"qwen3_next"}

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +25,14 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 import openai
+import torch
 import transformers
 
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.cli.model_loading import load
 from kvpolicy.serving.capacity import Capacity
+from kvpolicy.serving.prefix import PrefixFile
 from kvpolicy.serving.server import following
 from kvpolicy.serving.several_ranks import Channel, Leading, follow
 from tests.parallel.launchers import LIMIT, free_port, words
@@ -80,6 +83,75 @@ def _serve(rank: int, world: int, folder: str, policy: str, rows: int) -> Any:
         return found, ask(port, 0).usage.kvpolicy["cache_nbytes"], refused, answers(port) == found
 
 
+def save_text(folder: str, policy: str, path: Path) -> None:
+    """Save the cache of `TEXT`, on the ranks that share a model or on one."""
+    model, tokenizer = load(folder, tp=int(os.environ.get("WORLD_SIZE", 1)))
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model)
+        model(ids, cache=cache)
+        cache.save(path, tokens=ids)
+
+
+def _serve_text(rank: int, world: int, folder: str, file: PrefixFile, rows: int) -> Any:
+    """On the first rank the answers, how many tokens were not computed, the bytes of the text, and answers again."""
+    model, tokenizer = load(folder, tp=world)
+    capacity = Capacity(rows=rows, length=256)
+    channel = Channel()
+    if rank:
+        following(model, str(file.policy), channel, file.load, capacity=capacity)
+        return None
+    how: dict[str, Any] = {"policy": str(file.policy), "capacity": capacity, "compile": False, "channel": channel}
+    with running((model, tokenizer), file.load, **how) as port:
+        found = answers(port)
+        details = ask(port, 0).usage.prompt_tokens_details
+        return found, details.cached_tokens, metric(port, "prefix_nbytes"), answers(port) == found
+
+
+TEXT_POLICIES = ("kvzip+tokenwise:bits=8@0.5", "uniform/adakv+kvzip@0.5")
+
+
+@pytest.mark.parametrize(
+    ("policy", "rows", "shared"),
+    [(TEXT_POLICIES[0], 3, False), (TEXT_POLICIES[1], 1, False), (TEXT_POLICIES[0], 1, True)],
+)
+def test_two_ranks_divide_a_saved_cache(policy: str, rows: int, shared: bool, folder: str, tmp_path: Path) -> None:
+    """Of one process: each rank starts from its heads of the file."""
+    path = tmp_path / "text.safetensors"
+    save_text(folder, policy, path)
+    parsed = kvpolicy.Policy.parse(policy)
+    with running(
+        load(folder),
+        PrefixFile(path, parsed, shared).load,
+        policy=policy,
+        capacity=Capacity(rows=rows, length=256),
+        compile=False,
+    ) as port:
+        alone = answers(port)
+        nbytes = metric(port, "prefix_nbytes")
+    (found, cached, own, again), _ = run_ranks(_serve_text, 2, folder, PrefixFile(path, parsed, shared, 2), rows)
+    assert [texts for texts, _ in found] == [texts for texts, _ in alone]
+    if not policy.startswith("uniform/"):
+        assert found == alone
+    assert again and cached == len(kvpolicy.tiny()[1](TEXT).input_ids) and nbytes * 0.4 < own < nbytes * 0.7
+
+
+def _save_and_serve(rank: int, world: int, folder: str, policy: str, path: str) -> Any:
+    save_text(folder, policy, Path(path))
+    torch.distributed.barrier()
+    return _serve_text(rank, world, folder, PrefixFile(Path(path), kvpolicy.Policy.parse(policy), False, world), 1)
+
+
+def test_ranks_start_from_the_files_that_they_wrote(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "text.safetensors"
+    policy = TEXT_POLICIES[0]
+    (found, *_), _ = run_ranks(_save_and_serve, 2, folder, policy, str(path))
+    assert not path.exists() and len([*tmp_path.iterdir()]) == 2
+    save_text(folder, policy, path)
+    with running(load(folder), PrefixFile(path, kvpolicy.Policy.parse(policy)).load, policy=policy) as port:
+        assert answers(port) == found
+
+
 def _too_long(port: int) -> None:
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
         client.completions.create(model="tiny", prompt=TEXT, max_tokens=5000)
@@ -107,10 +179,13 @@ def test_two_ranks_answer_as_one(policy: str, rows: int, folder: str) -> None:
     assert nbytes / 2 <= own < nbytes * 0.6  # scores and positions of tokens that all heads have in common are whole
 
 
-def test_the_command(folder: str) -> None:
+def test_the_command(folder: str, tmp_path: Path) -> None:
     """As a user starts it; SIGTERM ends all ranks with exit code 0."""
     port = free_port()
+    path = tmp_path / "text.safetensors"
+    save_text(folder, POLICIES[0], path)
     serve = ["-m", "kvpolicy", "serve", folder, POLICIES[0], "--tp", "2", "--port", str(port), "--quiet"]
+    serve += ["--prefix", str(path)]
     launch = [sys.executable, *words("torchrun"), *serve]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(launch, env=environment, stderr=subprocess.DEVNULL, start_new_session=True) as job:
@@ -119,7 +194,8 @@ def test_the_command(folder: str) -> None:
             while _unreachable(port):
                 assert job.poll() is None and time.monotonic() < deadline
                 time.sleep(0.5)
-            assert len(ask(port, 1, folder).choices) == 2
+            answer = ask(port, 1, folder)
+            assert len(answer.choices) == 2 and answer.usage.prompt_tokens_details.cached_tokens > 0
             assert metric(port, 'requests_total{outcome="answered"}') == 2  # one for each choice
             job.send_signal(signal.SIGTERM)
             assert job.wait(LIMIT) in (0, 1, -signal.SIGTERM)  # what torchrun makes of the signal
@@ -240,7 +316,7 @@ def test_the_others_run_what_the_first_runs_and_free_what_it_frees() -> None:
         (["--tp", "2"], "--tp must be the number of processes that a launcher started, got 2 and 1; try torchrun"),
         (["--tp", "2", "--compile"], "--compile must be without --tp, got it with 2 ranks"),
         (["--tp", "2", "--prefix-caching", "1MiB"], "--prefix-caching must be without --tp"),
-        (["--tp", "2", "--prefix", "text.safetensors"], "--prefix must be without --tp"),
+        (["--tp", "2", "--prefix", "none.safetensors"], "A cache file must exist, got 'none-00001-of-00002"),
         (["--tp", "2", "--device", "cpu"], "--device must be without --tp"),
     ],
 )

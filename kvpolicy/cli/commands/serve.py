@@ -109,7 +109,7 @@ def serve(
     which are not computed again. A policy whose budget is a fraction, such as 0.2, keeps at least 1,024 tokens of a
     prompt, see --least. One request is answered at a time; with --rows, requests join and leave a batch, and every
     answer is the one that its request has alone. With --tp, several processes share the model by the plan of
-    transformers. SIGTERM ends the server with exit code 0.
+    transformers, and the cache of --prefix. SIGTERM ends the server with exit code 0.
     """
     from kvpolicy.policy import Policy
     from kvpolicy.policy.model_policy import keep_at_least
@@ -130,18 +130,17 @@ def serve(
     )
     check_together(prefix=prefix is not None, shared=share_prefix, caching=prefix_caching is not None, rows=rows or 1)
     if tp > 1:
-        _check_ranks(
-            tp, {"--compile": compile, "--prefix": prefix, "--prefix-caching": prefix_caching, "--device": device}
-        )
+        _check_ranks(tp, {"--compile": compile, "--prefix-caching": prefix_caching, "--device": device})
     if api_key == "":
         raise KVPolicyError("--api-key must not be empty, got ''; try it without, or set the variable that it is from.")
     prefix_memory = 0 if prefix_caching is None else memory_of("--prefix-caching", prefix_caching)
-    file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed, share_prefix)
+    file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed, share_prefix, tp)
     capacity = Capacity(rows=rows, length=length, memory=memory, share=prefill_share, queue=queue)
     names = check_names(arguments.parse_names(allowed_hosts)) if allowed_hosts else ()
     from kvpolicy.cli.model_loading import load
 
     how: Any = {"tile": tile_size, "hold": arguments.hold_of(hold_codes), "capacity": capacity}
+    how |= {"load": file and file.load}
     rank = 0 if tp == 1 else join_ranks(tp)
     if rank > 0:
         part, _ = load(model, dtype, device, text=False, tp=tp)
@@ -150,11 +149,10 @@ def serve(
         return
     with bind(host, port) as listener:
         loaded, tokenizer = load(model, dtype, device, tp=tp)
-        load_prefix = file and file.load
         how |= {"compile": arguments.compile_of(compile) if tp == 1 else False, "key": api_key}
         how |= {"prefix_memory": prefix_memory, "channel": None if tp == 1 else Channel()}
         with (
-            serving(loaded, tokenizer, model, str(parsed), listener, load_prefix, (host, *names), **how) as server,
+            serving(loaded, tokenizer, model, str(parsed), listener, allowed_hosts=(host, *names), **how) as server,
             nullcontext() if quiet else show_status(server.metrics),
             log_to_terminal(),  # above the status
         ):
