@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,14 +10,11 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import OptimizedModule
-from transformers.cache_utils import EncoderDecoderCache
 
 from kvpolicy.hf import forward_calls, forward_checks
 from kvpolicy.hf.attachment import (
-    HOLD,
     PLAIN,
     SELECT,
     Attachment,
@@ -31,26 +27,26 @@ from kvpolicy.hf.attachment import (
     check_hold,
     check_projections,
     check_replayed_ids,
+    not_copied,
+    not_pickled,
 )
 from kvpolicy.hf.attention_interface import PREFIX, attached, configs_of, replace_falcon_forward, swap_implementation
 from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.hf.cache_names import OLD, cache_name, check_cache_name, check_version, rename_cache
-from kvpolicy.hf.discovery import Site, Sites, around, find_sites, is_falcon, rope_owner, sample_weights
-from kvpolicy.hf.division import division_of
+from kvpolicy.hf.cache_names import OLD, cache_name, check_cache_name, check_version
+from kvpolicy.hf.discovery import Sites, around, find_sites, is_falcon, rope_owner, sample_weights
+from kvpolicy.hf.division import Division, division_of
 from kvpolicy.hf.edit_checks import move_obstacle
+from kvpolicy.hf.forward_hooks import ForwardHooks, end_masks, take_new_name
 from kvpolicy.hf.generation_hooks import RecentCache, offer_cache
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.joining_rows import open_rows
 from kvpolicy.hf.latent import latent_projection
-from kvpolicy.hf.masks import defer_masks
 from kvpolicy.hf.model_spec import check_supported, describe, resolve_for
-from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.projection import Reading, gathered, output_projection
-from kvpolicy.hf.residual_hooks import active_stream, measure
+from kvpolicy.hf.residual_hooks import find_massive, measure
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
-from kvpolicy.hf.running_forward import newest_valid
-from kvpolicy.hf.shared_keys import cuts, joint_projections, ranks_by_queries, read_whole
+from kvpolicy.hf.shared_keys import joint_projections
 from kvpolicy.hf.tile_size import AUTO, TileSize, check_tile
 from kvpolicy.hf.tiles import check_layers, last_norms, norm_in_tiles, take_tiles, tile_obstacle
 from kvpolicy.kernels.rotary import Rope
@@ -60,35 +56,18 @@ from kvpolicy.reporting import report as notebook
 from kvpolicy.reporting.logging import (
     check_caching,
     log_attached,
-    log_compressed,
     log_detached,
-    log_tile,
-    warn_beyond_trained,
-    warn_of_chunks,
     warn_of_states,
 )
 from kvpolicy.reporting.report import Report
-from kvpolicy.statistics import NewestQueries, RecentQueries
 from kvpolicy.statistics.statistic import Projection
 from kvpolicy.text.arguments import named_arguments
-from kvpolicy.text.budget import Budget, least_of
+from kvpolicy.text.budget import Budget
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.tables import shorten
 
 _LOCK = threading.RLock()
 """Held while a policy is attached or detached: both change configs and modules that threads share."""
-
-
-class _Running(threading.local):
-    """The forward of a thread. Hooks belong to the model, and several threads may run it, each with a cache of its own.
-
-    Attributes:
-        cache: The cache of the forward; None while none runs, as in a compiled step.
-        chosen: The rows and columns of the forward that begins, and its tile size, once this was chosen.
-    """
-
-    cache: PolicyCache | None = None
-    chosen: tuple[torch.Size, int | None] | None = None
 
 
 class Handle:
@@ -115,54 +94,23 @@ class Handle:
         self._recent = RecentCache()
         self._model = model
         self._undo: list[Callable[[], None]] = []
-        self._running = _Running()
         forward_checks.check_adapters(model)
         check_supported(model.config)
         sites = find_sites(model)
         check_cache_name(sites.decoder)
         division = division_of(model)
-        dtype: Any = getattr(model, "dtype", None)
-        shape = describe(model.config, dtype, division.size, follows_plan=division.follows_plan)
-        # Calibrations were made with the whole model, so the weights of a shard identify nothing.
-        info = shape.info(sample_weights(sites.layers[0]) if division.size == 1 else division.weights)
-        policy = self.policy = resolve_for(policy, shape, info)
-        policy.check(info)
-        check_held_codes(hold, policy, shape.shape)
-        rotations = {} if shape.shape.latent else _rotations(sites, shape.evictable, policy.undoes_rotation)
-        rotary = getattr(sites.decoder, "rotary_emb", None)
-        trained = None if rotary is None else trained_positions(model.config)
         # Before `_connect`, because `detach` needs it if connecting fails.
-        described = identity(model, info=info)
-        behind = latent_projection if shape.shape.latent else output_projection
-        projections: dict[int, Projection] = {site.layer_idx: Reading(behind, site.attention) for site in sites.layers}
-        check_projections(policy, projections)
-        projections |= joint_projections(projections, shape.owners, shape.shape.heads)
-        vocabulary = forward_checks.vocabulary_of(model)
-        check_replayed_ids(policy, vocabulary)
-        self._attachment = Attachment(
-            policy=policy,
-            model_shape=shape,
-            info=info,
-            identity=described,
-            rotations=rotations,
-            sharing=division.sharing,
-            rotary=rotary,
-            trained_positions=trained,
-            projections=projections,
-            tile=tile,
-            chunks=chunks,
-            hold=hold,
-            compile=compile,
-            vocabulary=vocabulary,
-            # Measured when first asked.
-            move_obstacle=functools.cache(partial(move_obstacle, weakref.ref(model), rotations)),
+        self._attachment = _described(
+            model, policy, sites, division, tile=tile, chunks=chunks, hold=hold, compile=compile
         )
+        self.policy = self._attachment.policy
+        shape = self._attachment.model_shape
         try:
             self._connect(sites, gathers=division.gathers)
             attachments[model] = self._attachment
             if shape.states:
                 warn_of_states(model, model.config.get_text_config(decoder=True).model_type)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
-            log_attached(model, policy, shape)
+            log_attached(model, self.policy, shape)
         except BaseException:
             # An interrupt, or a warning that a program makes an error, must not leave a model connected in part.
             self.detach()
@@ -241,12 +189,7 @@ class Handle:
         """
         cache = PolicyCache(self._model)
         open_rows(cache, count, length, new)
-        forward_checks.check_rows(self._model, cache, self._names, self._learned)
-        if self._deltas is not None:
-            raise KVPolicyError(
-                "Rows that come and go must be of a model that reads text alone, got "
-                f"{type(self._model).__name__}, which counts positions behind pictures; try its text model."
-            )
+        self._hooks.check_rows(cache)
         return cache
 
     def detach(self) -> None:
@@ -278,36 +221,28 @@ class Handle:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: a copied model has hooks that work for the original."""
-        raise KVPolicyTypeError(
-            f"A model must have no policy attached to be copied, got {shorten(str(self.policy))}; try detach(), then "
-            "attach to both."
-        )
+        raise not_copied(self.policy)
 
     def __reduce__(self) -> NoReturn:
         """Refuse: hooks cannot be pickled."""
-        raise KVPolicyTypeError(
-            f"A model must have no policy attached to be pickled, got {shorten(str(self.policy))}; try save_pretrained "
-            "or state_dict, or detach() first."
-        )
+        raise not_pickled(self.policy)
 
     # connecting
 
     def _connect(self, sites: Sites, *, gathers: bool) -> None:
+        owner = rope_owner(self._model, sites.decoder)
+        deltas = None if owner is None else RopeDeltas(owner)
+        hooks = ForwardHooks(self._model, sites.decoder, self._attachment, self._recent, deltas)
+        self._hooks = hooks
         # Pushed in this order, undone in reverse.
         self._undo.append(swap_implementation(self._model))
-        self._undo.append(sites.decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-        self._undo.append(sites.decoder.register_forward_hook(self._after).remove)
-        owner = rope_owner(self._model, sites.decoder)
-        self._deltas = None if owner is None else RopeDeltas(owner)
-        if self._deltas is not None:
-            self._undo.append(self._deltas.connect())
-        self._learned = forward_checks.learned_positions(sites.decoder)
-        self._makes_both = forward_calls.makes_both_caches(sites.decoder)
-        self._names = list(inspect.signature(sites.decoder.forward).parameters)
-        self._cache_name = cache_name(sites.decoder)
+        self._undo.append(sites.decoder.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
+        self._undo.append(sites.decoder.register_forward_hook(hooks.after).remove)
+        if deltas is not None:
+            self._undo.append(deltas.connect())
         for outer in around(self._model, sites.decoder):
             if cache_name(outer) == OLD:  # it would pass on no cache of the new name
-                self._undo.append(outer.register_forward_pre_hook(_take_new_name, with_kwargs=True).remove)
+                self._undo.append(outer.register_forward_pre_hook(take_new_name, with_kwargs=True).remove)
         for site in sites.layers:
             self._undo.append(
                 site.attention.register_forward_pre_hook(forward_calls.bind_cache, with_kwargs=True).remove
@@ -321,151 +256,20 @@ class Handle:
                 continue
             if self.policy.layer_metric == "cosine":
                 # Of the module that an attachment knows, a hook must not hold the model, as this handle does.
-                self._undo += measure(site, partial(getattr, self._running, "cache"))
+                self._undo += measure(site, partial(getattr, hooks.running, "cache"))
             if self.policy.at(site.layer_idx).codec.traits.pins == "massive":
-                self._look(site)
+                self._undo.append(find_massive(site, partial(getattr, hooks.running, "cache")))
         if self._attachment.tile == AUTO and tile_obstacle(sites.layers):
             self._attachment.tile = None
         if self._attachment.tile is not None:
             check_layers(sites.layers)
             self._undo += [take_tiles(site) for site in sites.layers]
-            self._undo += [norm_in_tiles(norm, self._tile_size) for norm in last_norms(sites.decoder)]
+            self._undo += [norm_in_tiles(norm, hooks.tile_size) for norm in last_norms(sites.decoder)]
             for outer in around(self._model, sites.decoder):
-                self._undo.append(outer.register_forward_pre_hook(self._before_outer, with_kwargs=True).remove)
-                self._undo.append(outer.register_forward_hook(_end_masks, always_call=True).remove)
-            self._undo.append(sites.decoder.register_forward_hook(_end_masks, always_call=True).remove)
-        self._undo += offer_cache(self._model, self._recent, self._deltas)
-
-    def _tile_size(self) -> int | None:
-        """The tile size of this thread's forward; None if its layers take all tokens at once, or none runs."""
-        cache = self._running.cache
-        return None if cache is None else cache.tile_size
-
-    def _look(self, site: Site) -> None:
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            cache = self._running.cache
-            if cache is not None and cache.forward.wants_massive:
-                cache.note_massive(site.layer_idx, active_stream(site, args[0] if args else kwargs["hidden_states"]))
-
-        self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make sure that a forward has a cache under the policy."""
-        if self._running.cache is not None:  # it was broken off, and is not this forward's to finish
-            self._running.cache = None
-        if torch.compiler.is_compiling():
-            forward_calls.check_step(module, args, kwargs)
-            return forward_calls.with_positions(args, kwargs)
-        if len(args) > 1:
-            args, kwargs = forward_checks.by_name(self._names, args, kwargs)
-        rename_cache(kwargs, self._cache_name)
-        given = kwargs.get(self._cache_name)
-        if self._makes_both and isinstance(given, EncoderDecoderCache):
-            given = given.self_attention_cache
-        cache = given
-        tokens: Any = kwargs.get("input_ids", args[0] if args else None)
-        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-        defer_masks(False)
-        if self._attachment.model_shape.owners and cuts(self._names) and tokens is not None and tokens.shape[1] > 1:
-            policy = self.policy if not isinstance(given, PolicyCache) else given.policy
-            may_cut = (
-                forward_calls.caches(module, kwargs) and self._attachment.tile is None and not ranks_by_queries(policy)
-            )
-            read_whole(kwargs, tokens.shape[1], kwargs.get("attention_mask"), may_cut=may_cut)
-        if tokens is None:
-            return args, kwargs  # the model says so itself
-        if isinstance(cache, PassingCache):  # it stores nothing, and its maker has checked what it passes
-            self._choose_tile(cache, tokens)
-            return args, kwargs
-        if cache is None and forward_calls.caches(module, kwargs):
-            cache = kwargs[self._cache_name] = PolicyCache(self._model)
-        elif cache is not None and not isinstance(cache, PolicyCache):
-            forward_calls.check_stock(cache)
-            cache = kwargs[self._cache_name] = PolicyCache(self._model)
-        if isinstance(cache, PolicyCache):
-            if cache.attachment.active and cache.attachment is not self._attachment:
-                raise KVPolicyError(
-                    "The cache must belong to this model, got one that was made for another model; try "
-                    "kvpolicy.PolicyCache(model)."
-                )
-            if cache.rows is not None:
-                cache.rows.check_step(tokens, kwargs)
-            mask = forward_checks.own_mask(module, kwargs.get("attention_mask"))
-            forward_checks.check_call(self._model, cache, tokens, {**kwargs, "attention_mask": mask}, self._learned)
-            limit = self._attachment.trained_positions
-            if (
-                limit is not None
-                and forward_checks.exceeds(cache, limit, tokens.shape[1], kwargs)
-                and self._attachment.first_warning("positions")
-            ):
-                warn_beyond_trained(self._model, limit)
-            if tokens.shape[1] > 1:
-                self._warn_of_chunks(cache, tokens, mask)
-            cache.begin(tokens, mask, kwargs.get("position_ids"))
-            answers = self._recent.note(cache)
-            if self._deltas is not None:
-                self._deltas.note(cache, tokens.shape[0], answers=answers)
-            if tokens.shape[1] > 1:  # else layers take the token at once
-                self._choose_tile(cache, tokens)
-            self._running.cache = cache
-            # Last, since a call that was refused has not used the stock cache, which may be passed again.
-            if given is not None and given is not cache:
-                forward_calls.note_replaced(given)
-            return forward_calls.with_positions(args, kwargs)
-        return args, kwargs
-
-    def _warn_of_chunks(self, cache: PolicyCache, tokens: Tensor, mask: Any) -> None:
-        """Warn once if a chunk of an announced prompt is compressed by its own last queries."""
-        policy = cache.policy
-        new = tokens.shape[1]
-        if cache.prompt is None or self._attachment.chunks == HOLD or policy.replay is not None:
-            return
-        every = [each for own in policy.distinct for each in own.selector.statistics]
-        if not any(isinstance(each, RecentQueries | NewestQueries) for each in every):
-            return
-        if least_of(policy.budget) >= int(cache.prompt.max()):
-            return  # nothing is left out
-        first = cache.policy_layers[0]
-        seen = first.length if first.is_initialized else torch.zeros(tokens.shape[0], dtype=torch.int64, device="cpu")
-        valid = newest_valid(mask, new)
-        is_chunk = cache.is_chunk(seen.cpu(), new, None if valid is None else valid.cpu())
-        if is_chunk and self._attachment.first_warning("chunks"):
-            warn_of_chunks(policy)
-
-    def _before_outer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Choose the tile size before the decoder runs: a model around it may make the masks (Gemma-3)."""
-        if torch.compiler.is_compiling():
-            return
-        tokens: Any = kwargs.get("input_ids", args[0] if args else None)
-        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-        size = self._attachment.tile_size(tokens) if isinstance(tokens, Tensor) else None
-        self._running.chosen = (tokens.shape[:2], size) if isinstance(tokens, Tensor) else None
-        defer_masks(size is not None)
-
-    def _choose_tile(self, cache: PolicyCache | PassingCache, tokens: Tensor) -> None:
-        """Set how many tokens layers take at a time in the forward of `tokens` [B, P(, hidden)] that begins."""
-        cache.tile = cache.tile_size = None
-        chosen, self._running.chosen = self._running.chosen, None
-        if not isinstance(cache, PassingCache) or cache.takes_tiles:
-            # The free memory may have changed since, and the masks are made already: one choice for both.
-            if chosen is not None and chosen[0] == tokens.shape[:2]:
-                cache.tile_size = chosen[1]
-            else:
-                cache.tile_size = self._attachment.tile_size(tokens)
-            if self._attachment.tile == AUTO:
-                log_tile(tokens.shape[1], cache.tile_size)
-        defer_masks(cache.tile_size is not None)
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Do what had to wait for every layer; in a compiled step nothing runs, and nothing waits."""
-        cache = self._running.cache
-        if cache is not None:
-            # Before `finish`, which may replay a prompt through the same decoder, and so through these hooks.
-            self._running.cache = None
-            forward = cache.forward
-            cache.finish(module)
-            if forward.tokens is not None:  # a budget was divided, and a prompt compressed
-                log_compressed(cache)
+                self._undo.append(outer.register_forward_pre_hook(hooks.before_outer, with_kwargs=True).remove)
+                self._undo.append(outer.register_forward_hook(end_masks, always_call=True).remove)
+            self._undo.append(sites.decoder.register_forward_hook(end_masks, always_call=True).remove)
+        self._undo += offer_cache(self._model, self._recent, deltas)
 
 
 @named_arguments
@@ -532,16 +336,52 @@ def attach(
         return Handle(model, policy, check_tile(tile), check_chunks(chunks), check_hold(hold), check_compile(compile))
 
 
-def _take_new_name(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Let a module with the old name of the cache take it under the new one too."""
-    rename_cache(kwargs, OLD)
-    return args, kwargs
-
-
-def _end_masks(module: nn.Module, args: Any, output: Any) -> None:
-    """Let the next forward of this thread make its masks at once; also after an error."""
-    if not torch.compiler.is_compiling():
-        defer_masks(False)
+def _described(
+    model: nn.Module,
+    policy: Policy,
+    sites: Sites,
+    division: Division,
+    *,
+    tile: TileSize,
+    chunks: Chunks,
+    hold: Hold,
+    compile: bool | None,
+) -> Attachment:
+    """The attachment of a policy to a model, which knows what caches must know of it; nothing is connected."""
+    dtype: Any = getattr(model, "dtype", None)
+    shape = describe(model.config, dtype, division.size, follows_plan=division.follows_plan)
+    # Calibrations were made with the whole model, so the weights of a shard identify nothing.
+    info = shape.info(sample_weights(sites.layers[0]) if division.size == 1 else division.weights)
+    policy = resolve_for(policy, shape, info)
+    policy.check(info)
+    check_held_codes(hold, policy, shape.shape)
+    rotations = {} if shape.shape.latent else _rotations(sites, shape.evictable, policy.undoes_rotation)
+    rotary = getattr(sites.decoder, "rotary_emb", None)
+    described = identity(model, info=info)
+    behind = latent_projection if shape.shape.latent else output_projection
+    projections: dict[int, Projection] = {site.layer_idx: Reading(behind, site.attention) for site in sites.layers}
+    check_projections(policy, projections)
+    projections |= joint_projections(projections, shape.owners, shape.shape.heads)
+    vocabulary = forward_checks.vocabulary_of(model)
+    check_replayed_ids(policy, vocabulary)
+    return Attachment(
+        policy=policy,
+        model_shape=shape,
+        info=info,
+        identity=described,
+        rotations=rotations,
+        sharing=division.sharing,
+        rotary=rotary,
+        trained_positions=None if rotary is None else trained_positions(model.config),
+        projections=projections,
+        tile=tile,
+        chunks=chunks,
+        hold=hold,
+        compile=compile,
+        vocabulary=vocabulary,
+        # Measured when first asked.
+        move_obstacle=functools.cache(partial(move_obstacle, weakref.ref(model), rotations)),
+    )
 
 
 def _rotations(sites: Sites, evictable: list[int], part: str) -> dict[int, Rope]:

@@ -19,6 +19,7 @@ from kvpolicy.statistics import OutputNorms
 from kvpolicy.statistics.statistic import Projection, first_of
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.limits import MAX_SIZE
+from kvpolicy.text.tables import shorten
 
 Word = TypeVar("Word", bound=str)
 
@@ -244,6 +245,22 @@ def detached() -> KVPolicyError:
     return KVPolicyError(
         "The cache's policy must be attached to its model, got a detached one; try to attach a policy, and to make a "
         "new cache."
+    )
+
+
+def not_copied(policy: Policy) -> KVPolicyTypeError:
+    """The error for a copy of a model with a policy: its hooks would work for the original."""
+    return KVPolicyTypeError(
+        f"A model must have no policy attached to be copied, got {shorten(str(policy))}; try detach(), then attach to "
+        "both."
+    )
+
+
+def not_pickled(policy: Policy) -> KVPolicyTypeError:
+    """The error for pickling a model with a policy."""
+    return KVPolicyTypeError(
+        f"A model must have no policy attached to be pickled, got {shorten(str(policy))}; try save_pretrained or "
+        "state_dict, or detach() first."
     )
 
 

@@ -86,8 +86,7 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "through the model itself."
         )
     # What a compiled step would change on the host must be the same in every step: prompts, marks, rows that share.
-    tokens: Any = kwargs.get("input_ids", args[0] if args else None)
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    tokens = tokens_of(args, kwargs)
     if isinstance(cache, PolicyCache) and cache.policy_layers[0].pending is not None:
         raise KVPolicyError(
             "A step must not be compiled before the announced prompt is complete, got one that every layer still "
@@ -123,9 +122,16 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
 
 
-def with_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a forward, with the positions of the new tokens where rows come and go."""
-    cache: Cache | None = passed_cache(kwargs)
+def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The token ids of a forward [B, P], or its embeddings [B, P, hidden]; None if it is given neither."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return kwargs.get("inputs_embeds") if ids is None else ids
+
+
+def with_positions(
+    cache: Cache | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a forward on a cache, with the positions of the new tokens where rows come and go."""
     if isinstance(cache, PolicyCache) and cache.rows is not None:
         # Copied, since the first layer counts the new token before the last one may look at its position.
         kwargs["position_ids"] = cache.policy_layers[0].store.tensors.length[:, None].clone()

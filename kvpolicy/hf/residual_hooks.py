@@ -1,4 +1,4 @@
-"""Hooks that measure how much a layer's attention changes the residual stream."""
+"""Hooks that see the residual stream: how much a layer's attention changes it, and which tokens are largest in it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,17 @@ def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Calla
         attention_output(site).register_forward_hook(after) if norm is None else norm.register_forward_pre_hook(behind)
     )
     return [stream_input(site).register_forward_pre_hook(before, with_kwargs=True).remove, seen.remove]
+
+
+def find_massive(site: Site, running: Callable[[], PolicyCache | None]) -> Callable[[], None]:
+    """Let the running cache find the tokens with a layer's largest activations; returns how to undo it."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = running()
+        if cache is not None and cache.forward.wants_massive:
+            cache.note_massive(site.layer_idx, active_stream(site, args[0] if args else kwargs["hidden_states"]))
+
+    return site.block.register_forward_pre_hook(before, with_kwargs=True).remove
 
 
 def _take_residual(cache: PolicyCache, layer_idx: int) -> Tensor | None:
