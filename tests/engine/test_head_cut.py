@@ -11,6 +11,7 @@ from kvpolicy.engine import snapshot
 from kvpolicy.engine.head_cut import Heads, begin_whole, cut
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.snapshot import Snapshot
+from kvpolicy.protocols import SINGLE_RANK
 from tests.conformance.models import build
 
 POLICIES = ["h2o@0.5", "uniform/adakv+h2o@0.5", "uniform/adakv+h2o+tokenwise:residual_length=2:block_size=3@0.5"]
@@ -21,9 +22,10 @@ def stores(policy: str) -> tuple[Snapshot, LayerStore, LayerStore]:
     model = build("llama", layers=2)
     ids = torch.arange(3, 43)[None]
     with torch.no_grad(), kvpolicy.attach(model, policy):
-        cache, *others = (PolicyCache(model) for _ in range(3))
+        cache = PolicyCache(model)
         model(ids, cache=cache)
-        return snapshot.take(cache.policy_layers[0].store), *(each.policy_layers[0].store for each in others)
+        scratch = PolicyCache(model).policy_layers[0].store
+        return snapshot.take(cache.policy_layers[0].store), scratch, PolicyCache(model).policy_layers[0].store
 
 
 def positions(store: LayerStore) -> list[list[int]]:
@@ -35,7 +37,7 @@ def positions(store: LayerStore) -> list[list[int]]:
 def test_each_head_holds_what_it_held(policy: str) -> None:
     whole, scratch, store = stores(policy)
     begin_whole(scratch, whole, torch.float32)
-    snapshot.put(store, whole, kvpolicy.protocols.SINGLE_RANK, torch.float32, torch.device("cpu"))
+    snapshot.put(store, whole, SINGLE_RANK, torch.float32, torch.device("cpu"))
     every = positions(store)
     batch, heads, dim = whole.numbers["shape"]
     found: list[list[int]] = []
@@ -44,7 +46,7 @@ def test_each_head_holds_what_it_held(policy: str) -> None:
         begin_whole(scratch, whole, torch.float32)
         part = cut(scratch, whole, Heads(head, 1, whole.numbers["group"]))
         assert part.numbers["shape"] == [batch, 1, dim]
-        snapshot.put(own, part, kvpolicy.protocols.SINGLE_RANK, torch.float32, torch.device("cpu"))
+        snapshot.put(own, part, SINGLE_RANK, torch.float32, torch.device("cpu"))
         found += positions(own)
     assert found == every
 
