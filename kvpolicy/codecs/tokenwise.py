@@ -164,7 +164,9 @@ class TokenWise(SideBits, TwoSides):
         # `channel_scale` has the width D even if it has no row; the bytes of the codes may end in padding.
         parts = (codes.keys, codes.key_scale, codes.key_zero)
         keys = _decode(parts, at, codes.channel_scale.shape[-1], self.bits_of_keys)
-        return keys * codes.channel_scale + codes.channel_zero if self.normalize else keys
+        if not self.normalize:
+            return keys
+        return torch.addcmul(codes.channel_zero, keys, codes.channel_scale)  # one pass over the keys
 
     def values(self, store: StageStore, at: At) -> Tensor:
         codes: TokenWiseCodes = store.codes
