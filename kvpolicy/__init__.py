@@ -109,6 +109,7 @@ if TYPE_CHECKING:
     from kvpolicy.selectors.streaming import StreamingLLM as StreamingLLM
     from kvpolicy.selectors.tova import TOVA as TOVA
     from kvpolicy.selectors.triattention import TriAttention as TriAttention
+    from kvpolicy.selectors.vase import VaSE as VaSE
     from kvpolicy.selectors.window import SlidingWindow as SlidingWindow
     from kvpolicy.text.budget import Share as Share
     from kvpolicy.text.errors import KVPolicyError as KVPolicyError

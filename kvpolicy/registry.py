@@ -58,6 +58,7 @@ SELECTORS = {
     "a2sf": "kvpolicy.selectors.a2sf:A2SF",
     "triattention": "kvpolicy.selectors.triattention:TriAttention",
     "rkv": "kvpolicy.selectors.rkv:RKV",
+    "vase": "kvpolicy.selectors.vase:VaSE",
     "keyformer": "kvpolicy.selectors.keyformer:Keyformer",
     "snapkv": "kvpolicy.selectors.snapkv:SnapKV",
     "tova": "kvpolicy.selectors.tova:TOVA",
@@ -195,6 +196,7 @@ SUMMARIES = {
     "a2sf": "Keep the newest tokens, and those that have received the most attention, of which older attention counts less.",  # noqa: E501
     "triattention": "Keep the tokens whose keys have the largest products with the mean query of a head, at the distances to come.",  # noqa: E501
     "rkv": "Keep tokens that the newest queries attend to, and whose keys do not resemble those of other tokens.",
+    "vase": "Keep the tokens whose values have the widest range, and draw the others by their attention.",
     "keyformer": "Keep the newest tokens, and those that have received the most attention under random noise.",
     "snapkv": "Keep the tokens that the last queries of the prompt attend to, with their neighbors.",
     "tova": "Evict the tokens that the newest token attends to least, the same ones in all heads of a layer.",

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
+from kvpolicy.selectors.asked import add_generated, among_newest, with_prompt
 from kvpolicy.selectors.common import half_budget, keep_always, unranked_first
 from kvpolicy.statistics import NewestQueries, Results, Statistic, Vectors
 from kvpolicy.text.strategy import between, least, odd, strategy
@@ -105,18 +106,7 @@ class RKV(Selector):
 
     def observe(self, state: Reasoned, seen: Results, view: View) -> State:
         """Take the newest queries of a prompt, and rank every candidate."""
-        newest = seen[NewestQueries]
-        assert view.added is not None
-        queries = state.queries
-        heads = queries.shape[1]
-        width = newest.shape[2]
-        for number in range(width):  # the newest last
-            behind = width - 1 - number
-            place = (view.length - 1 - behind) % self.window
-            at = torch.arange(self.window, device=place.device) == place[:, None]
-            at &= (behind < view.added)[:, None]
-            new = newest[:, :, number].float().unflatten(1, (heads, 1, -1))
-            queries = torch.where(at[:, None, :, None, None], new, queries)
+        queries = with_prompt(state.queries, seen[NewestQueries], view)
         return self.rerank(state._replace(queries=queries), seen, view)
 
     def rerank(self, state: Reasoned, seen: Results, view: View) -> State:
@@ -140,19 +130,14 @@ class RKV(Selector):
         keys = keys.float().masked_fill(~past[..., None], 0)
         raw = torch.einsum("bhwgd,bhnd->bhwgn", queries, keys) * scale
         weights = _softmax(view.ranks.largest(raw.amax(3)), past[:, :, None].expand(-1, -1, self.window, -1))
-        # The query of position p is at p modulo the window; those of the newest `width` positions count.
-        age = (view.length[:, None] - 1 - torch.arange(self.window, device=width.device)) % self.window
-        counts = (age < width[:, None]) & (age < view.length[:, None])
+        counts = among_newest(self.window, width, view)
         mean = (weights * counts[:, None, :, None]).sum(2) / counts.sum(-1).clamp_min(1)[:, None, None]
         pooled = F.max_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)
         return pooled.masked_fill(~past, 0)
 
     def step(self, state: Reasoned, row: Tensor, view: View) -> None:
         """Take the query of a generated token, which is not ranked yet."""
-        assert view.token is not None and view.token.query is not None
-        at = torch.arange(self.window, device=view.length.device) == ((view.length - 1) % self.window)[:, None]
-        new = view.token.query[:, :, None].float()
-        state.queries.copy_(torch.where(at[:, None, :, None, None], new, state.queries))
+        add_generated(state.queries, view)
 
     def priority(self, state: Reasoned, view: View) -> Tensor:
         """The newest tokens are always kept, then tokens that were not ranked yet, by age: [B, H, N]."""

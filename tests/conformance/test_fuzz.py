@@ -68,6 +68,13 @@ def draw_selector(dice: Random, *, wrap: bool = True, of: Sequence[str] = BASES)
             f"kernel={dice.choice([1, 3])}",
             f"every={dice.choice([1, 6, 64])}",
         ],
+        "vase": [
+            f"window={dice.randint(1, 5)}",
+            f"large={dice.choice(['0.0', '0.3', '1.0'])}",
+            f"sinks={dice.randint(0, 4)}",
+            f"kernel={dice.choice([1, 3])}",
+            f"every={dice.choice([1, 6, 64])}",
+        ],
         "keyformer": [
             f"recent={dice.choice(['0.0', '0.3', '1.0'])}",
             f"tau_init={dice.choice(['0.3', '1.0'])}",

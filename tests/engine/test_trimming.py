@@ -136,7 +136,7 @@ def test_the_same_is_kept(selector: str, codec: str, rows: str, draw: str) -> No
 def test_every_simple_selector_says_whether_it_nests() -> None:
     """A list that a new selector is to be entered in, or in `NESTED` by its attribute."""
     others = {name for name in SELECTORS if name not in NESTED and "base" not in lookup(name)[1].__dataclass_fields__}
-    assert others <= {"compactor", "cur", "defensive", "dropkv", "kvzip", "rkv"}
+    assert others <= {"compactor", "cur", "defensive", "dropkv", "kvzip", "rkv", "vase"}
 
 
 @pytest.mark.parametrize(

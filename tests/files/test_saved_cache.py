@@ -47,7 +47,7 @@ OTHERS = [
     words("kvzip"),
 ]
 EVERY = [*(words(*row) for row in star_of_three()), *OTHERS]
-OWN = ["keyformer", "kvzap", "rkv", "triattention"]
+OWN = ["keyformer", "kvzap", "rkv", "triattention", "vase"]
 """Selectors with a state of their own, beside a score: queries, offsets, what was generated."""
 SOME = [
     *OTHERS,

@@ -83,6 +83,7 @@ WHOLE = [
     "compactor",
     "keyformer",
     "rkv",
+    "vase",
     "cake+window",
     "dynamickv+window",
     "mass+snapkv",
