@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -39,16 +38,16 @@ from kvpolicy_lm_eval.arguments import (
     read_policy,
     read_sharding,
 )
-from kvpolicy_lm_eval.held_back import NOTHING_HELD, HeldBack, find_held_back
+from kvpolicy_lm_eval.held_back import NOTHING_HELD
 from kvpolicy_lm_eval.prefixes import (
     Group,
     SharedText,
     Tokens,
     behind_prefix,
     check_processes,
-    group_by_prefix,
     read_least,
 )
+from kvpolicy_lm_eval.request_groups import group_by_task, group_prompts, join_tasks
 from kvpolicy_lm_eval.rows import REFILLS, answer_in_rows, is_greedy, rows_obstacle
 from kvpolicy_lm_eval.scoring import Answer, Groups, Scorer
 from kvpolicy_lm_eval.stats import Stats
@@ -142,14 +141,7 @@ class KVPolicyLM(HFLM):
             self._load_shard(pretrained, kwargs)
         else:
             kwargs["backend"] = "default" if backend in BACKENDS else backend
-            ranks.refuse_shard(pretrained)
-            try:
-                super().__init__(pretrained=pretrained, **kwargs)
-            except (OSError, TypeError) as error:
-                wrong = loading_error(error, pretrained, kwargs)
-                if wrong is None:
-                    raise
-                raise wrong from error
+            self._load_whole(pretrained, kwargs)
         if self.backend != "causal":
             raise KVPolicyError("The model must be decoder-only, got an encoder-decoder; try a causal language model.")
         accelerator = getattr(self, "accelerator", None)
@@ -159,7 +151,10 @@ class KVPolicyLM(HFLM):
             self._world_size = accelerator.num_processes
         if self.sharding.tp == 1:
             ranks.warn_of_copies(self._world_size, os.environ)
-        # Raise errors about the model and the policy now, not at the first request.
+        self._check_policy()
+
+    def _check_policy(self) -> None:
+        """Raise errors about the model and the policy now, not at the first request."""
         check_processes(self.least_prefix, self._world_size)
         if self.is_full:
             self._full_bytes(1)
@@ -171,6 +166,17 @@ class KVPolicyLM(HFLM):
     def _attached(self) -> kvpolicy.Handle:
         """The policy, attached to the model."""
         return kvpolicy.attach(self.model, self.policy, tile=self.tile, hold=self.hold, compile=self.compile)
+
+    def _load_whole(self, pretrained: Any, arguments: dict[str, Any]) -> None:
+        """Load the model as `hf` does."""
+        ranks.refuse_shard(pretrained)
+        try:
+            super().__init__(pretrained=pretrained, **arguments)
+        except (OSError, TypeError) as error:
+            wrong = loading_error(error, pretrained, arguments)
+            if wrong is None:
+                raise
+            raise wrong from error
 
     def _load_shard(self, pretrained: Any, arguments: dict[str, Any]) -> None:
         """Load this rank's shard of the model. HFLM treats it as a whole model, and this process as the only one."""
@@ -304,12 +310,9 @@ class KVPolicyLM(HFLM):
         """Answer the requests of each task separately, so that each task has its own tally."""
         if self.sharding.tp > 1:
             ranks.check_same_requests(kind, requests)
-        groups: defaultdict[tuple[str, HeldBack], list[int]] = defaultdict(list)
-        for index, request in enumerate(requests):
-            task = getattr(request, "task_name", None) or "unknown"
-            groups[task, find_held_back(kind, request, self.tok_encode)].append(index)
+        groups = group_by_task(kind, requests, self.tok_encode)
         if self.world_size > 1:
-            groups = self._without_tasks(groups)
+            groups = join_tasks(groups, self.batch_size)
         answers: list[Any] = [None] * len(requests)
         for (task, held_back), indices in groups.items():
             self.stats.current = f"{task}/{kind}"
@@ -327,13 +330,7 @@ class KVPolicyLM(HFLM):
         """Prompts to generate from, by their common prefixes; of other requests, all in one group."""
         if not self.least_prefix or kind != "generate_until":
             return [Group((), indices)]
-        behind = max(self._held_back.tokens, 1)
-        prompts = [tuple(self.tok_encode(requests[index].args[0]))[:-behind] for index in indices]
-        found = group_by_prefix(prompts, self.least_prefix)
-        alone = [member for group in found if len(group.members) == 1 for member in group.members]
-        shared = [group for group in found if len(group.members) > 1]
-        groups = [*shared, Group((), alone)] if alone else shared
-        return [Group(prefix, [indices[member] for member in members]) for prefix, members in groups]
+        return group_prompts(requests, indices, self.tok_encode, self._held_back.tokens, self.least_prefix)
 
     @contextmanager
     def _sharing(self, prefix: Tokens) -> Generator[None]:
@@ -351,21 +348,6 @@ class KVPolicyLM(HFLM):
                 yield
             finally:
                 self._shared = None
-
-    def _without_tasks(
-        self, groups: dict[tuple[str, HeldBack], list[int]]
-    ) -> defaultdict[tuple[str, HeldBack], list[int]]:
-        """Join the tasks: processes wait for each other while they answer, and may have requests of different tasks."""
-        if self.batch_size == "auto" and any(held_back.tokens for _, held_back in groups):
-            raise KVPolicyError(
-                "batch_size must be a number for tasks whose question is fed later, if several processes answer them, "
-                "because each would measure it a different number of times, got auto; try batch_size=1."
-            )
-        tasks = "+".join(sorted({task for task, _ in groups}))
-        joined: defaultdict[tuple[str, HeldBack], list[int]] = defaultdict(list)
-        for (_, held_back), indices in groups.items():
-            joined[tasks, held_back] += indices
-        return joined
 
     # Scoring
 
@@ -504,10 +486,8 @@ class KVPolicyLM(HFLM):
                         self.model, self.policy, prompt=prompt - held_back, new=max_length - columns + held_back
                     )
                     if held_back:
-                        shortest, longest = int(lengths.min()), int(lengths.max())
-                        check_pieces(
-                            self.config, shortest - held_back, longest, "The end of a prompt that is held back"
-                        )
+                        begin = int(lengths.min()) - held_back
+                        check_pieces(self.config, begin, int(lengths.max()), "The end of a prompt that is held back")
                         self._prefill(context, mask, columns - held_back, beams, cache)
                         if self._held_back.beyond:
                             cache.hold_next()

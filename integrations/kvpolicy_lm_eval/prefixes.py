@@ -148,6 +148,8 @@ def behind_prefix(context: Tensor, mask: Tensor | None, prefix: Tokens, pad: int
     seen = torch.zeros_like(ids)
     for number, row in enumerate(rows):
         rest = width - (len(row) - size)
-        ids[number, :size], ids[number, rest:] = context.new_tensor(prefix), context.new_tensor(row[size:])
-        seen[number, :size] = seen[number, rest:] = 1
+        ids[number, :size] = context.new_tensor(prefix)
+        ids[number, rest:] = context.new_tensor(row[size:])
+        seen[number, :size] = 1
+        seen[number, rest:] = 1
     return ids, seen

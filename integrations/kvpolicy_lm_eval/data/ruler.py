@@ -198,7 +198,8 @@ def common_words(rng: Random, size: int) -> Divided:
 def _counted(rng: Random, size: int) -> Divided:
     """A list with ten common words and many others: 30 and 3 times each, as in RULER, where there is room for it."""
     if size < _LONG_LIST:
-        often, seldom = max(size // 20, 2), 1
+        often = max(size // 20, 2)
+        seldom = 1
     else:
         # Each word is there more often where all of them do not fill the list.
         seldom = max(3, -(-size // (len(WORDS) + 90)))
