@@ -12,8 +12,7 @@ from torch import Tensor
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.state import map_state, select_rows, tensors
 from kvpolicy.kernels.mixed_values import read_values
-from kvpolicy.protocols import NewToken, Reranks, Selector, State, StepMemo, View
-from kvpolicy.statistics import Results
+from kvpolicy.protocols import NewToken, Selector, State, StepMemo, View
 from kvpolicy.statistics.query_moments import plain_queries
 
 NO_SLOT = "the cache has no free slot: call cache.tick() between steps"
@@ -142,12 +141,6 @@ def update_state(selector: Selector, state: State, weights: Tensor | None, view:
     selector.step(state, row, view)
     if before is not None and valid is not None:
         assign_state(state, select_rows(valid[:, 0], state, before))
-
-
-def rank_again(selector: Selector, state: State, seen: Results, view: View) -> None:
-    """Let the selector rank all slots together, in place."""
-    assert isinstance(selector, Reranks)  # only a selector with `rerank_every` is asked
-    assign_state(state, selector.rerank(state, seen, view))
 
 
 def assign_state(state: State, new: State) -> None:

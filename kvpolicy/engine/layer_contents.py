@@ -34,8 +34,9 @@ from kvpolicy.protocols import (
     rerank_every,
     traits_for,
 )
-from kvpolicy.statistics import Statistic, union
+from kvpolicy.statistics import AttentionSum, Statistic, union
 from kvpolicy.statistics.input_scores import Gate
+from kvpolicy.statistics.statistic import first_of
 from kvpolicy.text.errors import KVPolicyError
 
 NUMBERS = ("capacity", "expected_len", "reserved", "largest_block", "scale", "may_exceed_plan")
@@ -258,6 +259,11 @@ class LayerContents:
         has_unbegun = bool((self.tensors.length == 0).any())
         first = self.spec.allocator_statistics if has_unbegun else ()
         return union(self.spec.prompt_statistics, first)
+
+    @property
+    def sums_attention(self) -> bool:
+        """Whether the attention that a prompt that comes now pays to every token is summed."""
+        return first_of(AttentionSum, self.prompt_statistics) is not None
 
     @property
     def measures_salience(self) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvpolicy.engine import decode, merging
+from kvpolicy.engine import merging
 from kvpolicy.engine.attention import attend
 from kvpolicy.engine.decode import NO_ROOM, SharedStep, Step, new_token, update_state
 from kvpolicy.engine.due_rows import due_rows, only_rows
@@ -24,6 +24,7 @@ from kvpolicy.engine.pages import of_pages
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics, see_prompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
+from kvpolicy.engine.reranking import rerank
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import rank_candidates, worth_of
 from kvpolicy.engine.shared_prefix import SharedPrefix
@@ -32,10 +33,9 @@ from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import map_slots
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.trimming import can_trim, trim
-from kvpolicy.kernels.mixed_values import read_values
 from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import ALONE, SINGLE_RANK, LayerBounds, LayerShape, Layout, Ranks
-from kvpolicy.statistics import AttentionSum, Candidates, Forward, Results, Rotation, Vectors
+from kvpolicy.statistics import Forward
 from kvpolicy.statistics.input_scores import score_inputs
 from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform
@@ -157,9 +157,7 @@ class LayerStore:
         """
         past = self.past() if held is None else held.after(self.past())
         beside = None if self.prefix is None else self.prefix.attend_prompt(q, transform)
-        out, attn_sum = attention(
-            q, k, v, transform, past, valid, first_of(AttentionSum, self.contents.prompt_statistics) is not None, beside
-        )
+        out, attn_sum = attention(q, k, v, transform, past, valid, self.contents.sums_attention, beside)
         return out, see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
 
     @on_host
@@ -192,15 +190,7 @@ class LayerStore:
         past = self.past() if held is None else held.after(self.past())
         statistics = PromptStatistics(self.contents, valid, columns, held)
         sizes = (q.shape[1], self.shape.held_value_dim, columns)
-        return PromptTiles(
-            k,
-            *sizes,
-            valid,
-            past,
-            statistics,
-            first_of(AttentionSum, self.contents.prompt_statistics) is not None,
-            self.prefix,
-        )
+        return PromptTiles(k, *sizes, valid, past, statistics, self.contents.sums_attention, self.prefix)
 
     @on_host
     def end_prompt(self, pending: PendingPrompt, held: PendingPrompt | None) -> PendingPrompt:
@@ -410,7 +400,7 @@ class LayerStore:
         layer.schedule.steps -= 1
         if layer.schedule.steps < 1:
             with self.journal.block_work():
-                self.rerank()
+                rerank(layer, self.geometry)
         layer.free_steps -= 1
         if self.slots is not None and layer.tensors.reads and self.slots.index.count_unsorted_step():
             with self.journal.block_work():
@@ -436,26 +426,6 @@ class LayerStore:
                             self.geometry.demote()
                     due = due_rows(self.geometry.full_rows())
         self.contents.free_steps = self.geometry.count_free_steps()
-
-    def rerank(self) -> None:
-        """Rank all slots together in the rows where it is time; see `Reranks`."""
-        layer = self.contents
-        tensors = layer.tensors
-        due = layer.schedule.due(tensors.length, tensors.budget)
-        for rows in due_rows(due):
-            with only_rows(layer, rows, written=("state",)):
-                self._rank_again()
-        layer.schedule.note(due, tensors.length, tensors.budget)
-
-    def _rank_again(self) -> None:
-        """Rank all slots together."""
-        layer = self.contents
-        past = self.past()
-        if past is not None:
-            rotation = KeyRotation(self.spec.rope)
-            values = read_values(past.keys, past.values, self.spec.latent)
-            seen = Results({Vectors: Candidates(past.keys, values, layer.scale), Rotation: rotation})
-            decode.rank_again(self.spec.selector, layer.tensors.state, seen, layer.view())
 
     def ensure_capacity(self) -> int:
         """Add slots if the next step has none: in a growing cache, or one that was announced too few tokens.
@@ -503,11 +473,6 @@ class LayerStore:
             return counted
         own = step_bytes(self.geometry, self.spec.host)
         return own if self.prefix is None else own._replace(moved=own.moved + self.prefix.step_nbytes)
-
-    @property
-    def moved(self) -> int:
-        """Bytes that a decode step reads; see `step_bytes`."""
-        return self.step_bytes.moved
 
     def nbytes_by_kind(self) -> dict[str, int]:
         """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; others if any."""

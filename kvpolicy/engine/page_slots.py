@@ -94,11 +94,9 @@ def attend_pages(
         size = empty.shape[-1]
         slots = buffer[0].shape[2]
         number = owners.head.shape[1] - heads * buffer_pages(slots, size)
-        behind = transform.scores(grouped, buffer[0])
-        if counts is not None:
-            behind = behind + from_pages(counts[:, number:], heads, slots)[:, :, None]
-            counts = counts[:, :number]
-        behind = behind.masked_fill(from_pages(empty[:, number:], heads, slots)[:, :, None], -torch.inf)
+        of_buffer = None if counts is None else counts[:, number:]
+        behind = _buffer_scores(grouped, buffer[0], transform, empty[:, number:], of_buffer)
+        counts = None if counts is None else counts[:, :number]
         empty = empty[:, :number]
         owners = owners.first(number)
     # An unused page gets the queries of the last head, and weights of 0: none of its slots is occupied.
@@ -107,12 +105,7 @@ def attend_pages(
         score = score + counts[:, :, None]
     if empty is not None:
         score = score.masked_fill(empty[:, :, None], -torch.inf)
-    # A head's largest score; [B, H, NB, G] is small beside the slots.
-    top = score.amax(-1)[:, None].masked_fill(owners.others[..., None], -torch.inf).amax(2)
-    if behind is not None:
-        top = torch.maximum(top, behind.amax(-1))
-    if transform.sinks is not None:
-        top = torch.maximum(top, transform.sinks.float().view(heads, -1))
+    top = _largest_scores(score, behind, owners, transform.sinks)
     if not none_alone:  # a row without any token has no score but -inf, and -inf minus -inf is NaN
         top = top.clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(score - owners.for_pages(top)[..., None])
@@ -134,12 +127,46 @@ def attend_pages(
         return attended, None, None
     weights = weights / owners.for_pages(total)[..., None]
     if behind is not None:
-        # [B, H, G, E] -> pages [B, H * n, G, P]: the group takes the place of the row while slots become pages.
-        group = behind.shape[2]
-        paged = as_pages((behind / total[..., None]).flatten(1, 2), size)
-        paged = paged.unflatten(1, (heads, group, -1)).transpose(2, 3).flatten(1, 2)
-        weights = torch.cat([weights, paged], 1)
+        weights = torch.cat([weights, _grouped_pages(behind / total[..., None], size)], 1)
     return attended, weights, top + total.log()
+
+
+def _buffer_scores(
+    grouped: Tensor, keys: Tensor, transform: ScoreTransform, empty: Tensor, counts: Tensor | None
+) -> Tensor:
+    """Scores of queries [B, H, G, D] against the keys of each head's buffer, [B, H, G, E] fp32.
+
+    Args:
+        grouped: The queries.
+        keys: [B, H, E, D].
+        transform: From products to attention weights.
+        empty: Which slots of the buffer's pages hold no token, [B, NB, P] bool.
+        counts: Logarithm of the number of tokens that each of these slots stands for, [B, NB, P] fp32, or None.
+    """
+    heads, slots = keys.shape[1:3]
+    scores = transform.scores(grouped, keys)
+    if counts is not None:
+        scores = scores + from_pages(counts, heads, slots)[:, :, None]
+    return scores.masked_fill(from_pages(empty, heads, slots)[:, :, None], -torch.inf)
+
+
+def _largest_scores(score: Tensor, behind: Tensor | None, owners: Owners, sinks: Tensor | None) -> Tensor:
+    """The largest score of each query over its head's pages, its buffer and its sink, [B, H, G] fp32."""
+    # [B, H, NB, G] is small beside the slots.
+    top = score.amax(-1)[:, None].masked_fill(owners.others[..., None], -torch.inf).amax(2)
+    if behind is not None:
+        top = torch.maximum(top, behind.amax(-1))
+    if sinks is not None:
+        top = torch.maximum(top, sinks.float().view(top.shape[1], -1))
+    return top
+
+
+def _grouped_pages(x: Tensor, size: int) -> Tensor:
+    """Numbers of each head's slots, [B, H, G, E], in pages of `size` slots, [B, H * n, G, P]."""
+    heads, group = x.shape[1:3]
+    # The group takes the place of the row while slots become pages.
+    paged = as_pages(x.flatten(1, 2), size)
+    return paged.unflatten(1, (heads, group, -1)).transpose(2, 3).flatten(1, 2)
 
 
 def tokens_by_head(layer: LayerContents) -> Tensor:

@@ -15,8 +15,6 @@ from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics
 from kvpolicy.engine.shared_prefix import SharedPrefix
-from kvpolicy.statistics import AttentionSum
-from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform
 
 
@@ -91,7 +89,7 @@ class ShownPrompt:
         """Begin the statistics of a layer with its first queries [B, Hq, T, D]."""
         known = (self.pending.valid, self.pending.columns, self._held)
         self._statistics = PromptStatistics(self._layer, *known).of_reader()
-        if first_of(AttentionSum, self._layer.prompt_statistics) is not None:
+        if self._layer.sums_attention:
             self._sums = q.new_zeros(*q.shape[:2], self._keys.shape[2], dtype=torch.float32)
 
     def _end(self, transform: ScoreTransform) -> None:

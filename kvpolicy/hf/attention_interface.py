@@ -118,6 +118,7 @@ def attention_forward(
         The output, [B, P, Hq, D], and None; only the stock eager function makes an attention matrix.
     """
     kwargs["dropout"] = dropout  # by its place: libraries that wrap every attention function give it so
+    how = {"scaling": scaling, "softcap": softcap, **kwargs}
     if policy_cache is None and key.shape[2] != query.shape[2]:
         _check_attached(stock, module)
     if policy_cache is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
@@ -126,45 +127,28 @@ def attention_forward(
         run = _stock_attention(stock, module)
         if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
             mask = _stock_mask(stock, query, key, mask)  # without one, eager attention would look ahead
-        return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
+        return run(module, query, key, value, mask, **how)
     _check_arguments(module, kwargs)
     # Without a cache, a mask says what is seen, whatever the argument.
     if policy_cache is not None and kwargs.get("is_causal") is False:
-        raise KVPolicyError(
-            f"Attention must be causal where a policy keeps a cache, got is_causal=False in {type(module).__name__}; "
-            "try use_cache=False."
-        )
+        raise _looks_ahead(module)
     attention = attend
     if attention_mask is not None and attention_mask.dim() != 2:
         _check_blocks(policy_cache, module, attention_mask, query.shape[2])
-        own = partial(_stock_attention(stock, module), module, attention_mask=attention_mask)
-        how = {"scaling": scaling, "softcap": softcap, **kwargs}
-        attention = under_mask(lambda q, k, v: own(query=q, key=k, value=v, **how)[0])
+        attention = _under_own_mask(stock, module, attention_mask, how)
         attention_mask = is_token(attention_mask)
     sinks: Tensor | None = kwargs.get("s_aux")
     if sinks is not None and len(sinks) != query.shape[1]:
-        raise KVPolicyError(
-            f"Attention must have one sink for each query head of the rank, got {len(sinks)} sinks for "
-            f"{query.shape[1]} heads in {type(module).__name__}, which were not sharded with the heads; try the model "
-            "on one rank."
-        )
+        raise _other_sinks(module, len(sinks), query.shape[1])
     # Each KV head has as many query heads; a rank of several may have none of either.
     rest = query.shape[1] % key.shape[1] if key.shape[1] else query.shape[1]
     if key.shape[:3] != value.shape[:3] or rest:
-        raise KVPolicyError(
-            "Query heads must be a multiple of the key heads, and value heads must be as many as key heads, got "
-            f"{query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads in {type(module).__name__}; "
-            "try a model with ordinary or grouped-query attention."
-        )
+        raise _other_heads(module, query, key, value)
     if kwargs.get("dropout"):
         if policy_cache is not None:
-            raise KVPolicyError(
-                "The model must not drop attention at random where a policy keeps a cache, got training mode with "
-                f"a dropout of {kwargs['dropout']}; try model.eval(), or train with use_cache=False."
-            )
-        mask = _stock_mask(stock, query, key, attention_mask)
+            raise _drops_attention(kwargs["dropout"])
         run = _stock_attention(stock, module)
-        return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
+        return run(module, query, key, value, _stock_mask(stock, query, key, attention_mask), **how)
     if query.dtype != value.dtype:  # under autocast, where the stock function would do the same
         query = query.to(value.dtype)
         key = key.to(value.dtype)
@@ -187,6 +171,39 @@ def no_padding(dimensions: int) -> KVPolicyError:
     return KVPolicyError(
         f"The attention mask must be 2-D under a policy, got {dimensions} dimensions, as for image tokens that attend "
         "to later ones; try text alone, without token_type_ids, and a 2-D padding mask."
+    )
+
+
+def _looks_ahead(module: nn.Module) -> KVPolicyError:
+    """The error for attention to later tokens."""
+    return KVPolicyError(
+        f"Attention must be causal where a policy keeps a cache, got is_causal=False in {type(module).__name__}; try "
+        "use_cache=False."
+    )
+
+
+def _other_sinks(module: nn.Module, sinks: int, heads: int) -> KVPolicyError:
+    """The error for sinks that are not those of the query heads."""
+    return KVPolicyError(
+        f"Attention must have one sink for each query head of the rank, got {sinks} sinks for {heads} heads in "
+        f"{type(module).__name__}, which were not sharded with the heads; try the model on one rank."
+    )
+
+
+def _other_heads(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> KVPolicyError:
+    """The error for heads that are not those of ordinary or grouped-query attention."""
+    return KVPolicyError(
+        "Query heads must be a multiple of the key heads, and value heads must be as many as key heads, got "
+        f"{query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads in {type(module).__name__}; "
+        "try a model with ordinary or grouped-query attention."
+    )
+
+
+def _drops_attention(dropout: float) -> KVPolicyError:
+    """The error for a cache in training with dropout."""
+    return KVPolicyError(
+        "The model must not drop attention at random where a policy keeps a cache, got training mode with a dropout of "
+        f"{dropout}; try model.eval(), or train with use_cache=False."
     )
 
 
@@ -269,6 +286,14 @@ def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tenso
     eager = getattr(sys.modules[home(module).__module__], "eager_attention_forward", None)
     stock = "sdpa" if eager is None else stock  # Falcon's eager attention is no function
     return ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)  # pyright: ignore[reportArgumentType, reportReturnType]
+
+
+def _under_own_mask(
+    stock: str, module: nn.Module, mask: Tensor, how: dict[str, Any]
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Attention of a prompt to itself by the stock function, under the mask of the model, [B, 1, P, P]."""
+    own = partial(_stock_attention(stock, module), module, attention_mask=mask)
+    return under_mask(lambda q, k, v: own(query=q, key=k, value=v, **how)[0])
 
 
 def _is_causal(mask_function: Callable[..., Any], q_length: int) -> bool:

@@ -218,7 +218,7 @@ class PolicyLayer(CacheLayerMixin):
     @property
     def moved(self) -> int:
         """Bytes that the last decode step read, or would read if none was counted."""
-        return self.store.moved
+        return self.store.step_bytes.moved
 
     def held(self) -> dict[str, int]:
         """Bytes by kind, of a prompt that awaits its budget too."""
@@ -356,7 +356,8 @@ class PolicyLayer(CacheLayerMixin):
 
     def end_tiles(self) -> PromptTiles:
         """The prompt that the layer has taken in tiles, which it lets go of."""
-        tiles, self.tiles = self.tiles, None
+        tiles = self.tiles
+        self.tiles = None
         assert tiles is not None
         return tiles
 

@@ -222,6 +222,64 @@ def check_text(text: CachePlan, own: Policy, layers: int) -> None:
     check_own(own)
 
 
+def _check_model(config: Any, module: nn.Module | None) -> None:
+    """Refuse a model that no policy could be attached to.
+
+    Raises:
+        KVPolicyError: Naming what is not supported.
+    """
+    check_supported(config)
+    if module is None:
+        check_modules(config)
+    else:
+        find_sites(module)
+
+
+def _check_held_next(held_next: int, policy: Policy) -> None:
+    """Refuse tokens beyond the budget where the text decides how many pages each head has.
+
+    Raises:
+        KVPolicyError: If there are some.
+    """
+    if held_next and policy.heads is not None:
+        raise KVPolicyError(
+            f"held_next must be 0 for a policy with budgets by head, whose pages depend on the text, got {held_next}; "
+            "try the plan of a cache after its question."
+        )
+
+
+def _divided(
+    policy: Policy, model: ModelShape, prompt_len: Tensor, new: int, held_next: int, before: int
+) -> tuple[Tokens, dict[int, int]]:
+    """Divide the budget of a plan among the layers.
+
+    Args:
+        policy: The policy.
+        model: The model's cache.
+        prompt_len: Tokens of each row's prompt, [B] int64.
+        new: Tokens to be generated.
+        held_next: Tokens behind the prompt that are added whole.
+        before: Tokens of a shared text before every row.
+
+    Returns:
+        The tokens of each layer, and the bytes of the layers that the policy does not manage.
+    """
+    batch = len(prompt_len)
+    columns = before + int(prompt_len.max()) + new
+    unmanaged = model.unmanaged_bytes(batch, columns)
+    shapes = [model.shape] * len(model.evictable)
+    # Without a prompt nothing is measured: equal metrics let such an allocator divide evenly.
+    metrics = torch.ones(batch, len(shapes), dtype=torch.float32, device="cpu") if policy.layer_metric else None
+    tokens = divide(
+        policy, metrics, prompt_len, prompt_len + new, shapes, sum(unmanaged.values()), model.evictable, model.whole
+    )
+    if held_next:
+        behind = prompt_len + held_next
+        unmanaged = model.unmanaged_bytes(batch, columns + held_next)
+        tokens = expect_tokens(policy, tokens.keep + held_next, behind, behind + new)
+    return tokens, unmanaged
+
+
 @named_arguments
 def plan(
     config: Any,
@@ -293,37 +351,18 @@ def plan(
     tile = None if tile is None else check_size("tile", tile, 1)
     holds = check_chunks(chunks) == HOLD
     lengths = each_row(prompt, batch)
-    check_supported(config)
-    if module is None:
-        check_modules(config)
-    else:
-        find_sites(module)
+    _check_model(config, module)
     model = describe(config, dtype, tp, follows_plan=backend == "hf")
     info = describe(config, dtype).info()  # calibrations are of all heads
     policy = resolve_for(policy, model, info)
     policy.check(info)
-    if held_next and policy.heads is not None:
-        raise KVPolicyError(
-            f"held_next must be 0 for a policy with budgets by head, whose pages depend on the text, got {held_next}; "
-            "try the plan of a cache after its question."
-        )
+    _check_held_next(held_next, policy)
     check_held_codes(check_hold(hold), policy, model.shape)
     if prefix is not None:
         check_text(prefix, policy, len(model.evictable))
-    before = text_length(prefix)
     prompt_len = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-    shapes = [model.shape] * len(model.evictable)
-    unmanaged = model.unmanaged_bytes(batch, before + max(lengths) + new)
-    # Without a prompt nothing is measured: equal metrics let such an allocator divide evenly.
-    measures = bool(policy.layer_metric)
-    metrics = torch.ones(batch, len(shapes), dtype=torch.float32, device="cpu") if measures else None
-    tokens = divide(
-        policy, metrics, prompt_len, prompt_len + new, shapes, sum(unmanaged.values()), model.evictable, model.whole
-    )
-    if held_next:
-        behind = prompt_len + held_next
-        unmanaged = model.unmanaged_bytes(batch, before + max(lengths) + held_next + new)
-        tokens = expect_tokens(policy, tokens.keep + held_next, behind, behind + new)
+    before = text_length(prefix)
+    tokens, unmanaged = _divided(policy, model, prompt_len, new, held_next, before)
     prefilling = Prefilling(max(lengths), chunk, tile, holds, hold == CODES)
     planned = build_plan(
         policy,
@@ -334,7 +373,7 @@ def plan(
         prefilling,
         full_tokens=sum(lengths) + batch * (held_next + new),
         unmanaged=unmanaged,
-        measured=not measures,
+        measured=not policy.layer_metric,
         held=slice(0, model.shape.heads),
     )
     if prefix is not None:

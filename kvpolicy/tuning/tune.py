@@ -118,13 +118,7 @@ def tune(
     mean, spread = _statistics(torch.stack(rows), measure)
     curves = Curves(
         model=own,
-        text={
-            "sha256": text,
-            "windows": len(windows),
-            "prompt": sum(len(window.prompt) for window in windows) / len(windows),
-            "new": sum(len(window.follow) for window in windows) / len(windows),
-            "versions": {package: version(package) for package in ("torch", "transformers")},
-        },
+        text=_text_facts(windows, text),
         measure=measure,
         layers=info.indices,
         depth=info.depth,
@@ -135,6 +129,17 @@ def tune(
     save_curves(out, curves)
     steps.clear()
     return curves
+
+
+def _text_facts(windows: Sequence[Window], sha256: str) -> dict[str, Any]:
+    """What the file says of the text that was measured on: means over windows, and versions."""
+    return {
+        "sha256": sha256,
+        "windows": len(windows),
+        "prompt": sum(len(window.prompt) for window in windows) / len(windows),
+        "new": sum(len(window.follow) for window in windows) / len(windows),
+        "versions": {package: version(package) for package in ("torch", "transformers")},
+    }
 
 
 def _finished(out: Path, facts: dict[str, Any]) -> Curves | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.engine import decode, layer_store
+from kvpolicy.engine import decode, layer_store, reranking
 from kvpolicy.engine.due_rows import Rows, due_rows, only_rows
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
@@ -54,7 +54,8 @@ def run(
     for row, steps in enumerate(IDLE):
         mask[row, LENGTHS[0] : LENGTHS[0] + steps] = 0
     some = [*range(len(LENGTHS))] if rows is None else rows
-    ids, mask = ids[some], mask[some]
+    ids = ids[some]
+    mask = mask[some]
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model, prompt=[LENGTHS[row] for row in some], new=STEPS)
         forward(model, ids, mask, 0, LENGTHS[0], cache)
@@ -104,7 +105,8 @@ ROWS_OF_TWO = [Rows([1], slice(1, 2)), Rows([1], torch.tensor([1]))]
 def test_what_is_written_to_some_rows_is_written_to_the_layer(rows: Rows) -> None:
     store = a_layer()
     whole = store.tensors
-    positions, codes = whole.positions, [t.data_ptr() for t in tensors(whole.codes)]
+    positions = whole.positions
+    codes = [t.data_ptr() for t in tensors(whole.codes)]
     before = positions.clone()
     with only_rows(store.contents, rows):
         assert store.tensors.positions.shape[0] == len(store.tensors.length) == len(store.contents.expected_len) == 1
@@ -252,21 +254,21 @@ def test_only_due_rows_are_ranked_again(selector: str, monkeypatch: pytest.Monke
     policy = words(selector)
     ranked: list[int] = []
     dues: list[int] = []
-    real_rank = decode.rank_again
+    real_rank = reranking.rank_again
 
     def rank(selector: Any, state: Any, seen: Any, view: View) -> None:
         ranked.append(len(view.positions))
         real_rank(selector, state, seen, view)
 
-    monkeypatch.setattr(decode, "rank_again", rank)
-    real = layer_store.due_rows
+    monkeypatch.setattr(reranking, "rank_again", rank)
+    real = reranking.due_rows
 
     def noted(due: Tensor | None) -> list[Rows]:
         if due is not None:
             dues.append(int(due.sum()))
         return real(due)
 
-    monkeypatch.setattr(layer_store, "due_rows", noted)
+    monkeypatch.setattr(reranking, "due_rows", noted)
     run(policy)
     assert sum(ranked) == sum(dues) > 0 and min(ranked) < len(LENGTHS)
     monkeypatch.undo()
@@ -286,13 +288,14 @@ def test_only_due_rows_are_ranked_again(selector: str, monkeypatch: pytest.Monke
 
 
 def check_alike(
-    policy: str, all_rows: Callable[[Tensor | None], list[Rows]] = of_all_rows, rank: Any = decode.rank_again
+    policy: str, all_rows: Callable[[Tensor | None], list[Rows]] = of_all_rows, rank: Any = reranking.rank_again
 ) -> None:
     """Logits, and every tensor of every layer, are what they would be if one due row made the work of all."""
     mine, logits = run(policy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_store, "due_rows", all_rows)
-        patch.setattr(decode, "rank_again", rank)
+        for module in (layer_store, reranking):
+            patch.setattr(module, "due_rows", all_rows)
+        patch.setattr(reranking, "rank_again", rank)
         whole, others = run(policy)
     assert torch.equal(logits, others)
     for one, other in zip(mine.policy_layers, whole.policy_layers, strict=True):

@@ -31,7 +31,7 @@ def test_a_step_reads_what_is_counted(policy: str) -> None:
     layer.prompt(*draw(40, 1))
     expected = step_bytes(layer.store.geometry).moved
     layer.step(*draw(1, 2))
-    assert layer.store.contents.link.moved == layer.store.moved == expected > 0
+    assert layer.store.contents.link.moved == layer.store.step_bytes.moved == expected > 0
 
 
 def test_a_step_reads_all_pages() -> None:

@@ -236,10 +236,10 @@ def test_a_step_reads_the_prefix_once_for_all_rows() -> None:
         own = Link()
         own.start()
         rows.store.geometry.count_read(own)
-        moved[count] = rows.store.moved - own.moved
+        moved[count] = rows.store.step_bytes.moved - own.moved
         rows.store.contents.link.moved = 0  # as before the first step: what a step would read
-        assert rows.store.moved == moved[count] + own.moved
-    assert moved[1] == moved[5] == prefix.moved > 0
+        assert rows.store.step_bytes.moved == moved[count] + own.moved
+    assert moved[1] == moved[5] == prefix.step_bytes.moved > 0
 
 
 def test_a_write_to_the_prefix_is_noticed() -> None:
