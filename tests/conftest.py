@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 # Tests that happen to have many coded slots do not compile for seconds: `tests/codecs/compiling.py` switches compiled
@@ -19,7 +20,7 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())
 # Before pytest imports a module of the package for its doctests: it would load a second copy of that module, whose
 # classes and tables are not those that the tests see.
 from kvpolicy import registry
-from tests.jobs import heavy_tests, missing
+from tests.jobs import heavy_tests, missing, part_of
 from tests.sampling import cases
 
 if TYPE_CHECKING:
@@ -51,14 +52,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(some.names, [*cases(some, metafunc.config.option.markexpr)], ids=some.ids)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `bash .ci/run slow` runs in place of `bash .ci/run`."""
+@pytest.hookimpl(tryfirst=True, wrapper=True)  # around the selection by markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Mark what `bash .ci/run slow` runs in place of `bash .ci/run`, and leave out other parts than `TESTS_PART`."""
     others = [item for item in items if not any(map(item.get_closest_marker, ("full", "slow", "heavy", "gpu", "vllm")))]
     heavy = heavy_tests(item.nodeid for item in others)
     for item in others:
         if item.nodeid in heavy:
             item.add_marker("heavy")
+    yield
+    mine = set(part_of(range(len(items)), os.environ.get("TESTS_PART", "1/1")))
+    config.hook.pytest_deselected(items=[item for place, item in enumerate(items) if place not in mine])
+    items[:] = [item for place, item in enumerate(items) if place in mine]
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures need it

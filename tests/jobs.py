@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import translate
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 
 class Kind(NamedTuple):
@@ -177,6 +177,7 @@ KINDS = {
             "tests/cli/test_compare.py::test_the_table",
             "tests/cli/test_tune.py::test_refused",
             "tests/eval/bench/test_bars.py::test_lines_say_pass_or_miss",
+            "tests/eval/bench/test_serve.py::test_every_server_gets_both_workloads",
             "tests/eval/board/test_board.py::test_every_method_is_on_the_board",
             "tests/eval/board/test_board.py::test_a_cell_is_measured_once",
             "tests/eval/gpu/test_gpu.py::test_errors_are_one_sentence",
@@ -446,6 +447,11 @@ STAYS = 8
 """Of so many cases of a walk, the first one is among the tests of every commit."""
 
 
+BLOCK = 16
+"""Neighboring tests that run in the same part of a job."""
+T = TypeVar("T")
+
+
 def heavy_tests(tests: Iterable[str]) -> set[str]:
     """Which of the tests of every commit, by their node IDs and in the order of their cases, get the marker `heavy`."""
     found: set[str] = set()
@@ -464,6 +470,17 @@ def heavy_tests(tests: Iterable[str]) -> set[str]:
 def is_heavy(test: str) -> bool:
     """Whether a test, by its node ID, is one of a kind that is heavy in all of its cases."""
     return any(_matches(test, kind.heavy) and not _matches(test, kind.kept) for kind in KINDS.values())
+
+
+def part_of(tests: Sequence[T], part: str) -> list[T]:
+    """One of several parts of the tests, such as `2/6`, in their order.
+
+    Neighboring tests share fixtures and take similarly long, so blocks of them are dealt out.
+    """
+    number, parts = map(int, part.split("/"))
+    if not 1 <= number <= parts:
+        raise ValueError(f"the part must be one of {parts}, got {part}")
+    return [test for place, test in enumerate(tests) if place // BLOCK % parts == number - 1]
 
 
 def missing(modules: Iterable[str]) -> str:

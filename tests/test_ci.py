@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import runpy
 from fnmatch import fnmatchcase
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import KINDS, STAYS, WALKS, heavy_tests, is_heavy, missing
+from tests.jobs import BLOCK, KINDS, STAYS, WALKS, heavy_tests, is_heavy, missing, part_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / ".ci" / "run"
@@ -34,8 +35,10 @@ def test_hosted_ci_runs_every_job() -> None:
     (job,) = yaml.safe_load(text(".github/workflows/ci.yml"))["jobs"].values()
     jobs = job["strategy"]["matrix"]["job"]
     assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run ${{ matrix.job }}"]
-    known = re.findall(r"^([a-z |]+)\)", text(".ci/run").partition("\ncase ")[2], re.MULTILINE)
-    assert sorted(jobs) == sorted(word for words in known for word in words.split(" | "))
+    known = re.findall(r"^([a-z]+)\)", text(".ci/run").partition("\ncase ")[2], re.MULTILINE)
+    parts = [job for job in jobs if job.startswith("slow ")]
+    assert sorted(parts) == [f"slow {number}/{len(parts)}" for number in range(1, len(parts) + 1)]
+    assert sorted({*jobs} - {*parts} | {"slow"}) == sorted(known)
 
 
 def test_the_readme_has_no_command_that_the_script_does_not_run() -> None:
@@ -63,10 +66,20 @@ def test_the_walks_are_there() -> None:
 
 
 def test_some_cases_of_a_walk_stay_and_so_does_a_walk_of_one_case() -> None:
-    walk, other = "tests/engine/test_rollback.py::test_", "tests/test_policy.py::test_"
+    walk = "tests/engine/test_rollback.py::test_"
+    other = "tests/test_policy.py::test_"
     cases = [f"{start}{name}[{case}]" for name in "ab" for case in range(STAYS + 1) for start in (walk, other)]
     stay = {f"{walk}{name}[{case}]" for name in "ab" for case in (0, STAYS)}
     assert heavy_tests([*cases, f"{walk}c"]) == {case for case in cases if case.startswith(walk)} - stay
+
+
+def test_parts_have_all_tests_once() -> None:
+    for number in (0, 1, BLOCK, 3 * BLOCK + 1):
+        parts = [part_of(range(number), f"{part}/3") for part in (1, 2, 3)]
+        assert sorted(itertools.chain(*parts)) == list(range(number))
+        assert all(part == sorted(part) for part in parts)
+    with pytest.raises(ValueError, match="one of 3, got 4/3"):
+        part_of([], "4/3")
 
 
 def test_what_stays_of_a_kind_would_be_heavy_otherwise() -> None:
