@@ -56,7 +56,10 @@ WORKLOADS = {
     "chat": Workload(24, (100, 500), (64, 256)),
     "documents": Workload(12, (500, 4000), (16, 256)),
 }
-QUICK = {"quick": Workload(4, (50, 100), (4, 8))}
+QUICK = {
+    "chat": Workload(4, (50, 100), (4, 8)),
+    "documents": Workload(3, (520, 700), (4, 8)),  # in several steps of a server, as those above
+}
 
 
 def model_and_tokenizer() -> tuple[Any, Any]:
@@ -169,7 +172,7 @@ def measure(args: argparse.Namespace) -> Iterator[Section]:
     """The table."""
     if "vllm" in (args.beside or ()) and args.vllm is None:
         raise UsageError("--beside vllm needs --vllm FOLDER; make it with python -m kvpolicy_vllm.env FOLDER")
-    works = QUICK if args.quick else {name: WORKLOADS[name] for name in args.requests}
+    works = {name: (QUICK if args.quick else WORKLOADS)[name] for name in args.requests}
     rows = collect(row for name, work in works.items() for row in lines(args, name, work))
     asked = "; ".join(
         f"{name}: {work.clients} clients, prompts of {work.prompt[0]:,} to {work.prompt[1]:,} tokens, answers of "
@@ -195,7 +198,7 @@ TABLE = Table(
         Option("--compile", action="store_true", help="compile steps"),
         Option("--beside", nargs="+", choices=NAMES, help="servers without a policy to measure too"),
         Option("--vllm", type=Path, help="an environment with vLLM, as python -m kvpolicy_vllm.env FOLDER makes it"),
-        Option("--quick", action="store_true", help="few clients with short prompts, to see that it runs"),
+        Option("--quick", action="store_true", help="few clients with short requests, to see that it runs"),
         threads(),
     ],
 )
