@@ -232,7 +232,7 @@ class Scheduler:
             self._seat()
 
     def _begin(self) -> bool:
-        """Begin with the next prompt; returns whether there is one."""
+        """Begin with the next prompt; returns whether one has begun."""
         with self._lock:
             if not self._waiting:
                 return False
@@ -245,7 +245,12 @@ class Scheduler:
         if not self._is_for(self._read, answer):
             self._read = None
         if self._read is None:
-            self._reading.start(lambda: self._forwards.read(answer), lambda: self._is_over(answer))
+            try:
+                self._reading.start(lambda: self._forwards.read(answer), lambda: self._is_over(answer))
+            except RuntimeError as error:  # the system has no further thread
+                self._reader = None
+                answer.end(None, error)
+                return False
         return True
 
     def _seconds(self) -> float | None:

@@ -114,6 +114,28 @@ def run(scheduler: Scheduler) -> int:
     return turns
 
 
+def test_a_prompt_that_cannot_be_started_ends_alone() -> None:
+    """As where the system allows no further thread."""
+
+    class NoThread(Interruptible):
+        refuses = True
+
+        def start(self, *args: Any, **kwargs: Any) -> None:
+            if self.refuses:
+                self.refuses = False
+                raise RuntimeError("can't start new thread")
+            super().start(*args, **kwargs)
+
+    scheduler = Scheduler(Counting(2), NoThread())
+    asked = [Asked([20], 3), Asked([30], 3)]
+    for answer in asked:
+        scheduler.submit([answer])
+    run(scheduler)
+    assert str(asked[0].error) == "can't start new thread" and asked[0].ended == 1
+    assert asked[1].text == counted([30], 3) and asked[1].error is None
+    assert (scheduler.waiting, scheduler.running) == (0, 0)
+
+
 def counted(text: list[int], new: int) -> list[int]:
     return [*text, *((text[-1] + 1 + i) % VOCABULARY for i in range(new))]
 
