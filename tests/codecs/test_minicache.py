@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs.minicache import MiniCache, MiniCacheLayer, angle_between, interpolate, unit_vectors
+from kvpolicy.codecs.minicache import MiniCache, MiniCacheLayer
 from kvpolicy.codecs.plain import Plain
+from kvpolicy.codecs.shared_directions import angle_between, interpolate, unit_vectors
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.protocols import GroupStage, ModelInfo, StageStore
 from kvpolicy.testing.stage_checks import check_stages

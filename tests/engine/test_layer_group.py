@@ -14,8 +14,9 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
-from kvpolicy.codecs.minicache import MiniCache, MiniCacheLayer, angle_between, interpolate, unit_vectors
+from kvpolicy.codecs.minicache import MiniCache, MiniCacheLayer
 from kvpolicy.codecs.plain import Plain
+from kvpolicy.codecs.shared_directions import angle_between, interpolate, unit_vectors
 from kvpolicy.distortion import group_distortion
 from kvpolicy.engine.layer_group import Block, LayerGroup
 from kvpolicy.engine.state import tensors

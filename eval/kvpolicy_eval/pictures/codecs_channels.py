@@ -9,8 +9,8 @@ from torch import Tensor
 from kvpolicy.calibration.qfilters import sample_queries
 from kvpolicy.codecs import projection
 from kvpolicy.codecs._files import load
-from kvpolicy.codecs.minicache import angle_between, interpolate, unit_vectors
 from kvpolicy.codecs.projection import Basis
+from kvpolicy.codecs.shared_directions import angle_between, interpolate, unit_vectors
 from kvpolicy_eval.pictures.panels import canvas
 from kvpolicy_eval.pictures.style import BLUE, GREY, VERMILION
 from kvpolicy_eval.pictures.tensors import HEAD, LAYER, PROMPT, after, embedded, originals
