@@ -67,7 +67,7 @@ def compare_to_stock(
 
     Args:
         model: A model without a policy.
-        policies: The policies to measure.
+        policies: The policies to measure, at least one.
         length: Prompt length.
         steps: Number of decode steps.
         rounds: Number of measurements of each policy.
@@ -93,7 +93,7 @@ def compare_to_stock(
         results.append(_result(policy, reference, measured, nbytes, full_nbytes))
         stock.append(_median(reference))
     median = _median(stock)
-    full = results[0]["full_bytes"] if results else 0
+    full = results[0]["full_bytes"]
     return {
         "stock": {"prefill_seconds": median.prefill, "step_seconds": median.step, "bytes": full},
         "policies": results,

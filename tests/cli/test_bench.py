@@ -30,6 +30,7 @@ def test_policies_are_compared_to_the_stock_cache(facts: Facts) -> None:
     assert 0.24 < window["bytes"] / window["full_bytes"] < 0.3
     ratio = window["step_seconds"] / found["stock"]["step_seconds"]
     assert window["step_ratio"] > 0 and 0.01 < ratio < 100
+    assert 0 < window["prefill_seconds"] < 100 * found["stock"]["prefill_seconds"] and window["prefill_ratio"] > 0
     assert all(check["passed"] for check in found["checks"]) and len(found["checks"]) == 2
     assert found["versions"]["torch"] == torch.__version__
     assert (found["device"], found["dtype"]) == ("cpu", "float32")
@@ -54,6 +55,13 @@ def test_the_text_and_a_failed_check(run: Run, monkeypatch: pytest.MonkeyPatch) 
     text = run(f"bench full {FEW} --threads 1", 1)
     assert text.count("FAILED: ") == 2
     assert "1 thread, float32" in " ".join(text.split())
+
+
+def test_positions_count_the_tokens_of_a_row() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    (every,) = measurement._position_ids(kvpolicy.tiny()[0], mask, 4).values()
+    assert every[:, 2:].tolist() == [[0, 1], [2, 3]] and every[1].tolist() == [0, 1, 2, 3] and int(every.min()) == 0
+    assert measurement._position_ids(kvpolicy.tiny()[0], mask, 1)["position_ids"].tolist() == [[1], [3]]
 
 
 def test_learned_positions_do_not_count_padding(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +128,7 @@ def test_the_checks_see_a_difference() -> None:
             "bench full --length 2032",
             "must fit into 2,048 positions, got 2,032 and 17; try a smaller --length or",
         ),
+        ("bench full --device cuda:99", "The device 'cuda:99' cannot be used ("),
         ("bench full --device meta", "--device must be a device that stores numbers, got 'meta'; try cpu"),
         (
             "bench full --dtype nonsense",

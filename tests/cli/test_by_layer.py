@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,19 @@ def test_plan_and_explain(spec: str, capsys: pytest.CaptureFixture[str]) -> None
     explained = call(capsys, "explain", spec, "--prompt", "300", "--new", "9")
     assert planned["policy"] == explained["policy"] == spec and explained["cache"]["total"] < explained["full_cache"]
     assert len(explained["layers"]) == 8
+    words = ["explain", spec, "--prompt", "3000", "--new", "9"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    head, *rows = next(block for block in text.split("\n\n") if block.startswith("layer")).splitlines()
+    measured = ["distortion", "at half", "at twice"] if explained["tuned"] else []
+    assert re.split("  +", head) == ["layer", "policy", "tokens", "bytes", *measured]
+    explained = call(capsys, *words)
+    assert [row.split()[1] for row in rows] == [layer["policy"] for layer in explained["layers"]]
+    share = explained["cache"]["total"] / explained["full_cache"]
+    assert re.search(rf"^Total: [^,]*, {share:.3f} of the full cache \(11.8 MiB\)\.$", text, re.MULTILINE)
+    note = explained["note"]
+    assert "up to 3,009, exceed the 2,048 positions" in note
+    assert f"{note[0].upper()}{note[1:]}." in " ".join(text.split())
 
 
 def test_generate_and_inspect(spec: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

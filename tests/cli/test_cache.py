@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.cli.app import main
+from kvpolicy.hf import cache_header
 from kvpolicy.hf.cache_file import read
 from kvpolicy.hf.saved_cache import TOKENS
 
@@ -55,6 +56,19 @@ def test_a_policy_that_looks_at_a_question_is_noted(tmp_path: Path, capsys: pyte
     assert "may not answer another one; try uniform/adakv+kvzip" in said
     assert main(["cache", "make", TEXT, "--policy", "streaming@0.5", "--out", out]) == 0
     assert "another one" not in capsys.readouterr().out
+
+
+def test_a_file_of_one_rank_says_of_which(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "cache.safetensors"
+    assert main(["cache", "make", TEXT, "--policy", "window@8", "--out", str(out)]) == 0
+    assert "\n  rank" not in capsys.readouterr().out
+    header = cache_header.read_header(out)
+    ranks = header["ranks"] | {"rank": 1, "size": 2}
+    monkeypatch.setattr(cache_header, "read_header", lambda _: header | {"ranks": ranks})
+    assert main(["cache", "info", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["rank", "2", "of", "2"]
 
 
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,7 @@ def test_the_table(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr()
     assert shown.err == "full cache, for KL ...\nfull ...\nwindow@0.3 ...\n"
     said = " ".join(shown.out.split())
+    assert "policy answered same token KL bytes peak seconds" in said
     assert "3 of 3 (44%-100%)" in said and "3 texts are too few to compare window@0.3 with full" in said
 
 

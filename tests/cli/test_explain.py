@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("transformers")
 
 from kvpolicy import registry
 from kvpolicy.cli.app import main
+from kvpolicy.cli.explanation import _per_layer
 from kvpolicy.selectors.window import SlidingWindow
 from tests.conformance.policies import ALLOCATORS, CODECS, COMPARING, GROUPING, MERGERS, RANKED, SELECTORS
 from tests.sampling import each_once
@@ -37,6 +39,35 @@ def test_a_fraction_in_tokens_and_bits(run: Run) -> None:
     assert "Total: 101 MiB, 0.063 of the full cache (1.56 GiB)" in text
 
 
+def test_the_text_of_each_part(run: Run, facts: Facts) -> None:
+    line = "explain kvcrush/snapkv+quest@0.2 tiny --prompt 512 --new 64"
+    text = run(line)
+    head, budget, *_, total = text.split("\n\n")
+    assert " ".join(head.split()) == (
+        "policy kvcrush+quest@0.2 model tiny in bfloat16: 8 layers with 4 KV heads of dimension 32, 512 B per token "
+        "and layer input 1 row with 512 prompt tokens and 64 new tokens"
+    )
+    assert [each.split()[0] for each in head.splitlines() if each[0] != " "] == ["policy", "model", "input"]
+    assert budget.startswith("Budget: 0.2\n  0.2 of 512 tokens is 102 tokens per layer on average, 816 in 8 layers.")
+    joined = " ".join(text.split())
+    found = facts(line)
+    for part in found["parts"]:
+        for depth, strategy in enumerate(part["strategies"]):
+            name = f"{strategy['name']}: " if depth else ""
+            assert " ".join(f"{name}{strategy['summary']} {strategy['idea']}".split()) in joined
+    assert "Selector kvcrush over snapkv: which tokens are kept? Use part of" in joined
+    assert "Parameters: read=256; page=auto; dense=2; recent=1; resort=256; host=false. Here: each decode" in joined
+    share = found["cache"]["total"] / found["full_cache"]
+    assert total.startswith("Total: 437 KiB, 0.190 of the full cache (2.25 MiB): exact") and round(share, 3) == 0.19
+
+
+def test_few_budgets_are_listed_and_many_are_not() -> None:
+    case: Any = SimpleNamespace(planned=SimpleNamespace(layers=[SimpleNamespace(layer_idx=at) for at in range(5)]))
+    listed = "layer 0: 1 token; layer 1: 2 tokens; layer 2: 3 tokens; layers 3-4: 4 tokens"
+    assert _per_layer([1, 2, 3, 4, 4], case) == listed
+    assert _per_layer([1, 2, 3, 4, 5], case) == "1 token in layer 0, 5 in layer 4 (minimum 1, maximum 5)"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -57,7 +88,16 @@ def test_a_fraction_in_tokens_and_bits(run: Run) -> None:
             "Each KV head has a full-precision buffer of 25 slots, and an encoded slot",
         ),
         ("window@1e-300", "each KV head keeps 1 of 4,096 tokens"),
-        ("squeeze:groups=5+window@0.2", ": 327 tokens."),
+        (
+            "squeeze:groups=5+window@0.2",
+            "For example, for cosines that increase linearly from 0.5 in the first layer to 0.95 in the last: "
+            "layers 0-5: 983 tokens; layers 6-7: 327 tokens.",
+        ),
+        (
+            "lava+snapkv@0.2",
+            "each layer is measured by its attention during prefill, for each row, and budgets depend on the result. "
+            "If all layers are alike: 819 tokens in every layer.",
+        ),
         ("window@99999999999999999", "Here: 5,120 tokens in every layer."),
         ("full+minicache", "an encoded number takes 9.33 bits"),
         ("full+minicache", "Layers 4 and 5, 6 and 7 share what they store, which the first of them holds."),

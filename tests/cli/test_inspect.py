@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import io
 import re
@@ -19,6 +20,7 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy.cli.app import main
+from kvpolicy.cli.generation import held
 from kvpolicy.cli.inspection import MARKS, inspect_prompt
 from kvpolicy.cli.inspection_html import page
 from kvpolicy.reporting.token_spans import level
@@ -175,6 +177,10 @@ def test_the_page_is_self_contained(tiny: tuple[Any, Any], tmp_path: Path, capsy
     assert {ref[1:] for ref in found.refers if ref[0] == "#"} <= set(found.ids)
     assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(found.ids)
     assert max(found.ids.values()) == 1
+    said = {name: html.unescape(value) for name, value in re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", text)}
+    assert [*said][:3] == ["kept", "bytes", "importance"]
+    assert said["bytes"] == held(cache.nbytes, cache.full_nbytes)
+    assert "fill: currentColor" in text and "#222222" not in text  # the ink of plots on paper
     assert found.tags["svg"] == 3 and found.tags["b"] == 0 and found.tags["script"] == 1
     assert found.shown == f"<s>{PROMPT}".replace("\n", "↵\n")
     for position, token in enumerate(found.tokens):
@@ -197,7 +203,12 @@ def test_the_plot_has_every_layer_of_a_hybrid_model(
     seen = inspect_prompt(build("gemma2"), tiny[1], ids, "squeeze+snapkv@0.5", importance=importance)
     if importance:
         seen = replace(seen, layers=(*seen.layers[:2], replace(seen.layers[2], cosine=None)))
-    page(seen)
+    text = page(replace(seen, note="less < more"))
+    assert "<dt>note</dt><dd>less &lt; more</dd>" in text
+    assert seen.unmanaged and all(
+        f'<th>{index}</th><td colspan="4">unmanaged: sliding window of {window:,} tokens</td>' in text
+        for index, window in seen.unmanaged.items()
+    )
     cosines = [layer.cosine for layer in seen.layers]
     wanted = [[None, cosines[0], None, cosines[1], None, None]] if importance else []
     assert [[None if value != value else value for value in row] for row in given] == wanted

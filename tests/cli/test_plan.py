@@ -55,6 +55,7 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     cells = {line[:25].strip(): line[25:].split() for line in lines[7:-3]}
     assert cells["weights, replicated"] == ["1.96", "GiB"]
     assert cells["weights"] == ["18.1", "GiB"] * 2
+    assert lines[7].split() == ["policy", "full", "cache"] and cells["cache, fraction of full"] == ["0.162", "1.000"]
     assert cells["cache"] == ["32.5", "MiB", "200", "MiB"]
     plan = kvpolicy.plan("llama-3-70b", "snapkv@0.2", prompt=4096, new=1024, tp=8, backend="deepspeed")
     peaks = (plan.prefill_nbytes, plan.full_prefill_nbytes)
@@ -215,12 +216,14 @@ def test_usage_errors_name_the_help(line: str, capsys: pytest.CaptureFixture[str
     assert error.count("\n") == 1
 
 
-def test_the_docs_show_the_output(capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).parents[2] / "docs" / "api" / "plan.md"
-    if not page.exists():
-        pytest.skip("the docs are not installed")
-    line, _, rest = page.read_text(encoding="utf-8").partition("$ kvpolicy ")[2].partition("\n")
-    assert rest.partition("```")[0] == output(line, capsys)
+@pytest.mark.parametrize(("backend", "name"), [("deepspeed", "llama-2-70b"), ("hf", "llama-2-70b"), ("hf", "phi-4")])
+def test_a_full_cache_on_several_ranks_is_the_whole_of_itself(
+    backend: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the plan of transformers divides no heads, as that of phi-4."""
+    lines = output(f"plan {name} full --tp 2 --backend {backend}", capsys).splitlines()
+    row, total = (line.split() for line in lines if line.startswith(("0-", "cache, fraction of full")))
+    assert row[-1] == total[-2] and 1 < float(row[-1]) < 1.02  # with its positions
 
 
 @pytest.mark.parametrize(

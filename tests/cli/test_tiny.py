@@ -25,6 +25,7 @@ def test_facts_are_those_of_the_model(facts: Facts, run: Run) -> None:
     assert (Path(found["path"]) / "config.json").exists()
     assert found["shape"]["kv_heads"] == config.num_key_value_heads
     assert [entry["codec"] for entry in found["calibrations"]] == ["csr", "kvquant", "lowrank", "oscar"]
+    assert all((Path(entry["path"]) / "calibration.json").exists() for entry in found["calibrations"])
     files = [entry["method"] for entry in found["calibration_files"]]
     assert files == ["duo", "kvzap", "qfilters", "triattention"]
     assert all(name in run("tiny") for name in files)

@@ -56,6 +56,7 @@ def test_slow_and_fast_links() -> None:
         facts = transfer_facts(plan, link, "1TB/s", weights=16 * 10**9)
         assert facts is not None
         assert more in transfer_text(facts)
+        assert "That is no longer than" in transfer_text(facts | {"read_seconds": facts["seconds"]})
     assert transfer_facts(plan, None, None) is None
     alone = transfer_facts(plan, "25GB/s", None)
     assert alone is not None and alone["read_seconds"] is None and "That is" not in transfer_text(alone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvpolicy.cli.app import main
+from kvpolicy.cli.commands import tune
 from kvpolicy_eval.data.windows import windows
 
 GRID = ["--policy", "snapkv", "--policy", "snapkv+tokenwise:bits=4", "--shares", "0.1,0.4,1.0", "--quiet"]
@@ -32,6 +34,17 @@ def test_a_policy_is_tuned_compared_and_explained(
     found = json.loads(capsys.readouterr().out)
     assert found["policy"] == f"tuned:file={out}@0.2" and found["texts"] == {"tuned": 2, "held_out": 2}
     assert found["candidates"] == 6 and found["evidence"]["rivals"] == 2
+    text = tune._render(found)
+    assert "On 2 texts that were held out, beside the best of 2 ordinary" in " ".join(text.split())
+    rows = [re.split("  +", line.strip()) for line in text.splitlines() if "  " in line]
+    assert rows[0] == ["answered", "same token", "KL", "bytes"] and [row[0] for row in rows[1:]] == ["tuned", "snapkv"]
+    for row, name in zip(rows[1:], ("tuned", "ordinary"), strict=True):
+        scores = found["evidence"][name]
+        assert row[1:] == [
+            *(f"{scores[measure]:.1%}" for measure in ("correct", "top1")),
+            f"{scores['kl']:.4f}",
+            f"{scores['nbytes']:,.0f}",
+        ]
     assert main(["explain", found["policy"], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["tuned"]["evidence"]["0.2"]["verdict"] == found["evidence"]["verdict"] and len(told["layers"]) == 8
@@ -57,6 +70,13 @@ def test_the_folder_of_the_file_is_made(texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "plan.json"
     assert main(["tune", "tiny", "--text", str(texts), "--out", str(out), "--no-evidence", "--quiet", *GRID]) == 0
     assert out.is_file()
+
+
+def test_the_bar_shows_how_many_texts_are_done(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = tune._Bar()
+    for done in (1, 2, 3):
+        bar(done, 3)
+    assert "measuring: 100%" in capsys.readouterr().err and (bar._bar.n, bar._bar.total) == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +114,10 @@ def test_refused(
             "held out must be at least two to compare policies on, got 1; try a larger",
         ),
         (["--seed", str(2**64)], "Invalid value for '--seed'"),
+        (
+            ["--budget", "1MiB", "--held-out", "0.5"],
+            "must exceed the 1000000000 bytes that layers without a policy hold of a text, got 1MiB",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_measured(
@@ -105,6 +129,7 @@ def test_what_is_wrong_is_said_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvpolicy.tuning.tune._measured", lambda *_: pytest.fail("is measured"))
+    monkeypatch.setattr("kvpolicy.tuning.proof.unmanaged_bytes", lambda *_: 10**9)
     out = tmp_path / "plan.json"
     assert main(["tune", "tiny", "--text", str(texts), "--out", str(out), *options, *GRID]) == 2
     assert message in " ".join(capsys.readouterr().err.split()) and not out.exists()
