@@ -65,6 +65,7 @@ class Interruptible:
         if self._thread is not None:
             self._thread.join()
         self._thread = None
+        self._is_over = bool  # which holds whatever it asks
         return True
 
     def result(self) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +114,20 @@ def run(scheduler: Scheduler) -> int:
         turns += 1
         assert turns < 1000
     return turns
+
+
+def test_the_last_answer_is_forgotten() -> None:
+    """Although no other one comes."""
+    scheduler = Scheduler(Counting(2))
+    for text in ([20], [13]):  # whole, and with an error
+        asked = Asked(text, 3)
+        scheduler.submit([asked])
+        run(scheduler)
+        gone = weakref.ref(asked)
+        assert asked.ended == 1
+        del asked
+        gc.collect()
+        assert gone() is None
 
 
 def test_a_prompt_that_cannot_be_started_ends_alone() -> None:
