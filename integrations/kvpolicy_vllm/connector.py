@@ -144,7 +144,8 @@ class KVPolicyConnector(KVConnectorBase_V1):
             compressor = compressor_of(self._recipe, self._engine, heads, layers, sizes, write)
             for index, layer in layers.items():
                 tap(layer, index, compressor.see)
-            self._compressor, take = compressor, compressor.take
+            self._compressor = compressor
+            take = compressor.take
         self._loader = Loader(self._engine, heads, self._block_size, layers, write, take)
 
     @torch.inference_mode()
@@ -175,7 +176,8 @@ class KVPolicyConnector(KVConnectorBase_V1):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that could not be filled, or whose last token is lost: their requests end with an error."""
-        failed, self._failed = self._failed, set()
+        failed = self._failed
+        self._failed = set()
         return failed if self._compressor is None else failed | self._compressor.lost_blocks()
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -195,7 +195,8 @@ class Ledger:
                 f"A compressed prompt must be {found.kept} placeholders and its last token, got "
                 f"{len(request.prompt_token_ids)} tokens."
             )
-        found.request, found.stage = request, Stage.BEGUN
+        found.request = request
+        found.stage = Stage.BEGUN
         return found
 
     def may_begin(self, prompt: Prompt) -> bool:
@@ -223,7 +224,8 @@ class Ledger:
         if prompt is None or prompt.request is not request:
             return
         if prompt.is_first and request.status.name in DONE:
-            prompt.stage, prompt.since = Stage.READY, self._now()
+            prompt.stage = Stage.READY
+            prompt.since = self._now()
         else:
             self._drop(prompt)
 

@@ -95,7 +95,8 @@ def collect_covariances(
 
     def look_at_values(seen: Results, view: View) -> None:
         tokens = seen[Vectors]
-        keys, x = tokens.keys[0].double(), tokens.values[0].double()
+        keys = tokens.keys[0].double()
+        x = tokens.values[0].double()
         moment = means[view.layer_idx].to(keys.device)
         weight = ((keys @ moment) * keys).sum(-1, keepdim=True)
         values.setdefault(view.layer_idx, Sums()).add(1, (x.mT @ (x * weight)).cpu(), weight.sum(1).cpu())

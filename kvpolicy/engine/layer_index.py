@@ -176,7 +176,8 @@ class LayerIndex:
 
     def prompt_salience(self, sums: AbsoluteSums | None, count: Tensor) -> Tensor | None:
         """The salience of the channels in a prompt of `count` [B] tokens, [B, H, D] fp32, if the reader needs it."""
-        layer, tensors = self._layer, self._layer.tensors
+        layer = self._layer
+        tensors = self._layer.tensors
         if sums is not None:
             return channel_salience(sums, count, layer.ranks)
         salience = self._spec.reader_traits.salience
@@ -193,7 +194,8 @@ class LayerIndex:
             stage: Their stage; None for slots of the full-precision buffer, or of any stage if they may be `emptied`.
             emptied: Whether slots may have been emptied, and not only written.
         """
-        coded, shape = self._layer.layout.coded, self.shape
+        coded = self._layer.layout.coded
+        shape = self.shape
         if shape is None or not self.is_current:
             return
         part = 0

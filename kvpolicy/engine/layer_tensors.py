@@ -216,7 +216,8 @@ class LayerTensors:
 
     def put_rows(self, rows: Tensor, part: LayerTensors, names: Collection[str]) -> None:
         """Write the parts `names` of `of_rows(rows)` back to these rows, [n] int64, in place."""
-        held, new = self.parts(), part.parts()
+        held = self.parts()
+        new = part.parts()
         for name in names:
             for target, item in zip(all_tensors(held[name]), all_tensors(new[name]), strict=True):
                 target.index_copy_(0, rows.to(target.device), item)

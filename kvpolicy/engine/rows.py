@@ -112,7 +112,8 @@ def obstacle(store: LayerStore, other: LayerStore) -> str:
     where = f"in layer {store.layer_idx}"
     if mine.shape != own.shape:
         return f"one with {own.shape} {where} instead of {mine.shape}"
-    held, new = mine.tensors.keys, own.tensors.keys
+    held = mine.tensors.keys
+    new = own.tensors.keys
     if (held.dtype, mine.tensors.device) != (new.dtype, own.tensors.device):
         return f"one in {new.dtype} on {own.tensors.device} {where} instead of {held.dtype} on {mine.tensors.device}"
     return ""

@@ -142,7 +142,8 @@ def rank_candidates(
         # Selectors see candidates by ascending position; slots are in any order.
         # A first prompt without padding, or with padding at the front (at -1), is in order already.
         order = positions.argsort(dim=-1, stable=True)
-        positions, state = positions.gather(-1, order), map_slots(lambda t: t.gather(-1, order), state)
+        positions = positions.gather(-1, order)
+        state = map_slots(lambda t: t.gather(-1, order), state)
         found = {type(each): each.reordered(found[type(each)], order) for each in prompt.statistics}
     length = prompt.lengths(seen_before)
     view = View(positions, length, keep, layer.spec.layer_idx, layer.ranks, alike=not slots, added=length - seen_before)

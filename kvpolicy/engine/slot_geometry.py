@@ -119,7 +119,8 @@ class SlotGeometry:
             pin_tokens(tensors.limits, self._spec.codec_traits, pending.positions(seen_before), massive, first)
         data = self._demoter.place(batch, pending.idle, first)
         assign_slots(tensors, data)
-        tensors.keys, tensors.values = data.keys, data.values
+        tensors.keys = data.keys
+        tensors.values = data.values
         sums = first_of(ChannelSums, pending.statistics)
         salience = self.index.prompt_salience(None if sums is None else sums.sums, tensors.length - seen_before)
         placed = torch.ones_like(first) if pending.idle is None else ~pending.idle

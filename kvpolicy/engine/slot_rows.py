@@ -80,7 +80,8 @@ class SlotRows:
         layer = self._layer
         own = other.contents
         self.empty()
-        tensors, theirs = layer.tensors, own.tensors
+        tensors = layer.tensors
+        theirs = own.tensors
         tensors.length.copy_(theirs.length)
         spans = [*_spans(layer, own)]
         per_slot = ((tensors.positions, tensors.state, tensors.counts), (theirs.positions, theirs.state, theirs.counts))
@@ -144,7 +145,8 @@ def _carry(target: State, source: State) -> None:
             held.copy_(new)
             continue
         count = min(held.shape[2], new.shape[2])
-        first, part = held[:, :, :count], new[:, :, :count]
+        first = held[:, :, :count]
+        part = new[:, :, :count]
         if first.shape == part.shape:  # else it is found again
             first.copy_(part)
 

@@ -320,7 +320,8 @@ class CacheForward(TiledCache):
             if tile.is_last:
                 tiles = layer.end_tiles()
                 ended = tiles.prompt(transform), partial(tiles.shown, contents)
-                valid, new = tiles.valid, tile.columns
+                valid = tiles.valid
+                new = tile.columns
         elif forward.is_step if forward.runs else layer.holds_prompt:
             shared = None if torch.compiler.is_compiling() else forward.shared
             out, step = store.attend_step(q, k, v, valid, transform, call, shared)

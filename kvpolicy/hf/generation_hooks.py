@@ -130,7 +130,8 @@ def restart(cache: PolicyCache, inputs: dict[str, Any], end: int | None) -> None
 
 
 def _check_whole(cache: PolicyCache, inputs: dict[str, Any], columns: int) -> None:
-    mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
+    mask = inputs.get("attention_mask")
+    places = inputs.get("position_ids")
     is_part = columns <= cache.get_seq_length() or (mask is not None and mask.shape[-1] != columns)
     if is_part or (places is not None and bool((places[..., 0] != 0).any())):
         raise KVPolicyError(

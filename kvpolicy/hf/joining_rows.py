@@ -96,7 +96,8 @@ def put(cache: CacheForward, row: Any, other: Any) -> None:
         for mine, theirs in zip(cache.layers, other.layers, strict=True):
             if isinstance(mine, States):
                 mine.put_states(row, theirs)
-        digest, theirs = first.mask_digest, other.policy_layers[0].mask_digest
+        digest = first.mask_digest
+        theirs = other.policy_layers[0].mask_digest
         assert digest is not None and theirs is not None
         digest[row] = theirs[0]
         rows.set(row, is_live=True)

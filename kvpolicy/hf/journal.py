@@ -114,7 +114,8 @@ class StepEntry(NamedTuple):
             keys, values = (t[:, :, :-1] for t in (layer.keys, layer.values))
             if oldest:
                 keys, values = (torch.cat(pair, 2) for pair in zip(oldest, (keys, values), strict=True))
-            layer.keys, layer.values = keys.clone(), values.clone()
+            layer.keys = keys.clone()
+            layer.values = values.clone()
             layer.cumulative_length -= 1
 
     def nbytes(self, index: int) -> int:

@@ -30,7 +30,8 @@ class TakesLatents:
 
     def take_latents(self) -> tuple[Tensor, Tensor]:
         """The vectors and keys that `update` was given; the layer lets go of them."""
-        given, self._given = self._given, None
+        given = self._given
+        self._given = None
         assert given is not None, "transformers updates a layer before it attends"
         return given
 

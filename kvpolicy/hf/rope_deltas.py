@@ -58,7 +58,8 @@ class RopeDeltas:
             rows: Its rows.
             answers: Whether it is that of the answer of a running `generate`.
         """
-        counts, self._thread.counts = getattr(self._thread, "counts", None), None
+        counts = getattr(self._thread, "counts", None)
+        self._thread.counts = None
         if counts is None:  # the decoder was called alone
             return
         if counts or not cache.is_initialized or (answers and not cache.forward.is_step):

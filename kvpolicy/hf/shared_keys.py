@@ -162,7 +162,8 @@ def attend_shared(
     Returns:
         [B, Hq, P, D].
     """
-    heads, device = q.shape[1], q.device
+    heads = q.shape[1]
+    device = q.device
     store: LayerStore = layers[layer.reads].store
     q = q.to(store.tensors.length.device)  # the owner may be on another one
     if store.ranks.phantom:  # a rank without heads takes part with one that no sum counts

@@ -78,7 +78,8 @@ class States(LinearAttentionLayer):
             setattr(self, name, dict(getattr(other, name)))
         for name in _KINDS.values():
             setattr(self, name, {n: _copy(state, rows) for n, state in getattr(other, name).items()})
-        self.dtype, self.device = other.dtype, other.device
+        self.dtype = other.dtype
+        self.device = other.device
 
     def begin_states(self, like: States, rows: int) -> None:
         """Begin with empty states of so many rows, like those of another layer."""

@@ -214,4 +214,5 @@ def _crop_window(window: DynamicSlidingWindowLayer, removed: int) -> None:
     window.crop(-removed)
     assert window.keys is not None and window.values is not None
     # A crop leaves views, which keep what was taken back alive.
-    window.keys, window.values = window.keys.clone(), window.values.clone()
+    window.keys = window.keys.clone()
+    window.values = window.values.clone()

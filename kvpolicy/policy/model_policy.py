@@ -84,7 +84,8 @@ def for_model(policy: Policy, model: ModelInfo) -> Policy:
     if policy.differs_by_layer:
         return policy
     codec = policy.codec
-    grouping, differing = codec.traits.groups, codec.traits.by_layer
+    grouping = codec.traits.groups
+    differing = codec.traits.by_layer
     if grouping is not None:
         groups = grouping.groups(model)
         places = {index: grouping.codec_at(number) for group in groups for number, index in enumerate(group)}

@@ -101,7 +101,9 @@ def _check_layer(part: Reader, heads: int, dim: int) -> None:
     extra = torch.full_like(keep, 7)
     store.compress(pending, RowBudget(keep, extra, keep + extra))
     assert store.slots is not None
-    shape, held, reads = store.slots.index.shape, store.tensors, store.tensors.reads
+    shape = store.slots.index.shape
+    held = store.tensors
+    reads = store.tensors.reads
     if shape is None or not reads:
         return
     # Empty slots hold anything: entries of others must not depend on it.

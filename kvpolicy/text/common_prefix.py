@@ -12,7 +12,8 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
         >>> common_length([5, 6, 7], [5, 6, 8, 7]), common_length([5], [5, 6]), common_length([5], [])
         (2, 1, 0)
     """
-    least, most = 0, min(len(one), len(other))
+    least = 0
+    most = min(len(one), len(other))
     while least < most:  # slices are compared much faster than tokens one by one
         middle = (least + most + 1) // 2
         if one[least:middle] == other[least:middle]:

@@ -206,7 +206,8 @@ def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], dict[str, di
         is_plain = wrapped == "base" and not _takes_text(cls)
         found = re.search("/", rest) if is_plain else re.match("/", rest) or _before_inner(cls).search(rest)
         if found:
-            rest, inner = rest[: found.start()], rest[found.end() :]
+            inner = rest[found.end() :]
+            rest = rest[: found.start()]
     elif rest.startswith("/"):  # not an option, since the values of options come after ':'
         raise KVPolicyError(
             f"The left side of '/' must be a strategy that wraps another, got {name!r}; use '+' between parts."

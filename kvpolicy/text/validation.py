@@ -156,9 +156,11 @@ def _rule(field: Field[Any], hint: Any) -> _Rule:
 
 
 def _refuse_choice(rule: _Rule, value: object, owner: str) -> NoReturn:
-    name, example = f"{owner}.{rule.field}", rule.example
+    name = f"{owner}.{rule.field}"
+    example = rule.example
     if rule.choices == DECODE_MODES:
-        name, example = "decode", "; try 'evict'"  # the same of every selector
+        name = "decode"  # the same of every selector
+        example = "; try 'evict'"
     raise KVPolicyError(f"{name} must be one of {', '.join(map(repr, rule.choices))}, got {value!r}{example}.")
 
 

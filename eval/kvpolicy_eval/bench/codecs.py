@@ -77,7 +77,9 @@ class Case:
             return torch.randn(batch, heads, count, DIM, generator=generator, device=device)
 
         self.codec: Codec = with_random_calibration(Policy.parse(with_ranking(codec)).codec, folder, heads, DIM)
-        self.keys, self.values, self.query = draw(tokens), draw(tokens), draw(group)
+        self.keys = draw(tokens)
+        self.values = draw(tokens)
+        self.query = draw(group)
         self.rope = _rope(device)
         self.layer = self.encode()
         coded = None if self.layer.slots is None else self.layer.slots.codes.view()

@@ -39,7 +39,8 @@ def model() -> Any:
 def measure(rounds: int = 5) -> Iterator[Row]:
     """Time the steps behind a prompt, and the prompt itself."""
     ids = torch.randint(5, 500, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    stock, ours = model(), model()
+    stock = model()
+    ours = model()
     with torch.inference_mode():
         out = stock(ids, logits_to_keep=1)
         base = _steps(stock, getattr(out, CACHE))

@@ -57,7 +57,8 @@ def _steps(policy: str, mask: Tensor, rounds: int) -> Callable[[], None]:
         _forward(model, ids, mask, cache)
 
     def run() -> None:
-        cache, seen = caches.pop(), mask
+        cache = caches.pop()
+        seen = mask
         for _ in range(STEPS):
             seen = torch.cat([seen, seen.new_ones(ROWS, 1)], 1)
             _forward(model, ids[:, :1], seen, cache)

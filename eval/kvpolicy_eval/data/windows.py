@@ -51,7 +51,8 @@ def windows(names: Sequence[str], mode: str, n: int, seed: int, length: int) -> 
             prompt, fed, answer = place(one, mode)
             if not fed and len(answer) == 1:
                 # The only token of such an answer would be computed from the full prompt: hold back the one before.
-                prompt, fed = prompt[:-1], prompt[-1]
+                fed = prompt[-1]
+                prompt = prompt[:-1]
             made.append({"prompt": prompt, "question": fed, "answer": answer, "task": name})
     return made
 

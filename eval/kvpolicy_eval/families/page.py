@@ -120,7 +120,8 @@ def faults(entries: Sequence[Entry], known: Known) -> list[str]:
 
 def faults_of(result: Result) -> Iterator[str]:
     """What is wrong with a result: an accepted model that is not right, a refusal without a reason, a wrong plan."""
-    verdict, planned = result["verdict"], result.get("planned", {})
+    verdict = result["verdict"]
+    planned = result.get("planned", {})
     if verdict in FAILED:
         yield f"{verdict}: {result['sentence']}"
     elif verdict == REFUSED:

@@ -62,7 +62,8 @@ def turns() -> Turns:
 def padded() -> tuple[list[Inputs], Inputs]:
     """Two rows, each alone, and both in a batch with padding at the left."""
     rows = [tokens(PROMPT, 1), tokens(PROMPT - 11, 8)]
-    ids, mask = torch.zeros(2, PROMPT, dtype=torch.long), torch.zeros(2, PROMPT, dtype=torch.long)
+    ids = torch.zeros(2, PROMPT, dtype=torch.long)
+    mask = torch.zeros(2, PROMPT, dtype=torch.long)
     for row, own in enumerate(rows):
         ids[row, PROMPT - own.shape[1] :] = own[0]
         mask[row, PROMPT - own.shape[1] :] = 1

@@ -158,7 +158,8 @@ def _shape(records: list[Record], batch: int, tokens: int) -> list[str]:
         if record["status"] != "ok"
     ]
     if not any(line[-1] for line in lines):  # codes were not timed decoded
-        columns, lines = columns[:-1], [line[:-1] for line in lines]
+        columns = columns[:-1]
+        lines = [line[:-1] for line in lines]
     return [title, table(columns, lines), *(["\n".join(failed)] if failed else [])]
 
 
