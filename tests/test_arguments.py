@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import kvpolicy
 from kvpolicy import CSR, H2O, KIVI, TOVA, KVCrush, KVzip, Plain, Policy, SnapKV, StreamingLLM, registry
@@ -129,6 +131,21 @@ def test_the_name_of_a_bundled_model_is_no_dtype() -> None:
 def test_a_plan_takes_a_dtype(dtype: Any) -> None:
     with pytest.raises(KVPolicyTypeError, match=rf"dtype must be a torch\.dtype, got {dtype!r}; try torch\.bfloat16"):
         kvpolicy.plan("tiny", "h2o", prompt=9, dtype=dtype)
+
+
+@pytest.mark.parametrize("given", [torch.zeros(40, 3), LlamaConfig(), "a\nb"], ids=["tensor", "config", "text"])
+def test_a_value_of_several_lines_is_shown_in_one(given: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: kvpolicy.attach(given, "h2o@8"),
+        lambda: kvpolicy.plan("tiny", "h2o@8", prompt=given),
+        lambda: kvpolicy.SnapKV(window=given),
+        lambda: Policy(selector=given, budget=8),
+    ]
+    for call in calls:
+        with pytest.raises(KVPolicyError) as error:
+            call()
+        assert len(str(error.value).splitlines()) == 1
+        assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
 def test_a_class_is_no_policy() -> None:

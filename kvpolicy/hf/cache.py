@@ -34,7 +34,7 @@ from kvpolicy.reporting import report
 from kvpolicy.reporting.report import Report, make_report
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.text.validation import check_index, expected, longest
+from kvpolicy.text.validation import check_index, check_size, expected, longest
 
 
 @named_options
@@ -530,8 +530,13 @@ class PolicyCache(CacheForward):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
+        """Repeat every row, as often as beams or answers to one prompt need it.
+
+        Raises:
+            KVPolicyError: If `repeats` is no integer from 1.
+        """
         self.journal.refuse_changes("batch_repeat_interleave()")
+        repeats = check_size("repeats", repeats, 1)
         super().batch_repeat_interleave(repeats)
         self._map_rows(lambda t: t.repeat_interleave(repeats, 0))
 

@@ -16,7 +16,7 @@ from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.key_probe import adds_positions
 from kvpolicy.hf.rotary_lookup import first_not_undone
 from kvpolicy.kernels.rotary import Rope
-from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
 from kvpolicy.text.tables import shorten
 
 
@@ -29,7 +29,12 @@ def check_rows(given: Any, batch: int) -> Tensor:
     Raises:
         KVPolicyTypeError: If they are no numbers.
         KVPolicyError: If there is none, or one is out of range.
+        KVPolicyStateError: If the cache has no rows yet.
     """
+    if batch < 1:
+        raise KVPolicyStateError(
+            "A cache must have seen a prompt for its rows to be chosen, got an empty one; try to run a prompt first."
+        )
     try:
         rows = torch.as_tensor(given)
         if rows.numel() and (rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex()):
@@ -40,7 +45,7 @@ def check_rows(given: Any, batch: int) -> Tensor:
             f"rows must be a list of numbers from 0 to {batch - 1}, got {shorten(repr(given))}; try [0]."
         ) from None
     if rows.dim() != 1 or not len(rows) or not bool(((rows >= 0) & (rows < batch)).all()):
-        raise KVPolicyError(f"rows must be a list of numbers from 0 to {batch - 1}, got {rows.tolist()}.")
+        raise KVPolicyError(f"rows must be a list of numbers from 0 to {batch - 1}, got {shorten(str(rows.tolist()))}.")
     return rows
 
 

@@ -20,12 +20,16 @@ _OUT_OF_MEMORY = re.compile("(?i)out of memory|not enough memory|can't allocate 
 
 
 class KVPolicyError(ValueError):
-    """An argument, a model or a state that kvpolicy refuses; the message says what to do instead.
+    """An argument, a model or a state that kvpolicy refuses; the message says what to do instead, in one line.
 
     Examples:
         >>> issubclass(KVPolicyError, ValueError)
         True
     """
+
+    def __init__(self, *args: object) -> None:
+        """Join the lines of a message, which a value that it repeats may have, such as a tensor or a config."""
+        super().__init__(*(_in_one_line(part) if isinstance(part, str) else part for part in args))
 
 
 class KVPolicyTypeError(KVPolicyError, TypeError):
@@ -65,6 +69,10 @@ def is_out_of_memory(error: Exception) -> bool:
     """
     said = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
     return said or isinstance(error, MemoryError)
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines())
 
 
 for _kind in (KVPolicyError, KVPolicyTypeError, KVPolicyStateError, KVPolicyWarning):

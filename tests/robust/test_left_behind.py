@@ -15,7 +15,7 @@ from kvpolicy import KVPolicyError, KVPolicyWarning, PolicyCache
 from kvpolicy.reporting.logging import UNFAITHFUL
 from tests.conformance.models import build
 from tests.conformance.play import make_batch
-from tests.robust.hostile import own
+from tests.robust.hostile import own, refused
 
 
 def test_a_method_of_the_instance_is_there_again() -> None:
@@ -133,6 +133,37 @@ def test_rows_are_chosen_by_numbers() -> None:
         before = cache.policy_layers[0].positions
         cache.batch_select_indices([2, 0])
         assert torch.equal(cache.policy_layers[0].positions, before[[2, 0]])
+
+
+def test_rows_of_an_empty_cache_are_not_chosen() -> None:
+    model = own()
+    with torch.no_grad(), kvpolicy.attach(model, "window@8"):
+        empty = PolicyCache(model)
+        taken_back = PolicyCache(model)
+        model(torch.tensor([[3, 4]]), cache=taken_back)
+        taken_back.crop(-2)
+        for cache in (empty, taken_back):
+            with refused("A cache must have seen a prompt for its rows to be chosen"):
+                cache.fork([0])
+            with refused("A cache must have seen a prompt for its rows to be chosen"):
+                cache.batch_select_indices([0])
+            assert cache.fork().batch_size == -1
+
+
+def test_rows_are_repeated_once_at_least() -> None:
+    model = own()
+    ids, _ = make_batch([20, 20])
+    numbers: list[Any] = [0, -1, 1.5, "2", True]
+    with torch.no_grad(), kvpolicy.attach(model, "h2o@8"):
+        cache = PolicyCache(model)
+        model(ids, cache=cache)
+        held = cache.nbytes
+        for wrong in numbers:
+            with pytest.raises(KVPolicyError, match="repeats must be"):
+                cache.batch_repeat_interleave(wrong)
+        assert (cache.batch_size, cache.nbytes) == (2, held)
+        cache.batch_repeat_interleave(2)
+        assert cache.batch_size == 4
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
