@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from kvpolicy.selectors.defensive import DefensiveKV as DefensiveKV
     from kvpolicy.selectors.dropkv import DropKV as DropKV
     from kvpolicy.selectors.expected import ExpectedAttention as ExpectedAttention
+    from kvpolicy.selectors.fair import FairEviction as FairEviction
     from kvpolicy.selectors.full import KeepAll as KeepAll
     from kvpolicy.selectors.h2o import H2O as H2O
     from kvpolicy.selectors.keydiff import KeyDiff as KeyDiff

@@ -77,6 +77,7 @@ SELECTORS = {
     "critical": "kvpolicy.selectors.critical:CriticalKV",
     "caote": "kvpolicy.selectors.caote:CAOTE",
     "chunk": "kvpolicy.selectors.chunk:ChunkKV",
+    "fair": "kvpolicy.selectors.fair:FairEviction",
     "compactor": "kvpolicy.selectors.compactor:Compactor",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
 }
@@ -215,6 +216,7 @@ SUMMARIES = {
     "critical": "Keep the best tokens of another selector, and then those of large attention times what their values add.",  # noqa: E501
     "caote": "Rank the tokens of another selector by how much the attention output would change without them.",
     "chunk": "Keep the chunks of neighboring tokens that another selector ranks highest in the mean, the same in all heads.",  # noqa: E501
+    "fair": "Keep the same share of every part of the prompt, and in each part the tokens that another selector ranks highest.",  # noqa: E501
     "compactor": "Keep the tokens whose keys are unlike the others, and those that the tokens around them attend to.",
     "kvcrush": "Use part of the budget for representatives of the tokens that the base selector would evict.",
     "drop": "Drop every token that is not kept, and leave the others as they are.",

@@ -89,9 +89,10 @@ def draw_selector(dice: Random, *, wrap: bool = True, of: Sequence[str] = BASES)
         "critical": [f"split={dice.choice(['0.0', '0.4', '1.0'])}", f"epsilon={dice.choice(['0.0', '0.01'])}"],
         "caote": [f"fast={dice.choice(['true', 'false'])}", f"every={dice.choice([1, 4, 64])}"],
         "chunk": [f"size={dice.choice([1, 3, 8])}"],
+        "fair": [f"at={dice.choice(['auto', '4', '3_9_14'])}", f"parts={dice.choice([1, 2, 5])}"],
     }.get(name, [])
     if name in WRAPPERS:
-        bases = BASES if name in ("kvcrush", "chunk") else ATTENTIVE
+        bases = BASES if name in ("kvcrush", "chunk", "fair") else ATTENTIVE
         return ":".join([name, *options]) + "/" + draw_selector(dice, wrap=False, of=bases)
     return ":".join([name, *options, f"decode={dice.choice(['evict', 'evict', 'grow'])}"])
 

@@ -37,6 +37,7 @@ SELECTORS = {
     "critical": "critical/snapkv",
     "caote": "caote/h2o",
     "chunk": "chunk/snapkv",
+    "fair": "fair/snapkv",
 }
 """Selectors with options, and wrappers.
 

@@ -35,6 +35,7 @@ SELECTORS = {
     "critical": ["critical/snapkv", "snapkv", "critical/h2o", "h2o"],
     "caote": ["caote/snapkv", "snapkv", "caote/h2o", "h2o"],
     "chunk": ["chunk/snapkv", "snapkv", "chunk/h2o", "h2o"],
+    "fair": ["fair/snapkv", "snapkv", "fair/h2o", "h2o"],
 }
 """Policies of a selector's page, without budgets and without the baseline; others have their defaults only."""
 
