@@ -77,6 +77,7 @@ KINDS = {
     "starts ranks": Kind(
         ("tests/deepspeed/*", "tests/lm_eval/test_tensor_parallel.py", "tests/parallel/*"),
         (
+            "tests/deepspeed/test_launch.py::test_a_block*",
             "tests/deepspeed/test_loading.py::test_a*",
             "tests/deepspeed/test_loading.py::test_families_that_are_not_tested_are_rejected",
             "tests/deepspeed/test_loading.py::test_on*",

@@ -34,9 +34,7 @@ def check_backend(backend: str, path_or_model: Any) -> None:
         )
 
 
-def check_policy(
-    config: Any, policy: Any, dtype: torch.dtype | None = None, tp: int = 1, *, follows_plan: bool = False
-) -> None:
+def check_policy(config: Any, policy: Any, dtype: torch.dtype | None, tp: int, *, follows_plan: bool) -> None:
     """Raise KVPolicyError if the policy is invalid, or does not support the model on `tp` ranks."""
     if policy is None:
         return

@@ -18,20 +18,24 @@ CONFIG = LlamaConfig(
 )
 
 
+def _check(policy: str | Policy, dtype: torch.dtype | None = None, tp: int = 1) -> None:
+    check_policy(CONFIG, policy, dtype, tp, follows_plan=False)
+
+
 def test_checked(tmp_path: Path) -> None:
     save_layers(tmp_path / "layers.json", ["h2o@0.5"] * 3)
-    check_policy(CONFIG, f"tuned:file={tmp_path}/layers.json@0.5")
-    check_policy(CONFIG, Policy.by_layer(["h2o@0.5", "kivi:bits=4+h2o@0.5", "h2o@0.5"], budget=0.5))
+    _check(f"tuned:file={tmp_path}/layers.json@0.5")
+    _check(Policy.by_layer(["h2o@0.5", "kivi:bits=4+h2o@0.5", "h2o@0.5"], budget=0.5))
     with pytest.raises(KVPolicyError, match="one for each of the model's 3 layers, got 2"):
-        check_policy(CONFIG, Policy.by_layer(["h2o@0.5"] * 2, budget=0.5))
+        _check(Policy.by_layer(["h2o@0.5"] * 2, budget=0.5))
     with pytest.raises(KVPolicyError, match="must be readable"):
-        check_policy(CONFIG, f"tuned:file={tmp_path}/none.json")
+        _check(f"tuned:file={tmp_path}/none.json")
 
 
 def test_bytes_are_those_of_a_rank(tmp_path: Path) -> None:
     save_curves(tmp_path / "curves.json", draw_curves(1))
     spec = f"tuned:file={tmp_path}/curves.json@2500B"
-    check_policy(CONFIG, spec, torch.float32, 2)
-    check_policy(CONFIG, spec, torch.bfloat16)
+    _check(spec, torch.float32, 2)
+    _check(spec, torch.bfloat16)
     with pytest.raises(KVPolicyError, match="must fit a text of 60 and 8 tokens, got 2500 bytes"):
-        check_policy(CONFIG, spec, torch.float32)
+        _check(spec, torch.float32)

@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import kvpolicy_deepspeed
+from kvpolicy.parallel.launch import World
+from kvpolicy_deepspeed import launch
 from kvpolicy_deepspeed.launch import _exit_code
 from tests.deepspeed.checkpoints import save
 from tests.parallel.launchers import LIMIT, words
@@ -74,6 +77,35 @@ def test_without_a_launcher_the_error_names_the_command(monkeypatch: pytest.Monk
         kvpolicy_deepspeed.load("nowhere")
     with pytest.raises(RuntimeError, match="must be started by a launcher"), kvpolicy_deepspeed.ranks():
         pass
+
+
+class Ended(Exception):
+    """In place of the end of the process."""
+
+
+def test_a_block_is_seeded_and_ends_with_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps: list[str | int] = []
+
+    def end(code: int) -> None:
+        steps.append(code)
+        raise Ended
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "meet", lambda: World(1, 2, 1))
+    monkeypatch.setattr(launch.os, "_exit", end)
+    for name in ("barrier", "destroy_process_group"):
+        monkeypatch.setattr(launch.dist, name, lambda name=name: steps.append(name))
+    with pytest.raises(Ended), kvpolicy_deepspeed.ranks(seed=7) as place:
+        steps.append(torch.initial_seed())
+    assert place.rank == 1 and steps == [7, "barrier", "destroy_process_group", 0]
+    monkeypatch.setattr(launch.dist, "barrier", interrupt)  # what a launcher does if another rank has failed
+    with pytest.raises(Ended), kvpolicy_deepspeed.ranks():
+        pass
+    assert steps[4:] == [1] and "Rank 1 of 2 finished, but another rank did not:\nTrace" in capsys.readouterr().err
 
 
 def test_the_exit_code_of_a_rank() -> None:
