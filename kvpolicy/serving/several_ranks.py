@@ -25,6 +25,9 @@ from kvpolicy.text.errors import KVPolicyError
 IDLE = timedelta(days=3650)
 """How long ranks wait for the next request."""
 
+ALIKE = timedelta(seconds=60)
+"""How long a rank that failed waits for the others to fail too."""
+
 log = logging.getLogger("kvpolicy.serving")
 
 
@@ -65,13 +68,29 @@ class Channel:
         dist.broadcast(torch.tensor([len(text)], device="cpu"), 0, self._group)
         dist.broadcast(text, 0, self._group)
 
-    def receive(self) -> list[Any]:
-        """The next message, on all other ranks."""
+    def receive(self, limit: timedelta = IDLE) -> list[Any]:
+        """The next message, on all other ranks.
+
+        Args:
+            limit: How long to wait for it.
+
+        Raises:
+            RuntimeError: If it does not come.
+        """
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
-        dist.broadcast(size, 0, self._group)
+        waits: Any = dist.broadcast(size, 0, self._group, async_op=True)
+        waits.wait(limit)
         text = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         dist.broadcast(text, 0, self._group)
         return json.loads(text.numpy().tobytes())
+
+    def meet(self) -> None:
+        """Wait for all ranks, for a while.
+
+        Raises:
+            RuntimeError: If one does not come.
+        """
+        dist.monitored_barrier(self._group, ALIKE)
 
 
 class Leading:
@@ -100,7 +119,14 @@ class Leading:
         config = json.loads(answer.prompt.config.to_json_string(use_diff=False))
         number = self._number()
         self._tell("read", number, [*answer.text], len(answer.tokens), config)
-        cache, logits = self._forwards.read(answer)
+        try:
+            cache, logits = self._forwards.read(answer)
+        except KVPolicyError:  # of the prompt, which all ranks know
+            raise
+        except Exception:
+            self._tell("failed", number)
+            self._channel.meet()
+            raise
         return self._name(cache, number), logits
 
     def copy(self, cache: Any) -> Any:
@@ -167,8 +193,8 @@ class _Answer:
 def follow(forwards: Forwards, channel: Channel) -> None:
     """Run the forwards that the first rank runs, until it ends.
 
-    What is wrong with a prompt is wrong on all ranks, and the first one says so. Any other error ends this rank, and
-    with it the job.
+    What is wrong with a prompt is wrong on all ranks, and the first one says so. An error of this rank alone, such as
+    memory that ran out, ends the rank, and with it the job: the others wait for its part of a forward.
 
     Args:
         forwards: The forwards of this rank.
@@ -181,14 +207,27 @@ def follow(forwards: Forwards, channel: Channel) -> None:
     def read(number: int, text: list[int], new: int, config: dict[str, Any]) -> None:
         try:
             caches[number] = forwards.read(_Answer(text, new, GenerationConfig.from_dict(config)))[0]
-        except Exception as error:
+        except KVPolicyError as error:
             log.debug("A prompt was not read.", exc_info=error)
+        except Exception as error:
+            try:
+                _, name, *which = channel.receive(ALIKE)
+            except RuntimeError:
+                raise error from None
+            if (name, which) != ("failed", [number]):
+                raise
+            failed(number)
+
+    def failed(number: int) -> None:
+        caches.pop(number, None)
+        channel.meet()
 
     def copy(number: int, source: int) -> None:
         caches[number] = forwards.copy(caches[source])
 
     does: dict[str, Callable[..., Any]] = {
         "read": read,
+        "failed": failed,
         "copy": copy,
         "put": lambda row, number: forwards.put(row, caches[number]),
         "drop": forwards.drop,

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,12 +32,13 @@ import transformers
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.cli.model_loading import load
+from kvpolicy.serving import several_ranks
 from kvpolicy.serving.capacity import Capacity
 from kvpolicy.serving.prefix import PrefixFile
 from kvpolicy.serving.server import following
 from kvpolicy.serving.several_ranks import Channel, Leading, follow
 from tests.parallel.launchers import LIMIT, free_port, words
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import RankError, run_ranks
 from tests.serving.servers import get, metric, running
 
 POLICIES = ("snapkv@0.5", "squeeze+kvcrush/h2o+tokenwise@0.5", "uniform/adakv+snapkv@0.5")
@@ -222,6 +224,7 @@ class Recorder:
     count = 2
 
     def __init__(self) -> None:
+        self.breaks_at: list[int] = []
         self.calls: list[Any] = []
         self.caches: weakref.WeakSet[Recorder.Cache] = weakref.WeakSet()
 
@@ -234,6 +237,8 @@ class Recorder:
         self.calls.append(("read", answer.text, len(answer.tokens), answer.prompt.config.max_new_tokens))
         if answer.text == UNREADABLE:
             raise kvpolicy.KVPolicyError("The prompt must be another one.")
+        if answer.text == self.breaks_at:
+            raise ValueError("a defect of the model")
         return self._make(f"read {answer.text}"), None
 
     def copy(self, cache: Cache) -> Cache:
@@ -266,20 +271,95 @@ class Messages:
     """A channel within one process, which sends what JSON can hold."""
 
     def __init__(self) -> None:
+        self.met = 0
         self.sent: list[str] = []
 
     def send(self, *message: Any) -> None:
         self.sent.append(json.dumps(message))
 
-    def receive(self) -> list[Any]:
+    def receive(self, limit: timedelta | None = None) -> list[Any]:
+        if not self.sent:
+            raise RuntimeError("Operation timed out!")
         return json.loads(self.sent.pop(0))
+
+    def meet(self) -> None:
+        self.met += 1
+
+
+def answer(text: list[int], new: int = 0) -> Any:
+    config = transformers.GenerationConfig(max_new_tokens=7, eos_token_id=[2, 3])
+    return SimpleNamespace(text=text, tokens=[5] * new, prompt=SimpleNamespace(config=config))
+
+
+BROKEN = [8, 8]
+
+
+@pytest.mark.parametrize(("where", "goes_on"), [("both", True), ("first", True), ("other", False)])
+def test_ranks_that_fail_alike_go_on(where: str, goes_on: bool) -> None:
+    """One that fails alone ends, since the others wait for it; one that was ready waits for no cache."""
+    first, other, messages = Recorder(), Recorder(), Messages()
+    first.breaks_at = BROKEN if where != "other" else []
+    other.breaks_at = BROKEN if where != "first" else []
+    leading = Leading(first, messages)  # pyright: ignore[reportArgumentType]
+    with suppress(ValueError):
+        leading.read(answer(BROKEN))
+        leading.put(0, leading.copy(leading.read(answer([6]))[0]))
+    if goes_on:
+        leading.read(answer([7]))
+        leading.close()
+        follow(other, messages)  # pyright: ignore[reportArgumentType]
+        assert other.calls == first.calls and messages.met == 2 and not other.caches
+    else:
+        with pytest.raises(ValueError, match="a defect of the model"):
+            follow(other, messages)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_rank_that_fails_where_the_first_one_waits_ends() -> None:
+    first, other, messages = Recorder(), Recorder(), Messages()
+    other.breaks_at = BROKEN
+    Leading(first, messages).read(answer(BROKEN))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="a defect of the model"):
+        follow(other, messages)  # pyright: ignore[reportArgumentType]
+
+
+def _fail(rank: int, world: int, folder: str, ranks: list[int]) -> Any:
+    """The status of a request at whose prompt the model fails on some ranks, and of the next one."""
+    model, tokenizer = load(folder, tp=world)
+    channel = Channel()
+    several_ranks.ALIKE = timedelta(seconds=3)
+    if rank in ranks:
+        model.get_input_embeddings().register_forward_pre_hook(_break)
+    if rank:
+        following(model, POLICIES[0], channel)
+        return None
+    with running((model, tokenizer), policy=POLICIES[0], compile=False, channel=channel) as port:
+        found = [_status(lambda text=text: _complete(port, text)) for text in (BROKEN_TEXT, TEXT)]
+    return found
+
+
+BROKEN_TEXT = "wolf=2650\n?wolf="
+
+
+def _complete(port: int, text: str) -> None:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        client.completions.create(model="tiny", prompt=text, max_tokens=2)
+
+
+def _break(module: Any, args: Any) -> None:
+    if args[0][0].tolist() == kvpolicy.tiny()[1](BROKEN_TEXT).input_ids:
+        raise ValueError("a defect of the model")
+
+
+def test_a_prompt_at_which_all_ranks_fail(folder: str) -> None:
+    assert run_ranks(_fail, 2, folder, [0, 1])[0] == [500, 200]
+
+
+def test_a_prompt_at_which_one_rank_fails_ends_it(folder: str) -> None:
+    with pytest.raises(RankError, match="ValueError: a defect of the model"):
+        run_ranks(_fail, 2, folder, [1], limit=60)
 
 
 def test_the_others_run_what_the_first_runs_and_free_what_it_frees() -> None:
-    def answer(text: list[int], new: int = 0) -> Any:
-        config = transformers.GenerationConfig(max_new_tokens=7, eos_token_id=[2, 3])
-        return SimpleNamespace(text=text, tokens=[5] * new, prompt=SimpleNamespace(config=config))
-
     first, other, messages = Recorder(), Recorder(), Messages()
     leading = Leading(first, messages)  # pyright: ignore[reportArgumentType]
     cache, _ = leading.read(answer([1, 2, 3]))
