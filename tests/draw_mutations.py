@@ -100,7 +100,8 @@ class Source:
         elif isinstance(node, ast.Constant):
             yield from self._constant(node)
         elif isinstance(node, ast.BoolOp):
-            first, second = self.span(node.values[0])[1], self.span(node.values[1])[0]
+            first = self.span(node.values[0])[1]
+            second = self.span(node.values[1])[0]
             old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
             yield from self._word("another connective", first, second, old, new)
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
@@ -114,13 +115,15 @@ class Source:
             yield Change("a call is forgotten", *self.span(node), "pass")
         elif isinstance(node, ast.Call) and len(node.args) == 2 and not any(map(_is_starred, node.args)):
             first, second = (self.text[slice(*self.span(each))] for each in node.args)
-            start, end = self.span(node.args[0])[0], self.span(node.args[1])[1]
+            start = self.span(node.args[0])[0]
+            end = self.span(node.args[1])[1]
             if first != second:
                 yield Change("arguments are swapped", start, end, f"{second}, {first}")
 
     def _comparison(self, node: ast.Compare) -> Iterator[Change]:
         old, new = COMPARISONS[type(node.ops[0])]
-        start, end = self.span(node.left)[1], self.span(node.comparators[0])[0]
+        start = self.span(node.left)[1]
+        end = self.span(node.comparators[0])[0]
         yield from self._word(f"{old} becomes {new}", start, end, old, new)
 
     def _word(self, what: str, start: int, end: int, old: str, new: str) -> Iterator[Change]:
@@ -149,7 +152,8 @@ class Source:
 
     def replacement(self, change: Change) -> tuple[str, str] | None:
         """Whole lines around a change that stand once in the file, before and after it; None if it does not parse."""
-        start, end = self.text.rfind("\n", 0, change.start) + 1, self.text.find("\n", change.end)
+        start = self.text.rfind("\n", 0, change.start) + 1
+        end = self.text.find("\n", change.end)
         end = len(self.text) if end < 0 else end
         while self.text.count(self.text[start:end]) > 1 and start > 0:
             start = self.text.rfind("\n", 0, start - 1) + 1

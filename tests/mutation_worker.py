@@ -37,7 +37,8 @@ PACKAGES = ("kvpolicy", "kvpolicy_deepspeed", "kvpolicy_eval", "kvpolicy_lm_eval
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Fork, run pytest in the child, and wait for it."""
     with tempfile.TemporaryDirectory() as work:
-        output, failed = Path(work, "output"), Path(work, "failed")
+        output = Path(work, "output")
+        failed = Path(work, "failed")
         child = os.fork()
         if child == 0:
             _run(request, output, failed)

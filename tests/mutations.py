@@ -200,7 +200,8 @@ def main() -> int:
     if given.list:
         print(*(f"{mutation.file}: {mutation.name}" for mutation in mutations), sep="\n")
         return 0
-    log, matrix = given.matrix or given.log, given.matrix is not None
+    log = given.matrix or given.log
+    matrix = given.matrix is not None
     return summarize(mutations, try_all(mutations, given.jobs, log, baseline=not given.no_baseline, matrix=matrix))
 
 

@@ -139,7 +139,8 @@ def test_chunks_are_scored_with_all_that_is_on_offer(model: Any) -> None:
         first = _kept(cache, 0)
         model(IDS[:, 14:], cache=cache)
         model(IDS)
-    chunked, (_, hidden, keys, *_) = _kept(cache, 0), press.given
+    chunked = _kept(cache, 0)
+    _, hidden, keys, *_ = press.given
     assert hidden.shape[1] == keys.shape[2] == 24
     assert len(first[0]) == 8 and chunked == _kept(handle.cache, 0)  # a norm does not depend on the chunk
 

@@ -34,7 +34,8 @@ def metaspace(**options: Any) -> Any:
     """Whole words, each with the space before it."""
     words = [*SPECIAL, "▁", *(f"▁{word}" for word in WORDS), *(word for word in WORDS)]
     core = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Metaspace()
     return fast(core, **options)
 
 
@@ -132,7 +133,8 @@ def test_the_texts_are_what_the_tokens_add_to_the_whole(kind: str) -> None:
             prompt = [259, *ids(tokenizer, *pieces)] if case % 2 else [259]
         if any(text.endswith(detokenizer.CLEANED_STARTS) for text in [tokenizer.decode(prompt)]):
             continue  # the answer changes the end of such a prompt: see below
-        before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *new])
+        before = tokenizer.decode(prompt)
+        whole = tokenizer.decode([*prompt, *new])
         assert whole.startswith(before)
         with_special = [draw.choice(sorted(special)), *new[:2], draw.choice(sorted(special)), *new[2:]]
         for tokens in (new, with_special):

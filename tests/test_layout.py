@@ -299,7 +299,8 @@ def test_created_tensors_depend_on_no_default_of_pytorch() -> None:
         for call in ast.walk(_tree(path)):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
                 continue
-            name, module = call.func.attr, call.func.value
+            name = call.func.attr
+            module = call.func.value
             if name not in CREATES or not isinstance(module, ast.Name) or module.id != "torch":
                 continue
             needed = {"device", "dtype"} if name in FLOATS else {"device"}

@@ -150,7 +150,8 @@ def test_budgets_as_the_slow_version(name: str) -> None:
     allocator = part(name)
     q, k, v = draw("random", "usual", rows=5)
     q = q * torch.tensor([0.2, 1.0, 3.0, 0.0, 6.0])[:, None, None, None]
-    q[4], k[4] = q[4].abs(), k[4] * 1e-3
+    q[4] = q[4].abs()
+    k[4] = k[4] * 1e-3
     k[4, :, 0] = 60  # all attention of the last layer is on one token
     prompts = [prompt_of(q[row], k[row], v[row], 8**-0.5) for row in range(5)]
     metrics = measured(allocator, pending_of(q, k, v, allocator.attention.statistics))[None]  # rows as layers

@@ -26,7 +26,9 @@ PROMPT = torch.arange(60, 260).repeat(2)[None]
 def test_as_the_slow_version(base: str) -> None:
     rng = random.Random(0)
     for _ in range(60):
-        layers, ceiling, floor = rng.randint(3, 9), rng.randint(4, 60), rng.randint(1, 4)
+        layers = rng.randint(3, 9)
+        ceiling = rng.randint(4, 60)
+        floor = rng.randint(1, 4)
         first, last = rng.choice([(1, 0), (0, 1), (1, 1), (0, 2)])
         least = (first + last) * ceiling + floor * (layers - first - last)
         total = rng.choice([least, rng.randint(least, layers * ceiling + 20), layers * ceiling])
@@ -44,7 +46,8 @@ def test_as_the_slow_version(base: str) -> None:
 
 def test_rows_are_alone() -> None:
     allocator = SkippedLayers(first=1, last=1)
-    total, ceiling = torch.tensor([40, 100, 22]), torch.tensor([10, 20, 9])
+    total = torch.tensor([40, 100, 22])
+    ceiling = torch.tensor([10, 20, 9])
     together = allocator.budgets(None, total, 1, ceiling, 4)
     assert together.sum(-1).tolist() == total.tolist()
     for row in range(3):
@@ -58,7 +61,9 @@ def test_division_to_come_is_within_every_bound(spec: str) -> None:
     for _ in range(80):
         first, last = rng.choice([(1, 0), (0, 1), (1, 1), (2, 1)])
         allocator: Any = SkippedLayers(base=lookup(spec)[1](), first=first, last=last)
-        layers, tokens, floor = rng.randint(4, 9), rng.randint(3, 60), rng.randint(1, 3)
+        layers = rng.randint(4, 9)
+        tokens = rng.randint(3, 60)
+        floor = rng.randint(1, 3)
         least = (first + last) * tokens + floor * (layers - first - last)
         total = torch.tensor([rng.choice([least, rng.randint(least, layers * tokens + 9), layers * tokens + 7])])
         ceiling = torch.tensor([tokens])

@@ -53,7 +53,8 @@ def test_inactive_tokens_write_nothing(folder: Path, fields: dict[str, Any]) -> 
     write_all(csr, store, *tokens(C))
     before = copy(store)
     keys, values = tokens(3, seed=1)
-    keys[:, :, 1], values[:, :, 1] = torch.inf, torch.nan
+    keys[:, :, 1] = torch.inf
+    values[:, :, 1] = torch.nan
     for occupied in (none_occupied(), ~none_occupied()):
         csr.write(store, keys, values, at(5, 5, 9), flags(False, False, False), occupied)
         assert same(store, before)

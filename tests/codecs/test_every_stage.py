@@ -133,7 +133,8 @@ Made = Callable[[str, int], Stage]
 
 @product("name,dim", [*KINDS], DIMS, sample=each_once([*KINDS], DIMS))
 def test_rows_and_ways_to_read(name: str, dim: int, made: Made) -> None:
-    stage, size = made(name, dim), KINDS[name].group_size
+    stage = made(name, dim)
+    size = KINDS[name].group_size
     stages.check_ways_to_read(stage, 2 * max(size, 4), dim, size)
     stages.check_rows(stage, 2 * max(size, 4), dim)
 
@@ -146,7 +147,8 @@ def test_heads_whose_channels_fill_no_byte(name: str, made: Made) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_slots_are_taken_again(name: str, made: Made) -> None:
-    stage, fixed = made(name, 16), KINDS[name].fixed
+    stage = made(name, 16)
+    fixed = KINDS[name].fixed
     stages.check_inactive(stage, SLOTS, 16)
     stages.check_finite(stage, SLOTS, 16)
     if fixed is not None:

@@ -92,7 +92,9 @@ class Bench:
             self.layer.compress(pending, self._budget(), massive=massive)
         check_invariants(self.layer, keeps_newest=False)  # budgets here may be below those that keep it
         turn = Turn(q=q, k=k, v=v, valid=valid, kernel=kernel, out=out, hidden=hidden, replays=replays)
-        turn.kept, turn.keep, turn.budget = kept_positions(self.layer), self.budgets, self.layer.tensors.budget.tolist()
+        turn.kept = kept_positions(self.layer)
+        turn.keep = self.budgets
+        turn.budget = self.layer.tensors.budget.tolist()
         turn.coded = coded_positions(self.layer)
         turn.inputs = None if given is None else given.hidden_states
         self.turns.append(turn)
@@ -110,7 +112,8 @@ class Bench:
         """Random replays of rows that had no token before, the scores that they give, and queries for the merger."""
         asked = self.layer.spec.prompt_statistics
         context = pending.flags & (self.layer.tensors.length == 0)[:, None]
-        plan, rows = first_of(Replay, asked), first_of(ReplayedRows, asked)
+        plan = first_of(Replay, asked)
+        rows = first_of(ReplayedRows, asked)
         queries = None
         if plan is None or not bool(context.any()):
             return [], None, None

@@ -39,7 +39,8 @@ def logits_of(
 def largest_difference(found: list[Tensor], expected: list[Tensor], mask: Tensor) -> float:
     """The largest difference of logits, in standard deviations, where a row has a token."""
     flags = mask.bool()
-    one, two = torch.cat(found, 1)[flags], torch.cat(expected, 1)[flags]
+    one = torch.cat(found, 1)[flags]
+    two = torch.cat(expected, 1)[flags]
     return float((one - two).abs().max() / two.std())
 
 

@@ -9,7 +9,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-IMAGE, START, END = 44, 45, 46
+IMAGE = 44
+START = 45
+END = 46
 SIDE = 8
 """Patches along each side of the picture; four of them are one token."""
 PICTURE = (SIDE // 2) ** 2

@@ -110,8 +110,10 @@ class Recorder:
     def close(self) -> None:
         """Note what layers hold now that the model's forward is over."""
         for layer, turn in self._open:
-            turn.kept, turn.budget = kept_positions(layer), layer.budget.tolist()
-            turn.coded, turn.hidden = coded_positions(layer.store), self.hidden.pop(layer.layer_idx, None)
+            turn.kept = kept_positions(layer)
+            turn.budget = layer.budget.tolist()
+            turn.coded = coded_positions(layer.store)
+            turn.hidden = self.hidden.pop(layer.layer_idx, None)
             turn.held = layer.pending is not None
             turn.keep = layer.budget.tolist() if turn.held else self.keep[layer.layer_idx]
             turn.replays = self.replays.pop(layer.layer_idx, [])

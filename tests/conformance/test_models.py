@@ -76,10 +76,12 @@ def sample() -> list[Row]:
         selector, another = (known[(number + shift) % len(known)] for shift in (1, 6))
         rotary, every = ([name for name in names if fits(family, "h2o", name)] for names in (ROTARY, CODECS))
         rotary = rotary or [name for name in every if name != "plain"]
-        allocator, codec = looking[number % len(looking)], rotary[number % len(rotary)]
+        allocator = looking[number % len(looking)]
+        codec = rotary[number % len(rotary)]
         rows.append((allocator, selector, codec, family, "padded", "fp32"))
         if number % 3 == 0:
-            allocator, codec = others[number // 3 % len(others)], every[number // 3 % len(every)]
+            allocator = others[number // 3 % len(others)]
+            codec = every[number // 3 % len(every)]
             another = "h2o" if is_refused(another, codec) else another
             rows.append((allocator, another, codec, family, "one", "bf16"))
     return rows

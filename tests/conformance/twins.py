@@ -169,7 +169,8 @@ class ThinKHead:
         sizes = {"residual_length": 0, "block_size": 1}
         slow = make("think", {"ratio": codec.ratio, "window": codec.window, **sizes, "base": base})
         assert slow is not None
-        self.coder, self.given = slow.coder(0, 0, 0), Given(query_square=query_square)
+        self.coder = slow.coder(0, 0, 0)
+        self.given = Given(query_square=query_square)
 
     def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
         self.coder.write([*range(len(keys))], [*zip(keys, values, strict=True)], [False], self.given)
@@ -370,7 +371,9 @@ class Twin:
     """A fast stage, and what is read back of each occupied slot by its reference."""
 
     def __init__(self, case: Case, dim: int) -> None:
-        self.stage, self.store, self.close = case.stage, case.store(case.stage, dim), case.close
+        self.stage = case.stage
+        self.store = case.store(case.stage, dim)
+        self.close = case.close
         self.heads = {(b, h): case.head(dim, b, h) for b in range(B) for h in range(H)}
         self.want: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 

@@ -116,13 +116,17 @@ def test_a_shared_prefix_is_read_by_every_row() -> None:
     model = build("deepseek_v3")
     with kvpolicy.attach(model, "snapkv@0.5"):
         cache = prefilled(model, rows=1)
-        shared, alone = cache.fork([0, 0], shared=True, own="full"), cache.fork()
-        expected, found = step(model, alone), step(model, shared)
+        shared = cache.fork([0, 0], shared=True, own="full")
+        alone = cache.fork()
+        expected = step(model, alone)
+        found = step(model, shared)
     assert torch.isfinite(found).all() and found.shape[0] == 2 and torch.equal(found[0], found[1])
     with kvpolicy.attach(model, "full"):
         cache = prefilled(model, rows=1)
-        shared, alone = cache.fork([0, 0], shared=True), cache.fork()
-        expected, found = step(model, alone), step(model, shared)
+        shared = cache.fork([0, 0], shared=True)
+        alone = cache.fork()
+        expected = step(model, alone)
+        found = step(model, shared)
         assert torch.allclose(expected.expand_as(found), found, atol=1e-4)
 
 

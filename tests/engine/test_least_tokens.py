@@ -77,7 +77,9 @@ def kept(
     ids, mask = make_batch(lengths, [max(lengths), *[1] * STEPS], seed=5)
     if row is not None:
         columns = slice(max(lengths) - lengths[row], None)
-        ids, mask, lengths = ids[row : row + 1, columns], mask[row : row + 1, columns], [lengths[row]]
+        ids = ids[row : row + 1, columns]
+        mask = mask[row : row + 1, columns]
+        lengths = [lengths[row]]
     model = build("llama")
     prompt = max(lengths)
     found: list[Any] = []

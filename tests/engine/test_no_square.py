@@ -30,7 +30,8 @@ class Largest(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() > self.most:
-                self.most, self.where = tensor.untyped_storage().nbytes(), str(func)
+                self.most = tensor.untyped_storage().nbytes()
+                self.where = str(func)
         return out
 
 

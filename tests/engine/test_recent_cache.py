@@ -72,7 +72,8 @@ def test_what_runs_within_a_generation_is_not_the_answer(inner: str) -> None:
 
 
 def test_an_assistant_of_the_same_weights_has_its_own() -> None:
-    model, assistant = build("llama"), build("qwen2")
+    model = build("llama")
+    assistant = build("qwen2")
     ids, _ = make_batch([24], [24])
     with kvpolicy.attach(model, "full") as ours, kvpolicy.attach(assistant, "full") as theirs:
         out = model.generate(ids, assistant_model=assistant, **HOW)

@@ -64,14 +64,16 @@ def test_the_cache_stays_the_one_that_was_given(columns: int) -> None:
 
 def test_it_keeps_what_the_whole_text_keeps() -> None:
     """From the switch on, tokens and logits are those of one forward of the whole text under the same policy."""
-    model, ids = phi3(), text(24, rows=2)
+    model = phi3()
+    ids = text(24, rows=2)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         mine = PolicyCache(model, "snapkv:window=4:kernel=1@0.5")
         out = model.generate(ids, attention_mask=mask, **{CACHE: mine}, max_new_tokens=16, **HOW)
         again = PolicyCache(model, "snapkv:window=4:kernel=1@0.5")
-        whole, seen = out.sequences[:, : SWITCH + 1], torch.cat([mask, mask.new_ones(2, SWITCH + 1 - 24)], 1)
+        whole = out.sequences[:, : SWITCH + 1]
+        seen = torch.cat([mask, mask.new_ones(2, SWITCH + 1 - 24)], 1)
         one = model.generate(whole, attention_mask=seen, **{CACHE: again}, max_new_tokens=16 - (SWITCH + 1 - 24), **HOW)
     assert torch.equal(one.sequences, out.sequences)
     assert torch.allclose(torch.stack(one.logits), torch.stack(out.logits[SWITCH + 1 - 24 :]), atol=1e-5)
@@ -80,7 +82,8 @@ def test_it_keeps_what_the_whole_text_keeps() -> None:
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"guidance_scale": 1.5}])
 def test_stock_tokens_under_full(how: dict[str, Any]) -> None:
-    model, ids = phi3(), text(24)
+    model = phi3()
+    ids = text(24)
     given = HOW | how | {"max_new_tokens": 20, "output_logits": False, "return_dict_in_generate": False}
     stock = model.generate(ids, **given)
     with kvpolicy.attach(model, "full") as handle:
@@ -89,7 +92,9 @@ def test_stock_tokens_under_full(how: dict[str, Any]) -> None:
 
 
 def test_what_a_file_brought_stays(tmp_path: Path) -> None:
-    model, ids, path = phi3(), text(24), tmp_path / "text.safetensors"
+    model = phi3()
+    ids = text(24)
+    path = tmp_path / "text.safetensors"
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         cache = PolicyCache(model, "window@0.3")
         model(ids, **{CACHE: cache})
@@ -105,7 +110,8 @@ def test_what_a_file_brought_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("held", ["a shared prefix", "hold_next()", "a mark", "a chunk"])
 def test_what_no_forward_brings_back_is_refused(held: str) -> None:
-    model, ids = phi3(), text(24)
+    model = phi3()
+    ids = text(24)
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         cache = PolicyCache(model, "window@0.3")
         model(ids, **{CACHE: cache})
@@ -116,7 +122,8 @@ def test_what_no_forward_brings_back_is_refused(held: str) -> None:
         elif held == "hold_next()":
             cache.hold_next()
         elif held == "a chunk":
-            more, how["prefill_chunk_size"] = text(SWITCH + 34), SWITCH + 2
+            more = text(SWITCH + 34)
+            how["prefill_chunk_size"] = SWITCH + 2
         elif held == "a mark":
             model(more[:, 24:25], **{CACHE: cache})
             cache.mark(most=30)

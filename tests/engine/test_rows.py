@@ -319,7 +319,8 @@ def test_a_row_that_was_used_is_like_a_new_one() -> None:
     model = build("llama", layers=2)
     first, second = (text(1, length, length) for length in (50, 23))
     with torch.no_grad(), kvpolicy.attach(model, f"h2o+{KIVI}@40") as handle:
-        new, used = handle.rows(2, LONGEST), handle.rows(2, LONGEST)
+        new = handle.rows(2, LONGEST)
+        used = handle.rows(2, LONGEST)
         used.put(0, prompted(model, first)[0])
         for token in range(5, 9):
             model(torch.full((2, 1), token), cache=used)

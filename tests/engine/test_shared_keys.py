@@ -328,7 +328,8 @@ def test_tiles_keep_what_one_piece_keeps(family: str, attention: str, padding: l
 def test_a_compiled_step_is_one_graph(family: str) -> None:
     model = build(family)
     with kvpolicy.attach(model, "snapkv@0.5"):
-        eager, compiled = prefilled(model), prefilled(model)
+        eager = prefilled(model)
+        compiled = prefilled(model)
         run = torch.compile(model, backend="eager", fullgraph=True)
         for token in (5, 6, 7):
             expected = step(model, eager, token)

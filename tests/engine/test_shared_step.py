@@ -58,7 +58,8 @@ def test_layers_that_share_a_step_hold_what_layers_alone_hold(policy: str, monke
 
 def test_a_memo_knows_tensors_by_identity_and_numbers_by_value() -> None:
     memo = StepMemo({})
-    one, other = torch.ones(2), torch.ones(2)
+    one = torch.ones(2)
+    other = torch.ones(2)
     assert memo.once(torch.add, one, 1) is memo.once(torch.add, one, 1)
     assert memo.once(torch.add, one, 1) is not memo.once(torch.add, other, 1)
     assert memo.once(torch.add, one, 2).tolist() == [3, 3]

@@ -17,7 +17,12 @@ from kvpolicy.planning.memory import layer_spec
 from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
 
-ROWS, HEADS, GROUP, DIM, BEFORE, NEW = 2, 2, 3, 8, 9, 12
+ROWS = 2
+HEADS = 2
+GROUP = 3
+DIM = 8
+BEFORE = 9
+NEW = 12
 TRANSFORM = ScoreTransform(0.4)
 SELECTORS = ["h2o", "snapkv:window=4", "probe", "dropkv", "keyformer", "scissorhands", "a2sf", "compactor"]
 
@@ -75,7 +80,8 @@ def test_other_queries_see_what_the_layer_itself_sees(used: bool, padding: int, 
 )
 def test_its_layer_keeps_what_one_with_all_query_heads_keeps(policy: str, tile: int, padding: int, used: bool) -> None:
     _, k, v = vectors(NEW, 1)
-    own, other = vectors(NEW, 1)[0], drawn(HEADS * GROUP, NEW, 9)
+    own = vectors(NEW, 1)[0]
+    other = drawn(HEADS * GROUP, NEW, 9)
     both = torch.cat([own.unflatten(1, (HEADS, -1)), other.unflatten(1, (HEADS, -1))], 2).flatten(1, 2)
     alone = store_of(f"{policy}@8", 2 * GROUP, used=used)
     compress(alone, alone.attend_prompt(both, k, v, valid_of(padding), TRANSFORM)[1])

@@ -36,7 +36,8 @@ def test_the_oldest_tokens_are_demoted_and_every_token_is_placed_once() -> None:
     demoter = SlotDemoter(layer.contents, codes, slots.writer, slots.index)
     data = demoter.place(batch(), None, None)
     assign_slots(layer.tensors, data)
-    layer.tensors.keys, layer.tensors.values = data.keys, data.values
+    layer.tensors.keys = data.keys
+    layer.tensors.values = data.values
     exact = layer.layout.exact
     past = codes.past()
     assert past is not None

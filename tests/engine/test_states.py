@@ -203,7 +203,8 @@ def test_drafts_are_refused_before_anything_runs() -> None:
 def test_a_compiled_step_is_one_graph() -> None:
     model = build("granite_hybrid")
     with kvpolicy.attach(model, "snapkv@0.5"):
-        eager, compiled = prefilled(model), prefilled(model)
+        eager = prefilled(model)
+        compiled = prefilled(model)
         run = torch.compile(model, backend="eager", fullgraph=True)
         for token in (5, 6, 7):
             expected = step(model, eager, token)

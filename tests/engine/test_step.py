@@ -15,7 +15,12 @@ from kvpolicy.planning.memory import layer_spec
 from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
 
-ROWS, HEADS, GROUP, DIM, PROMPT, KEPT = 2, 2, 2, 8, 12, 8
+ROWS = 2
+HEADS = 2
+GROUP = 2
+DIM = 8
+PROMPT = 12
+KEPT = 8
 TRANSFORM = ScoreTransform(0.7)
 
 
@@ -26,7 +31,9 @@ def drawn(heads: int, columns: int, seed: int) -> Tensor:
 def filled(policy: str, group: int) -> LayerStore:
     """A layer behind a prompt in which the second half of each group repeats the first, so that all rank alike."""
     store = LayerStore(layer_spec(Policy.parse(policy), 0))
-    q, k, v = drawn(HEADS * GROUP, PROMPT, 1), drawn(HEADS, PROMPT, 2), drawn(HEADS, PROMPT, 3)
+    q = drawn(HEADS * GROUP, PROMPT, 1)
+    k = drawn(HEADS, PROMPT, 2)
+    v = drawn(HEADS, PROMPT, 3)
     q = q.unflatten(1, (HEADS, GROUP)).repeat(1, 1, group // GROUP, 1, 1).flatten(1, 2)
     store.initialize(k, group=group)
     _, pending = store.attend_prompt(q, k, v, None, TRANSFORM)
@@ -38,10 +45,13 @@ def filled(policy: str, group: int) -> LayerStore:
 @pytest.mark.parametrize("policy", ["tova@8", "quest:read=0.5:page=1:dense=0+window@8", "window@8"])
 def test_a_layer_that_is_read_is_one_with_more_heads(policy: str) -> None:
     """Of slots, outputs and states, in steps that evict, while queries of both layers differ."""
-    alone, joint = filled(policy, 2 * GROUP), filled(policy, GROUP)
+    alone = filled(policy, 2 * GROUP)
+    joint = filled(policy, GROUP)
     for number in range(5):
-        own, other = drawn(HEADS * GROUP, 1, 10 + number), drawn(HEADS * GROUP, 1, 20 + number)
-        k, v = drawn(HEADS, 1, 30 + number), drawn(HEADS, 1, 40 + number)
+        own = drawn(HEADS * GROUP, 1, 10 + number)
+        other = drawn(HEADS * GROUP, 1, 20 + number)
+        k = drawn(HEADS, 1, 30 + number)
+        v = drawn(HEADS, 1, 40 + number)
         both = torch.cat([own.unflatten(1, (HEADS, -1)), other.unflatten(1, (HEADS, -1))], 2).flatten(1, 2)
         expected = alone.append(both, k, v, None, TRANSFORM).unflatten(1, (HEADS, -1))
         first, step = joint.attend_step(own, k, v, None, TRANSFORM)

@@ -45,7 +45,8 @@ def test_special_tokens_differ() -> None:
 
 
 def test_a_model_is_drawn_from_a_fixed_seed_and_sharpened() -> None:
-    model, again = build(Entry(CAUSAL, "llama")), build(Entry(CAUSAL, "llama"))
+    model = build(Entry(CAUSAL, "llama"))
+    again = build(Entry(CAUSAL, "llama"))
     first, second = (dict(one.named_parameters()) for one in (model, again))
     assert all(torch.equal(first[name], second[name]) for name in first)
     layer = "model.layers.0.self_attn."

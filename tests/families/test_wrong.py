@@ -33,9 +33,11 @@ def model() -> Any:
 def swap(held: Held) -> Held:
     """One head of one layer said to hold an evicted token in place of one that it holds."""
     marks = held[0][0, 0]
-    kept, evicted = marks.nonzero()[0, 0], (~marks).nonzero()
+    kept = marks.nonzero()[0, 0]
+    evicted = (~marks).nonzero()
     if len(evicted):
-        marks[kept], marks[evicted[0, 0]] = False, True
+        marks[kept] = False
+        marks[evicted[0, 0]] = True
     return held
 
 
@@ -52,7 +54,8 @@ def test_one_swapped_position_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("spec", checks.EVICTING)
 def test_one_key_of_another_token_is_seen(model: Any, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache itself is changed: behind the prompt, the newest token of one head gets the key of another token."""
-    given, following = prompt(LLAMA), turns()
+    given = prompt(LLAMA)
+    following = turns()
 
     def differs() -> float:
         played = under_policy(model, spec, given, following)
@@ -65,8 +68,10 @@ def test_one_key_of_another_token_is_seen(model: Any, spec: str, monkeypatch: py
         logits = forward(model, cache, inputs)
         if isinstance(cache, kvpolicy.PolicyCache) and inputs is given:
             tensors = cache.policy_layers[0].store.tensors
-            keys, positions = tensors.keys.view(-1, tensors.keys.shape[-1]), tensors.positions.flatten()
-            newest, other = positions.argmax(), positions.eq(PROMPT - 2).nonzero()[0, 0]
+            keys = tensors.keys.view(-1, tensors.keys.shape[-1])
+            positions = tensors.positions.flatten()
+            newest = positions.argmax()
+            other = positions.eq(PROMPT - 2).nonzero()[0, 0]
             assert positions[newest] == PROMPT - 1 and not torch.equal(keys[newest], keys[other])
             keys[newest] = keys[other]
         return logits

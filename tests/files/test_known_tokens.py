@@ -32,7 +32,8 @@ def changed(ids: Tensor, row: int, column: int) -> Tensor:
 @pytest.fixture(name="saved")
 def saved_(tmp_path: Path) -> Any:
     """A model with a policy, a file of two rows, the second one padded, and their ids and mask."""
-    model, ids = build("llama", layers=2), text(12)
+    model = build("llama", layers=2)
+    ids = text(12)
     ids[1, :3] = 0
     mask = (ids != 0).int()
     with torch.no_grad(), kvpolicy.attach(model, "h2o@0.5"):
@@ -98,7 +99,8 @@ def test_rows_keep_their_ids(saved: Any) -> None:
     shared = loaded.fork([0]).fork([0, 0], shared=True)
     rows = {(1, 0): beams, (0, 0, 1, 1): repeated, (1,): loaded.fork([1]), (0, 0): shared}
     for order, cache in rows.items():
-        own, seen = ids[list(order)], mask[list(order)]
+        own = ids[list(order)]
+        seen = mask[list(order)]
         with pytest.raises(KVPolicyError, match=REFUSED):
             model.generate(**more(changed(own, len(order) - 1, 7), seen), **{CACHE: cache}, **HOW)
         model.generate(**more(own, seen), **{CACHE: cache}, **HOW)
@@ -121,7 +123,8 @@ def test_several_beams_of_one_text(saved: Any) -> None:
 
 
 def test_edits_forget_what_they_change(tmp_path: Path) -> None:
-    model, ids = build("llama", layers=2), text(12, rows=1)
+    model = build("llama", layers=2)
+    ids = text(12, rows=1)
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         cache = PolicyCache(model)
         model(ids, **{CACHE: cache})
@@ -138,7 +141,8 @@ def test_edits_forget_what_they_change(tmp_path: Path) -> None:
 
 
 def test_files_without_ids_are_not_compared(tmp_path: Path) -> None:
-    model, ids = build("llama", layers=2), text(12, rows=1)
+    model = build("llama", layers=2)
+    ids = text(12, rows=1)
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         cache = PolicyCache(model)
         model(ids, **{CACHE: cache})

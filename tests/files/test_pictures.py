@@ -52,7 +52,8 @@ def mixed() -> dict[str, Any]:
 @pytest.mark.parametrize("name", pictures.NAMES)
 @pytest.mark.parametrize("policy", ["full", "uniform/adakv+snapkv@0.5"])
 def test_a_loaded_cache_goes_on_bit_for_bit(name: str, policy: str, tmp_path: Path) -> None:
-    first, path = fresh(name), tmp_path / "picture.safetensors"
+    first = fresh(name)
+    path = tmp_path / "picture.safetensors"
     with torch.no_grad(), kvpolicy.attach(first, policy):
         cache = PolicyCache(first)
         run(first, cache, **pictures.prompt())
@@ -70,7 +71,9 @@ def test_a_loaded_cache_goes_on_bit_for_bit(name: str, policy: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", pictures.NAMES)
 def test_generate_from_a_loaded_cache(name: str, tmp_path: Path) -> None:
-    first, path, given = fresh(name), tmp_path / "picture.safetensors", pictures.prompt()
+    first = fresh(name)
+    path = tmp_path / "picture.safetensors"
+    given = pictures.prompt()
     ids = torch.cat([given["input_ids"], pictures.words(4)], 1)
     how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
     how |= {"return_dict_in_generate": True, "eos_token_id": None}
@@ -148,7 +151,8 @@ def test_rows_keep_their_offsets() -> None:
 
 
 def test_beams_and_several_answers() -> None:
-    model, given = fresh("glm4v"), pictures.prompt()
+    model = fresh("glm4v")
+    given = pictures.prompt()
     for how in ({"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}):
         stock = model.generate(**given, max_new_tokens=5, do_sample=False, **how)
         with kvpolicy.attach(model, "full") as handle:
@@ -159,7 +163,8 @@ def test_beams_and_several_answers() -> None:
 
 
 def test_crops_bring_offsets_back() -> None:
-    model, given = fresh("qwen2_5_vl"), pictures.prompt()
+    model = fresh("qwen2_5_vl")
+    given = pictures.prompt()
     columns = given["input_ids"].shape[1]
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         cache = PolicyCache(model)
@@ -217,14 +222,16 @@ def test_steps_copy_no_offsets() -> None:
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         cache = PolicyCache(model)
         run(model, cache, **mixed())
-        shown, deltas = model.model.rope_deltas, cache.policy_layers[0].rope_deltas
+        shown = model.model.rope_deltas
+        deltas = cache.policy_layers[0].rope_deltas
         for _ in range(3):
             run(model, cache, input_ids=pictures.words(1, 2))
             assert model.model.rope_deltas is shown and cache.policy_layers[0].rope_deltas is deltas
 
 
 def test_a_file_must_say_where_its_text_goes_on(tmp_path: Path) -> None:
-    model, path = fresh("qwen2_5_vl"), tmp_path / "picture.safetensors"
+    model = fresh("qwen2_5_vl")
+    path = tmp_path / "picture.safetensors"
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         cache = PolicyCache(model)
         run(model, cache, **pictures.prompt())

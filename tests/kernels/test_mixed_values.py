@@ -18,7 +18,9 @@ from kvpolicy.planning.memory import layer_bytes, layer_spec
 from kvpolicy.protocols import SINGLE_RANK, LayerShape
 from kvpolicy.statistics.windows import ScoreTransform
 
-HEADS, GROUP, DIM = 2, 2, 8
+HEADS = 2
+GROUP = 2
+DIM = 8
 SHAPES = {
     "narrow": LayerShape(HEADS, DIM, torch.float32, GROUP, value_dim=4),
     "wide": LayerShape(HEADS, DIM, torch.float32, GROUP, value_dim=16),
@@ -37,7 +39,8 @@ POLICIES = [
 
 
 def test_what_is_mixed() -> None:
-    keys, values = torch.arange(6.0).view(2, 3), torch.ones(2, 2)
+    keys = torch.arange(6.0).view(2, 3)
+    values = torch.ones(2, 2)
     assert mixed_values(keys, values) is values and mixed_values(keys, values[:, :0]) is keys
     assert read_values(keys, values, 0) is values
     assert read_values(keys, values[:, :0], 2).tolist() == [[0, 1], [3, 4]]
@@ -54,15 +57,14 @@ class Plain:
 
     def __init__(self, shape: LayerShape) -> None:
         self.shape = shape
-        self.keys, self.values = (
-            torch.zeros(2, shape.heads, 0, DIM),
-            torch.zeros(2, shape.heads, 0, shape.held_value_dim),
-        )
+        self.keys = torch.zeros(2, shape.heads, 0, DIM)
+        self.values = torch.zeros(2, shape.heads, 0, shape.held_value_dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, held: Tensor) -> Tensor:
         """Attend to the held positions [B, H, n] of earlier tokens and causally to the new ones."""
         before = self.keys.shape[2]
-        self.keys, self.values = torch.cat([self.keys, k], 2), torch.cat([self.values, v], 2)
+        self.keys = torch.cat([self.keys, k], 2)
+        self.values = torch.cat([self.values, v], 2)
         values = self.keys[..., : self.shape.latent] if self.shape.latent else self.values
         out = torch.zeros(*q.shape[:3], values.shape[3])
         for b in range(2):
@@ -105,8 +107,10 @@ def kept(spec: str) -> int:
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("spec", ["full@1.0", "window@8", "h2o@8", "snapkv:window=2:kernel=1@8"])
 def test_a_store_attends_to_what_it_holds(kind: str, spec: str) -> None:
-    shape, dice = SHAPES[kind], torch.Generator().manual_seed(0)
-    store, plain = store_of(Policy.parse(spec), shape), Plain(shape)
+    shape = SHAPES[kind]
+    dice = torch.Generator().manual_seed(0)
+    store = store_of(Policy.parse(spec), shape)
+    plain = Plain(shape)
     for new in (12, 1, 1, 4, 1, 1, 1):
         given = drawn(shape, new, dice)
         before = store.geometry.head_positions()
@@ -139,10 +143,12 @@ def attended(store: LayerStore, q: Tensor) -> Tensor:
 @pytest.mark.parametrize("spec", POLICIES)
 def test_it_is_as_with_values_of_the_size_of_keys(kind: str, spec: str) -> None:
     """With codecs, mergers and readers too; and again after the content went through a snapshot."""
-    shape, policy = SHAPES[kind], Policy.parse(spec)
+    shape = SHAPES[kind]
+    policy = Policy.parse(spec)
     dice = torch.Generator().manual_seed(0)
     dim = 16 if kind == "wide" else DIM
-    store, twin = store_of(policy, shape), store_of(policy, shape._replace(head_dim=dim, value_dim=None, latent=0))
+    store = store_of(policy, shape)
+    twin = store_of(policy, shape._replace(head_dim=dim, value_dim=None, latent=0))
     for new in (12, 1, 1, 4, 1, 1, 1, 1, 1):
         given = drawn(shape, new, dice)
         found = forward(store, given, kept(spec))
@@ -166,7 +172,8 @@ def test_it_is_as_with_values_of_the_size_of_keys(kind: str, spec: str) -> None:
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("spec", POLICIES)
 def test_planned_bytes_are_held(kind: str, spec: str) -> None:
-    shape, policy = SHAPES[kind], Policy.parse(spec)
+    shape = SHAPES[kind]
+    policy = Policy.parse(spec)
     store = store_of(policy, shape)
     prompt(store, drawn(shape, 12, torch.Generator().manual_seed(0)), 8)
     assert layer_bytes(policy, 2, shape, store.layout).held == store.nbytes_by_kind()

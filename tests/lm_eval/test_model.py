@@ -206,7 +206,8 @@ def test_a_question_of_a_document_is_scored_after_the_rest_was_compressed(make, 
 
 def test_a_question_beyond_the_budget_takes_no_slots(make, tiny, questions):
     model, tokenizer = tiny
-    whole, competing = make("snapkv@0.4"), make("snapkv@0.4")
+    whole = make("snapkv@0.4")
+    competing = make("snapkv@0.4")
     found = answers(whole, held_back(questions, beyond=True))
     answers(competing, held_back(questions))
     held = [lm.stats.report()["task/generate_until"]["kv_bytes"] for lm in (whole, competing)]

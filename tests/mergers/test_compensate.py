@@ -33,7 +33,8 @@ def test_one_slot_is_the_mean_of_all_that_is_gone() -> None:
 def test_equal_tokens_are_full_attention() -> None:
     """If all that is evicted is equal, the slot gives what the tokens would have given."""
     q, k, v = draw(12, 0)
-    k[:, :, :10], v[:, :, :10] = k[:, :, :1].clone(), v[:, :, :1].clone()
+    k[:, :, :10] = k[:, :, :1].clone()
+    v[:, :, :10] = v[:, :, :1].clone()
     full = Bench("full", [12], new=4)
     slim = Bench("window+compensate@4", [4])
     for bench in (full, slim):

@@ -23,7 +23,8 @@ def prompt(counted: bool) -> Candidates:
     positions = torch.arange(COUNT, dtype=torch.int32).expand(2, 2, -1).clone()
     positions[1] -= 9
     invalid = positions < 0
-    keys[invalid], values[invalid] = torch.nan, torch.inf
+    keys[invalid] = torch.nan
+    values[invalid] = torch.inf
     positions[invalid] = -1
     targets = torch.stack([torch.randperm(COUNT - 9, generator=generator)[:7].sort().values + 9 for _ in range(4)])
     targets = targets.reshape(2, 2, 7)

@@ -79,7 +79,8 @@ def test_a_missing_residual_slot_is_found_again() -> None:
 def test_equal_tokens_are_full_attention() -> None:
     """If all that is evicted is equal, the slots give what the tokens would have given."""
     q, k, v = draw(12, 0)
-    k[:, :, :10], v[:, :, :10] = k[:, :, :1].clone(), v[:, :, :1].clone()
+    k[:, :, :10] = k[:, :, :1].clone()
+    v[:, :, :10] = v[:, :, :1].clone()
     full = Bench("full", [12], new=4)
     slim = Bench("window+zsmerge:slots=2@5", [5])
     for bench in (full, slim):

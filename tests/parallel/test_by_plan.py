@@ -26,7 +26,9 @@ MODELS: dict[str, Config] = {
     if name.partition("_")[0] not in ("opt", "falcon", "stablelm", "gpt2", "jetmoe") or name == "falcon_h1"
 }
 """Those that have a plan."""
-PROMPT, NEW, BATCH = 40, 4, 2
+PROMPT = 40
+NEW = 4
+BATCH = 2
 POLICIES = (
     "snapkv@0.5",
     "h2o+kivi:bits=8@0.6",
@@ -121,7 +123,8 @@ def _check(name: str, folder: Path) -> None:
     policies = tuple(p for p in POLICIES if name not in LATENT or not p.startswith(BY_HEAD))
     want = answers(model, policies)
     with torch.no_grad():
-        logits, tokens = model(prompt()).logits, generated(model)
+        logits = model(prompt()).logits
+        tokens = generated(model)
     ranks = run_ranks(_play, 2, str(folder), policies)
     parts = divided(model.config)
     assert max(nbytes for *_, nbytes, _ in ranks) == weights_per_rank(model.config, tp=2, backend="hf").nbytes

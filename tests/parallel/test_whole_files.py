@@ -84,7 +84,8 @@ def differences(part: CacheFile, own: CacheFile, layers: Sequence[str]) -> list[
     """What of a rank's own file is not in its part of the whole one, in some layers."""
     wrong = [name for name in ("ranks", "cache") if own.header[name] != part.header[name]]
     for index in layers:
-        theirs, ours = part.header["layers"][index], own.header["layers"][index]
+        theirs = part.header["layers"][index]
+        ours = own.header["layers"][index]
         # Until the fullest head of all ranks has work to do.
         wrong += [name for name in ours if ours[name] != theirs[name] and name != "free_steps"]
         if (theirs["free_steps"] or 0) > (ours["free_steps"] or 0):
@@ -107,7 +108,8 @@ def differences(part: CacheFile, own: CacheFile, layers: Sequence[str]) -> list[
 
 def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: str) -> list[str]:
     """How a rank's part of the file of a whole model differs from the file that it writes itself."""
-    model, alone = model_of(heads), model_of(heads)
+    model = model_of(heads)
+    alone = model_of(heads)
     share(model, replicas=heads.replicas)
     found: list[str] = []
     for policy in policies:
@@ -142,7 +144,8 @@ def test_a_part_is_the_file_of_its_rank(heads: Heads, policies: list[str], tmp_p
 
 def _loaded(rank: int, world: int, heads: Heads, policies: list[str], folder: str) -> list[float]:
     """The largest difference of logits behind the same file, on a rank and in the whole model."""
-    model, alone = model_of(heads), model_of(heads)
+    model = model_of(heads)
+    alone = model_of(heads)
     share(model, replicas=heads.replicas)
     found: list[float] = []
     for policy in policies:
@@ -161,7 +164,8 @@ def test_a_loaded_part_goes_on_as_the_whole(heads: Heads, tmp_path: Path) -> Non
 
 
 def _refused(rank: int, world: int, heads: Heads, policy: str, folder: str) -> str:
-    model, alone = model_of(heads), model_of(heads)
+    model = model_of(heads)
+    alone = model_of(heads)
     share(model, replicas=heads.replicas)
     path = Path(folder) / f"whole{rank}.safetensors"
     _play(alone, policy, path)

@@ -463,7 +463,8 @@ class ReferenceLayer:
     def _settle(self) -> None:
         """Code all that does not fit the exact part after a prompt."""
         if self.mover is not None:
-            massive, self._held_massive = self._held_massive, set[int]()
+            massive = self._held_massive
+            self._held_massive = set[int]()
             self.mover.settle(self.heads, self._order, self._most(), self.length, massive)
 
 

@@ -91,7 +91,9 @@ class Mover:
         """Start with nothing; `undo` and `apply` are the rotary embedding of keys."""
         self.codec = codec
         self.undo, self.apply = (undo, apply) if codec.key_space == "unrotated" else (as_it_is, as_it_is)
-        self.layer_idx, self.pins, self.head_dim = layer_idx, set[int](), 0
+        self.layer_idx = layer_idx
+        self.pins = set[int]()
+        self.head_dim = 0
         self.settled = False
         self.margin = math.inf
         self.query_absmax: list[Tensor | None] = [None] * heads

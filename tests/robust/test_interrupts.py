@@ -190,7 +190,8 @@ class PolicyCacheInUse:
     """A conversation that two threads share."""
 
     def __init__(self, model: Any, policy: str) -> None:
-        self.model, self.handle = model, kvpolicy.attach(model, policy)
+        self.model = model
+        self.handle = kvpolicy.attach(model, policy)
         self.cache = PolicyCache(model, new=NEW)
         self.ids, self.mask = make_batch([26], TURNS)
         forward(model, self.ids, self.mask, 0, 26, self.cache)

@@ -121,7 +121,8 @@ def test_products_beyond_fp16(policy: str, cap: float | None) -> None:
         keys = torch.linspace(400, 300, 48).split([40, 1, 1, 5, 1])
         for number, part in enumerate(keys):
             q, k, v = draw(len(part), number, dim=64, sharp=0.1)
-            q[..., :2], k[..., :2] = 120, part[:, None]
+            q[..., :2] = 120
+            k[..., :2] = part[:, None]
             valid = torch.arange(len(part))[None] >= 3 if number == 0 else None
             q, k, v = (t.half().to(dtype) for t in (q, k, v))
             outs[-1].append(layer.forward(q, k, v, valid).float())

@@ -213,7 +213,8 @@ def second_is(cache: PolicyCache, alone: PolicyCache) -> None:
 @pytest.mark.parametrize("policy", ["uniform/even", "uniform/even+tokenwise:group_size=4:residual_length=4"])
 def test_pages_of_heads(policy: str) -> None:
     """A decode step looks at no key, so that heads may have budgets of their own."""
-    model, (allocator, *codec) = build("llama"), policy.split("+")
+    model = build("llama")
+    allocator, *codec = policy.split("+")
     ids, mask = make_batch([30, 21], [30, 1, 6])
     with kvpolicy.attach(model, "+".join([allocator, SMALL, *codec]) + "@20"):
         cache = PolicyCache(model, new=9)

@@ -97,7 +97,9 @@ def counts(policy: Policy, pieces: list[int], rows: list[int] | None = None, **h
         for size in pieces:
             if rows is not None and start:
                 cache.reorder_cache(torch.tensor(rows))
-                ids, mask, rows = ids[rows], mask[rows], None
+                ids = ids[rows]
+                mask = mask[rows]
+                rows = None
             forward(model, ids, mask, start, start + size, cache)
             start += size
         return [state_of(layer).upwards for layer in cache.policy_layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from kvpolicy_vllm import compressor as compressing
 from kvpolicy_vllm.compressor import Compressor, EngineLayer
 from kvpolicy_vllm.ledger import LastToken, Part, Saving, Work
 from kvpolicy_vllm.recipe import Recipe
+from kvpolicy_vllm.taps import compressor_of
 from tests.sampling import each_once, product
 from tests.vllm.compressed import POLICIES, recipe_of
 from tests.vllm.models import Saved
@@ -88,7 +90,8 @@ class Rank:
             rows = [(q, k, q.clone()) for q, k in rows]
             for text, start, stop in parts:
                 at = slots_of(text.blocks, start, stop)
-                pool.keys[at], pool.values[at] = text.keys[layer, start:stop], text.values[layer, start:stop]
+                pool.keys[at] = text.keys[layer, start:stop]
+                pool.values[at] = text.values[layer, start:stop]
                 rows.append(
                     (text.queries[layer, start:stop], text.keys[layer, start:stop], text.out[layer, start:stop])
                 )
@@ -229,6 +232,13 @@ def test_last_tokens_that_are_not_seen_are_lost(saved: Saved, monkeypatch: pytes
     assert rank.compressor.lost_blocks() == {8}
 
 
+def test_values_of_another_size_are_refused(saved: Saved) -> None:
+    unused: Any = None
+    layers = {1: SimpleNamespace(head_size=8, head_size_v=4)}
+    with pytest.raises(KVPolicyError, match="must have the same size .*, got 8 and 4 in layer 1"):
+        compressor_of(recipe_of("window@41"), saved.engine, unused, layers, (4, BLOCK), unused)
+
+
 def test_what_is_held(saved: Saved) -> None:
     recipe = recipe_of("window@41")
     rank = Rank(saved, recipe, TRANSFORMS["plain"])
@@ -260,9 +270,13 @@ def test_prompts_that_leave_their_blocks_are_saved(saved: Saved) -> None:
     kept = recipe.kept(80) - 1
     at = slots_of(blocks, 0, kept)
     for pool, layer in zip(rank.pools, rank.compressor.take(text.name), strict=True):
-        pool.keys[at], pool.values[at] = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
+        pool.keys[at] = layer.keys.transpose(0, 1)
+        pool.values[at] = layer.values.transpose(0, 1)
+    rank.compressor.peak = 0
+    rank.compressor.save(Work(savings=[Saving(text.name, kept, blocks)]))
+    assert rank.compressor.peak == rank.compressor.nbytes > 0
     other = text_of(40, 5, 7)  # gets the blocks in the same step
-    rank.step([(other, 0, 40)], savings=[Saving(text.name, kept, blocks)])
+    rank.step([(other, 0, 40)])
     check(saved, rank, recipe, transform, text)
 
 

@@ -116,7 +116,8 @@ def test_the_code_of_a_row_is_what_the_peer_makes(entry: Entry, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "kvpress", fake)
     press, _, quant = METHODS[entry.spec].partition("+")
     if entry.kind == "transformers":
-        press, quant = "", press
+        quant = press
+        press = ""
     made = [theirs.press_of(press, 0.5)] if press else []
     if quant:
         backend, bits = quant.split("-")

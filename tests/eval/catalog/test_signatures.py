@@ -24,7 +24,8 @@ def test_pages_show_the_constructor_of_every_strategy() -> None:
         taken = inspect.signature(cls).parameters
         assert [one.name for one in parameters] == [*taken], cls
         for one in parameters:
-            text, default = str(one.default), taken[one.name].default
+            text = str(one.default)
+            default = taken[one.name].default
             is_constant = text.endswith(".SAME")  # by its name
             is_base = repr(default) == "<factory>"
             assert text.endswith("()") if is_base else is_constant or ast.literal_eval(text) == default, (cls, one.name)

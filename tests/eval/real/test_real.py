@@ -311,7 +311,8 @@ def test_models_of_one_name_are_kept_apart(tmp_path: Path) -> None:
     old = {"key": "full prose x in float32", "bits": 1.0}  # from before models were noted
     results.write_text(json.dumps(old) + "\n")
     assert RealModel("models/a/", None, results, 1).title == "a in float32"
-    first, again = RealModel("models/a/x/", None, results, 1), RealModel("models/a/x", None, results, 1)
+    first = RealModel("models/a/x/", None, results, 1)
+    again = RealModel("models/a/x", None, results, 1)
     assert first.title == again.title == "x in float32" and first.text("full", "prose")["bits"] == 1
     first._keep(first._key("h2o@0.5", "prose"), {"bits": 2.0})
     assert RealModel("models/a/x", None, results, 1).text("h2o@0.5", "prose")["bits"] == 2

@@ -99,7 +99,8 @@ def columns(content: dict[str, Any]) -> Iterator[str]:
 
 def splits(content: dict[str, Any]) -> dict[str, Any]:
     """The recorded splits of the dataset of a task."""
-    path, name = content["dataset_path"], content.get("dataset_name") or ""
+    path = content["dataset_path"]
+    name = content.get("dataset_name") or ""
     assert path in RECORDED, f"{content['task']} reads {path}, which is not recorded: has it moved?"
     assert name in RECORDED[path], f"{content['task']} reads the config {name!r} of {path}, which is not recorded"
     return RECORDED[path][name]

@@ -12,7 +12,8 @@ def budgets(
     config: Config, metrics: Sequence[float] | None, total: int, layers: int, floor: int, ceiling: int
 ) -> list[int]:
     """Whole budgets; `base` has the name and the parameters of the other allocator."""
-    first, last = config["first"], config["last"]
+    first = config["first"]
+    last = config["last"]
     left = layers - first - last
     each = max(ceiling, total // layers)  # what is more than all layers can use is divided evenly
     base = {key: value for key, value in config["base"].items() if key != "name"}

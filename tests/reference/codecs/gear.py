@@ -173,7 +173,8 @@ class Grouped:
 
     def __init__(self, config: Config) -> None:
         """Start without groups."""
-        self.config, self.size = config, config["group_size"]
+        self.config = config
+        self.size = config["group_size"]
         self.groups: dict[int, Head] = {}
 
     def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:

@@ -47,7 +47,8 @@ class Head:
 
     def __init__(self, config: Config, keys: Coder, values: Coder) -> None:
         """Start without channels; keys and values are coded by different coders, since they have different lengths."""
-        self.ratio, self.whole_bytes = config["ratio"], config["base"]["name"] != "plain"
+        self.ratio = config["ratio"]
+        self.whole_bytes = config["base"]["name"] != "plain"
         self.of_keys = keys
         self.of_values = values
         self.kept: list[int] = []

@@ -27,7 +27,9 @@ def target(config: Config, victim: Token, targets: list[Token]) -> tuple[Token |
         else:
             rank = -float(abs(victim.position - token.position))
         if rank > highest:
-            best, highest, second = token, rank, highest
+            second = highest
+            highest = rank
+            best = token
         else:
             second = max(second, rank)
     if best is None:

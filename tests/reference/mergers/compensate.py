@@ -46,5 +46,7 @@ def _take_in(memory: dict[str, Any], victims: list[Token], targets: list[Token])
     count = sum(token.count for token in everyone)
     key = sum(token.count * token.seen_key for token in everyone) / count
     value = sum(token.count * token.seen_value for token in everyone) / count
-    host.key, host.value, host.count = key.to(host.key.dtype), value.to(host.value.dtype), count  # pyright: ignore[reportAttributeAccessIssue]
+    host.key = key.to(host.key.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    host.value = value.to(host.value.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    host.count = count
     return margin

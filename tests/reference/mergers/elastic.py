@@ -43,4 +43,5 @@ def _average(token: Token, victims: list[Token]) -> None:
         return
     key = sum((victim.seen_key for victim in victims), token.seen_key) / (1 + len(victims))
     value = sum((victim.seen_value for victim in victims), token.seen_value) / (1 + len(victims))
-    token.key, token.value = key.to(token.key.dtype), value.to(token.value.dtype)
+    token.key = key.to(token.key.dtype)
+    token.value = value.to(token.value.dtype)

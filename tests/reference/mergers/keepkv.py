@@ -64,5 +64,6 @@ def _mean(everyone: list[Token], weights: list[float]) -> None:
     total = sum(weights)
     key = sum(weight * each.seen_key for weight, each in zip(weights, everyone, strict=True)) / total
     value = sum(weight * each.seen_value for weight, each in zip(weights, everyone, strict=True)) / total
-    token.key, token.value = key.to(token.key.dtype), value.to(token.value.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    token.key = key.to(token.key.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    token.value = value.to(token.value.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     token.count = sum(each.count for each in everyone)

@@ -79,5 +79,6 @@ def _take_in(config: Config, host: Token, victims: list[Token]) -> None:
     numbers = [token.count ** (1 / config["alpha"]) for token in everyone]
     key = sum(n * token.seen_key for n, token in zip(numbers, everyone, strict=True)) / sum(numbers)
     value = sum(n * token.seen_value for n, token in zip(numbers, everyone, strict=True)) / sum(numbers)
-    host.key, host.value = key.to(host.key.dtype), value.to(host.value.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    host.key = key.to(host.key.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    host.value = value.to(host.value.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     host.count = sum(numbers) ** config["alpha"]
