@@ -42,7 +42,9 @@ def take(store: LayerStore) -> Snapshot:
     """The content of a store that holds a prompt."""
     layer = store.contents
     tensors = dict(pair for name, part in store.tensors.parts().items() for pair in parts_in_file(store, part, name))
-    batch, heads, dim = store.tensors.length.shape[0], layer.shape.heads, store.tensors.keys.shape[-1]
+    batch = store.tensors.length.shape[0]
+    heads = layer.shape.heads
+    dim = store.tensors.keys.shape[-1]
     if store.tensors.limits is not None:
         none = torch.empty(0, heads, dim, dtype=torch.float32, device=store.tensors.device)
         tensors = {name: none for name in ALWAYS_IN_FILES} | tensors
