@@ -44,7 +44,7 @@ class CacheUsage:
 
 
 OUTCOMES = ("answered", "refused", "cancelled", "failed")
-"""How a request to generate ends: exactly one of them for each.
+"""How an answer ends: exactly one of them for each. A request that is refused before its answers wait counts once.
 
 `answered`: its last token was generated. `refused`: it asked for something that it cannot have (status 400 to 415).
 `cancelled`: its client left before, while it sent the body, while it waited, or while the model generated.
