@@ -10,9 +10,8 @@ from kvpolicy.engine.decode import NO_SLOT, assert_compiled
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.merging import SlotMerge, merge_evicted, merge_victim
+from kvpolicy.engine.page_attention import ExactPages, attend_pages
 from kvpolicy.engine.page_slots import (
-    ExactPages,
-    attend_pages,
     flat_index,
     flat_pages,
     of_every_head,
@@ -137,7 +136,7 @@ class ExactPageBody:
         pages = ExactPages(tensors.keys, tensors.values)
         empty = None if self._layer.is_full else tensors.positions < 0
         counts = tensors.log_counts
-        return attend_pages(q, pages, empty, self._owners(), transform, counts=counts, want_weights=want_weights)
+        return attend_pages(q, pages, empty, self._owners(), transform, counts, want_weights=want_weights)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads."""

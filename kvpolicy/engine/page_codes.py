@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs.common import CHUNK_SLOTS, chunks, token_ranges
-from kvpolicy.engine.pages import PageTable, of_their_heads
+from kvpolicy.engine.pages import Owners, PageTable, of_their_heads
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.kernels.compiled import is_compiled
 from kvpolicy.protocols import Calibration, Codec, Codes, Stage, StageStore
@@ -119,9 +119,9 @@ class CodedPages:
         if self._whole is None and len(self._ranges) == 1:
             self._whole = self._part(self._ranges[0])
 
-    def scores(self, queries: Tensor, transform: ScoreTransform) -> Tensor:
-        """Scores of queries [B, NB, G, D] against the keys of each page, [B, NB, G, P] fp32."""
-        return transform.finish(self._products(queries))
+    def scores(self, queries: Tensor, owners: Owners, transform: ScoreTransform) -> Tensor:
+        """See `StoredPages.scores`."""
+        return transform.finish(self._products(owners.for_pages(queries)))
 
     def _products(self, queries: Tensor) -> Tensor:
         if self._whole is None:
@@ -130,9 +130,12 @@ class CodedPages:
             return self._stage.score(self._whole, queries, None)
         return self._stage.score(self._whole, _as_rows(queries), None).unflatten(0, self._head.shape).squeeze(2)
 
-    def mix(self, weights: Tensor) -> Tensor:
-        """Values of each page weighted by [B, NB, G, P] fp32, [B, NB, G, D] fp32."""
-        weights = weights.to(self._dtype)
+    def mix(self, weights: Tensor, owners: Owners) -> Tensor:
+        """See `StoredPages.mix`."""
+        return owners.sum_pages(self._mix(weights.to(self._dtype)))
+
+    def _mix(self, weights: Tensor) -> Tensor:
+        """Weighted values of each page, [B, NB, G, D] fp32."""
         if self._whole is None:
             return torch.cat([self._stage.mix(self._part(at), weights[:, at]) for at in self._ranges], 1)
         if not self._reads_rows:

@@ -1,172 +1,19 @@
-"""Operations on pages, exact or coded: how many tokens they hold, and evictions, writes and attention.
-
-A token attends to slots in pages by a softmax over all pages of a head, computed page by page.
-"""
+"""Operations on pages, exact or coded: how many tokens they hold, evictions and writes."""
 
 from __future__ import annotations
-
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.decode import NO_PAGE, assert_async
 from kvpolicy.engine.layer_contents import LayerContents
-from kvpolicy.engine.pages import Owners, as_pages, buffer_pages, from_pages, lowest_of_head, owned_by
+from kvpolicy.engine.pages import Owners, lowest_of_head, owned_by
 from kvpolicy.engine.selection import finite_priority
 from kvpolicy.engine.slot_writer import write_masked
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy.engine.undo_log import Targets, UndoLog
-from kvpolicy.kernels.products import matmul
 from kvpolicy.kernels.slot_writes import flat_slots
 from kvpolicy.protocols import State, View
-
-
-class StoredPages(Protocol):
-    """Keys and values in pages, as a step attends to them."""
-
-    def scores(self, queries: Tensor, transform: ScoreTransform) -> Tensor:
-        """Scores of queries [B, NB, G, D] against the keys of each page, [B, NB, G, P] fp32."""
-        ...
-
-    def mix(self, weights: Tensor) -> Tensor:
-        """Values of each page weighted by [B, NB, G, P] fp32, [B, NB, G, D] fp32."""
-        ...
-
-
-class ExactPages(NamedTuple):
-    """Pages in full precision: keys and values, [B, NB, P, D] each."""
-
-    keys: Tensor
-    values: Tensor
-
-    def scores(self, queries: Tensor, transform: ScoreTransform) -> Tensor:
-        """See `StoredPages.scores`."""
-        return transform.scores(queries, self.keys)
-
-    def mix(self, weights: Tensor) -> Tensor:
-        """See `StoredPages.mix`."""
-        return matmul(weights.to(self.values.dtype), self.values).float()
-
-
-def attend_pages(
-    q: Tensor,
-    pages: StoredPages,
-    empty: Tensor | None,
-    owners: Owners,
-    transform: ScoreTransform,
-    buffer: tuple[Tensor, Tensor] | None = None,
-    counts: Tensor | None = None,
-    *,
-    want_weights: bool = True,
-    none_alone: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Attend from one token per row to the pages of each head. Traceable, no host sync.
-
-    Every page is scored and mixed on its own, as if it were a head. The softmax of a head needs the maxima and sums of
-    its pages, which are small: no key or value is moved.
-
-    Args:
-        q: [B, Hq, 1, D].
-        pages: NB pages of P slots.
-        empty: Which slots hold no token, [B, NB, P] bool; not all of a head. The pages of the buffer follow.
-            None if all hold one, which is so without a buffer only.
-        owners: The owners of the pages; those of the buffer's pages follow.
-        transform: From products to attention weights.
-        buffer: Keys and values of each head's full-precision buffer besides, [B, H, E, D] each; None without.
-        counts: Logarithm of the number of tokens that each slot stands for, [B, NB, P] fp32; None if it is always one.
-            The pages of the buffer follow.
-        want_weights: Whether to return more than the output.
-        none_alone: Whether each head is known to attend to a slot; it is if no slot is empty.
-
-    Returns:
-        The output [B, Hq, 1, D], the attention weights [B, NB, G, P] fp32, those of the buffer's pages last, and the
-        logarithm of the sum of the exponentials of the scores, [B, H, G] fp32.
-    """
-    heads = owners.member.shape[1]
-    none_alone = none_alone or empty is None
-    grouped = q.squeeze(2).unflatten(1, (heads, -1))
-    size = 0
-    behind: Tensor | None = None
-    if buffer is not None:
-        assert empty is not None, "a buffer has an empty slot"
-        size = empty.shape[-1]
-        slots = buffer[0].shape[2]
-        number = owners.head.shape[1] - heads * buffer_pages(slots, size)
-        of_buffer = None if counts is None else counts[:, number:]
-        behind = _buffer_scores(grouped, buffer[0], transform, empty[:, number:], of_buffer)
-        counts = None if counts is None else counts[:, :number]
-        empty = empty[:, :number]
-        owners = owners.first(number)
-    # An unused page gets the queries of the last head, and weights of 0: none of its slots is occupied.
-    score = pages.scores(owners.for_pages(grouped), transform)
-    if counts is not None:  # after scale and softcap, as everywhere
-        score = score + counts[:, :, None]
-    if empty is not None:
-        score = score.masked_fill(empty[:, :, None], -torch.inf)
-    top = _largest_scores(score, behind, owners, transform.sinks)
-    if not none_alone:  # a row without any token has no score but -inf, and -inf minus -inf is NaN
-        top = top.clamp_min(torch.finfo(torch.float32).min)
-    weights = torch.exp(score - owners.for_pages(top)[..., None])
-    member = owners.member
-    total = member @ weights.sum(-1)  # [B, H, G]
-    mixed = pages.mix(weights)
-    # A product with ones and zeros, not a scatter: it adds the pages of a head in one order on every device.
-    out = (member @ mixed.flatten(2)).unflatten(2, mixed.shape[2:])
-    if behind is not None and buffer is not None:
-        behind = torch.exp(behind - top[..., None])
-        total = total + behind.sum(-1)
-        out = out + matmul(behind.to(buffer[1].dtype), buffer[1]).float()
-    if transform.sinks is not None:
-        total = total + torch.exp(transform.sinks.float().view(heads, -1) - top)
-    if not none_alone:
-        total = total.clamp_min(torch.finfo(torch.float32).tiny)  # 1 or more, but for a row without any token
-    attended = (out / total[..., None]).to(q.dtype).flatten(1, 2).unsqueeze(2)
-    if not want_weights:
-        return attended, None, None
-    weights = weights / owners.for_pages(total)[..., None]
-    if behind is not None:
-        weights = torch.cat([weights, _grouped_pages(behind / total[..., None], size)], 1)
-    return attended, weights, top + total.log()
-
-
-def _buffer_scores(
-    grouped: Tensor, keys: Tensor, transform: ScoreTransform, empty: Tensor, counts: Tensor | None
-) -> Tensor:
-    """Scores of queries [B, H, G, D] against the keys of each head's buffer, [B, H, G, E] fp32.
-
-    Args:
-        grouped: The queries.
-        keys: [B, H, E, D].
-        transform: From products to attention weights.
-        empty: Which slots of the buffer's pages hold no token, [B, NB, P] bool.
-        counts: Logarithm of the number of tokens that each of these slots stands for, [B, NB, P] fp32, or None.
-    """
-    heads, slots = keys.shape[1:3]
-    scores = transform.scores(grouped, keys)
-    if counts is not None:
-        scores = scores + from_pages(counts, heads, slots)[:, :, None]
-    return scores.masked_fill(from_pages(empty, heads, slots)[:, :, None], -torch.inf)
-
-
-def _largest_scores(score: Tensor, behind: Tensor | None, owners: Owners, sinks: Tensor | None) -> Tensor:
-    """The largest score of each query over its head's pages, its buffer and its sink, [B, H, G] fp32."""
-    # [B, H, NB, G] is small beside the slots.
-    top = score.amax(-1)[:, None].masked_fill(owners.others[..., None], -torch.inf).amax(2)
-    if behind is not None:
-        top = torch.maximum(top, behind.amax(-1))
-    if sinks is not None:
-        top = torch.maximum(top, sinks.float().view(top.shape[1], -1))
-    return top
-
-
-def _grouped_pages(x: Tensor, size: int) -> Tensor:
-    """Numbers of each head's slots, [B, H, G, E], in pages of `size` slots, [B, H * n, G, P]."""
-    heads, group = x.shape[1:3]
-    # The group takes the place of the row while slots become pages.
-    paged = as_pages(x.flatten(1, 2), size)
-    return paged.unflatten(1, (heads, group, -1)).transpose(2, 3).flatten(1, 2)
 
 
 def tokens_by_head(layer: LayerContents) -> Tensor:

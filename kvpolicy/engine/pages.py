@@ -151,6 +151,11 @@ class Owners(NamedTuple):
         """The entry of each page's head, [B, H, ...] -> [B, NB, ...]; of an unused page, that of the last head."""
         return of_their_heads(t, self.head)
 
+    def sum_pages(self, t: Tensor) -> Tensor:
+        """The sum over the pages of each head, [B, NB, G, D] fp32 -> [B, H, G, D]."""
+        # A product with ones and zeros, not a scatter: it adds the pages of a head in one order on every device.
+        return (self.member @ t.flatten(2)).unflatten(2, t.shape[2:])
+
 
 def of_pages(of_heads: Tensor, owner: Tensor) -> Tensor:
     """Numbers of heads [B, H, n] for each page of their owners [B, NB], [B, NB, n]; of an unused page, any."""
@@ -268,7 +273,8 @@ def buffer_pages(slots: int, size: int) -> int:
 
 def as_pages(t: Tensor, size: int, fill: int = 0) -> Tensor:
     """Slots of each head as whole pages, head by head, [B, H, E] -> [B, H * ceil(E / size), size]."""
-    return F.pad(t, (0, -t.shape[-1] % size), value=fill).unflatten(-1, (-1, size)).flatten(1, 2)
+    more = -t.shape[-1] % size
+    return (F.pad(t, (0, more), value=fill) if more else t).unflatten(-1, (-1, size)).flatten(1, 2)
 
 
 # one decode step, traceable

@@ -59,6 +59,24 @@ def matmul(rows: Tensor, matrix: Tensor) -> Tensor:
     return product.unflatten(0, rows.shape[:2])
 
 
+def add_products(sums: Tensor, rows: Tensor, matrix: Tensor) -> Tensor:
+    """`sums + rows @ matrix` in fp32, of which the product is in the dtype of the matrix.
+
+    Args:
+        sums: [B, H, M, N] fp32.
+        rows: [B, H, M, K].
+        matrix: [B, H, K, N].
+
+    Examples:
+        >>> add_products(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2), torch.eye(2)[None, None])
+        tensor([[[[2., 2.]]]])
+    """
+    if matrix.dtype != sums.dtype or torch.compiler.is_compiling():
+        return sums + matmul(rows.to(matrix.dtype), matrix).float()
+    total = torch.baddbmm(sums.flatten(0, 1), rows.to(matrix.dtype).flatten(0, 1), matrix.flatten(0, 1))
+    return total.unflatten(0, sums.shape[:2])
+
+
 def lengths(vectors: Tensor) -> Tensor:
     """Euclidean lengths of vectors [..., D], computed in at least fp32, without a copy of the vectors.
 

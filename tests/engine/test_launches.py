@@ -19,16 +19,16 @@ LIMITS = {
     "keydiff@0.2": 60,
     "squeeze+kvcrush/snapkv@0.2": 52,
     "h2o+merge@0.2": 115,
-    "tokenwise:bits=4": 60,
+    "tokenwise:bits=4": 59,
     "kivi:bits=4": 58,
     "snapkv+kivi:bits=4@0.5": 71,
-    "snapkv+tokenwise:bits=4@0.5": 73,
+    "snapkv+tokenwise:bits=4@0.5": 72,
     "uniform/adakv+snapkv@0.2": 70,
     "uniform/adakv+h2o@0.2": 77,
-    "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 100,
+    "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 93,
     "full+quest:read=64:dense=0": 78,
     "snapkv+quest:read=64:dense=0@0.5": 136,
-    "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 103,
+    "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 96,
 }
 """The most operations per layer of a step that encodes no block; lower them when a step needs fewer."""
 

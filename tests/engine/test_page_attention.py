@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.page_slots import ExactPages, attend_pages
+from kvpolicy.engine.page_attention import BufferedPages, ExactPages, attend_pages
 from kvpolicy.engine.pages import Owners
 from kvpolicy.protocols import ALONE
 from kvpolicy.statistics.windows import ScoreTransform
@@ -101,7 +101,8 @@ def test_a_buffer_of_each_head_is_one_page_more(transform: dict[str, Any]) -> No
     q = 4 * torch.randn(ROWS, HEADS * 2, 1, DIM, generator=torch.Generator().manual_seed(9))
     occupied = torch.cat([occupied, there], 1)
     owner = torch.cat([owner, torch.tensor([0, 0, 1, 1, 2, 2]).expand(ROWS, -1)], 1)
-    out, weights, _ = attend_pages(q, ExactPages(keys, values), ~occupied, owners(owner), how, (more[0], more[1]))
+    stored = BufferedPages(ExactPages(keys, values), more[0], more[1], SIZE)
+    out, weights, _ = attend_pages(q, stored, ~occupied, owners(owner), how)
     every = [
         torch.cat([t, F.pad(tail, (0, 0, 0, 2)).view(ROWS, 2 * HEADS, SIZE, DIM)], 1)
         for t, tail in zip((keys, values), more, strict=True)
@@ -144,10 +145,8 @@ def test_scores_of_a_buffer_may_be_far_from_those_of_pages(above: float) -> None
     buffer = torch.full((1, 1, SIZE, 1), 1 + above), torch.ones(1, 1, SIZE, 1)
     occupied = torch.ones(1, 2, SIZE, dtype=torch.bool)
     owner = torch.zeros(1, 2, dtype=torch.int64)
-    pages = ExactPages(keys, values)
-    out, weights, _ = attend_pages(
-        torch.ones(1, 1, 1, 1), pages, ~occupied, owners(owner, 1), ScoreTransform(1.0), buffer
-    )
+    pages = BufferedPages(ExactPages(keys, values), *buffer, SIZE)
+    out, weights, _ = attend_pages(torch.ones(1, 1, 1, 1), pages, ~occupied, owners(owner, 1), ScoreTransform(1.0))
     want = {-200.0: 0.0, 0.0: 0.5, 200.0: 1.0}[above]
     assert out.flatten().tolist() == [want]
     assert weights is not None

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvpolicy.codecs.bfp import BFP
 from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.engine.page_codes import CodedPages, alloc_codes, by_field, decode_heads, encode
-from kvpolicy.engine.pages import page_table
-from kvpolicy.protocols import StageStore
+from kvpolicy.engine.pages import Owners, page_table
+from kvpolicy.protocols import ALONE, StageStore
 from kvpolicy.statistics.windows import ScoreTransform
 
 ROWS = 2
@@ -62,16 +62,19 @@ def test_a_page_is_read_as_its_head(codec: Any) -> None:
     for part, whole in zip(found, (keys, values), strict=True):
         assert torch.equal(part[used], whole[used])
     pages = CodedPages(codec, codes, (), OWNER.clamp_max(HEADS - 1), HEADS, torch.float32)
-    queries = torch.randn(ROWS, OWNER.shape[1], 3, DIM)
-    score = pages.scores(queries, ScoreTransform(1.0))
+    owners = Owners.of(OWNER, HEADS, ALONE.once)
+    queries = torch.randn(ROWS, HEADS, 3, DIM)
+    score = pages.scores(queries, owners, ScoreTransform(1.0))
     weights = torch.rand(ROWS, OWNER.shape[1], 3, SIZE)
-    mixed = pages.mix(weights)
+    mixed = pages.mix(weights, owners)
+    expected = torch.zeros_like(mixed)
     for b, row in enumerate(OWNER.tolist()):
         for page, head in enumerate(row):
             if head < HEADS:
                 at = slice(SIZE * row[:page].count(head), SIZE * (row[:page].count(head) + 1))
-                torch.testing.assert_close(score[b, page], queries[b, page] @ keys[b, head, at].T)
-                torch.testing.assert_close(mixed[b, page], weights[b, page] @ values[b, head, at])
+                torch.testing.assert_close(score[b, page], queries[b, head] @ keys[b, head, at].T)
+                expected[b, head] += weights[b, page] @ values[b, head, at]
+    torch.testing.assert_close(mixed, expected)
 
 
 def test_parameters_of_a_head_with_codes_stay() -> None:
