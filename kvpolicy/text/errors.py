@@ -27,9 +27,10 @@ class KVPolicyError(ValueError):
         True
     """
 
-    def __init__(self, *args: object) -> None:
-        """Join the lines of a message, which a value that it repeats may have, such as a tensor or a config."""
-        super().__init__(*(_in_one_line(part) if isinstance(part, str) else part for part in args))
+    # Not `__init__`, which torch.compile (2.13) cannot trace where a compiled forward is refused.
+    def __str__(self) -> str:
+        """Join the lines of the message, which a value that it repeats may have, such as a tensor or a config."""
+        return " ".join(line.strip() for line in super().__str__().splitlines())
 
 
 class KVPolicyTypeError(KVPolicyError, TypeError):
@@ -69,10 +70,6 @@ def is_out_of_memory(error: Exception) -> bool:
     """
     said = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
     return said or isinstance(error, MemoryError)
-
-
-def _in_one_line(text: str) -> str:
-    return " ".join(line.strip() for line in text.splitlines())
 
 
 for _kind in (KVPolicyError, KVPolicyTypeError, KVPolicyStateError, KVPolicyWarning):
