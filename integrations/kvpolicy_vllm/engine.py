@@ -168,7 +168,7 @@ def check_compresses(vllm_config: Any, recipe: Recipe, shape: ModelShape) -> Non
             f"The selector must look at each KV head alone with tensor_parallel_size={ranks}, got {recipe.policy}, "
             "which compares heads that other ranks have; try snapkv."
         )
-    kind = getattr(vllm_config.cache_config, "cache_dtype", "auto")
+    kind = vllm_config.cache_config.cache_dtype
     if kind not in ("auto", "bfloat16", "float16", "float32"):
         raise KVPolicyError(
             "--kv-cache-dtype must be auto for prompts to be compressed, since no attention backend reads codes back, "

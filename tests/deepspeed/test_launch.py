@@ -102,10 +102,14 @@ def test_a_block_is_seeded_and_ends_with_all_ranks(
     with pytest.raises(Ended), kvpolicy_deepspeed.ranks(seed=7) as place:
         steps.append(torch.initial_seed())
     assert place.rank == 1 and steps == [7, "barrier", "destroy_process_group", 0]
+    with pytest.raises(Ended), kvpolicy_deepspeed.ranks():
+        raise ValueError("on purpose")
+    said = capsys.readouterr().err
+    assert steps[4:] == [1] and said.startswith("Rank 1 of 2 failed:\nTrace") and "on purpose" in said
     monkeypatch.setattr(launch.dist, "barrier", interrupt)  # what a launcher does if another rank has failed
     with pytest.raises(Ended), kvpolicy_deepspeed.ranks():
         pass
-    assert steps[4:] == [1] and "Rank 1 of 2 finished, but another rank did not:\nTrace" in capsys.readouterr().err
+    assert steps[5:] == [1] and "Rank 1 of 2 finished, but another rank did not:\nTrace" in capsys.readouterr().err
 
 
 def test_the_exit_code_of_a_rank() -> None:

@@ -235,7 +235,7 @@ def test_last_tokens_that_are_not_seen_are_lost(saved: Saved, monkeypatch: pytes
 def test_values_of_another_size_are_refused(saved: Saved) -> None:
     unused: Any = None
     layers = {1: SimpleNamespace(head_size=8, head_size_v=4)}
-    with pytest.raises(KVPolicyError, match="must have the same size .*, got 8 and 4 in layer 1"):
+    with pytest.raises(KVPolicyError, match=r"must have the same size .*, got 8 and 4 in layer 1"):
         compressor_of(recipe_of("window@41"), saved.engine, unused, layers, (4, BLOCK), unused)
 
 

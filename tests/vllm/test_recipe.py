@@ -117,7 +117,8 @@ def test_other_engines_are_refused(saved: Saved, policy: str, found: Any, messag
     shape = describe(saved.model.config)
     with pytest.raises(KVPolicyError, match=message):
         check_compresses(found, recipe_of(policy), shape)
-    check_compresses(config("bfloat16", tensor_parallel_size=1), recipe_of(policy), shape)
+    for dtype in ("auto", "bfloat16"):
+        check_compresses(config(dtype, tensor_parallel_size=1), recipe_of(policy), shape)
 
 
 def _kept(recipe: Recipe, heads: slice) -> Tensor:
