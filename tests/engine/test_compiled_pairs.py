@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -22,8 +22,16 @@ CENTERS = [words("h2o", "tokenwise"), words("h2o", "quest"), "uniform/adakv+h2o+
 """Policies that are compiled first: with codes, with a reader and with budgets of heads."""
 POLICIES = list(dict.fromkeys([*METHODS, REUSE, *OTHERS, *(words("h2o", codec) for codec in CODECS)]))
 CHAINS = [POLICIES[start : start + 5] for start in range(0, len(POLICIES), 5)]
+EACH = 4
+"""Of so many chains or codecs one is compiled before an issue is closed, and the others by `pytest -m full`."""
 LENGTHS = (24, 37, 31)
 """Tokens of prompts, in turn."""
+
+
+def some(cases: Iterable[Any]) -> list[Any]:
+    """Cases with the markers of their jobs: they take a minute each."""
+    marks = pytest.mark.slow, pytest.mark.full
+    return [pytest.param(case, marks=marks[number % EACH > 0]) for number, case in enumerate(cases)]
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +65,13 @@ def test_a_policy_compiles_after_another_one(monkeypatch: pytest.MonkeyPatch) ->
     check_chain(monkeypatch, [f"h2o+kivi:bits={bits}:group_size=4:residual_length=4@0.5" for bits in (4, 2)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(CHAINS)))
+@pytest.mark.parametrize("number", some(range(len(CHAINS))))
 def test_every_policy_compiles_after_others(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """After one of the centers, and before another."""
     check_chain(monkeypatch, [CENTERS[number % 3], *CHAINS[number], CENTERS[(number + 1) % 3]])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", CODECS)
+@pytest.mark.parametrize("first", some(CODECS))
 def test_every_codec_compiles_before_and_after_kivi(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
     kivi = words("h2o", "kivi")
     check_chain(monkeypatch, [kivi, words("h2o", first), kivi])
