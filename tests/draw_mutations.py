@@ -14,6 +14,7 @@ import ast
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -190,10 +191,13 @@ def draw(folder: Path, seed: int, each: int) -> Iterator[dict[str, object]]:
         lines = source.replacement(change)
         if lines is not None and len(chosen) < wanted:
             chosen.append((source, name, change, lines))
+    titles: Counter[str] = Counter()  # a line may have several defects of a kind
     for source, name, change, (old, new) in sorted(chosen, key=lambda one: (str(one[0].path), one[2].start)):
         line = source.text.count("\n", 0, change.start) + 1
         path = source.path.as_posix()
         title = f"{path}:{line}, {name}: {change.what}"
+        titles[title] += 1
+        title += f", {titles[title]}" * (titles[title] > 1)
         yield {"name": title, "file": path, "old": old, "new": new, "tests": tests_of(source.path)}
 
 

@@ -62,6 +62,7 @@ def test_defects_are_drawn_that_change_one_thing(tmp_path: Path, monkeypatch: py
     assert [*draw_mutations.draw(Path("room"), 0, 4)] == [*draw_mutations.draw(Path("room"), 0, 4)]
     changed = [mutation.apply(SOURCE) for mutation in drawn]
     assert len({*changed}) == len(drawn) == 8  # as many as lines of code
+    assert len({mutation.name for mutation in drawn}) == 8
     assert all(ast.dump(ast.parse(text)) != ast.dump(ast.parse(SOURCE)) for text in changed)
     assert {test for mutation in drawn for test in mutation.tests} == {"tests/room"}
     source = draw_mutations.Source(Path("room/part.py"))
