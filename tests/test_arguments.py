@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -146,6 +147,44 @@ def test_a_value_of_several_lines_is_shown_in_one(given: Any) -> None:
             call()
         assert len(str(error.value).splitlines()) == 1
         assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+def test_numbers_of_numpy_are_those_of_python(tmp_path: Path) -> None:
+    eight: Any = np.int64(8)
+    half: Any = np.float32(0.5)
+    words: Any = np.str_("max")
+    parts: list[tuple[Any, Any]] = [
+        (KIVI(bits=eight), KIVI(bits=8)),
+        (SnapKV(window=eight, pool=words), SnapKV(window=8, pool="max")),
+        (H2O(recent=half), H2O(recent=0.5)),
+        (kvpolicy.Quest(read=eight), kvpolicy.Quest(read=8)),
+        (kvpolicy.Quest(read=np.float64(0.5)), kvpolicy.Quest(read=0.5)),
+        (kvpolicy.MiniCache(start=eight), kvpolicy.MiniCache(start=8)),
+    ]
+    for given, want in parts:
+        assert given == want and repr(given) == repr(want)
+    model, _ = kvpolicy.tiny()
+    ids = torch.arange(60, 124)[None]
+    with torch.no_grad(), kvpolicy.attach(model, Policy(codec=KIVI(bits=eight))) as handle:
+        model(ids)
+        assert handle.cache is not None
+        handle.cache.save(tmp_path / "cache.safetensors")
+        rows = handle.rows(2, 128)
+        rows.put(eight - 7, handle.cache)
+        rows.drop(eight - 7)
+    with torch.no_grad(), kvpolicy.attach(model, "window@64"):
+        moved: list[torch.Tensor] = []
+        numbers: list[Any] = [int, np.int64]
+        for number in numbers:
+            cache = kvpolicy.PolicyCache(model)
+            model(ids, cache=cache)
+            cache.shift(number(30), number(-5))
+            cache.shift(number(20), number(5))
+            model(ids[:, :1], cache=cache)
+            moved.append(cache.policy_layers[0].positions)
+        assert torch.equal(*moved)
+    hot = kvpolicy.speculate(model, "window@8", ids, max_new_tokens=3, temperature=half, seed=eight)
+    assert torch.equal(hot, kvpolicy.speculate(model, "window@8", ids, max_new_tokens=3, temperature=0.5, seed=8))
 
 
 def test_a_class_is_no_policy() -> None:

@@ -45,6 +45,13 @@ def test_a_write_that_fails_changes_nothing_and_leaves_nothing(tmp_path: Path) -
     assert path.read_text() == "before" and [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
+def test_an_error_of_a_write_names_the_file_that_the_user_knows(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "file"
+    with pytest.raises(OSError) as raised, replacing(path) as temporary:
+        temporary.write_text("text")
+    assert raised.value.filename == str(path)
+
+
 def test_a_fine_tuned_model_is_another_one_where_weights_must_be_equal() -> None:
     weights = torch.linspace(-1, 1, 64)
     model = ModelInfo(layers=1, heads=1, head_dim=4, weights=weights)

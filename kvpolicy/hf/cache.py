@@ -195,7 +195,7 @@ class PolicyCache(CacheForward):
         self.journal.refuse_changes("shift()")
         refuse_prefix(self, "shift()")
         refuse_rows(self.rows, "shift()")
-        check_shift(self, from_position, by)
+        from_position, by = check_shift(self, from_position, by)
         if not by:
             return
         self.journal.forget()
@@ -329,7 +329,7 @@ class PolicyCache(CacheForward):
             KVPolicyError: If the file is of another model, dtype or tensor parallel size, cannot be divided among these
                 ranks, was truncated or edited, or was written by a newer version.
         """
-        cache = load_cache(cls, model, str(path))[0]
+        cache = load_cache(cls, model, str(rank_path(path, 0, 1)))[0]
         if new is not None:
             cache.expect(None, new)
         return cache

@@ -26,7 +26,7 @@ from kvpolicy.hf.cache_header import FORMAT, KEY, check_header, header_of, not_a
 from kvpolicy.hf.discovery import ROPE_DELTAS
 from kvpolicy.hf.states import is_state
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.text.formats import replacing, stamp
+from kvpolicy.text.formats import reason_of, replacing, stamp
 
 TOKENS = "tokens"
 """The name of the token ids in a file, [B, N] int64."""
@@ -80,7 +80,7 @@ def found_path(path: str | os.PathLike[str], rank: int, size: int) -> Path:
     """
     own = rank_path(path, rank, size)
     whole = rank_path(path, 0, 1)
-    return whole if whole.is_file() and not own.is_file() else own
+    return whole if os.path.isfile(whole) and not os.path.isfile(own) else own
 
 
 def write(path: Path, content: CacheFile, compress: str | None = None) -> None:
@@ -92,18 +92,19 @@ def write(path: Path, content: CacheFile, compress: str | None = None) -> None:
         compress: `zlib` to compress the tensors of codes.
 
     Raises:
-        KVPolicyError: If `compress` is unknown, the path is a folder, its folder does not exist, or a field of the
-            header is of another kind.
+        KVPolicyError: If `compress` is unknown, the path is a folder, its folder does not exist, nothing can be written
+            there, or a field of the header is of another kind.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if compress not in COMPRESSIONS:
         raise KVPolicyError(f"compress must be one of {', '.join(map(repr, COMPRESSIONS))}, got {compress!r}.")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise KVPolicyError(
             f"A cache file must be a file, got the folder {str(path)!r}; try {path / 'cache.safetensors'}."
         )
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise KVPolicyError(f"The folder of a cache file must exist, got {str(path)!r}; try creating {path.parent}.")
     tensors = {name: _plain(tensor) for name, tensor in content.tensors.items()}
     packed, small = _pack(tensors) if compress else ({}, {})
@@ -112,8 +113,17 @@ def write(path: Path, content: CacheFile, compress: str | None = None) -> None:
     header.pop("sha256", None)
     check_header(header, str(path))
     header["sha256"] = _digest(header, tensors)
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt", KEY: json.dumps(header, allow_nan=False)})
+    try:
+        with replacing(path) as temporary:
+            temporary.touch()  # names the reason where nothing can be written; safetensors has a text alone
+            mode = temporary.stat().st_mode
+            save_file(tensors, temporary, metadata={"format": "pt", KEY: json.dumps(header, allow_nan=False)})
+            temporary.chmod(mode)  # safetensors lets nobody else read its files, whatever the umask says
+    except (OSError, SafetensorError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else f"an error of safetensors ({error})"
+        raise KVPolicyError(
+            f"The cache file {str(path)!r} must be writable, got {reason}; try another folder, or free some space."
+        ) from error
 
 
 def read_tokens(path: Path) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -341,7 +342,7 @@ def reading(path: Path) -> Generator[None]:
     """
     from safetensors import SafetensorError
 
-    if not path.is_file():
+    if not os.path.isfile(path):  # false for a name that is too long, at which Path.is_file would raise
         raise KVPolicyError(f"A cache file must exist, got {str(path)!r}; try creating it with kvpolicy cache make.")
     try:
         yield

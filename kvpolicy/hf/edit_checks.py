@@ -49,13 +49,16 @@ def check_rows(given: Any, batch: int) -> Tensor:
     return rows
 
 
-def check_shift(cache: CacheForward, start: int, by: int) -> None:
+def check_shift(cache: CacheForward, start: int, by: int) -> tuple[int, int]:
     """Refuse a shift before anything is changed.
 
     Args:
         cache: The cache.
         start: The first position that moves.
         by: How far.
+
+    Returns:
+        Both numbers as plain ones.
 
     Raises:
         KVPolicyError: If the cache has no complete prompt, a part of the policy or the model does not allow it, or a
@@ -86,7 +89,7 @@ def check_shift(cache: CacheForward, start: int, by: int) -> None:
     # Tokens may move behind the end, which `start` may be too, but not before position 0.
     for name, number in (("from_position", start), ("by", by)):
         if isinstance(number, bool) or not isinstance(number, Integral):
-            raise KVPolicyTypeError(f"{name} must be an integer, got {number!r}; try shift(30, -10).")
+            raise KVPolicyTypeError(f"{name} must be an integer, got {shorten(repr(number))}; try shift(30, -10).")
     shortest = int(cache.policy_layers[0].length.min())
     if not 0 <= start <= shortest:
         raise KVPolicyError(f"from_position must be between 0 and {shortest}, got {start}.")
@@ -98,6 +101,7 @@ def check_shift(cache: CacheForward, start: int, by: int) -> None:
             f"Positions must enter a model by rotations of its keys alone for tokens to be moved, got {obstacle}; try "
             "to compute the cache again."
         )
+    return int(start), int(by)
 
 
 def move_obstacle(reference: weakref.ref[nn.Module], rotations: Mapping[int, Rope]) -> str:

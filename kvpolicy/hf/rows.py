@@ -7,6 +7,7 @@ row; one for a free row is not written anywhere. See `Handle.rows`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.state import map_numbers
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
+from kvpolicy.text.tables import shorten
 
 
 class Rows:
@@ -73,8 +75,9 @@ class Rows:
             KVPolicyError: If there is no such row, or it holds something else.
         """
         most = self.count - 1
-        if isinstance(row, bool) or not isinstance(row, int):
-            raise KVPolicyTypeError(f"row must be an integer, got {row!r}; try 0.")
+        if isinstance(row, bool) or not isinstance(row, Integral):
+            raise KVPolicyTypeError(f"row must be an integer, got {shorten(repr(row))}; try 0.")
+        row = int(row)
         if not 0 <= row <= most:
             raise KVPolicyError(f"row must be between 0 and {most}, got {row}; try one of free_rows().")
         if self.live[row] != is_live:

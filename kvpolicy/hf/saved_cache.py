@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -258,10 +260,10 @@ def _check_positions(header: Mapping[str, Any], counts: bool, what: str) -> None
 
 def _check_size(own: Path, path: str, size: int) -> None:
     """Tell from the names of files that a cache was saved by another number of ranks."""
-    if own.is_file():
+    if os.path.isfile(own):
         return
     whole = Path(path).expanduser()
-    shards = sorted(whole.parent.glob(f"{whole.stem}-00001-of-*{whole.suffix}"))
+    shards = sorted(whole.parent.glob(f"{glob.escape(whole.stem)}-00001-of-*{glob.escape(whole.suffix)}"))
     if shards:
         _check_ranks(read_header(shards[0])["ranks"]["size"], path, size)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -154,7 +154,7 @@ def speculate(
         _check_states(attachments[model])
         stack.enter_context(torch.no_grad())
         stack.enter_context(without_warning_of_few_tokens())  # the full cache verifies what they draft
-        run = _Run(model, policy, input_ids, max_new_tokens, temperature, seed)
+        run = _Run(model, policy, input_ids, max_new_tokens, float(temperature), int(seed))
         tokens, stats = run.tokens(max_new_tokens, gamma, ends)
     new = torch.tensor([tokens], dtype=input_ids.dtype, device=input_ids.device)
     out = torch.cat([input_ids, new], 1)
@@ -319,15 +319,17 @@ def _check_states(attachment: Attachment) -> None:
 
 
 def _check_sampling(temperature: Any, seed: Any) -> None:
-    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not is_number or not 0 <= temperature <= sys.float_info.max:
+    number: Any = None if isinstance(temperature, bool) or not isinstance(temperature, Real) else temperature
+    if number is not None and not isinstance(number, int):
+        number = float(number)  # NumPy compares in the precision of its number, in which the largest may be infinite
+    if number is None or not 0 <= number <= sys.float_info.max:
         raise KVPolicyError(
             f"temperature must be a number from 0, and finite, got {shorten(repr(temperature))}; try temperature=0.7."
         )
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise KVPolicyTypeError(f"seed must be an integer, got {shorten(repr(seed))}; try seed=0.")
-    if not -(2**63) <= seed < 2**64:
-        raise KVPolicyError(f"seed must be between -2^63 and 2^64 - 1, got {shorten(hex(seed))}; try seed=0.")
+    if not -(2**63) <= int(seed) < 2**64:
+        raise KVPolicyError(f"seed must be between -2^63 and 2^64 - 1, got {shorten(hex(int(seed)))}; try seed=0.")
 
 
 def _ends(eos_token_id: Any, size: int) -> frozenset[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,19 @@ def replacing(path: Path) -> Generator[Path, None, None]:
         path: The file. Of a symbolic link, the file that it leads to is replaced.
 
     Yields:
-        The path to write to; the file there takes the place of `path` at the end, unless an error was raised.
+        The path to write to; the file there takes the place of `path` at the end, unless an error was raised. An
+        error about it names `path`, which the user knows.
     """
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):  # a name that is too long for the write is so for the removal
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and str(error.filename) == str(temporary):
+            error.filename = str(path)
         raise
 
 

@@ -42,6 +42,9 @@ _KINDS = {
     bool: _Kind(bool, bool, "True or False"),
 }
 
+_PLAIN = (int, float, bool, str)
+"""The types of values that files and specs can hold."""
+
 CHECK = "check"
 """The metadata of a field that is the function which checks its value, see `kvpolicy.text.strategy`."""
 
@@ -98,7 +101,8 @@ def check_fields(strategy: Any) -> None:
 
     Checked are fields that are annotated `int`, `float`, `bool`, `AutoInt`, `AutoFloat` or with a `Literal`. Equal
     strategies then have equal spec strings: 1 becomes 1.0 and -0.0 becomes 0.0 in a float field, and 4.0 becomes 4
-    where a `Literal` lists integers.
+    where a `Literal` lists integers. Numbers and strings of other libraries, such as NumPy, become those of Python in
+    every field, so that each of them can be written to a file.
 
     Raises:
         KVPolicyTypeError: If a value is of another type.
@@ -115,7 +119,7 @@ def check_fields(strategy: Any) -> None:
     owner = type(strategy).__name__
     rules = _rules(type(strategy))
     for rule in rules:
-        value = getattr(strategy, rule.field)
+        value = _plain(getattr(strategy, rule.field))
         if rule.type is not None and not (rule.automatic and value == "auto"):
             value = _normalized(rule.type, value, f"{owner}.{rule.field}")
         elif rule.whole and isinstance(value, float) and value.is_integer():
@@ -161,14 +165,27 @@ def _refuse_choice(rule: _Rule, value: object, owner: str) -> NoReturn:
     if rule.choices == DECODE_MODES:
         name = "decode"  # the same of every selector
         example = "; try 'evict'"
-    raise KVPolicyError(f"{name} must be one of {', '.join(map(repr, rule.choices))}, got {value!r}{example}.")
+    raise KVPolicyError(
+        f"{name} must be one of {', '.join(map(repr, rule.choices))}, got {shorten(repr(value))}{example}."
+    )
+
+
+def _plain(value: object) -> object:
+    """A number or a string as one of Python's own types; anything else as it is."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    return str.__str__(value) if isinstance(value, str) else value
 
 
 def _normalized(kind: type[Any], value: Any, name: str) -> Any:
     accepts, convert, described = _KINDS[kind]
     # bool is a subclass of int, but True is not a number of tokens.
     if not isinstance(value, accepts) or isinstance(value, bool) != (kind is bool):
-        raise KVPolicyTypeError(f"{name} must be {described}, got {value!r}.")
+        raise KVPolicyTypeError(f"{name} must be {described}, got {shorten(repr(value))}.")
     if kind is int and not -MAX_FIELD <= value < MAX_FIELD:
         raise KVPolicyError(f"{name} must be below 2^31 in magnitude, got {value!r}.")
     return convert(value)
@@ -192,7 +209,7 @@ def check_size(name: str, size: object, least: int, most: int = MAX_SIZE) -> int
         2
     """
     if isinstance(size, bool) or not isinstance(size, Integral):
-        raise KVPolicyTypeError(f"{name} must be an integer, got {size!r}; try {max(least, 1)}.")
+        raise KVPolicyTypeError(f"{name} must be an integer, got {shorten(repr(size))}; try {max(least, 1)}.")
     number = int(size)
     if not least <= number <= most:
         # In decimals, Python writes no integer of thousands of digits.
@@ -215,7 +232,7 @@ def check_index(what: str, index: Any, count: int) -> int:
     try:
         found = operator.index(index)
     except TypeError:
-        raise KVPolicyTypeError(f"{what} must be an integer, got {index!r}; try 0.") from None
+        raise KVPolicyTypeError(f"{what} must be an integer, got {shorten(repr(index))}; try 0.") from None
     if not 0 <= found < count:
         raise KVPolicyError(f"{what} must be between 0 and {count - 1}, got {found}.")
     return found

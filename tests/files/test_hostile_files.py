@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,6 +26,7 @@ from kvpolicy.hf.cache_header import KEY, read_header
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.files.test_saved_cache import start
+from tests.robust.hostile import refused
 
 NASTY = [
     '"x"',
@@ -233,6 +237,47 @@ def test_paths_and_tokens_of_wrong_kinds(tmp_path: Path) -> None:
         assert not [*tmp_path.iterdir()]
         cache.save(path, tokens=ids.to(torch.int32))
         assert cache_file.read(path).tensors["tokens"].dtype == torch.int64
+
+
+def test_places_where_nothing_can_be_written_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", layers=2)
+    path = tmp_path / "cache.safetensors"
+    wrong: Any
+    with kvpolicy.attach(model, "h2o@0.5"):
+        cache, _, _ = start(model, [26])
+        with refused(r"must be writable, got file name too long; try another folder, or free some space\."):
+            cache.save(tmp_path / ("z" * 300))
+        for missing in ("z" * 300, "a**b.safetensors", "a[b.safetensors"):
+            with pytest.raises(KVPolicyError, match="A cache file must exist"):
+                PolicyCache.load(model, tmp_path / missing)
+        wrong = b"cache.safetensors"
+        with refused("must be a string or a Path, got bytes"):
+            PolicyCache.load(model, wrong)
+
+        def full(*_: Any, **__: Any) -> None:
+            raise SafetensorError("Error while serializing: No space left on device")
+
+        cache.save(path)
+        before = path.read_bytes()
+        monkeypatch.setattr("safetensors.torch.save_file", full)
+        with pytest.raises(KVPolicyError, match=r"must be writable, got an error of safetensors .*No space left"):
+            cache.save(path)
+        assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["cache.safetensors"]
+
+
+def test_a_cache_may_be_read_by_whom_other_files_may_be_read(tmp_path: Path) -> None:
+    model = build("llama", layers=2)
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "h2o@0.5"):
+        cache, _, _ = start(model, [26])
+        for mask in (0o022, 0o077):
+            before = os.umask(mask)
+            try:
+                cache.save(path)
+            finally:
+                os.umask(before)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
 
 
 def test_tensors_of_sliding_windows(tmp_path: Path) -> None:
