@@ -510,7 +510,8 @@ class PolicyCache(CacheForward):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         # A sliding layer keeps a view of the whole prompt: release it.
-        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        layer.keys = layer.keys.clone()
+        layer.values = layer.values.clone()
         return states
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:

@@ -87,7 +87,9 @@ class Quarter:
         self.half = dim // 2
 
     def _turned(self, x: Tensor, angle: Tensor) -> Tensor:
-        one, two, cos, sin = *x.split(self.half, -1), angle.cos()[..., None], angle.sin()[..., None]
+        one, two = x.split(self.half, -1)
+        cos = angle.cos()[..., None]
+        sin = angle.sin()[..., None]
         return torch.cat([one * cos - two * sin, one * sin + two * cos], -1)
 
     def keys(self, keys: Tensor, at: At) -> Tensor:
