@@ -428,7 +428,7 @@ def test_rocket_divides_a_reduction_between_tokens_and_channels(
     assert reader.channels_read(-(-slots // page), DIM) == channels
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5, 0.05, 0.0025])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.05, 0.0025, 0.0001])
 def test_rocket_splits_a_share_between_its_stages(share: float) -> None:
     """The numbers of the authors' code for a prompt of 2 ** 20 tokens, without new ones."""
     n = 2**20

@@ -30,6 +30,17 @@ def test_wide_values_and_sinks_are_kept() -> None:
         assert {0, 17, 30, 41, 58, 59} <= set(head)
 
 
+def test_what_is_attended_to_needs_no_wide_value() -> None:
+    """Wide values have their share of the budget only."""
+    q, k, v = draw(60, 5)
+    q = torch.ones_like(q)
+    k = torch.zeros_like(k)
+    k[:, :, 20] = 50.0
+    v[:, :, 20] = 0.0
+    found = kept("vase:large=0.25:sinks=0:window=2:kernel=1", 8, q, k, v)
+    assert all(20 in head for head in found[0].tolist())
+
+
 def test_a_constant_added_to_a_value_does_not_widen_it() -> None:
     q, k, v = draw(40, 1)
     shifted = v.clone()
