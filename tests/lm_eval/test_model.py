@@ -156,6 +156,8 @@ def test_stats(make, questions, choices):
     info = lm.get_model_info()["kvpolicy"]
     base = full.get_model_info()["kvpolicy"]
     assert (info["policy"], info["budget"], base["policy"]) == ("h2o@0.2", 0.2, "full")
+    assert (info["group_by_prefix"], info["rolling_chunk"], info["tp"]) == (0, lm.rolling_chunk, 1)
+    assert 2 * full._full_bytes(1) == full._full_bytes(2)
     for kind in ("task/generate_until", "task/loglikelihood"):
         ours = info["tasks"][kind]
         theirs = base["tasks"][kind]

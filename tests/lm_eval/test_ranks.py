@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,15 @@ from typing import Any
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from tqdm import tqdm
 
 import kvpolicy_lm_eval
+from kvpolicy import KVPolicyError
 from kvpolicy_lm_eval import ranks
 from kvpolicy_lm_eval.arguments import Sharding, read_sharding
+from kvpolicy_lm_eval.held_back import NOTHING_HELD, HeldBack
 from kvpolicy_lm_eval.model import KVPolicyLM
+from kvpolicy_lm_eval.request_groups import join_tasks
 from tests.sampling import each_once, product
 
 TWO = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
@@ -140,11 +145,38 @@ def test_random_numbers_follow_the_first_rank(two, part):
     ("rank", "local", "after"), [("0", "0", "0"), ("1", "1", "1"), ("8", "0", "8"), ("9", "1", "1")]
 )
 def test_of_several_nodes_one_process_writes(part, monkeypatch: pytest.MonkeyPatch, rank: str, local: str, after: str):
-    """lm-eval writes the results where LOCAL_RANK is 0."""
+    """lm-eval writes the results where LOCAL_RANK is 0; the first rank alone says anything."""
+    silenced: list[str] = []
+    monkeypatch.setattr(ranks, "silence", lambda: silenced.append(rank))
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("LOCAL_RANK", local)
     part()
-    assert os.environ["LOCAL_RANK"] == after
+    assert os.environ["LOCAL_RANK"] == after and silenced == [rank] * (rank != "0")
+
+
+def test_a_silent_rank_prints_errors_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(tqdm, "__init__", tqdm.__init__)
+    with warnings.catch_warnings():
+        try:
+            ranks.silence()
+            print("printed")
+            warnings.warn("a warning", stacklevel=1)
+            list(tqdm(range(3)))
+            print("an error", file=sys.stderr)
+            assert [logging.root.isEnabledFor(level) for level in (logging.WARNING, logging.ERROR)] == [False, True]
+        finally:
+            logging.disable(logging.NOTSET)
+            sys.stdout.close()
+    assert capsys.readouterr() == ("", "an error\n")
+
+
+def test_several_processes_measure_a_batch_size_once():
+    groups: Any = {("one", HeldBack(3, beyond=False)): [0], ("other", NOTHING_HELD): [1]}
+    with pytest.raises(KVPolicyError, match="batch_size must be a number for tasks whose question is fed later"):
+        join_tasks(groups, "auto")
+    assert join_tasks(groups, 4) == {("one+other", HeldBack(3, beyond=False)): [0], ("one+other", NOTHING_HELD): [1]}
+    assert join_tasks({("one", NOTHING_HELD): [1, 2]}, "auto") == {("one", NOTHING_HELD): [1, 2]}  # pyright: ignore
 
 
 ENDS = [

@@ -87,13 +87,15 @@ def test_other_answers_are_generated_in_batches(make: Any, tiny: Any, arguments:
     assert seen[0][0] >= 3
 
 
-def test_a_policy_without_rows_answers_in_batches(make: Any, tiny: Any) -> None:
+def test_a_policy_without_rows_answers_in_batches(make: Any, tiny: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     policy = "snapkv@256KiB"  # of all rows together
     evaluated = make(policy, batch_size=2)
     asked = requests([0, 3])
     with forwards(tiny[0]) as seen:
         found = evaluated.generate_until(asked, disable_tqdm=True)
     assert evaluated._rows_obstacle and seen[0][0] == 2
+    assert f"wait for the longest one of their batch, since {evaluated._rows_obstacle}" in caplog.text
     assert found == make(policy, batch_size=1).generate_until(asked, disable_tqdm=True)
 
 

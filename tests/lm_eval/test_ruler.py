@@ -85,6 +85,14 @@ def test_many_needles() -> None:
     )
 
 
+@pytest.mark.parametrize(("haystack", "lines", "needles"), [("noise", 9, 2), ("needles", 9, 8), ("prose", 2, 2)])
+def test_a_haystack_has_its_size(haystack: Any, lines: int, needles: int) -> None:
+    """Prose is one paragraph; the first line is the task."""
+    drawn = prompts.needles(Random(0), 6, haystack, values=2)
+    assert drawn.context.count("\n") == lines
+    assert drawn.context.count("One of the special magic numbers for ") == needles
+
+
 def test_a_chain_is_followed_from_its_value() -> None:
     drawn = prompts.TASKS["vt"](Random(3), 12)
     assigned: dict[str, str] = {}
@@ -108,6 +116,8 @@ def test_a_list_of_400_entries_has_the_counts_of_the_paper() -> None:
 def test_asked_words_are_the_most_frequent(task: str, size: int) -> None:
     drawn = prompts.TASKS[task](Random(size), size)
     text = drawn.context.rpartition("\n" if task == "fwe" else "often.\n")[0 if task == "fwe" else 2]
+    if task == "cwe":
+        assert text.split()[::2] == [f"{number}." for number in range(1, len(text.split()) // 2 + 1)]
     entries = text.split("words. ")[1].split() if task == "fwe" else text.split()[1::2]
     assert len(entries) == pytest.approx(size, rel=0.2)
     counts = {word: entries.count(word) for word in set(entries)}
@@ -115,6 +125,13 @@ def test_asked_words_are_the_most_frequent(task: str, size: int) -> None:
     first = ranked.index("...") + 1 if task == "fwe" else 0
     top = ranked[first : first + len(drawn.answers)]
     assert set(top) == set(drawn.answers) and counts[top[-1]] > counts[ranked[first + len(top)]]
+
+
+@pytest.mark.parametrize(("size", "towns", "others"), [(1, 2, 0), (4, 2, 0), (41, 20, 1), (300, 120, 60)])
+def test_up_to_240_documents_are_about_towns(size: int, towns: int, others: int) -> None:
+    lines = prompts.documents(Random(0), size, 1).context.split("\nDocument ")[1:]
+    about = [line for line in lines if "lies on the river" in line or "is the mayor of" in line]
+    assert (len(about), len(lines)) == (2 * towns, 2 * towns + others)
 
 
 def test_a_question_about_two_documents_takes_both() -> None:

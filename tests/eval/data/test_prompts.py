@@ -11,7 +11,7 @@ import pytest
 import kvpolicy
 from kvpolicy_eval.data.tasks import LENGTHS, tasks
 from kvpolicy_lm_eval.data import prompts
-from kvpolicy_lm_eval.data.text import NOTICE, excerpt, held_out, is_held_out, library, training_texts
+from kvpolicy_lm_eval.data.text import NOTICE, excerpt, held_out, is_held_out, library, prose, sentences, training_texts
 from kvpolicy_lm_eval.data.words import CATEGORIES, LABELS, WORDS
 
 GENERATORS: dict[str, Callable[[Random], prompts.Prompt]] = {
@@ -73,6 +73,18 @@ def test_each_record_of_a_ring_names_the_next_one(seed: int) -> None:
     for records, words in prompts.rings(Random(seed), 2, 5):
         table = dict(line.split("=") for line in records.splitlines())
         assert len(words) == 5 and [table[word] for word in words] == [*words[1:], words[0]]
+        assert [*table] != words  # in another order
+
+
+def test_values_have_no_order() -> None:
+    values = [*prompts._records(Random(0), 12, 4).values()]
+    assert values != sorted(values) and len({*values}) == 12
+
+
+def test_prose_has_whole_paragraphs_without_code() -> None:
+    paragraphs = prose().split("\n\n")
+    assert all(len(each) >= 80 and each[-1] in ".:" and ">>>" not in each for each in paragraphs)
+    assert len(sentences()) > 100 and all(40 <= len(each) < 200 and each.endswith(".") for each in sentences())
 
 
 def test_an_excerpt_has_up_to_half_of_the_text() -> None:
@@ -114,6 +126,7 @@ def test_words_are_distinct() -> None:
         (lambda: prompts.recall(Random(0), 0), "number of records must be from 1 to 256, got 0"),
         (lambda: prompts.multi_query(Random(0), 5, 6), "number of queries must be from 1 to 5, got 6"),
         (lambda: prompts.few_shot(Random(0), 1, 3, 10), "number of classes must be from 2 to 6, got 1"),
+        (lambda: prompts.few_shot(Random(0), 2, 9, 10), "number of shots must be from 1 to 8, got 9"),
         (lambda: prompts.hot_keys(Random(0), 3, 4, 9, 2), "number of hot keys must be from 1 to 3, got 4"),
         (lambda: prompts.hot_keys(Random(0), 9, 4, 3, 2), "number of asks must be from 4"),
         (lambda: excerpt(Random(0), 10**9), "from 0 to .* characters, got 1000000000"),
