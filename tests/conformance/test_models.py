@@ -137,6 +137,18 @@ def expected_budgets(policy: Policy, cosines: list[float] | None, length: int, c
     return allocators.budgets(name, config, cosines, total, layers, floor, length + coming)
 
 
-@product("allocator,selector,codec,family,rows,dtype", *AXES, sample=sample(), drawn=(ALLOCATOR, ROW_COUNT, DTYPE))
+def allowed(row: Row) -> bool:
+    """Whether the family takes the selector and the codec."""
+    _, selector, codec, family, _, _ = row
+    return fits(family, selector, codec)
+
+
+@product(
+    "allocator,selector,codec,family,rows,dtype",
+    *AXES,
+    sample=sample(),
+    allowed=allowed,
+    drawn=(ALLOCATOR, ROW_COUNT, DTYPE),
+)
 def test_methods_and_families(allocator: str, selector: str, codec: str, family: str, rows: str, dtype: str) -> None:
     compare(allocator, selector, codec, family, rows, dtype)
