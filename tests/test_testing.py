@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from kvpolicy import Policy, TokenWise
+from kvpolicy import KVPolicyError, Policy, TokenWise
 from kvpolicy.protocols import (
     SMALLEST_HEAD,
     DecodeMode,
@@ -20,13 +20,14 @@ from kvpolicy.protocols import (
     HeadShape,
     LayerBounds,
     ModelInfo,
+    Scores,
     Selector,
     State,
     Traits,
     View,
 )
 from kvpolicy.registry import lookup, names
-from kvpolicy.statistics import Results, Statistic
+from kvpolicy.statistics import AttentionSum, Results, Statistic
 from kvpolicy.testing.conformance import check
 from kvpolicy.testing.part_checks import FallingBounds
 from kvpolicy.text.budget import waterfill
@@ -148,6 +149,8 @@ class Tokens(Selector):
         return torch.zeros(batch, heads, slots + 1) if self.how == "alloc" else ()
 
     def observe(self, state: State, seen: Results, view: View) -> State:
+        if self.how == "no state":
+            return cast("Any", Scores(cast("Any", None)))
         return torch.zeros(3) if self.how == "observe" else state
 
     def step(self, state: State, row: Tensor, view: View) -> None:
@@ -219,6 +222,7 @@ def test_right_ones_pass() -> None:
         (Tokens(how="zero"), "min_tokens must be an integer of at least 1, got 0"),
         (Tokens(how="alloc"), r"= \[2, 2, 5\], got float32 \[2, 2, 6\]"),
         (Tokens(how="observe"), "observe must return tensors of shapes"),
+        (Tokens(how="no state"), "observe must return tensors as alloc does, got a Scores of a NoneType"),
         (Unshared(), "per_head must name all fields .* channel_zero has 1 entries"),
         (Tokens(decode=cast("Any", "keep")), "decode must be one of 'evict', 'grow', got 'keep'"),
     ],
@@ -233,6 +237,31 @@ def test_what_is_no_strategy() -> None:
         check("h2o")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"The strategy must be an instance, got the class Tokens; try Tokens\(\)\."):
         check(Tokens)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_would_fail_in_a_forward_is_refused_with_the_policy() -> None:
+    class Mutable(Tokens):
+        __hash__: Any = None  # as of a dataclass that is not frozen
+
+    @dataclass(frozen=True, kw_only=True)
+    class Listed(Tokens):
+        of: Any = ()
+
+    @dataclass(frozen=True, kw_only=True)
+    class Asking(Tokens):
+        of: Any = ()
+
+        @property
+        def statistics(self) -> Any:
+            return self.of
+
+    for part in (Mutable, lambda: Listed(of=[1])):
+        with pytest.raises(KVPolicyError, match=r"selector must be immutable, got .*; try @dataclass\(frozen=True\)"):
+            Policy(selector=part(), budget=8)
+    for given in ((AttentionSum,), AttentionSum(), AttentionSum):
+        with pytest.raises(KVPolicyError, match="The selector must hand over statistics as a tuple of objects, got"):
+            Policy(selector=Asking(of=given), budget=8)
+    assert Policy(selector=Asking(of=(AttentionSum(),)), budget=8).selector.statistics == (AttentionSum(),)
 
 
 def test_what_is_missing_is_named() -> None:

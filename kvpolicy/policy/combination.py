@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvpolicy.allocators.uniform import Uniform
@@ -61,6 +61,7 @@ def check_part(kind: Kind, part: object) -> None:
                 f"{name}; try {statistic}."
             )
     if isinstance(part, PROTOCOLS[kind]):
+        _check_values(kind, part)
         return
     kinds = kinds_of(part)
     if kinds:
@@ -72,6 +73,23 @@ def check_part(kind: Kind, part: object) -> None:
     raise KVPolicyTypeError(
         f"The {kind} must implement kvpolicy.protocols.{kind.capitalize()}, got {shorten(repr(part))}; {advice}."
     )
+
+
+def _check_values(kind: Kind, part: object) -> None:
+    """Refuse what a class of a user easily gets wrong, and what would otherwise fail within a forward."""
+    try:
+        hash(part)
+    except TypeError:
+        raise KVPolicyTypeError(
+            f"The {kind} must be immutable, got {shorten(repr(part))}; try @dataclass(frozen=True), and tuples for "
+            "lists."
+        ) from None
+    given = getattr(part, "statistics", ())
+    if not isinstance(given, Iterable) or any(isinstance(each, type) for each in given):
+        raise KVPolicyTypeError(
+            f"The {kind} must hand over statistics as a tuple of objects, got {shorten(repr(given))} of "
+            f"{type(part).__name__}; try (AttentionSum(),)."
+        )
 
 
 def kinds_of(part: object) -> list[Kind]:

@@ -24,6 +24,7 @@ from kvpolicy.statistics.windows import (
     newest_columns,
     token_positions,
 )
+from kvpolicy.text.errors import KVPolicyError
 
 Result = TypeVar("Result")
 Self = TypeVar("Self")
@@ -353,8 +354,13 @@ class Results:
         """The result of a statistic.
 
         Raises:
-            KeyError: If the part did not hand it over.
+            KVPolicyError: If the part did not hand it over.
         """
+        if kind not in self._found:
+            raise KVPolicyError(
+                f"A part must hand over {kind.__name__} in statistics to be shown its result, got a part without it; "
+                f"try ({kind.__name__}(),), or seen.get."
+            )
         return self._found[kind]
 
     def get(self, kind: type[Statistic[Result]]) -> Result | None:

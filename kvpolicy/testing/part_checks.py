@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, cast, get_args
 from unittest import mock
 
 import torch
@@ -313,6 +313,10 @@ def _check_merged(part: Merger, method: str, result: Any, shape: tuple[int, int,
     assert has_counts, f"{part}: {method} must return no counts unless the merger is counted, got {result.counts}"
 
 
+def _is_state(result: Any) -> bool:
+    return isinstance(result, Tensor) or (isinstance(result, tuple) and all(map(_is_state, cast("Any", result))))
+
+
 @contextmanager
 def watched(part: Any) -> Generator[None, None, None]:
     """Check what `priority` and `observe` of a selector return, whenever they are called in the context."""
@@ -335,6 +339,7 @@ def watched(part: Any) -> Generator[None, None, None]:
 
     def checked_observe(self: Any, state: Any, seen: Any, view: View) -> Any:
         result = observe(self, state, seen, view)
+        assert _is_state(result), f"{self}: observe must return tensors as alloc does, got {describe(result)}"
         shapes = [list(each.shape) for each in tensors(result)]
         expected = [list(each.shape) for each in tensors(empty_slots(state, view.positions.shape[-1]))]
         assert shapes == expected, f"{self}: observe must return tensors of shapes {expected}, got {shapes}"
@@ -476,7 +481,9 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
 
 
 def describe(result: Any) -> str:
-    """Describe a result in an error message: a tensor by its dtype and shape."""
+    """Describe a result in an error message: a tensor by its dtype and shape, a tuple by what it has."""
+    if isinstance(result, tuple) and result:
+        return f"a {type(result).__name__} of {', '.join(map(describe, result))}"  # pyright: ignore
     if not isinstance(result, Tensor):
         return f"a {type(result).__name__}"
     return f"{str(result.dtype).removeprefix('torch.')} {list(result.shape)}"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvpolicy import KVPolicyError
 from kvpolicy.selectors.blocks import BlockAttention
 from kvpolicy.selectors.probe import ProbeQueries
 from kvpolicy.statistics import (
@@ -63,9 +64,9 @@ def test_results_are_found_by_class() -> None:
     assert seen[AttentionSum] is sums and seen.get(AttentionSum) is sums and AttentionSum in seen
     assert seen.get(RecentQueries) is None and RecentQueries not in seen
     assert BlockAttention in seen and seen.get(BlockAttention) is None
-    with pytest.raises(KeyError):
+    with pytest.raises(KVPolicyError, match=r"hand over RecentQueries in statistics .*; try \(RecentQueries\(\),\)"):
         seen[RecentQueries]
-    with pytest.raises(KeyError):
+    with pytest.raises(KVPolicyError, match="must hand over AttentionSum in statistics"):
         Results()[AttentionSum]
 
 
