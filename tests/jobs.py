@@ -223,7 +223,6 @@ WALKS = (
     "tests/cli/test_app.py::test_completion",
     "tests/cli/test_app.py::test_error_messages",
     "tests/cli/test_app.py::test_the_help_is_as_wide_as_the_terminal_and_cuts_no_summary",
-    "tests/cli/test_app.py::test_usage_errors_are_one_line",
     "tests/cli/test_calibrate.py::test_error_messages",
     "tests/cli/test_explain.py::test_effects",
     "tests/cli/test_explain.py::test_error_messages",

@@ -210,11 +210,11 @@ class Scorer:
         if any(fed):
             ids, new = self._stack(fed)
             # Padding gets a position of its row, since the largest one decides the angles of some models.
-            positions = (length[:, None] + new.cumsum(-1) - 1).clamp(min=0)
+            positions = length[:, None] + new.cumsum(-1) - 1
             logits = self.forward(ids, torch.cat([mask, new], 1), positions, cache)
             logits = torch.cat([first, logits], 1)
         targets, _ = self._stack([piece.tokens for piece in pieces], width=logits.shape[1])
-        return _sums(pieces, *self._pick(logits, targets[:, : logits.shape[1]]), start=0)
+        return _sums(pieces, *self._pick(logits, targets), start=0)
 
     def stream(self, pieces: Sequence[Piece], chunk: int) -> Iterator[tuple[int, Answer]]:
         """Score pieces from an empty cache; they are fed in chunks of `chunk` tokens, at least 2, and compressed."""

@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except USAGE as error:
-        return _print_error(_usage_message(error))
+        return _print_error(_usage_message(error, arguments))
     except Exception as error:
         message = sentence(error)
         if not message or os.environ.get("KVPOLICY_TRACEBACK"):
@@ -187,12 +187,25 @@ def _run(arguments: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _usage_message(error: Any) -> str:
+def _usage_message(error: Any, arguments: Sequence[str]) -> str:
     """Return Click's message with a reference to the help of the subcommand."""
     message = " ".join(error.format_message().split()).rstrip(".")
     message += "" if message.endswith("?") else "."
-    path = error.ctx.command_path if getattr(error, "ctx", None) is not None else "kvpolicy"
+    context = getattr(error, "ctx", None)
+    path = _path_of(arguments) if context is None else context.command_path
     return f"{message} Try {path} --help."
+
+
+def _path_of(arguments: Sequence[str]) -> str:
+    """The command that arguments begin with: an error of Click's parser does not know it."""
+    path = ["kvpolicy"]
+    command = _click_command()
+    for word in arguments:
+        command = getattr(command, "commands", {}).get(word)
+        if command is None:
+            break
+        path.append(word)
+    return " ".join(path)
 
 
 def _print_error(message: str) -> int:

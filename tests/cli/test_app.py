@@ -56,10 +56,23 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    "line", ["--what", "plant", "list a b", "bench --length 1", "tiny x", "cache", "calibrate", "explain --json=no"]
+    ("command", "lines"),
+    [
+        ("kvpolicy", ["--what", "plant"]),
+        ("kvpolicy list", ["list a b"]),
+        ("kvpolicy bench", ["bench --length 1"]),
+        ("kvpolicy tiny", ["tiny x"]),
+        ("kvpolicy cache", ["cache"]),
+        ("kvpolicy cache info", ["cache info --json=no"]),
+        ("kvpolicy explain", ["explain --json=no"]),
+        ("kvpolicy plan", ["plan a b c", "plan --what", "plan tiny --batch 0", "plan tiny --tp x", "plan --new -1"]),
+        ("kvpolicy calibrate", ["calibrate", "calibrate gear"]),
+        ("kvpolicy calibrate csr", ["calibrate csr", "calibrate csr --tokens 0"]),
+    ],
 )
-def test_usage_errors_are_one_line(line: str, run: Run) -> None:
-    assert run(line, 2).endswith("--help.\n")
+def test_usage_errors_are_one_line_with_the_help(command: str, lines: list[str], run: Run) -> None:
+    for line in lines:
+        assert run(line, 2).endswith(f"Try {command} --help.\n"), line
 
 
 @pytest.mark.parametrize("line", ["list", "explain", "plan", "tiny", "bench full --length 64 --steps 1 --rounds 1"])

@@ -175,13 +175,6 @@ def test_a_missing_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "cannot be loaded" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["calibrate", "calibrate csr", "calibrate gear", "calibrate csr --tokens 0"])
-def test_usage_errors_name_the_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(line.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvpolicy: ") and error.endswith("--help.\n") and error.count("\n") == 1
-
-
 def test_values_that_are_no_integers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words(tmp_path, "csr", "--sn", "x")) == 2
     assert "--value-chunks must be a list of integers, got 'x'; try 1,2,4." in capsys.readouterr().err

@@ -206,16 +206,6 @@ def test_error_messages(
     assert "\n" not in error
 
 
-@pytest.mark.parametrize(
-    "line", ["plan a b c", "plan --what", "plan tiny full --batch 0", "plan tiny full --tp x", "plan --new -1"]
-)
-def test_usage_errors_name_the_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(line.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvpolicy: ") and error.endswith("Try kvpolicy plan --help.\n")
-    assert error.count("\n") == 1
-
-
 @pytest.mark.parametrize(("backend", "name"), [("deepspeed", "llama-2-70b"), ("hf", "llama-2-70b"), ("hf", "phi-4")])
 def test_a_full_cache_on_several_ranks_is_the_whole_of_itself(
     backend: str, name: str, capsys: pytest.CaptureFixture[str]

@@ -87,6 +87,25 @@ def test_a_question_that_is_fed_later_is_refused_where_the_angles_change(tiny, k
     assert len(tiny[1](lines(2)).input_ids) <= TRAINED < len(tiny[1](lines(5)).input_ids)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_behind_a_common_prefix_is_refused_where_the_angles_change(tiny, kind: str) -> None:
+    model = model_of(kind, len(tiny[1]))
+    lm = KVPolicyLM(pretrained=model, tokenizer=tiny[1], policy="window@1.0", max_length=200, group_by_prefix=8)
+    until = {"until": ["\n"], "max_gen_toks": 3}
+    requests = [
+        Instance(
+            request_type="generate_until",
+            doc={},
+            arguments=(f"{lines(2)}{first}{lines(4)}", until),
+            idx=0,
+            metadata=("t", 0, 1),
+        )
+        for first in "ab"
+    ]
+    with pytest.raises(KVPolicyError, match=rf"A prompt behind a common prefix must have the angles .* type {kind}"):
+        lm.generate_until(requests, disable_tqdm=True)
+
+
 def test_requests_are_divided_by_their_angles() -> None:
     groups = split([(None, [1] * 20, [2] * 3), (None, [1] * 20, [2] * 9), (None, [1] * 40, [2])], 99, 1)
     longrope = by_angles(groups, adapting("longrope").config)

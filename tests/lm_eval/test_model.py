@@ -309,6 +309,16 @@ class Odd(LlamaConfig):
     budge: int = 3
 
 
+def test_answers_are_cached_as_they_come(make, choices):
+    lm = make("h2o@0.2")
+    seen: list[tuple[str, tuple[str, str], tuple[float, bool]]] = []
+    lm.cache_hook = SimpleNamespace(add_partial=lambda *told: seen.append(told))
+    given = lm.loglikelihood(choices, disable_tqdm=True)
+    assert {(pair, answer) for kind, pair, answer in seen if kind == "loglikelihood"} == {
+        (choice.args, answer) for choice, answer in zip(choices, given, strict=True)
+    }
+
+
 def test_request_cache_of_another_policy_is_rejected(make, tmp_path: Path):
     path = str(tmp_path / "answers.db")
     request = instances("loglikelihood", [("tiger=1\n?tiger=", "1")])
