@@ -309,7 +309,8 @@ class SlotGeometry:
             return layout.UNLIMITED
         occupied = (tensors.positions >= 0).sum(-1)
         room = None
-        if tensors.limits is not None:
+        # Without coded slots, a full row evicts in place, so that only a growing one ends where its slots end.
+        if tensors.limits is not None and (self._spec.grows or sum(layer.layout.coded)):
             # A row that never demotes has a threshold beyond any count, and ends where its slots end.
             size = self.codes.open_slots().sum(-1).expand_as(occupied)
             room = torch.minimum(size, tensors.limits.flush_threshold) - self.codes.buffered()

@@ -47,6 +47,25 @@ def run(policy: str, rows: list[int], row: int | None, **known: Any) -> tuple[Po
 
 ROWS = [[14, 17], [9, 40], [30, 8]]
 ANNOUNCED = [None, 1, 5]
+ALL_EXACT = [
+    "window+tokenwise:residual_length=8:block_size=4@7",
+    "h2o+kivi:residual_length=8:group_size=4@7",
+    "snapkv:window=2+merge+tokenwise:residual_length=8:block_size=4@7",
+]
+"""Codecs whose full-precision buffer holds the whole budget, so that no slot is coded."""
+
+
+@pytest.mark.parametrize("policy", ALL_EXACT)
+def test_a_full_row_evicts_in_place_beside_a_short_one(policy: str) -> None:
+    """A full buffer was taken for the end of the slots where another row may still need more of them."""
+    for new in (1, 2, None):
+        both, logits = run(policy, [1, 13], None, new=new)
+        assert not any(sum(layer.layout.coded) for layer in both.policy_layers)
+        for row in range(2):
+            alone, expected = run(policy, [1, 13], row, new=new)
+            for mine, its in zip(both.policy_layers, alone.policy_layers, strict=True):
+                assert kept_positions(mine)[row] == kept_positions(its)[0]
+            assert torch.allclose(logits[row], expected[0], atol=1e-4)
 
 
 @product("policy,rows,new", POLICIES, ROWS, ANNOUNCED, sample=each_once(POLICIES, ROWS[::-1], [None, *ANNOUNCED]))
