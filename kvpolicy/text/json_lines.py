@@ -33,16 +33,14 @@ def read_lines(path: Path, *starts: str) -> list[Any]:
     """
     if not path.exists():
         return []
+    *whole, last = path.read_bytes().split(b"\n")
+    is_whole = _is_json(last)
+    if last and not is_whole and not any(start.encode().startswith(last[: len(start.encode())]) for start in starts):
+        raise ValueError(f"{path} must have a JSON value in each line, got another last line; try another file.")
     try:
-        *whole, last = path.read_bytes().split(b"\n")
-        lines = [json.loads(line) for line in whole]
-    except RecursionError as error:
-        raise ValueError(f"{path} has a line that is nested too deeply") from error
-    if _is_json(last):
-        return [*lines, json.loads(last)]
-    if last and not any(start.encode().startswith(last[: len(start.encode())]) for start in starts):
-        raise ValueError(f"the last line of {path} is no JSON")
-    return lines
+        return [json.loads(line) for line in (*whole, *([last] if is_whole else []))]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must have a JSON value in each line; try another file.") from error
 
 
 def append_line(path: Path, value: Any) -> None:
@@ -78,6 +76,6 @@ def _last_line(file: BinaryIO) -> bytes:
 def _is_json(text: bytes) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
