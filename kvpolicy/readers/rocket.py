@@ -60,7 +60,7 @@ class RocketKV(BoundsReader):
         >>> reader.page_size(4096), reader.count(4096), reader.channels_read(4096 // 3, 128)
         (3, 258, 48)
         >>> [round(share, 3) for share in RocketKV.split(0.05)]
-        [0.252, 0.099]
+        [0.253, 0.099]
 
     Source:
         RocketKV (Behnam et al., ICML 2025, arXiv:2502.14051), its hybrid sparse attention, and its authors' code,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.selectors.probe import ProbeQueries, draw_probes
-from kvpolicy.statistics import statistic, windows
+from kvpolicy.statistics import window_statistic, windows
 from kvpolicy.statistics.statistic import Coming, Tile
 from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform
 from tests.engine.parts import candidates_of, generator
@@ -116,7 +116,7 @@ def test_sums_are_those_of_the_whole_matrix(
 def test_many_probes_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile has at least 16 queries, so that 40 of them need three."""
     tiles: list[int] = []
-    real = statistic.window_attention
+    real = window_statistic.window_attention
 
     def counting(window: QueryWindow, *rest: object) -> Tensor:
         tiles.append(window.queries.shape[2])
@@ -127,7 +127,7 @@ def test_many_probes_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     probes = ProbeQueries(1.0, 0.0, 0, window)
     whole, _ = probes.reduced(candidates_of(k, None, ScoreTransform(0.5)))
     monkeypatch.setattr(windows, "TILE_ELEMENTS", 1)
-    monkeypatch.setattr(statistic, "window_attention", counting)
+    monkeypatch.setattr(window_statistic, "window_attention", counting)
     tiled, _ = probes.reduced(candidates_of(k, None, ScoreTransform(0.5)))
     assert tiles == [16, 16, 8]
     torch.testing.assert_close(tiled, whole)
