@@ -46,5 +46,9 @@ EXPECTED = (
         ("turns * *+mikv *.rows*", "turns * *+think *.rows*"),
         "scores are scaled within their product, so that the largest of them round differently",
     ),
+    Expected(
+        tuple(f"* *+tokenwise* *.{quantity}*" for quantity in _ROUNDED),
+        "normalized keys are decoded with one rounding less; kept positions must agree",
+    ),
 )
 """Everything else must be equal, bit for bit."""
