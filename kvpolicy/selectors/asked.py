@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import View
+from kvpolicy.protocols import HeadShape, View, scoped
+
+
+@scoped(queries="head", ranked="row")
+class Asked(NamedTuple):
+    """How much each slot is worth, and the newest queries.
+
+    Attributes:
+        score: What the last ranking says of each slot, [B, H, S] fp32.
+        queries: The newest queries as attention takes them, that of position p at p modulo their number, [B, H, W, G,
+            D] fp32.
+        ranked: Tokens that the row had seen when its slots were ranked, [B] int64.
+    """
+
+    score: Tensor
+    queries: Tensor
+    ranked: Tensor
+
+
+def none_ranked(batch: int, heads: int, slots: int, window: int, head: HeadShape, device: torch.device | str) -> Asked:
+    """Scores of zero, and no queries, of which `window` of each query head are held."""
+    shape = (batch, heads, window, head.group, head.head_dim)
+    return Asked(
+        score=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
+        queries=torch.zeros(shape, dtype=torch.float32, device=device),
+        ranked=torch.zeros(batch, dtype=torch.int64, device=device),
+    )
 
 
 def with_prompt(queries: Tensor, newest: Tensor, view: View) -> Tensor:

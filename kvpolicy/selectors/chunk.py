@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, HoldsAttention, Selector, State, View, scoped
 from kvpolicy.selectors.base import Wrapper, check_base
-from kvpolicy.selectors.common import keep_always, position_sums
+from kvpolicy.selectors.common import below_base, position_sums
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.statistics import Results
 from kvpolicy.text.strategy import checked, least, strategy
@@ -93,9 +93,7 @@ class ChunkKV(Wrapper):
 
     def priority(self, state: ChunkState, view: View) -> Tensor:
         """The newest token and what the base keeps, generated tokens by age, then others by chunk: [B, H, N]."""
-        generated = view.positions >= state.ranked[:, None, None]
-        priority = torch.where(generated, view.positions.float(), state.rank)
-        return view.keep_newest(keep_always(priority, self.base.priority(state.base, view) == torch.inf))
+        return below_base(state.rank, view, state.ranked, self.base.priority(state.base, view))
 
     def _ranks(self, worth: Tensor, counts: Tensor, view: View) -> Tensor:
         """The rank of the chunk of each token, [B, H, N] fp32.

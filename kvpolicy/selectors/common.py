@@ -31,6 +31,22 @@ def unranked_first(score: Tensor, view: View, ranked: Tensor, most: float) -> Te
     return torch.where(view.positions >= ranked[:, None, None], view.positions.float() + most, score)
 
 
+def below_base(score: Tensor, view: View, ranked: Tensor, base: Tensor) -> Tensor:
+    """Scores of at most 0, below the tokens that a wrapped selector always keeps: [B, H, N].
+
+    The newest token is always kept too. Tokens that came after the last ranking stand in between, by age.
+
+    Args:
+        score: Of each token, [B, H, N] fp32; of tokens that were not ranked, anything.
+        view: The tokens.
+        ranked: Tokens that each row had seen when it was ranked, [B] int64.
+        base: The priority of the wrapped selector, [B, H, N].
+    """
+    generated = view.positions >= ranked[:, None, None]
+    priority = torch.where(generated, view.positions.float(), score)
+    return view.keep_newest(keep_always(priority, base == torch.inf))
+
+
 def half_budget(view: View, most: int, least: int = 1) -> Tensor:
     """Half the budget of each row, within limits, [B] int64."""
     half = view.memo.once(torch.floor_divide, view.budget, 2)

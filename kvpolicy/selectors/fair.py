@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Selector, State, View, scoped
 from kvpolicy.selectors.base import Wrapper, check_base
-from kvpolicy.selectors.common import keep_always
+from kvpolicy.selectors.common import below_base
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.statistics import Results
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
@@ -118,9 +118,7 @@ class FairEviction(Wrapper):
 
     def priority(self, state: FairState, view: View) -> Tensor:
         """The newest token and what the base keeps, generated tokens by age, then others by share: [B, H, N]."""
-        generated = view.positions >= state.ranked[:, None, None]
-        priority = torch.where(generated, view.positions.float(), -state.share)
-        return view.keep_newest(keep_always(priority, self.base.priority(state.base, view) == torch.inf))
+        return below_base(-state.share, view, state.ranked, self.base.priority(state.base, view))
 
     def _bounds(self, length: Tensor) -> Tensor:
         """Where the parts of rows of `length` [B] begin, and where the last one ends, [B, parts + 1] int64."""

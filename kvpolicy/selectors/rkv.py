@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
-from kvpolicy.selectors.asked import add_generated, among_newest, with_prompt
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
+from kvpolicy.selectors.asked import Asked, add_generated, among_newest, none_ranked, with_prompt
 from kvpolicy.selectors.common import half_budget, keep_always, unranked_first
 from kvpolicy.statistics import NewestQueries, Results, Statistic, Vectors
 from kvpolicy.text.strategy import between, least, odd, strategy
@@ -19,22 +19,6 @@ _MOST = 2.0
 
 TILE_ELEMENTS = 1 << 20
 """Cosines in one tile: 4 MiB of fp32."""
-
-
-@scoped(queries="head", ranked="row")
-class Reasoned(NamedTuple):
-    """How much each slot is worth, and the newest queries.
-
-    Attributes:
-        score: Attention minus redundancy, [B, H, S] fp32.
-        queries: The newest queries as attention takes them, that of position p at p modulo their number, [B, H, W, G,
-            D] fp32.
-        ranked: Tokens that the row had seen when its slots were ranked, [B] int64.
-    """
-
-    score: Tensor
-    queries: Tensor
-    ranked: Tensor
 
 
 @strategy
@@ -96,20 +80,14 @@ class RKV(Selector):
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
     ) -> State:
-        """Scores of zero, and no queries."""
-        shape = (batch, heads, self.window, head.group, head.head_dim)
-        return Reasoned(
-            score=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
-            queries=torch.zeros(shape, dtype=torch.float32, device=device),
-            ranked=torch.zeros(batch, dtype=torch.int64, device=device),
-        )
+        return none_ranked(batch, heads, slots, self.window, head, device)
 
-    def observe(self, state: Reasoned, seen: Results, view: View) -> State:
+    def observe(self, state: Asked, seen: Results, view: View) -> State:
         """Take the newest queries of a prompt, and rank every candidate."""
         queries = with_prompt(state.queries, seen[NewestQueries], view)
         return self.rerank(state._replace(queries=queries), seen, view)
 
-    def rerank(self, state: Reasoned, seen: Results, view: View) -> State:
+    def rerank(self, state: Asked, seen: Results, view: View) -> State:
         """Rank every token by the newest queries and by all keys."""
         tokens = seen[Vectors]
         # In the order of positions, for the pooling and for the latest of similar keys.
@@ -135,11 +113,11 @@ class RKV(Selector):
         pooled = F.max_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)
         return pooled.masked_fill(~past, 0)
 
-    def step(self, state: Reasoned, row: Tensor, view: View) -> None:
+    def step(self, state: Asked, row: Tensor, view: View) -> None:
         """Take the query of a generated token, which is not ranked yet."""
         add_generated(state.queries, view)
 
-    def priority(self, state: Reasoned, view: View) -> Tensor:
+    def priority(self, state: Asked, view: View) -> Tensor:
         """The newest tokens are always kept, then tokens that were not ranked yet, by age: [B, H, N]."""
         priority = unranked_first(state.score, view, state.ranked, _MOST)
         return keep_always(priority, view.newest(self._width(view)))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.kernels.draws import exponentials, mixed
-from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View, scoped
-from kvpolicy.selectors.asked import add_generated, among_newest, with_prompt
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
+from kvpolicy.selectors.asked import Asked, add_generated, among_newest, none_ranked, with_prompt
 from kvpolicy.selectors.common import first_tokens, half_budget, keep_always, unranked_first
 from kvpolicy.statistics import NewestQueries, Results, Statistic, Vectors
 from kvpolicy.text.strategy import between, least, odd, strategy
@@ -21,22 +21,6 @@ _LARGE = 64.0
 
 TILE_ELEMENTS = 1 << 22
 """Attention weights in one tile: 16 MiB of fp32."""
-
-
-@scoped(queries="head", ranked="row")
-class Drawn(NamedTuple):
-    """How much each slot is worth, and the newest queries.
-
-    Attributes:
-        score: Result of the draw, or the place among the widest values, [B, H, S] fp32.
-        queries: The newest queries as attention takes them, that of position p at p modulo their number, [B, H, W, G,
-            D] fp32.
-        ranked: Tokens that the row had seen when its slots were ranked, [B] int64.
-    """
-
-    score: Tensor
-    queries: Tensor
-    ranked: Tensor
 
 
 @strategy
@@ -106,20 +90,14 @@ class VaSE(Selector):
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
     ) -> State:
-        """Scores of zero, and no queries."""
-        shape = (batch, heads, self.window, head.group, head.head_dim)
-        return Drawn(
-            score=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
-            queries=torch.zeros(shape, dtype=torch.float32, device=device),
-            ranked=torch.zeros(batch, dtype=torch.int64, device=device),
-        )
+        return none_ranked(batch, heads, slots, self.window, head, device)
 
-    def observe(self, state: Drawn, seen: Results, view: View) -> State:
+    def observe(self, state: Asked, seen: Results, view: View) -> State:
         """Take the newest queries of a prompt, and rank every candidate."""
         queries = with_prompt(state.queries, seen[NewestQueries], view)
         return self.rerank(state._replace(queries=queries), seen, view)
 
-    def rerank(self, state: Drawn, seen: Results, view: View) -> State:
+    def rerank(self, state: Asked, seen: Results, view: View) -> State:
         """Draw every token by the newest queries, but for the widest values."""
         tokens = seen[Vectors]
         # In the order of positions, for the pooling and for ties.
@@ -138,11 +116,11 @@ class VaSE(Selector):
         back = order.argsort(dim=-1)
         return state._replace(score=score.gather(-1, back), ranked=view.length.clone())
 
-    def step(self, state: Drawn, row: Tensor, view: View) -> None:
+    def step(self, state: Asked, row: Tensor, view: View) -> None:
         """Take the query of a generated token, which is not ranked yet."""
         add_generated(state.queries, view)
 
-    def priority(self, state: Drawn, view: View) -> Tensor:
+    def priority(self, state: Asked, view: View) -> Tensor:
         """Sinks and the newest tokens are always kept, then tokens that were not ranked yet, by age: [B, H, N]."""
         priority = unranked_first(state.score, view, state.ranked, _LARGE + 2)
         return keep_always(priority, view.newest(self._width(view)) | first_tokens(view, self.sinks))
@@ -154,8 +132,9 @@ class VaSE(Selector):
         batch, heads, tokens = past.shape
         group = queries.shape[3]
         total = keys.new_zeros(batch, heads, group, tokens)
-        for start in range(0, self.window, max(TILE_ELEMENTS // max(batch * heads * group * tokens, 1), 1)):
-            some = slice(start, start + max(TILE_ELEMENTS // max(batch * heads * group * tokens, 1), 1))
+        tile = max(TILE_ELEMENTS // max(batch * heads * group * tokens, 1), 1)
+        for start in range(0, self.window, tile):
+            some = slice(start, start + tile)
             raw = torch.einsum("bhwgd,bhnd->bhwgn", queries[:, :, some], keys) * scale
             weights = raw.masked_fill(~past[:, :, None, None], -torch.inf).softmax(-1)
             asked = counts[:, None, some, None, None] & past[:, :, None, None]
