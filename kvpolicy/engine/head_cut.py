@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.pages import buffer_pages, paged_layout
-from kvpolicy.engine.snapshot import Snapshot, damaged, parts_in_file
+from kvpolicy.engine.snapshot import Snapshot, damaged, parts_in_file, reading_numbers
 from kvpolicy.protocols import LayerShape, Layout
 from kvpolicy.text.errors import KVPolicyError
 
@@ -32,31 +32,11 @@ class Heads(NamedTuple):
     group: int
 
 
-def begin_whole(store: LayerStore, snapshot: Snapshot, dtype: torch.dtype) -> None:
-    """Give an empty store the sizes of a snapshot of all heads, without its tensors.
-
-    Args:
-        store: The store, which also loads its calibration, of all heads, to the CPU.
-        snapshot: The content of the layer.
-        dtype: Dtype of keys and values.
-
-    Raises:
-        KVPolicyError: If the content does not fit the parts of the store.
-    """
-    try:
-        batch, heads, dim = snapshot.numbers["shape"]
-        keys = torch.empty(batch, heads, 0, dim, dtype=dtype, device="cpu")
-        store.initialize(keys, group=snapshot.numbers["group"], value_dim=snapshot.tensors["values"].shape[-1])
-        store.geometry.set_numbers(snapshot.numbers)
-    except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-        raise damaged(f"numbers of layer {store.layer_idx} that do not fit ({error})") from error
-
-
 def cut(store: LayerStore, snapshot: Snapshot, heads: Heads) -> Snapshot:
     """The content of some heads of a layer.
 
     Args:
-        store: A store that `begin_whole` has prepared for this snapshot.
+        store: A store that `snapshot.begin` has given the sizes of this snapshot.
         snapshot: The content of all heads.
         heads: Those that are wanted.
 
@@ -163,10 +143,8 @@ def _shape_of(store: LayerStore, heads: Heads) -> LayerShape:
 
 def _shapes(store: LayerStore, shape: LayerShape, numbers: dict[str, Any] | None = None) -> dict[str, torch.Size]:
     """The size of every tensor of a layer of this shape, by its name in files; `numbers` replace the store's."""
-    try:
+    with reading_numbers(store):
         if numbers is not None:
             store.geometry.set_numbers(numbers)
         parts = store.geometry.alloc(len(store.tensors.length), shape, torch.device("meta")).parts()
-    except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-        raise damaged(f"numbers of layer {store.layer_idx} that do not fit ({error})") from error
     return {path: tensor.shape for name, part in parts.items() for path, tensor in parts_in_file(store, part, name)}

@@ -6,7 +6,8 @@ keeps on the host, as JSON can hold them. Together they make an equal store: eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -67,14 +68,9 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
     pins = snapshot.tensors.get("limits.pins")
     if store.spec.stages and (pins is None or pins.shape[-1] != store.spec.codec_traits.pinned):
         raise damaged("another number of pinned tokens")  # it is allocated below, and the policy is that of a file
-    try:
-        batch, heads, dim = snapshot.numbers["shape"]
-        keys = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)
-        store.initialize(keys, ranks, snapshot.numbers["group"], snapshot.tensors["values"].shape[-1])
-        store.geometry.set_numbers(snapshot.numbers)
-        expected = store.geometry.alloc(batch, store.shape, torch.device("meta")).parts()
-    except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-        raise damaged(f"numbers of layer {store.layer_idx} that do not fit ({error})") from error
+    begin(store, snapshot, ranks, dtype, device)
+    with reading_numbers(store):
+        expected = store.geometry.alloc(len(store.tensors.length), store.shape, torch.device("meta")).parts()
     for name, part in expected.items():
         given = iter([_fitting(snapshot.tensors, path, like) for path, like in parts_in_file(store, part, name)])
 
@@ -88,6 +84,28 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
     store.geometry.fix_addresses()
     store.contents.note_slots()
     _check_numbers(store)
+
+
+def begin(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
+    """Give an empty store the sizes of a snapshot, without its tensors; see `put`.
+
+    Raises:
+        KVPolicyError: If the numbers do not fit the parts of the store.
+    """
+    with reading_numbers(store):
+        batch, heads, dim = snapshot.numbers["shape"]
+        keys = torch.empty(batch, heads, 0, dim, dtype=dtype, device=device)
+        store.initialize(keys, ranks, snapshot.numbers["group"], snapshot.tensors["values"].shape[-1])
+        store.geometry.set_numbers(snapshot.numbers)
+
+
+@contextmanager
+def reading_numbers(store: LayerStore) -> Generator[None]:
+    """Say of what fails meanwhile that the numbers of a snapshot do not fit."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        raise damaged(f"numbers of layer {store.layer_idx} that do not fit ({error})") from error
 
 
 def _check_numbers(store: LayerStore) -> None:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from kvpolicy.engine import head_cut
 from kvpolicy.engine.head_cut import Heads
-from kvpolicy.engine.snapshot import Snapshot, below
+from kvpolicy.engine.snapshot import Snapshot, begin, below
 from kvpolicy.hf.attachment import Attachment
 from kvpolicy.hf.cache_file import CacheFile, check_layers
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.calibration_hash import check_calibrations
+from kvpolicy.protocols import SINGLE_RANK
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.tables import count
 
@@ -44,7 +45,7 @@ def cut_for_rank(content: CacheFile, cache: CacheForward, what: str) -> CacheFil
     for layer in cache.policy_layers:
         index = str(layer.layer_idx)
         whole = Snapshot(below(held, f"layers.{index}."), header["layers"][index])
-        head_cut.begin_whole(layer.store, whole, dtype)
+        begin(layer.store, whole, SINGLE_RANK, dtype, torch.device("cpu"))
         part = head_cut.cut(layer.store, whole, heads)
         tensors |= {f"layers.{index}.{name}": tensor for name, tensor in part.tensors.items()}
         layers[index] = part.numbers

@@ -8,7 +8,7 @@ import torch
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.engine import snapshot
-from kvpolicy.engine.head_cut import Heads, begin_whole, cut
+from kvpolicy.engine.head_cut import Heads, cut
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.snapshot import Snapshot
 from kvpolicy.protocols import SINGLE_RANK
@@ -36,14 +36,14 @@ def positions(store: LayerStore) -> list[list[int]]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_head_holds_what_it_held(policy: str) -> None:
     whole, scratch, store = stores(policy)
-    begin_whole(scratch, whole, torch.float32)
+    snapshot.begin(scratch, whole, SINGLE_RANK, torch.float32, torch.device("cpu"))
     snapshot.put(store, whole, SINGLE_RANK, torch.float32, torch.device("cpu"))
     every = positions(store)
     batch, heads, dim = whole.numbers["shape"]
     found: list[list[int]] = []
     for head in range(heads):
         _, scratch, own = stores(policy)
-        begin_whole(scratch, whole, torch.float32)
+        snapshot.begin(scratch, whole, SINGLE_RANK, torch.float32, torch.device("cpu"))
         part = cut(scratch, whole, Heads(head, 1, whole.numbers["group"]))
         assert part.numbers["shape"] == [batch, 1, dim]
         snapshot.put(own, part, SINGLE_RANK, torch.float32, torch.device("cpu"))
@@ -62,5 +62,5 @@ def test_what_does_not_fit_is_refused(policy: str) -> None:
     other = whole._replace(numbers={**whole.numbers, "layout": [3, []], "pages": [-1, 4]})
     for each in (_without(whole, "positions"), _without(whole, "values"), short, other):
         with pytest.raises(KVPolicyError, match="must fit the policy and the model"):
-            begin_whole(scratch, each, torch.float32)
+            snapshot.begin(scratch, each, SINGLE_RANK, torch.float32, torch.device("cpu"))
             cut(scratch, each, Heads(0, 1, 1))
