@@ -216,7 +216,6 @@ def _torchrun(words: list[str], block: Block) -> None:
 
 
 def _deepspeed(words: list[str], block: Block) -> None:
-    pytest.importorskip("deepspeed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from deepspeed.launcher.runner import parse_args

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
-pytest.importorskip("transformers")
-
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy

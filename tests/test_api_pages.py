@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from tests.doc_blocks import DOCS
 
 if not DOCS.is_dir():
@@ -63,10 +61,6 @@ def names(module: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_name_is_listed(module: str) -> None:
-    if module == "kvpolicy.plots":
-        pytest.importorskip("matplotlib")
-    if module == "kvpolicy_deepspeed":
-        pytest.importorskip("deepspeed")
     have = [found(path) for path in listed() if path.startswith(module.partition(".")[0])]
     missing = [
         name for name in names(module) if not any(getattr(importlib.import_module(module), name) is one for one in have)

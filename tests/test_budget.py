@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -89,7 +90,6 @@ def test_bytes() -> None:
 
 
 def test_check_budget_takes_numbers_of_numpy_and_refuses_others() -> None:
-    numpy = pytest.importorskip("numpy")
     assert type(check_budget(numpy.float64(0.5))) is float
     assert check_budget("0.5") == 0.5
     assert type(check_budget(numpy.int64(30))) is int and type(check_budget(numpy.float32(0.5))) is float

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.jobs import BLOCK, KINDS, STAYS, WALKS, heavy_tests, is_heavy, missing, part_of
 
@@ -31,7 +32,6 @@ def project() -> dict[str, Any]:
 
 
 def test_hosted_ci_runs_every_job() -> None:
-    yaml = pytest.importorskip("yaml")
     (job,) = yaml.safe_load(text(".github/workflows/ci.yml"))["jobs"].values()
     jobs = job["strategy"]["matrix"]["job"]
     assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run ${{ matrix.job }}"]

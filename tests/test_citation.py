@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import kvpolicy
 
-yaml = pytest.importorskip("yaml")
 FILE = Path(__file__).parent.parent / "CITATION.cff"
 
 if not FILE.exists():

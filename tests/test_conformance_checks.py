@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("transformers")
-
 from kvpolicy import TokenWise
 from kvpolicy.protocols import At, Layout, RotaryView, StageStore, Traits
 from kvpolicy.testing.conformance import check

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("transformers")
-
 from tests.crossings import measure
 
 MOST = {"keys of a prompt": (28, 12), "decode step": (107, 39)}

@@ -6,9 +6,6 @@ import random
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

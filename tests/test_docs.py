@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
+import yaml
 
 from tests.doc_blocks import DOCS, FLAGS, LANGUAGES, ROOT, Block, blocks, pages, prose, run_python
 
@@ -150,7 +149,6 @@ def run(words: list[str], *, wrong: bool = False) -> None:
 
 @pytest.mark.parametrize("block", of("yaml"), ids=lambda block: block.place)
 def test_yaml_is_a_sweep_or_yaml(block: Block, tmp_path: Path) -> None:
-    yaml = pytest.importorskip("yaml")
     found = yaml.safe_load(block.text)
     assert found
     if "policies" in found:

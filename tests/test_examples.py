@@ -15,7 +15,6 @@ import pytest
 
 from tests.parallel.launchers import LIMIT, words
 
-pytest.importorskip("transformers")
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
 QUOTE = "Prints (embedded model, CPU):"
@@ -57,7 +56,6 @@ def test_it_prints_what_it_says(
 
 @pytest.mark.slow
 def test_two_ranks_print_what_they_say() -> None:
-    pytest.importorskip("deepspeed")
     script = EXAMPLES / "two_ranks.py"
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "RANK", "WORLD_SIZE")}
     path = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "integrations", ROOT / "eval"))

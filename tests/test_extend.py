@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from tests.doc_blocks import DOCS, blocks
 from tests.doc_commands import simple_commands
 

@@ -76,7 +76,6 @@ def test_a_profile(tmp_path: Path) -> None:
 
 
 def test_a_report() -> None:
-    pytest.importorskip("transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=1, intermediate_size=16, vocab_size=9)

@@ -15,9 +15,6 @@ from typing import NamedTuple
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("matplotlib")
-
 from tests.doc_blocks import DOCS, ROOT, blocks
 
 if not DOCS.is_dir():

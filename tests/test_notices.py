@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -117,7 +118,6 @@ def test_budget_of_another_type() -> None:
 
 
 def test_budget_of_a_numpy_scalar() -> None:
-    numpy = pytest.importorskip("numpy")
     given = {numpy.int64(30): 30, numpy.uint8(30): 30, numpy.float64(0.5): 0.5, numpy.float32(0.25): 0.25}
     for budget, plain in given.items():
         policy = Policy(selector=Newest(), budget=budget)
@@ -130,7 +130,6 @@ def test_budget_of_a_numpy_scalar() -> None:
 
 
 def test_parameters_of_numpy_scalars() -> None:
-    numpy = pytest.importorskip("numpy")
     selector = StreamingLLM(sinks=numpy.int64(2))
     assert (
         type(selector.sinks) is int and str(Policy(selector=selector, budget=numpy.int64(8))) == "streaming:sinks=2@8"

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from kvpolicy_eval.common.markdown import row
 from kvpolicy_eval.tables.long_prompt import rows
 from tests.doc_models import stand_in

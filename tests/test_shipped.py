@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import kvpolicy
 from kvpolicy.hf.discovery import check_modules
 from kvpolicy.hf.embedded import SHIPPED, as_config, config_of, shipped_config

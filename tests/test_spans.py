@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import kvpolicy
 from kvpolicy.reporting.token_spans import (
     DARK,

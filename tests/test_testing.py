@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("transformers")
-
 from kvpolicy import KVPolicyError, Policy, TokenWise
 from kvpolicy.protocols import (
     SMALLEST_HEAD,

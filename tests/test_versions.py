@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import kvpolicy
 
@@ -35,6 +36,5 @@ def test_the_wheel_of_the_installation_page_is_of_this_version() -> None:
 
 
 def test_templates_of_issues_are_yaml() -> None:
-    yaml = pytest.importorskip("yaml")
     for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
         assert yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -37,7 +37,6 @@ print(*{{"torch", "transformers"}} & set(sys.modules), file=sys.stderr)
 
 
 def test_help_lists_and_headers_do_not_import_pytorch(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     file = str(tmp_path / "cache.safetensors")
     assert main(["cache", "make", "tiger=4821", "--policy", "window@8", "--out", file]) == 0
     code = CODE.format(path=[path for path in sys.path if path], file=file)
@@ -85,7 +84,6 @@ WIDTHS = ["list", "list codecs", "explain", "explain h2o@0.2 llama-3-70b", "plan
 
 @pytest.mark.parametrize("columns", [50, 60, 120])
 def test_lines_fit_the_terminal(columns: int, run: Run) -> None:
-    pytest.importorskip("transformers")
     for line in WIDTHS if columns > 50 else WIDTHS[:-1]:  # the help has a least width
         lines = run(line, columns=columns).splitlines()
         assert [text for text in lines if len(text) > columns and "/" not in text] == []  # a path cannot be broken
@@ -182,7 +180,6 @@ def test_a_type_error_of_kvpolicy_is_one_sentence() -> None:
 
 
 def test_a_missing_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
     from kvpolicy_deepspeed import checks
 
     monkeypatch.setattr(checks, "find_spec", lambda name: None)

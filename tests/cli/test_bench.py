@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import CompileConfig, GPT2Config, GPT2LMHeadModel
 
 import kvpolicy

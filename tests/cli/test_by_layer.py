@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 
 import kvpolicy
@@ -91,7 +88,6 @@ def attached(spec: str) -> Policy:
 
 def test_a_server_starts_from_a_cache_of_the_same_layers(spec: str, tmp_path: Path) -> None:
     """The layers are known only when the model is; then they must be those of the file."""
-    pytest.importorskip("fastapi")
     from kvpolicy.serving.prefix import PrefixFile
 
     model, tokenizer = kvpolicy.tiny()

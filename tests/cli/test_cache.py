@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.cli.app import main

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from kvpolicy import registry
 from kvpolicy.cli.app import main
 from kvpolicy.cli.explanation import _per_layer

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import T5Config
 
 import kvpolicy

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvpolicy

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.cli.generation import held
@@ -165,7 +163,6 @@ class Page(html.parser.HTMLParser):
 
 
 def test_the_page_is_self_contained(tiny: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "page.html"
     out, _ = look(capsys, "--policy", POLICY, "--html", str(path))
     assert str(path) in out

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-pytest.importorskip("transformers")
-
 from kvpolicy.cli.app import app, main
 from kvpolicy.hf.cache_header import read_header
 from kvpolicy.text.output import check_output

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 import kvpolicy
 from kvpolicy.cli.app import main
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import kvpolicy
 from kvpolicy import KVPolicyError
 from kvpolicy.cli.app import main

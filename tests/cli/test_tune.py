@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from kvpolicy.cli.app import main
 from kvpolicy.cli.commands import tune
 from kvpolicy_eval.data.windows import windows

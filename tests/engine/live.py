@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvpolicy import PolicyCache
-from kvpolicy.hf.layer import PolicyLayer
 
 
 class Alive(TorchDispatchMode):
@@ -41,28 +41,30 @@ class Alive(TorchDispatchMode):
         return out
 
 
-def stored_bytes(cache: PolicyCache) -> int:
-    """Bytes of every storage that can be reached from a cache's layers, each counted once; not calibrated ones."""
-    found: dict[int, int] = {}
-    for layer in cache.layers:
-        own = dict(vars(layer))
-        if isinstance(layer, PolicyLayer) and layer.is_initialized:
-            own |= vars(layer.store.contents) | vars(layer.store.tensors)
-        own.pop("calibrations", None)
-        own.pop("gate", None)
-        own.pop("basis", None)
-        own["mask_digest"] = getattr(layer, "mask_digest", None)  # of the cache, and held by its first layer
-        for tensor in _reach(own, set()):
-            storage = tensor.untyped_storage()
-            found[StorageWeakRef(storage).cdata] = storage.nbytes()
-    return sum(found.values())
-
-
-def _reach(thing: Any, seen: set[int]) -> list[Tensor]:
-    if id(thing) in seen:
-        return []
-    seen.add(id(thing))
+def tensors_of(thing: Any, seen: set[int] | None = None, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a cache can reach, with where it is found."""
+    seen = set() if seen is None else seen
     if isinstance(thing, Tensor):
-        return [thing]
-    parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else ()
-    return [tensor for part in parts for tensor in _reach(part, seen)]
+        yield path, thing
+        return
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, dict):
+        parts = [(str(name), part) for name, part in thing.items()]
+    elif isinstance(thing, list | tuple):
+        parts = [(str(number), part) for number, part in enumerate(thing)]
+    elif type(thing).__module__.startswith(("kvpolicy", "transformers.cache_utils")) and hasattr(thing, "__dict__"):
+        parts = [*vars(thing).items()]
+    else:
+        return
+    for name, part in parts:
+        if name in ("calibrations", "gate", "basis", "attachment"):  # the model's
+            continue
+        yield from tensors_of(part, seen, f"{path}.{name}")
+
+
+def stored_bytes(cache: PolicyCache) -> int:
+    """Bytes of every storage that a cache can reach, each counted once; not calibrated ones."""
+    storages = (tensor.untyped_storage() for _, tensor in tensors_of(cache))
+    return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tests.conformance.bench import Bench, draw
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import CODECS, MERGERS, RANKED, SELECTORS, is_refused, words
+from tests.engine.live import stored_bytes, tensors_of
 from tests.sampling import Row, each_once, product, star
 
 PROMPT = 26
@@ -30,29 +31,6 @@ AFTER = 5
 """Steps after the rollback."""
 CUTS = [(0, 0), (1, 0), (5, 0), (5, 2), (5, 4), (8, 8)]
 """Tokens fed under the mark, and how many of them are accepted."""
-
-
-def tensors_of(thing: Any, seen: set[int] | None = None, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a cache can reach, with where it is found."""
-    seen = set() if seen is None else seen
-    if isinstance(thing, Tensor):
-        yield path, thing
-        return
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, dict):
-        parts = [(str(name), part) for name, part in thing.items()]
-    elif isinstance(thing, list | tuple):
-        parts = [(str(number), part) for number, part in enumerate(thing)]
-    elif type(thing).__module__.startswith(("kvpolicy", "transformers.cache_utils")) and hasattr(thing, "__dict__"):
-        parts = [*vars(thing).items()]
-    else:
-        return
-    for name, part in parts:
-        if name in ("calibrations", "gate", "basis", "attachment"):  # the model's
-            continue
-        yield from tensors_of(part, seen, f"{path}.{name}")
 
 
 def same(one: PolicyCache, other: PolicyCache) -> None:
@@ -243,9 +221,8 @@ def test_every_byte_of_a_log_is_counted() -> None:
     with prompted(words("h2o", "kivi", "labels:read=8"), "gemma2", lengths=(PROMPT, 17)) as (feed, _, cache):
         cache.mark(most=10)
         feed(cache, 0, 9)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in tensors_of(cache)}
         # Each sliding layer of transformers holds the width of its window as a tensor of 8 bytes.
-        assert sum(storages.values()) == cache.nbytes + 8 * 3
+        assert stored_bytes(cache) == cache.nbytes + 8 * 3
         assert cache.report().nbytes == cache.nbytes
         assert all("undo log" in layer.held() for layer in cache.policy_layers)
 

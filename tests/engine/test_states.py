@@ -1,4 +1,4 @@
-"""Layers with states: they stay the model's own, and follow rows, marks, files and reports."""
+"""Layers with states, which stay the model's own; `test_layer_kinds.py` has how they follow rows, marks and files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,9 @@ import kvpolicy
 from kvpolicy.hf import model_spec
 from kvpolicy.hf import states as hf_states
 from kvpolicy.hf.forward_calls import check_step
-from kvpolicy.hf.states import States
 from tests.conformance.models import build
-from tests.engine.filled import prefilled, step, text
-
-FAMILIES = ["qwen3_5", "granite_hybrid", "falcon_h1", "lfm2", "nemotron_h"]
-"""Linear attention, a state space model, both in one layer, convolutions, and layers that hold nothing."""
-
-
-def states(cache: Any) -> list[Tensor]:
-    """Copies of all states of a cache."""
-    return [state for layer in cache.layers if isinstance(layer, States) for state in layer.copy_states()]
+from tests.engine.filled import prefilled, text
+from tests.engine.test_layer_kinds import STATES, states
 
 
 @pytest.fixture(autouse=True)
@@ -33,24 +25,7 @@ def without_gradients() -> Any:
         yield
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_planned_bytes_are_held_and_states_do_not_grow(family: str) -> None:
-    model = build(family)
-    planned = kvpolicy.plan(model.config, "snapkv@0.5", batch=2, prompt=20, new=8)
-    with kvpolicy.attach(model, "snapkv@0.5"):
-        cache = prefilled(model)
-        sizes = [state.nbytes for state in states(cache)]
-        for _ in range(8):
-            step(model, cache)
-        assert cache.nbytes == planned.nbytes
-        assert cache.full_nbytes == planned.full_nbytes
-        assert [state.nbytes for state in states(cache)] == sizes
-        report = cache.report()
-        assert sum(layer.nbytes.get("state", 0) for layer in report.layers) == sum(sizes)
-        assert report.nbytes == sum(sum(layer.nbytes.values()) for layer in report.layers)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", STATES)
 def test_a_state_does_not_depend_on_what_is_kept(family: str) -> None:
     """In the first layer, no attention came before, so that its state is that of the stock cache."""
     model = build(family)
@@ -63,68 +38,6 @@ def test_a_state_does_not_depend_on_what_is_kept(family: str) -> None:
         found = layer.copy_states()
     if first == 0:
         assert all(torch.equal(*pair) for pair in zip(found, [t for t in expected if t is not None], strict=True))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_are_selected_repeated_and_forked_with_their_states(family: str) -> None:
-    model = build(family)
-    with kvpolicy.attach(model, "snapkv@0.5"):
-        cache = prefilled(model, rows=3)
-        fork = cache.fork([2, 0])
-        repeated = cache.fork([1, 1])
-        other = cache.fork([1])
-        other.batch_repeat_interleave(2)
-        expected = step(model, cache)
-        assert torch.allclose(step(model, fork), expected[[2, 0]], atol=1e-5)
-        assert torch.equal(step(model, repeated), step(model, other))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shared_forks_copy_states(family: str) -> None:
-    model = build(family)
-    with kvpolicy.attach(model, "full"):  # what is shared is never evicted
-        cache = prefilled(model, rows=1)
-        alone = cache.fork()
-        shared = cache.fork([0, 0], shared=True)
-        expected = [step(model, alone, token) for token in (7, 9)]
-        found = [step(model, shared, token) for token in (7, 9)]
-        for one, two in zip(expected, found, strict=True):
-            assert torch.allclose(one.expand_as(two), two, atol=1e-4)
-        with pytest.raises(kvpolicy.KVPolicyError, match="which has moved on"):
-            shared.reset()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("accepted", [0, 2, 3])
-def test_rollback_restores_states_bit_for_bit(family: str, accepted: int) -> None:
-    model = build(family)
-    with kvpolicy.attach(model, "h2o@8"):
-        cache = prefilled(model)
-        other = cache.fork()
-        before = cache.nbytes
-        cache.mark(most=3)
-        for token in (5, 6, 7):
-            step(model, cache, token)
-        assert cache.nbytes > before + 3 * sum(state.nbytes for state in states(cache))
-        cache.rollback(accepted)
-        assert cache.nbytes == before
-        for token in (5, 6, 7)[:accepted]:
-            step(model, other, token)
-        assert all(torch.equal(*pair) for pair in zip(states(cache), states(other), strict=True))
-        assert torch.equal(step(model, cache), step(model, other))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_files_hold_states(family: str, tmp_path: Path) -> None:
-    model = build(family)
-    path = str(tmp_path / "cache.safetensors")
-    with kvpolicy.attach(model, "snapkv@0.5"):
-        cache = prefilled(model)
-        cache.save(path)
-        loaded = kvpolicy.PolicyCache.load(model, path)
-        assert loaded.nbytes == cache.nbytes
-        for token in (5, 6):
-            assert torch.equal(step(model, cache, token), step(model, loaded, token))
 
 
 def test_a_file_without_its_states_is_refused(tmp_path: Path) -> None:
@@ -144,18 +57,7 @@ def test_a_file_without_its_states_is_refused(tmp_path: Path) -> None:
             kvpolicy.PolicyCache.load(model, path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_reset_cache_takes_another_number_of_rows(family: str) -> None:
-    model = build(family)
-    with kvpolicy.attach(model, "snapkv@0.5"):
-        cache = prefilled(model, rows=2)
-        cache.reset()
-        cache.expect(20, 8)
-        again = model(text(3, 20), cache=cache).logits[:, -1]
-        assert torch.equal(again, model(text(3, 20), cache=kvpolicy.PolicyCache(model, prompt=20, new=8)).logits[:, -1])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", STATES)
 def test_a_replay_leaves_states_as_they_are(family: str) -> None:
     model = build(family)
     with kvpolicy.attach(model, "full"):
@@ -184,6 +86,10 @@ def test_tiles_keep_what_one_piece_keeps(family: str, padding: int) -> None:
 def test_what_a_state_does_not_allow_is_refused() -> None:
     model = build("qwen3_5")
     with kvpolicy.attach(model, "full"):
+        shared = prefilled(model, rows=1).fork([0, 0], shared=True)
+        model(text(2, 1), cache=shared)
+        with pytest.raises(kvpolicy.KVPolicyError, match="which has moved on"):
+            shared.reset()
         cache = prefilled(model)
         with pytest.raises(kvpolicy.KVPolicyError, match="layers with a state"):
             cache.shift(10, -2)
@@ -198,19 +104,6 @@ def test_drafts_are_refused_before_anything_runs() -> None:
     model = build("falcon_h1")
     with pytest.raises(kvpolicy.KVPolicyError, match="a state in layer 0"):
         kvpolicy.speculate(model, "window@0.5", text(1, 20), max_new_tokens=4)
-
-
-def test_a_compiled_step_is_one_graph() -> None:
-    model = build("granite_hybrid")
-    with kvpolicy.attach(model, "snapkv@0.5"):
-        eager = prefilled(model)
-        compiled = prefilled(model)
-        run = torch.compile(model, backend="eager", fullgraph=True)
-        for token in (5, 6, 7):
-            expected = step(model, eager, token)
-            found = run(torch.full((2, 1), token), cache=compiled).logits[:, -1]
-            compiled.tick()
-            assert torch.allclose(found, expected, atol=1e-5)
 
 
 class _Experts(nn.Module):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("lm_eval.models.huggingface")

@@ -119,7 +119,6 @@ def check_against(alone: tuple[Samples, dict[str, Any]], folder: Path, backend: 
 @product("launcher,backend", ["torchrun", "deepspeed"], ["deepspeed", "hf"], sample=[])
 def test_commands_of_the_docs(launch, alone, tmp_path: Path, launcher: str, backend: str):
     """On every commit, the test below starts ranks once, and evaluates in them."""
-    pytest.importorskip("deepspeed")
     module = ["--module", "lm_eval"] if launcher == "deepspeed" else ["-m", "lm_eval"]
     done = launch(launcher, *module, *command(tmp_path / "out", f"tp=2,backend={backend}"))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -195,7 +194,6 @@ def test_two_ranks(launch, alone, tmp_path: Path):
     """
     from sqlitedict import SqliteDict
 
-    pytest.importorskip("deepspeed")
     words = command(tmp_path / "out", "tp=2", "--use_cache", str(tmp_path / "answers"))
     done = launch("torchrun", script(tmp_path, SEEDED + FAILING), *words)
     output = done.stdout + done.stderr

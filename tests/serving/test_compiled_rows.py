@@ -7,14 +7,8 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-
 import openai
+import pytest
 import torch
 
 import kvpolicy

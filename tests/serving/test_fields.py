@@ -9,15 +9,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import openai
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-
-import openai
 
 import kvpolicy
 from kvpolicy.serving.capacity import Capacity

@@ -8,15 +8,8 @@ import re
 import sys
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("llguidance")
-pytest.importorskip("jsonschema")
-
 import jsonschema
+import pytest
 import torch
 
 import kvpolicy

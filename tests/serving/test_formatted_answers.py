@@ -7,17 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("llguidance")
-pytest.importorskip("jsonschema")
-
 import jsonschema
 import openai
+import pytest
 
 import kvpolicy
 from kvpolicy.serving.capacity import Capacity

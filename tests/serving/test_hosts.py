@@ -10,11 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.serving.app import Hosts, check_names

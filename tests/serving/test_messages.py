@@ -6,9 +6,6 @@ import re
 from typing import Any, get_args
 
 import pytest
-
-pytest.importorskip("openai")
-
 from openai.types import chat
 
 from kvpolicy.serving.templates import parse_message

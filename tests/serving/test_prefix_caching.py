@@ -6,15 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-
-import openai
 from transformers import JambaConfig, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy

@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("openai")
-
 from openai.types import completion_create_params as text
 from openai.types.chat import completion_create_params as chat
 

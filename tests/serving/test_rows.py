@@ -11,15 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-
-import openai
 
 import kvpolicy
 from kvpolicy.hf.cache import PolicyCache

@@ -9,10 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-
 from rich.console import Console
 
 from kvpolicy.serving.metrics import Metrics

@@ -21,15 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import openai
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-
-import openai
 
 import kvpolicy
 from kvpolicy.hf.cache import PolicyCache

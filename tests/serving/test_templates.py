@@ -6,10 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("fastapi")
-pytest.importorskip("openai")
-
 import kvpolicy
 from kvpolicy.serving.templates import MOST_REMEMBERED, TemplateUse, adapt_tokenizer, parse_message
 from kvpolicy.text.errors import KVPolicyError

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-
 import openai
+import pytest
 
 from tests.counting_model import ANSWER, PROMPT, WORDS, counting_model
 from tests.serving.servers import metric, running, wait_for

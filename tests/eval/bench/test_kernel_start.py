@@ -6,9 +6,6 @@ import subprocess
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 
 from kvpolicy.kernels import compiled

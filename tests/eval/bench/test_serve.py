@@ -6,11 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-
 from kvpolicy_eval.bench import serve
 from kvpolicy_eval.bench.__main__ import main
 from kvpolicy_eval.bench.clients import Measured, requests

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("matplotlib")
-
 import kvpolicy
 from kvpolicy_eval.board import walk
 from kvpolicy_eval.board.__main__ import main

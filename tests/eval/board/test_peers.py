@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 import kvpolicy
 from kvpolicy_eval.board import __main__ as command
 from kvpolicy_eval.board.cells import Board, Cell

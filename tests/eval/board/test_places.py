@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("matplotlib")
-
 from kvpolicy import registry
 from kvpolicy_eval.board.__main__ import main
 from kvpolicy_eval.board.cells import DOCS, SHARES, Board, Cell

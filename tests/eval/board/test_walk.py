@@ -8,8 +8,6 @@ from random import Random
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from kvpolicy.embedded import tiny
 from kvpolicy_eval.board import walk as board
 from kvpolicy_eval.board.walk import Walk, main, measure, policies, rows, texts

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from kvpolicy import registry
 from kvpolicy_eval.catalog.__main__ import main
 from kvpolicy_eval.catalog.lists import COLUMNS, front_matter, index, places

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("transformers")
-
 from kvpolicy_eval.catalog import features
 from tests.conformance import test_models, test_tiles
 from tests.conformance.models import FAMILIES, UNNAMED

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("transformers")
-
 from kvpolicy import registry
 from kvpolicy.cli.strategy_docs import read as read_docstring
 from kvpolicy_eval.catalog import field

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from kvpolicy_eval.bench.__main__ import TABLES as BENCH
 from kvpolicy_eval.common.markdown import has_place
 from kvpolicy_eval.common.table import Table

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import kvpolicy
 from kvpolicy import registry
 from kvpolicy_eval.common import measure

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("matplotlib")
-
 from kvpolicy_eval.notebooks.execution import MODULE, code_cells, read, run, text_of
 
 FOLDER = Path(__file__).parents[3] / "docs" / "notebooks"

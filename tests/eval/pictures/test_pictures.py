@@ -7,15 +7,11 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("transformers")
-
-import matplotlib
 from matplotlib.colors import to_hex
+from torch import Tensor
 
 import kvpolicy
 from kvpolicy.engine.state import slot_tensors

@@ -8,8 +8,6 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-pytest.importorskip("matplotlib")
-
 from kvpolicy.codecs.rotation import mix
 from kvpolicy.codecs.turboquant import TurboQuant, normal_levels
 from kvpolicy.distortion import coded_store, distortion

@@ -12,8 +12,6 @@ import jinja2
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import kvpolicy
 from kvpolicy_eval.real import generated, measure
 from kvpolicy_eval.real.__main__ import main

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.nn import functional as F
-
-pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy_eval.common.conversation import run

@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("yaml")
-
 from kvpolicy_eval import cli
 from kvpolicy_eval.report import tables
 from kvpolicy_eval.report.gather import Findings, Point, front, gather

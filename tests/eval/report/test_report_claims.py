@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("yaml")
-
 from kvpolicy_eval.common.markdown import table
 from kvpolicy_eval.report import curves, tables
 from kvpolicy_eval.report.gather import Findings, Score, front, gather

@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-
-pytest.importorskip("transformers")
-
 from transformers import MistralConfig
 
 import kvpolicy

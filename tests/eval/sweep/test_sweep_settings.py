@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("lm_eval.models.huggingface")

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 import kvpolicy
 from kvpolicy_eval.tables import moved
 from kvpolicy_eval.tables.__main__ import main

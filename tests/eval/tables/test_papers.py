@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from kvpolicy_eval.sweep.estimate import CARDS
 from kvpolicy_eval.tables import papers
 
