@@ -35,7 +35,7 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import OLD, cache_name, check_cache_name, check_version
 from kvpolicy.hf.discovery import Sites, around, find_sites, is_falcon, rope_owner, sample_weights
 from kvpolicy.hf.division import Division, division_of
-from kvpolicy.hf.edit_checks import move_obstacle
+from kvpolicy.hf.editing import move_obstacle
 from kvpolicy.hf.forward_hooks import ForwardHooks, end_masks, take_new_name
 from kvpolicy.hf.generation_hooks import RecentCache, offer_cache
 from kvpolicy.hf.identity import identity

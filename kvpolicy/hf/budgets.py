@@ -20,6 +20,7 @@ from kvpolicy.engine.layer_attention import layer_attention, without_measured
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.trimming import trimmed_from
+from kvpolicy.hf.announced import Announced
 from kvpolicy.hf.attachment import Attachment
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.plan import Prefilling, beside, build_plan
@@ -33,7 +34,6 @@ from kvpolicy.protocols import Allocator, LayerBounds, MeasuresAttention
 from kvpolicy.reporting.logging import warn_of_few_tokens
 from kvpolicy.text.errors import KVPolicyStateError
 from kvpolicy.text.limits import MAX_SIZE
-from kvpolicy.text.validation import at_least
 
 
 class Measured:
@@ -147,42 +147,6 @@ BEYOND_BUDGET = "the last prompt was added whole, beyond the budget"
 """The note of a plan after `PolicyCache.hold_next`."""
 
 
-class Expected(NamedTuple):
-    """Announced lengths of the rows of a cache.
-
-    Attributes:
-        prompt: Announced tokens of each row's whole prompt, [B] or []; None if unknown.
-        new: Tokens that will be generated; None if unknown.
-        end: Tokens of each row once the last is generated, as of the first chunk of an announced prompt, [B].
-    """
-
-    prompt: Tensor | None
-    new: int | None
-    end: Tensor | None
-
-
-class RowLengths(NamedTuple):
-    """Lengths of the rows of a cache, on the host.
-
-    Attributes:
-        own: Tokens of each row so far, [B] int64.
-        prompt: Tokens of its whole prompt, as far as it was announced, [B] int64.
-        end: Tokens once the last is generated, [B] int64; None if unknown.
-    """
-
-    own: Tensor
-    prompt: Tensor
-    end: Tensor | None
-
-    @classmethod
-    def of(cls, own: Tensor, told: Expected) -> RowLengths:
-        """Lengths of rows that have `own` tokens so far, [B] int64."""
-        own = own.cpu()
-        prompt = at_least(own, told.prompt)
-        # Once per announcement: a chunk or turn that follows does not move the announced end.
-        return cls(own, prompt, prompt + told.new if told.new is not None and told.end is None else told.end)
-
-
 class Division(NamedTuple):
     """A divided budget.
 
@@ -202,7 +166,7 @@ def divide_budget(
     attachment: Attachment,
     store: LayerStore,
     lengths: Tensor,
-    told: Expected,
+    announced: Announced,
     metrics: Tensor | None,
     columns: int,
     keep: Tensor | None = None,
@@ -215,7 +179,7 @@ def divide_budget(
         attachment: The attachment of the cache.
         store: The first layer.
         lengths: Tokens of each row, those of the prompt included, [B] int64.
-        told: The announced lengths.
+        announced: The announced lengths.
         metrics: The allocator's metric, [B, L]; None if it measures nothing.
         columns: Columns that the cache has seen, those of the prompt included.
         keep: Tokens that each layer keeps of each row, [B, L] int64, where they do not follow from the budget.
@@ -225,7 +189,7 @@ def divide_budget(
     heads = store.shape.heads
     model = attachment.model_shape
     indices = model.evictable
-    own, length, end = RowLengths.of(lengths, told)
+    own, length, end = announced.lengths(lengths)
     dtype = store.tensors.keys.dtype
     every = store.ranks.kv_heads(heads)
     shape = store.shape._replace(dtype=dtype, all_heads=every)
@@ -233,8 +197,9 @@ def divide_budget(
     # are those of this rank.
     fullest = shape._replace(heads=store.ranks.most_heads(heads), group=store.ranks.most_group(shape.group))
     columns += int((length - own).max())
-    alone = model.unmanaged_bytes(batch, columns + (told.new or 0))
-    most = model.unmanaged_bytes(batch, columns + (MAX_SIZE if told.new is None else told.new))  # full windows
+    alone = model.unmanaged_bytes(batch, columns + (announced.new or 0))
+    # Without an end, windows count as full.
+    most = model.unmanaged_bytes(batch, columns + (MAX_SIZE if announced.new is None else announced.new))
     whole = model.whole._replace(dtype=dtype)
     if keep is None:
         tokens = divide(policy, metrics, length, end, [fullest] * len(indices), sum(most.values()), indices, whole)
@@ -265,7 +230,7 @@ def divide_budget(
     return Division(tokens, plan, end)
 
 
-def trim_waiting(policy: Policy, forward: RunningForward, measured: Measured, every: int, told: Expected) -> None:
+def trim_waiting(policy: Policy, forward: RunningForward, measured: Measured, every: int, announced: Announced) -> None:
     """Trim the first prompts that wait in the first layers, as far as the division to come does not depend on it.
 
     Nothing is trimmed where this is not known: see `planner.bound_layers` and `engine.trimming.can_trim`.
@@ -275,7 +240,7 @@ def trim_waiting(policy: Policy, forward: RunningForward, measured: Measured, ev
         forward: The forward, in which every layer that waits was measured.
         measured: Their cosines, if it measures these.
         every: Layers under the policy.
-        told: The announced lengths.
+        announced: The announced lengths.
     """
     layers = forward.waiting
     if not layers or forward.unbegun is None or trimmed_from(layers[0].store.spec) is None:
@@ -288,7 +253,7 @@ def trim_waiting(policy: Policy, forward: RunningForward, measured: Measured, ev
     first = layers[0].store
     pending = layers[0].pending
     assert pending is not None, "a layer waits with its prompt"
-    _, prompt, end = RowLengths.of(pending.lengths(first.tensors.length), told)
+    _, prompt, end = announced.lengths(pending.lengths(first.tensors.length))
     heads = first.ranks.kv_heads(first.shape.heads)
     queries = heads * first.shape.group * first.ranks.replicas
     bounds = bound_layers(policy, torch.stack(found, -1), prompt, end, every, queries)

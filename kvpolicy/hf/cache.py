@@ -11,20 +11,19 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvpolicy.engine.editing import move_tokens
 from kvpolicy.engine.host import on_host
-from kvpolicy.engine.state import HOST, map_numbers
+from kvpolicy.engine.state import HOST
+from kvpolicy.hf.announced import Announced, several_follow
 from kvpolicy.hf.attachment import attachment_of, detached
-from kvpolicy.hf.budgets import Measured
 from kvpolicy.hf.cache_file import rank_path, write
 from kvpolicy.hf.cache_forward import CacheForward
-from kvpolicy.hf.edit_checks import check_rows, check_shift
+from kvpolicy.hf.editing import check_rows, shift
 from kvpolicy.hf.joining_rows import drop, put
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.layer_budgets import LayerBudgets
 from kvpolicy.hf.model_spec import resolve_for
 from kvpolicy.hf.rows import given_rows, refuse_rows
 from kvpolicy.hf.saved_cache import describe_cache, load_cache
-from kvpolicy.hf.seen_text import extend_digest, remove_from_digest
 from kvpolicy.hf.shared_fork import behind, own_policy, refuse_prefix, refuse_windows, share
 from kvpolicy.hf.states import stock_nbytes
 from kvpolicy.hf.taking_back import crop, roll_back, set_mark
@@ -34,7 +33,7 @@ from kvpolicy.reporting import report
 from kvpolicy.reporting.report import Report, make_report
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.text.validation import check_index, check_size, expected, longest
+from kvpolicy.text.validation import check_index, check_size
 
 
 @named_options
@@ -81,7 +80,7 @@ class PolicyCache(CacheForward):
             wanted = resolve_for(Policy.of(policy), attachment.model_shape, attachment.info)
         attachment.check(wanted)
         super().__init__(attachment, wanted)
-        self.prompt, self.new = expected(prompt, new)
+        self.announced = Announced(prompt, new)
 
     __repr__ = report.cache_words  # pyright: ignore[reportAssignmentType]
     _repr_html_ = report.cache_html
@@ -195,25 +194,7 @@ class PolicyCache(CacheForward):
         self.journal.refuse_changes("shift()")
         refuse_prefix(self, "shift()")
         refuse_rows(self.rows, "shift()")
-        from_position, by = check_shift(self, from_position, by)
-        if not by:
-            return
-        self.journal.forget()
-        with torch.no_grad():
-            for layer in self.policy_layers:
-                layer.leave_inference_mode()
-                move_tokens(layer.store, from_position, by, self.attachment.rotations[layer.layer_idx])
-        digest = self.mask_digest
-        assert digest is not None
-        if by > 0:
-            extend_digest(digest, None, by)
-        else:
-            remove_from_digest(digest, -by)
-        self._end = None if self._end is None else [end + by for end in self._end]
-        if self.prompt is not None:  # as it is announced, the text has become longer or shorter too
-            awaits = self._awaits
-            self.prompt = (self.prompt + by).clamp_min(0)
-            self._awaits = awaits
+        shift(self, from_position, by)
 
     # rows that come and go
 
@@ -431,12 +412,11 @@ class PolicyCache(CacheForward):
         """
         self.journal.refuse_changes("expect()")
         refuse_rows(self.rows, "expect()")
-        whole, self.new = expected(prompt, new)
-        own = behind(whole, self.policy_layers[0])
-        self.prompt = longest(self.prompt, own)
-        # `divide_budget` computes the end of the text only while none is known, and this announcement has another one.
-        self._end = None
-        if self._prompt_follows(own):
+        own = behind(Announced(prompt, new).prompt, self.policy_layers[0])
+        self.announced = self.announced.again(own, new)
+        if self.is_initialized and several_follow(own, self.policy_layers[0].length):
+            # These are compressed, which makes the slots of all that was announced, within the budget. Slots that are
+            # made before would be in addition to it.
             return
         for layer in self.policy_layers:
             if layer.is_initialized and layer.store.spec.grows:
@@ -475,18 +455,6 @@ class PolicyCache(CacheForward):
                 "the prompt first."
             )
         self.holds_next = True
-
-    def _prompt_follows(self, prompt: Tensor | None) -> bool:
-        """Whether the cache has seen a part of a prompt, and several tokens follow.
-
-        They are compressed, which makes the slots of all that was announced, within the budget. Slots that are made
-        before would be in addition to it.
-        """
-        if not self.is_initialized or prompt is None:
-            return False
-        seen = self.policy_layers[0].length.cpu()
-        # Another number of rows is refused by the forward, or beams are about to repeat the rows.
-        return prompt.shape in ((), seen.shape) and bool((prompt - seen > 1).any())
 
     # the interface of transformers
 
@@ -545,11 +513,8 @@ class PolicyCache(CacheForward):
         self.journal.map_rows(fn)
         if self.rows is not None:
             self.rows.map_rows(fn)
-        prompt = self.prompt
-        if prompt is not None and prompt.dim():
-            self.prompt = fn(prompt)
-        self._end = None if self._end is None else map_numbers(fn, self._end)
-        self._measured.map_rows(fn)
+        self.announced.map_rows(fn)
+        self.budgets.measured.map_rows(fn)
 
     def reset(self) -> None:
         """Forget everything, what was announced too, so that the cache can be used for another prompt; see `expect`.
@@ -560,9 +525,8 @@ class PolicyCache(CacheForward):
         super().reset()
         self.journal = self.journal.begun(self.policy_layers[0].prefix_columns)
         self.plan = None
-        self.prompt = self.new = None
-        self._end = None
-        self._measured = Measured()
+        self.announced = Announced()
+        self.budgets = LayerBudgets(self.policy, self.attachment, self.policy_layers)
         self.holds_next = False
         if self.rows is not None:
             self.rows.clear()

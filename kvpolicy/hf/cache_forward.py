@@ -18,23 +18,12 @@ from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.shown_prompt import ShownPrompt
+from kvpolicy.hf.announced import Announced
 from kvpolicy.hf.attachment import HOLD, Attachment, detached
-from kvpolicy.hf.budgets import (
-    Expected,
-    Measured,
-    counted,
-    curves_of,
-    divide_budget,
-    exceed,
-    measure_attention,
-    measured_metrics,
-    shares_of,
-    trim_waiting,
-    whole_budgets,
-    with_prefix,
-)
+from kvpolicy.hf.budgets import counted, exceed, measure_attention, with_prefix
 from kvpolicy.hf.journal import Journal, obstacle_of
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.layer_budgets import LayerBudgets
 from kvpolicy.hf.make_layers import make_layers
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.rows import Rows
@@ -49,8 +38,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.protocols import StepMemo
 from kvpolicy.statistics import Forward
 from kvpolicy.statistics.windows import ScoreTransform
-from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.text.validation import at_least
+from kvpolicy.text.errors import KVPolicyStateError
 
 
 class CacheForward(TiledCache):
@@ -60,7 +48,8 @@ class CacheForward(TiledCache):
         attachment: The attachment that connects the cache to its model.
         policy: The cache's policy.
         policy_layers: The layers under the policy.
-        new: Tokens that will be generated; None if unknown.
+        announced: The lengths that were announced to it.
+        budgets: The budgets of its layers.
         plan: The plan of the last prompt; None before it.
         forward: The forward that runs.
         journal: What the cache can take back.
@@ -75,19 +64,15 @@ class CacheForward(TiledCache):
         self.policy = policy
         super().__init__(layers=make_layers(attachment, policy))
         self.policy_layers = [layer for layer in self.layers if isinstance(layer, PolicyLayer)]
-        self._indices = [layer.layer_idx for layer in self.policy_layers]
         # Layers that attend to slots under the policy: their own, or those of the layer whose keys they read.
         owners = attachment.model_shape.owners
         managed = (isinstance(self.layers[owners.get(index, index)], PolicyLayer) for index in range(len(self.layers)))
         self._attending = [index for index, is_managed in enumerate(managed) if is_managed]
-        self.prompt = None
-        self.new: int | None = None
+        self.announced = Announced()
+        self.budgets = LayerBudgets(policy, attachment, self.policy_layers)
         self.plan: CachePlan | None = None
         self.forward = RunningForward()
         self.journal = Journal(obstacle_of(policy, attachment.model_shape.states))
-        # Lists, not tensors, so that `nbytes` counts every tensor that outlives a forward.
-        self._end: list[int] | None = None  # tokens of each row once the last is generated
-        self._measured = Measured()
         self.holds_next = False
         self.compiles = False
         self.rows: Rows | None = None
@@ -114,11 +99,6 @@ class CacheForward(TiledCache):
             self._as_compileable = True
 
     @property
-    def awaits_chunk(self) -> bool:
-        """Whether a prompt was announced of which more may follow."""
-        return self._awaits
-
-    @property
     def has_prompt(self) -> bool:
         """Whether every layer holds a prompt that is compressed, and none waits for the rest of it."""
         return all(layer.holds_prompt for layer in self.policy_layers)
@@ -134,13 +114,12 @@ class CacheForward(TiledCache):
     @property
     def prompt(self) -> Tensor | None:
         """Announced tokens of each row's whole prompt, [B] or [] int64; None if unknown."""
-        return None if self._prompt is None else torch.tensor(self._prompt, device="cpu")
+        return self.announced.prompt
 
-    @prompt.setter
-    def prompt(self, prompt: Tensor | None) -> None:
-        """Announce a prompt."""
-        self._awaits = prompt is not None
-        self._prompt: list[int] | int | None = None if prompt is None else prompt.tolist()
+    @property
+    def new(self) -> int | None:
+        """Tokens that will be generated; None if unknown."""
+        return self.announced.new
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that a layer has seen, with its earlier tiles: a layer may count positions from it (Llama 4)."""
@@ -165,19 +144,13 @@ class CacheForward(TiledCache):
                 "Every forward on a cache must end before the next one, got a cache on which one was interrupted, or "
                 "still runs in another thread; try a new cache, or its reset()."
             )
-        told = self._prompt
-        if isinstance(told, list) and len(told) != tokens.shape[0]:
-            raise KVPolicyError(
-                f"prompt must be one length or one per row, got {len(told)} lengths for {tokens.shape[0]} rows; try a "
-                "new cache, or its expect()."
-            )
         first = self.policy_layers[0]
         is_step = tokens.shape[1] == 1 and first.holds_prompt and not self.holds_next
-        if is_step and self._awaits and self.attachment.chunks == HOLD and self.journal.mark is None:
+        if is_step and self.announced.awaits_chunk and self.attachment.chunks == HOLD and self.journal.mark is None:
             # Asked once after each prompt: the steps of a generation do not wait for the device.
             valid = newest_valid(mask, 1)
-            self._awaits = self.is_chunk(first.length, 1, valid)
-            is_step = not self._awaits
+            self.announced.awaits_chunk = self.announced.follows(first.length, 1, valid)
+            is_step = not self.announced.awaits_chunk
         forward = (
             RunningForward(is_step=True, shared=SharedStep(StepMemo({})))
             if is_step
@@ -204,6 +177,7 @@ class CacheForward(TiledCache):
 
     def _begin_prompt(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> RunningForward:
         """The facts of a forward of a prompt or chunk, which is noted in the journal of the cache."""
+        self.announced.check_rows(tokens.shape[0])
         policy = self.policy
         first = self.policy_layers[0]
         new = tokens.shape[1]
@@ -217,7 +191,9 @@ class CacheForward(TiledCache):
             earlier = next((each for each in known if each is not None), None)
             offset = rope_offset(position_ids, valid, columns, seen, new, earlier, policy.undoes_rotation)
         starts = bool((seen == 0).any())
-        is_held = self.attachment.chunks == HOLD and (first.pending is not None or self.is_chunk(seen, new, valid))
+        is_held = self.attachment.chunks == HOLD and (
+            first.pending is not None or self.announced.follows(seen, new, valid)
+        )
         # Of a held chunk too, since another row may begin in a later one; rows that have begun are not replayed.
         replays = (starts or is_held or first.pending is not None) and policy.replay is not None
         if replays:
@@ -225,11 +201,11 @@ class CacheForward(TiledCache):
         unbegun = None
         if policy.layer_metric:
             unbegun = (first.store.tensors.length if first.is_initialized else seen) == 0
-        wants_cosines = policy.layer_metric == "cosine" and (starts or bool(self._measured.sums))
+        wants_cosines = policy.layer_metric == "cosine" and (starts or bool(self.budgets.measured.sums))
         wants_massive = starts and "massive" in {own.codec.traits.pins for own in policy.distinct}
         awaits_all = policy.layer_metric in ("curve", "attention") and unbegun is not None and bool(unbegun.any())
         # From here on, nothing but the journal refuses the forward.
-        self.journal.note_prompt(self.policy_layers, new, seen, valid, self._end, self.plan)
+        self.journal.note_prompt(self.policy_layers, new, seen, valid, self.announced.end, self.plan)
         self.journal.is_whole = self.holds_next
         if transcript is not None:
             first.transcript = transcript
@@ -244,22 +220,6 @@ class CacheForward(TiledCache):
             wants_massive=wants_massive,
             compares_layers=wants_cosines or awaits_all,
         )
-
-    def is_chunk(self, seen: Tensor, new: int, valid: Tensor | None) -> bool:
-        """Whether more of the announced prompt follows the new tokens of a forward.
-
-        Args:
-            seen: Tokens that each row has seen before, [B] int64.
-            new: Columns of the forward.
-            valid: Which of them are not padding, [B, P] bool; None if all are.
-        """
-        prompt = self.prompt
-        if prompt is None:
-            return False
-        length = (seen + (new if valid is None else valid.sum(-1))).cpu()
-        if not prompt.dim():  # one number is the longest row's
-            return int(length.max()) < int(prompt)
-        return bool((at_least(length, prompt) != length).any())
 
     def attend(
         self,
@@ -299,10 +259,7 @@ class CacheForward(TiledCache):
         # A step that is compiled as a whole changes nothing on the host, and no forward runs.
         if forward.runs and (tile is None or tile.start == 0):
             if layer_idx not in forward.missing and not torch.compiler.is_compiling():
-                raise KVPolicyStateError(
-                    f"Every layer must attend once in a forward, got layer {layer_idx} twice, which would store every "
-                    "token twice; try a model whose layers attend once."
-                )
+                raise _attends_twice(layer_idx)
             forward.missing.discard(layer_idx)
         if isinstance(layer, ReadingLayer):
             return attend_shared(self.layers, layer, forward, tile, q, transform)
@@ -310,7 +267,7 @@ class CacheForward(TiledCache):
         contents = store.contents
         contents.check_compatible(k, v)
         ranks = contents.ranks if contents.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
-        heads, new = q.shape[1:3]
+        heads = q.shape[1]
         ended: tuple[PendingPrompt, Callable[..., ShownPrompt]] | None = None  # a prompt, and how later layers see it
         stands_alone = False  # gradients may flow where a prompt attends to itself, before it gets slots
         if ranks.phantom:  # a rank without heads takes part with one that no sum counts
@@ -319,9 +276,8 @@ class CacheForward(TiledCache):
             out = layer.attend_tile(tile, q, k, v, transform, call, ranks)
             if tile.is_last:
                 tiles = layer.end_tiles()
-                ended = tiles.prompt(transform), partial(tiles.shown, contents)
                 valid = tiles.valid
-                new = tile.columns
+                ended = tiles.prompt(transform), partial(tiles.shown, contents)
         elif forward.is_step if forward.runs else layer.holds_prompt:
             shared = None if torch.compiler.is_compiling() else forward.shared
             out, step = store.attend_step(q, k, v, valid, transform, call, shared)
@@ -346,7 +302,7 @@ class CacheForward(TiledCache):
                 self.compress(layer, store.end_prompt(pending, layer.pending))
         # One digest serves all layers, which see the same columns.
         if layer is self.policy_layers[0] and (tile is None or tile.is_last):
-            layer.extend_digest(valid, new)
+            layer.extend_digest(valid, q.shape[2] if tile is None else tile.columns)
         if out.requires_grad and not stands_alone:
             refuse_gradients(out)
         # The output of a phantom head is not part of the model: `heads` is 0 there.
@@ -367,7 +323,7 @@ class CacheForward(TiledCache):
             layer.keep(pending)
             forward.waiting.append(layer)
             if by_attention:
-                self._trim_waiting()
+                self.budgets.trim(forward, self.announced)
             return
         if layer is self.policy_layers[0]:
             self._divide(layer, pending.lengths(layer.store.tensors.length))
@@ -424,7 +380,7 @@ class CacheForward(TiledCache):
                 self.compress(layer, layer.store.end_prompt(shown.pending, layer.pending))
         first = self.policy_layers[0]
         if forward.holds:
-            if self.is_chunk(first.length, 0, None):
+            if self.announced.follows(first.length, 0, None):
                 return  # the next chunk is measured as well
             plan = self.policy.replay
             if plan is not None:
@@ -435,26 +391,22 @@ class CacheForward(TiledCache):
         self._compress_waiting()
         if self.plan is not None and exceed(self.policy_layers, forward):
             self.plan = counted(self.plan, self.policy_layers)
-        self._measured.end_prompt(self._indices, forward.unbegun)
+        self.budgets.end_prompt(forward.unbegun)
 
     def numbers(self) -> dict[str, Any]:
         """The numbers of the cache besides those of its layers, as JSON values."""
-        told = {"prompt": self._prompt, "new": self.new, "end": self._end}
-        told |= {"cosines": self._measured.known, "columns": self.policy_layers[0].get_seq_length()}
-        return told | {"whole": self.journal.is_whole}
+        measured = {"cosines": self.budgets.measured.known, "columns": self.policy_layers[0].get_seq_length()}
+        return self.announced.numbers() | measured | {"whole": self.journal.is_whole}
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`."""
-        self._prompt = numbers["prompt"]
-        self._awaits = self._prompt is not None
-        self.new = numbers["new"]
-        self._end = numbers["end"]
-        self._measured.known = numbers["cosines"]
+        self.announced = Announced.of_numbers(numbers)
+        self.budgets.measured.known = numbers["cosines"]
         self.journal.is_whole = numbers.get("whole", False)
 
     def return_to(self, end: list[int] | None, plan: CachePlan | None) -> None:
         """Return to the announced end of each row, and to the plan, that were known before a prompt."""
-        self._end = end
+        self.announced.end = end
         self.plan = plan
 
     def _compress_waiting(self) -> None:
@@ -463,7 +415,7 @@ class CacheForward(TiledCache):
         waiting = forward.waiting
         forward.waiting = []
         if waiting and forward.compares_layers and not forward.wants_cosines:
-            self._measure_layers(waiting)
+            self.budgets.compare(waiting, forward, self.announced)
         for number, layer in enumerate(waiting):
             # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
             pending, massive, offset = layer.release()
@@ -488,9 +440,9 @@ class CacheForward(TiledCache):
             update: Output of attention that is added, [B, P, hidden].
         """
         valid = self.forward.valid if self.tile is None else self.tile.cut(self.forward.valid)
-        self._measured.add(layer_idx, sum_cosines(residual, update, valid))
+        self.budgets.measured.add(layer_idx, sum_cosines(residual, update, valid))
         if self.tile is None or self.tile.is_last:
-            self._trim_waiting()
+            self.budgets.trim(self.forward, self.announced)
 
     @on_host
     def note_massive(self, layer_idx: int, hidden: Tensor) -> None:
@@ -504,65 +456,20 @@ class CacheForward(TiledCache):
 
     def cosines(self) -> Tensor:
         """The measured metric of each layer, [B, L]; shares of the budget if it has many numbers of each."""
-        if self._measured.known is None and not self._measured.sums:
-            raise KVPolicyStateError(
-                "Cosines must be measured during a prompt, got none; try the allocator squeeze, and run a prompt."
-            )
-        return self._measured.of_rows(self._indices, self.forward.unbegun)
+        return self.budgets.cosines(self.forward.unbegun)
 
-    @property
-    def metrics(self) -> Tensor | None:
-        """The metric of the layers in the first prompt of each row, [B, L, ...]; None if they are not measured."""
-        return None if self._measured.known is None else self._measured.of_rows(self._indices, None)
-
-    # budgets
-
-    def _trim_waiting(self) -> None:
-        """Drop what no division to come can keep of the prompts that wait, whose metric is known."""
-        trim_waiting(self.policy, self.forward, self._measured, len(self.policy_layers), self._told())
-
-    def _told(self) -> Expected:
-        """The announced lengths of the rows."""
-        return Expected(self.prompt, self.new, None if self._end is None else torch.tensor(self._end, device="cpu"))
-
-    def _measure_layers(self, layers: list[PolicyLayer]) -> None:
-        """Compare layers by what their tokens are worth, or by their attention, and note the metric of each layer.
-
-        A row keeps that of its first prompt: slots that were made for a layer are not given to another.
-        """
-        pending = layers[0].pending
-        unbegun = self.forward.unbegun
-        assert pending is not None and unbegun is not None
-        metrics = measured_metrics(self.policy.allocator, layers, self.forward.attention)
-        if metrics is None or metrics.dim() > 2:
-            # The budgets are not known yet: selectors reckon with equal ones.
-            lengths = pending.lengths(layers[0].store.tensors.length)
-            self._divide(layers[0], lengths, torch.ones(len(unbegun), len(layers), device="cpu", dtype=torch.float32))
-            tokens = self.forward.tokens
-            assert tokens is not None
-            drawn = curves_of(self.policy, layers, tokens) if metrics is None else metrics
-            metrics = shares_of(self.policy, drawn, tokens)
-        self._measured.note(metrics, unbegun)
-
-    def _divide(self, first: PolicyLayer, lengths: Tensor, metrics: Tensor | None = None) -> None:
-        """Divide the budget among layers, from the lengths of rows after a prompt.
-
-        Args:
-            first: The first layer.
-            lengths: Tokens of each row, those of its pending prompt included, [B] int64.
-            metrics: The metric of each layer, [B, L], in place of what was measured.
-        """
-        keep = None
-        if self.forward.adds_whole:
-            new = (lengths - first.store.tensors.length).cpu()
-            self.forward.added = new
-            keep = whole_budgets(self.policy_layers, new)
-        elif metrics is None and self.policy.layer_metric:
-            metrics = self.cosines()
-        columns = first.get_seq_length()
-        before = first.prefix_columns
-        self.forward.tokens, plan, end = divide_budget(
-            self.policy, self.attachment, first.store, lengths, self._told(), metrics, columns, keep, before
-        )
+    def _divide(self, first: PolicyLayer, lengths: Tensor) -> None:
+        """Divide the budget among layers, from the lengths of rows after a prompt, [B] int64."""
+        forward = self.forward
+        if forward.adds_whole:
+            forward.added = (lengths - first.store.tensors.length).cpu()
+        forward.tokens, plan, end = self.budgets.divide(first, lengths, forward, self.announced)
         self.plan = with_prefix(plan, self.policy_layers, len(lengths))
-        self._end = None if end is None else end.tolist()
+        self.announced.end = None if end is None else end.tolist()
+
+
+def _attends_twice(layer_idx: int) -> KVPolicyStateError:
+    return KVPolicyStateError(
+        f"Every layer must attend once in a forward, got layer {layer_idx} twice, which would store every token twice; "
+        "try a model whose layers attend once."
+    )

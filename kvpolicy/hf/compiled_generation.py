@@ -82,7 +82,7 @@ def is_plain_step(cache: PolicyCache, inputs: dict[str, Any]) -> bool:
     if tokens is None or tokens.shape[1] != 1 or not cache.has_prompt or not cache.attachment.active:
         return False
     journal = cache.journal
-    waits = cache.holds_next or (cache.awaits_chunk and cache.attachment.chunks == HOLD)
+    waits = cache.holds_next or (cache.announced.awaits_chunk and cache.attachment.chunks == HOLD)
     return not (waits or journal.is_shared or journal.mark is not None)
 
 

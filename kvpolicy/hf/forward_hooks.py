@@ -206,7 +206,7 @@ class ForwardHooks:
         first = cache.policy_layers[0]
         seen = first.length if first.is_initialized else torch.zeros(tokens.shape[0], dtype=torch.int64, device="cpu")
         valid = newest_valid(mask, new)
-        is_chunk = cache.is_chunk(seen.cpu(), new, None if valid is None else valid.cpu())
+        is_chunk = cache.announced.follows(seen.cpu(), new, None if valid is None else valid.cpu())
         if is_chunk and self._attachment.first_warning("chunks"):
             warn_of_chunks(policy)
 

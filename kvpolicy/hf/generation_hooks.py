@@ -18,13 +18,13 @@ from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 from kvpolicy.hf import forward_calls
+from kvpolicy.hf.announced import Announced
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, OLD, cache_argument, output_cache, passed_cache, rename_cache
 from kvpolicy.hf.compiled_generation import StepCompiler, ask_to_compile, keep_mask
 from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.text.validation import expected
 
 
 class Answer:
@@ -126,7 +126,7 @@ def restart(cache: PolicyCache, inputs: dict[str, Any], end: int | None) -> None
     cache.reset()
     cache.journal.known = known
     new = None if end is None else max(end - columns, 0)
-    cache.prompt, cache.new = expected(forward_calls.row_lengths(inputs, columns), new)
+    cache.announced = Announced(forward_calls.row_lengths(inputs, columns), new)
 
 
 def _check_whole(cache: PolicyCache, inputs: dict[str, Any], columns: int) -> None:

@@ -210,7 +210,7 @@ def _room(cache: CacheForward, rows: Rows, like: CacheForward) -> Tokens:
     prompt = prompt.repeat(2)
     metrics = None
     if policy.layer_metric:
-        known = like.metrics
+        known = like.budgets.metrics
         assert known is not None, "the layers were measured in the prompt"
         metrics = known.expand(len(prompt), *known.shape[1:])
     store = like.policy_layers[0].store

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.hf.cache_forward import CacheForward
-from kvpolicy.hf.edit_checks import check_rows
+from kvpolicy.hf.editing import check_rows
 from kvpolicy.hf.layer import LayerPrefix, PolicyLayer
 from kvpolicy.hf.model_spec import resolve_for
 from kvpolicy.hf.plan import check_own, check_readable

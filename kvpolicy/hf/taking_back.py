@@ -10,6 +10,7 @@ from numbers import Integral
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from kvpolicy.hf.announced import Announced
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.journal import REMEMBERED, Mark, PromptEntry, Rows, records_past, windows_of
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
@@ -85,9 +86,9 @@ def crop(cache: CacheForward, tokens_to_remove: int) -> None:
         _check(cache, removed)
         columns = cache.policy_layers[0].get_seq_length() - removed
         if not columns:
-            told = cache.prompt, cache.new
+            announced = Announced(cache.prompt, cache.new)
             cache.reset()
-            cache.prompt, cache.new = told
+            cache.announced = announced
             return
         _crop_rows(cache, columns)
         for window in windows_of(cache.layers).values():

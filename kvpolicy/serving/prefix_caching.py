@@ -11,8 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
+from kvpolicy.hf.announced import Announced
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.reporting.logging import UNFAITHFUL
@@ -78,7 +77,7 @@ class PrefixCaching:
         else:
             return None, 0
         if common >= len(known) + LEAST_PREFIX:
-            cache.prompt = torch.tensor(common + 1, device="cpu")  # more follows; whoever goes on says how much
+            cache.announced = Announced(common + 1)  # more follows; whoever goes on says how much
             self._run(cache, [*prompt[len(known) : common]])
             self._hold(tuple(prompt[:common]), cache)
             cache = cache.fork()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy.hf.announced import Announced
 from kvpolicy.statistics import Forward
 from kvpolicy.testing import check_cache
 from kvpolicy.text.errors import KVPolicyWarning
@@ -211,5 +212,5 @@ def test_an_announcement_for_other_rows_is_refused_before_anything_changes(chunk
         cache = PolicyCache(model, prompt=[26, 11])
         with pytest.raises(KVPolicyError, match="one length or one per row, got 2 lengths for 1 rows"):
             forward(model, ids, mask, 0, 20, cache)
-        cache.prompt = torch.tensor(26)
+        cache.announced = Announced(26)
         forward(model, ids, mask, 0, 20, cache)

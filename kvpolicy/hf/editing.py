@@ -1,4 +1,4 @@
-"""Checks of edits of a cache."""
+"""Edits of a cache: which rows it has, and tokens that move to other positions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.engine.editing import check_movable
+from kvpolicy.engine.editing import check_movable, move_tokens
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.key_probe import adds_positions
 from kvpolicy.hf.rotary_lookup import first_not_undone
+from kvpolicy.hf.seen_text import extend_digest, remove_from_digest
 from kvpolicy.kernels.rotary import Rope
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
 from kvpolicy.text.tables import shorten
@@ -49,7 +50,30 @@ def check_rows(given: Any, batch: int) -> Tensor:
     return rows
 
 
-def check_shift(cache: CacheForward, start: int, by: int) -> tuple[int, int]:
+def shift(cache: CacheForward, from_position: int, by: int) -> None:
+    """Move every token of a cache from a position on; see `PolicyCache.shift`.
+
+    Raises:
+        KVPolicyError: See `_check_shift`.
+    """
+    from_position, by = _check_shift(cache, from_position, by)
+    if not by:
+        return
+    cache.journal.forget()
+    with torch.no_grad():
+        for layer in cache.policy_layers:
+            layer.leave_inference_mode()
+            move_tokens(layer.store, from_position, by, cache.attachment.rotations[layer.layer_idx])
+    digest = cache.policy_layers[0].mask_digest
+    assert digest is not None
+    if by > 0:
+        extend_digest(digest, None, by)
+    else:
+        remove_from_digest(digest, -by)
+    cache.announced.shift(by)
+
+
+def _check_shift(cache: CacheForward, start: int, by: int) -> tuple[int, int]:
     """Refuse a shift before anything is changed.
 
     Args:
