@@ -29,13 +29,14 @@ class LayerBudgets:
     """Measures the layers of a cache, and divides its budget among them.
 
     Attributes:
+        attachment: The attachment of the cache.
         measured: The metric of the layers.
     """
 
     def __init__(self, policy: Policy, attachment: Attachment, layers: Sequence[PolicyLayer]) -> None:
         """Budgets of the layers under a policy, none of which is measured."""
         self._policy = policy
-        self._attachment = attachment
+        self.attachment = attachment
         self._layers = [*layers]
         self._indices = [layer.layer_idx for layer in layers]
         self.measured = Measured()
@@ -113,5 +114,5 @@ class LayerBudgets:
         columns = first.get_seq_length()
         before = first.prefix_columns
         return divide_budget(
-            self._policy, self._attachment, first.store, lengths, announced, metrics, columns, keep, before
+            self._policy, self.attachment, first.store, lengths, announced, metrics, columns, keep, before
         )
