@@ -31,8 +31,7 @@ class Kind(NamedTuple):
 KINDS = {
     "compiles code": Kind(
         (
-            "tests/engine/test_shared_keys.py::test_a_compiled_step_is_one_graph",
-            "tests/engine/test_latent.py::test_a_step_compiles_whole",
+            "tests/engine/test_layer_kinds.py::test_a_compiled_step_is_one_graph",
             "tests/codecs/test_csr_rules.py::test_it_compiles_whole_and_once",
             "tests/codecs/test_kivi.py::test_it_compiles_whole_and_once",
             "tests/codecs/test_every_stage.py::test_it_compiles_whole",
@@ -50,7 +49,6 @@ KINDS = {
             "tests/engine/test_rollback.py::test_marked_steps_compile_to_one_graph",
             "tests/engine/test_rows.py::test_a_compiled_step_is_one_graph_whatever_rows_hold",
             "tests/engine/test_shared_fork.py::test_a_step_compiles_once",
-            "tests/engine/test_states.py::test_a_compiled_step_is_one_graph",
             "tests/engine/test_syncs.py::test_columns_are_right_after_compiled_steps_and_what_takes_back_or_copies",
             "tests/eval/bench/test_kernel_start.py",
             "tests/kernels/test_compiled.py",
@@ -304,7 +302,7 @@ WALKS = (
     "tests/engine/test_host_memory.py::test_outputs_and_bytes_are_those_of_the_device",
     "tests/engine/test_host_memory.py::test_shifts",
     "tests/engine/test_latent.py::test_evicting_equals_the_masked_stock_model",
-    "tests/engine/test_latent.py::test_planned_bytes_are_held",
+    "tests/engine/test_layer_kinds.py::test_steps_are_undone_bit_for_bit",
     "tests/engine/test_layer_index.py",
     "tests/engine/test_least_tokens.py::test_a_prompt_in_tiles_and_in_chunks",
     "tests/engine/test_least_tokens.py::test_a_row_has_the_larger_of_both",
@@ -339,7 +337,6 @@ WALKS = (
     "tests/engine/test_shared_keys.py::test_layers_that_read_count_where_tokens_are_ranked",
     "tests/engine/test_shared_keys.py::test_layers_that_read_see_what_their_owner_holds",
     "tests/engine/test_shared_keys.py::test_other_selectors",
-    "tests/engine/test_shared_keys.py::test_rollback",
     "tests/engine/test_shared_keys.py::test_tiles_keep_what_one_piece_keeps",
     "tests/engine/test_shared_prefix.py::test_a_random_walk",
     "tests/engine/test_shared_prefix.py::test_rows_attend_to_the_prefix_and_to_their_own_tokens",
@@ -350,7 +347,6 @@ WALKS = (
     "tests/engine/test_squeeze.py::test_a_profile_gives_the_same_as_measuring",
     "tests/engine/test_squeeze.py::test_cosine_of_the_residual_stream",
     "tests/engine/test_squeeze.py::test_the_projection_may_stand_around_the_attention",
-    "tests/engine/test_states.py::test_rollback_restores_states_bit_for_bit",
     "tests/engine/test_syncs.py::test_an_eager_step_waits_for_nothing",
     "tests/engine/test_syncs.py::test_blocks_are_counted_when_they_are_encoded",
     "tests/engine/test_text_angles.py::test_pieces_have_the_angles_of_one_forward",
