@@ -9,14 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-import kvpolicy
-from kvpolicy.text.embedded_names import EMBEDDED
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_lm_eval.data import ruler
+from kvpolicy_lm_eval.task_tokenizer import tokenizer_of
 
 log = logging.getLogger("lm_eval.kvpolicy")
 
@@ -63,9 +61,9 @@ def documents(
         raise KVPolicyError(f"source must be auto, hub or own, got {source!r}; try auto.")
     if source == "hub" or (source == "auto" and length in HUB_LENGTHS and _reaches_hub(length)):
         return [document for row in _dataset(length) if row["task"] == name for document in [_from_hub(row)]]
-    named = next((one for one in (tokenizer, pretrained) if isinstance(one, str)), EMBEDDED[0])
+    own = tokenizer_of(tokenizer, pretrained, gguf_file)
     try:
-        found = ruler.prompts(name, length, docs, seed, _counter(named, gguf_file))
+        found = ruler.prompts(name, length, docs, seed, lambda text: len(own(text, verbose=False).input_ids))
     except ValueError as error:
         raise KVPolicyError(str(error)) from error
     return [_document(each, "own") for each in found]
@@ -136,13 +134,3 @@ def _try_dataset(length: int) -> Sequence[Mapping[str, Any]] | ConnectionError:
             'source=own in --metadata, as in \'{"source": "own"}\'.'
         )
     return found
-
-
-@functools.cache
-def _counter(name: str, gguf_file: str | None) -> Callable[[str], int]:
-    """Counts the tokens of a text."""
-    from transformers import AutoTokenizer
-
-    place = str(Path(kvpolicy.__file__).parent / "assets" / name) if name in EMBEDDED else name
-    tokenizer: Any = AutoTokenizer.from_pretrained(place, **({"gguf_file": gguf_file} if gguf_file else {}))
-    return lambda text: len(tokenizer(text, verbose=False).input_ids)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts have in common at their beginning.
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many tokens, or characters, two texts have in common at their beginning.
 
     Examples:
         >>> common_length([5, 6, 7], [5, 6, 8, 7]), common_length([5], [5, 6]), common_length([5], [])

@@ -17,6 +17,7 @@ from datasets import Dataset
 
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_lm_eval import ruler as leaderboard
+from kvpolicy_lm_eval import scbench as shared_contexts
 from kvpolicy_lm_eval.data import prompts
 from kvpolicy_lm_eval.data import steps as derivations
 from kvpolicy_lm_eval.data.modes import place
@@ -123,6 +124,26 @@ def string_match(document: Mapping[str, Any], results: Sequence[str]) -> dict[st
 def string_match_any(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Whether an answer contains one of the right strings."""
     return leaderboard.score_any(document, results)
+
+
+_OF_SCBENCH = ("dataset", "chat", "max_length", "enable_thinking", *_OF_RULER[1:])
+"""Arguments of the model that a prompt depends on, and which dataset it comes from."""
+
+
+def scbench(subset: str, mode: Any, length: int, **options: Any) -> Splits:
+    """The turns of a subset of SCBench."""
+    known = {option: options[option] for option in _OF_SCBENCH if option in options}
+    return _splits(shared_contexts.documents(subset, mode, length, **known))
+
+
+def scbench_score(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float | None]:
+    """The score of an answer to a turn of SCBench, also under the number of the turn."""
+    return shared_contexts.score(document, results)
+
+
+def mean_of_turn(values: Sequence[float | None]) -> float:
+    """The mean over the documents of a turn."""
+    return shared_contexts.mean_of_turn(values)
 
 
 def _rows(docs: int, seed: int, draw: Callable[[Random], prompts.Prompt], mode: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -17,11 +17,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
 pytest.importorskip("datasets")
 
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, Value
 from jinja2 import Environment, meta
 
 from kvpolicy_eval.sweep import config
-from kvpolicy_lm_eval import ruler
+from kvpolicy_lm_eval import ruler, scbench
+from kvpolicy_lm_eval.data.scbench import SUBSETS
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("datasets.json").read_text(encoding="utf-8"))
 SWEEPS = sorted(
@@ -167,6 +168,28 @@ def test_the_leaderboards_dataset_has_the_columns_that_are_read() -> None:
     assert set(RECORDED[ruler.DATASET]["4096"]["test"]) == set(ruler.COLUMNS)
 
 
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_scbench_has_the_columns_that_are_read(subset: str) -> None:
+    recorded = RECORDED[scbench.DATASET][f"scbench_{subset}"]["test"]
+    assert set(SUBSETS[subset].columns) <= set(recorded)
+    assert set(SUBSETS[subset].turn) <= set(recorded["multi_turns"][0])
+
+
+def keys(columns: Mapping[str, Any]) -> set[str]:
+    """The names of columns, as recorded or as the features of a dataset, and of the parts of their values."""
+    found = set(columns)
+    for name, kind in columns.items():
+        inside = kind[0] if isinstance(kind, list) else getattr(kind, "feature", None)
+        found |= {f"{name}.{part}" for part in inside} if isinstance(inside, dict) else set()
+    return found
+
+
+def test_parts_of_a_column_are_compared() -> None:
+    recorded = {"turns": [{"input": "string"}], "lines": ["string"]}
+    features = Features({"turns": [{"input": Value("string")}], "lines": [Value("string")]})
+    assert keys(recorded) == keys(features) == {"turns", "turns.input", "lines"}
+
+
 @pytest.mark.network
 @pytest.mark.parametrize("path", [path for path in RECORDED if path != "_about"])
 def test_the_hub_has_what_is_recorded(path: str) -> None:
@@ -175,5 +198,5 @@ def test_the_hub_has_what_is_recorded(path: str) -> None:
     for name, recorded in RECORDED[path].items():
         info: Any = load_dataset_builder(path, name or None).info
         for columns_of_split in recorded.values():
-            assert set(columns_of_split) <= set(info.features), (path, name)
+            assert keys(columns_of_split) <= keys(info.features), (path, name)
         assert set(recorded) <= set(info.splits), (path, name)

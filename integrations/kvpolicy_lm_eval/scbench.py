@@ -1,0 +1,212 @@
+"""Documents of the tasks `kvpolicy_scbench`: SCBench (arXiv:2412.10319), whose long contexts have several turns each.
+
+The benchmark has two modes. A prompt is divided as its code does it: what is compressed is what it prefills first, and
+what is fed later is kept in addition to the budget.
+
+| mode | compressed | fed to the compressed cache |
+|---|---|---|
+| `multi_request` | the context | the question of turn k |
+| `multi_turn` | the context and the first question | the right answers before turn k, and its later questions |
+
+Each turn is a document. Deliberate differences from that code: a context that is too long loses its middle before the
+chat template is applied, not after it, and each later question of `mf` has its own instruction, where that code repeats
+the last one under a chat template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from kvpolicy.text.common_prefix import common_length
+from kvpolicy.text.errors import KVPolicyError
+from kvpolicy_lm_eval.data.scbench import MAX_TURNS, SUBSETS, Subset, answers_of
+from kvpolicy_lm_eval.scbench_scores import SCORES
+from kvpolicy_lm_eval.task_tokenizer import tokenizer_of
+
+DATASET = "microsoft/SCBench"
+"""The dataset of the benchmark."""
+
+Mode = Literal["multi_request", "multi_turn"]
+Document = dict[str, Any]
+Message = dict[str, str]
+
+_REQUEST_MARGIN = 1000
+"""Tokens that the benchmark keeps free for the question of a request."""
+
+
+def documents(
+    subset: str,
+    mode: Mode,
+    length: int,
+    dataset: str = DATASET,
+    chat: bool = False,
+    max_length: int | None = None,
+    tokenizer: Any = None,
+    pretrained: Any = None,
+    gguf_file: str | None = None,
+    enable_thinking: bool | None = None,
+) -> list[Document]:
+    """The documents of a task: the turns of each row, one after the other.
+
+    Args:
+        subset: A subset of the dataset, without `scbench_`.
+        mode: What of a prompt is compressed.
+        length: The most tokens of a prompt and its answers.
+        dataset: Name of the dataset, or a folder with a copy.
+        chat: Whether the turns are messages, in the chat template of the tokenizer.
+        max_length: The most tokens of the model, if fewer.
+        tokenizer: Name of the tokenizer; the model's by default.
+        pretrained: Name of the model; an embedded one by default.
+        gguf_file: File of the tokenizer, if it is in a GGUF file.
+        enable_thinking: Passed on to the chat template, unless it is None.
+
+    Raises:
+        KVPolicyError: If the mode is unknown, the dataset cannot be read or has other columns, or the tokenizer has no
+            chat template.
+    """
+    if mode not in get_args(Mode):
+        raise KVPolicyError(f"mode must be multi_request or multi_turn, got {mode!r}; try multi_turn.")
+    known = SUBSETS[subset]
+    rows = _rows(dataset, subset)
+    room = min(length, max_length or length)
+    prompts = _Prompts(mode, tokenizer_of(tokenizer, pretrained, gguf_file), chat, enable_thinking)
+    return [
+        {
+            "prompt": prompt,
+            "held_back": held_back,
+            "beyond": True,
+            "answers": answers_of(turn),
+            "turn": number,
+            "subset": subset,
+        }
+        for row in rows
+        for number, (turn, prompt, held_back) in enumerate(prompts.of_row(known, row, room), 1)
+    ]
+
+
+def score(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float | None]:
+    """The score of an answer, also under the number of its turn; None under those of other turns.
+
+    Processes that share the documents need the same metrics of each.
+    """
+    value = SCORES[document["subset"]](results[0], document["answers"])
+    turns = range(1, MAX_TURNS + 1)
+    return {"score": value} | {f"turn_{turn}": value if turn == document["turn"] else None for turn in turns}
+
+
+def mean_of_turn(values: Sequence[float | None]) -> float:
+    """The mean over the documents of a turn; NaN if there are none."""
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else float("nan")
+
+
+class _Prompts:
+    """Makes the prompts of a row.
+
+    Args:
+        mode: What of a prompt is compressed.
+        tokenizer: Of the model.
+        chat: Whether to apply its chat template.
+        enable_thinking: For the chat template.
+    """
+
+    def __init__(self, mode: Mode, tokenizer: Any, chat: bool, enable_thinking: bool | None) -> None:
+        if chat and not getattr(tokenizer, "chat_template", None):
+            raise KVPolicyError("chat must be false for a tokenizer without a chat template, got true; try false.")
+        self._of_mode = self._requests if mode == "multi_request" else self._conversation
+        self._margin = _REQUEST_MARGIN if mode == "multi_request" else 0
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+
+    def of_row(self, subset: Subset, row: Mapping[str, Any], room: int) -> list[tuple[Mapping[str, Any], str, str]]:
+        """Each turn of a row with its prompt, and with the end of the prompt that is fed later."""
+        turns = row["multi_turns"][:MAX_TURNS]
+        taken = subset.new_tokens * len(turns) + self._margin
+        if taken >= room:
+            raise KVPolicyError(
+                f"length must be more than the {taken} tokens that are kept free for answers, got {room}; try "
+                f"{2 * taken}."
+            )
+        pairs = self._of_mode(subset, row, turns, room - taken)
+        return [(turn, *pair) for turn, pair in zip(turns, pairs, strict=True)]
+
+    def _requests(
+        self, subset: Subset, row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]], room: int
+    ) -> list[tuple[str, str]]:
+        shared = self._without_middle(subset.shared_text(row), room)
+        found: list[tuple[str, str]] = []
+        for turn in turns:
+            question = subset.ask(turn)
+            prompt = shared + question
+            if self._chat:
+                prompt = self._render([{"role": "user", "content": prompt}])
+                question = prompt[prompt.rindex(question.rstrip()) :]
+            found.append((prompt, question))
+        return found
+
+    def _conversation(
+        self, subset: Subset, row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]], room: int
+    ) -> list[tuple[str, str]]:
+        opening = self._without_middle(subset.opening(row), room)
+        messages: list[Message] = [{"role": "user", "content": opening}]
+        found: list[tuple[str, str]] = []
+        for before, turn in zip([None, *turns], turns, strict=False):
+            if before is not None:
+                messages += [
+                    {"role": "assistant", "content": str(before["answer"])},
+                    {"role": "user", "content": subset.ask_later(turn, self._chat)},
+                ]
+            found.append(self._divided(messages))
+        return found
+
+    def _divided(self, messages: list[Message]) -> tuple[str, str]:
+        """A conversation, and what stands in it behind the first message."""
+        first, prompt = self._render(messages[:1]), self._render(messages)
+        # A chat template may write the begin of an answer otherwise once there is an answer.
+        return prompt, prompt[common_length(first, prompt) :]
+
+    def _render(self, messages: list[Message]) -> str:
+        if self._chat:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._options
+            )
+        later = zip(messages[1::2], messages[2::2], strict=True)
+        return messages[0]["content"] + "".join(
+            f"{answer['content']}\n\n{question['content']}" for answer, question in later
+        )
+
+    def _without_middle(self, text: str, room: int) -> str:
+        """A text of at most `room` tokens: the begin and the end of one that has more."""
+        if len(text.encode()) <= room:  # no token is less than a byte
+            return text
+        tokens = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        if len(tokens) <= room:
+            return text
+        half = room // 2
+        return "".join(map(self._tokenizer.decode, (tokens[:half], tokens[-half:])))
+
+
+def _rows(dataset: str, subset: str) -> Sequence[Mapping[str, Any]]:
+    import datasets
+
+    name = f"scbench_{subset}"
+    try:
+        found: Any = datasets.load_dataset(dataset, name, split="test")
+    except (OSError, ValueError) as error:  # not reached, not there, or no such subset or split
+        reason = str(error).partition("\n")[0]
+        raise KVPolicyError(
+            f"The dataset {dataset} must have the subset {name} with a split test, got {reason!r}; try a folder with a "
+            'copy of it, as in --metadata \'{"dataset": "SCBench"}\'.'
+        ) from error
+    known = SUBSETS[subset]
+    lacking = [column for column in known.columns if column not in found.column_names]
+    if not lacking:
+        lacking = [key for turn in found[0]["multi_turns"] for key in known.turn if key not in turn]
+    if lacking:
+        raise KVPolicyError(
+            f"The subset {name} must have the columns {', '.join(known.columns)}, with {', '.join(known.turn)} of each "
+            f"turn, got none named {lacking[0]}; try a folder with a copy that has them."
+        )
+    return found
