@@ -9,8 +9,8 @@ what is fed later is kept in addition to the budget.
 | `multi_turn` | the context and the first question | the right answers before turn k, and its later questions |
 
 Each turn is a document. Deliberate differences from that code: a context that is too long loses its middle before the
-chat template is applied, not after it, and each later question of `mf` has its own instruction, where that code repeats
-the last one under a chat template.
+chat template is applied, not after it, and more of it if later turns would not fit. Under a chat template, each later
+question of `mf` has its own instruction, where that code repeats the last one.
 """
 
 from __future__ import annotations
@@ -123,14 +123,18 @@ class _Prompts:
     def of_row(self, subset: Subset, row: Mapping[str, Any], room: int) -> list[tuple[Mapping[str, Any], str, str]]:
         """Each turn of a row with its prompt, and with the end of the prompt that is fed later."""
         turns = row["multi_turns"][:MAX_TURNS]
-        taken = subset.new_tokens * len(turns) + self._margin
-        if taken >= room:
-            raise KVPolicyError(
-                f"length must be more than the {taken} tokens that are kept free for answers, got {room}; try "
-                f"{2 * taken}."
-            )
-        pairs = self._of_mode(subset, row, turns, room - taken)
-        return [(turn, *pair) for turn, pair in zip(turns, pairs, strict=True)]
+        left = room - subset.new_tokens * len(turns) - self._margin
+        while left > 0:
+            pairs = self._of_mode(subset, row, turns, left)
+            # Of a longer prompt, lm-eval would cut off the begin, with the token that begins a text.
+            longest = max((prompt for prompt, _ in pairs), key=len)
+            excess = self._tokens(longest, room - subset.new_tokens) + subset.new_tokens - room
+            if excess <= 0:
+                return [(turn, *pair) for turn, pair in zip(turns, pairs, strict=True)]
+            left -= excess
+        raise KVPolicyError(
+            f"length must be more than the turns of a row and the room for answers take, got {room}; try {2 * room}."
+        )
 
     def _requests(
         self, subset: Subset, row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]], room: int
@@ -179,13 +183,16 @@ class _Prompts:
 
     def _without_middle(self, text: str, room: int) -> str:
         """A text of at most `room` tokens: the begin and the end of one that has more."""
-        if len(text.encode()) <= room:  # no token is less than a byte
+        if self._tokens(text, room) <= room:
             return text
         tokens = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        if len(tokens) <= room:
-            return text
         half = room // 2
-        return "".join(map(self._tokenizer.decode, (tokens[:half], tokens[-half:])))
+        return "".join(map(self._tokenizer.decode, (tokens[:half], tokens[len(tokens) - half :])))
+
+    def _tokens(self, text: str, enough: int) -> int:
+        """The number of tokens of a text, or of its bytes if these are not more than `enough`."""
+        size = len(text.encode())
+        return size if size <= enough else len(self._tokenizer(text, verbose=False).input_ids)
 
 
 def _rows(dataset: str, subset: str) -> Sequence[Mapping[str, Any]]:

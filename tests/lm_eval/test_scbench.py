@@ -174,6 +174,23 @@ def test_a_long_context_loses_its_middle(mode: Any, room: int, monkeypatch: pyte
     assert kept.startswith("VAR V0 = 0\nVAR V1") and kept.rstrip(" 1?\n").endswith("VAR V299 = 299")
 
 
+@pytest.mark.usefixtures("chat")
+@pytest.mark.parametrize("chat_template", [False, True])
+def test_later_turns_fit(chat_template: bool, monkeypatch: pytest.MonkeyPatch, tiny: Any) -> None:
+    """An opening that would fit is cut if a later question is long."""
+    opening = "\n".join(f"VAR V{number} = {number}" for number in range(8))
+    row = {"input": opening, "multi_turns": [turn("1? ", ["V1"]), turn("Which are 2? " * 10, ["V2"])]}
+    monkeypatch.setattr("datasets.load_dataset", stub({"vt": [row]}))
+    lengths: dict[int, int] = {}
+    for room in (180, 500):
+        _, second = scbench.documents("vt", "multi_turn", room, chat=chat_template)
+        lengths[room] = len(tiny[1](second["prompt"]).input_ids)
+        assert second["held_back"].removesuffix("<end><assistant>").rstrip().endswith("Which are 2?")
+    assert 165 < lengths[180] + 30 <= 180 < lengths[500] + 30
+    with pytest.raises(KVPolicyError, match=r"length must be more than .* take, got 120; try 240\."):
+        scbench.documents("vt", "multi_turn", 120, chat=chat_template)
+
+
 def test_no_more_than_five_turns_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS["kv"] | {"multi_turns": [turn(f"k{number}? ", "v") for number in range(6)]}
     monkeypatch.setattr("datasets.load_dataset", stub({"kv": [row, row]}))
@@ -188,7 +205,7 @@ def test_no_more_than_five_turns_are_asked(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ({"mode": "after"}, r"mode must be multi_request or multi_turn, got 'after'; try multi_turn\."),
         ({"chat": True}, "chat must be false for a tokenizer without a chat template, got true"),
-        ({"length": 1300}, r"length must be more than the 1300 tokens .*, got 1300; try 2600\."),
+        ({"length": 1300}, r"length must be more than the turns of a row .* take, got 1300; try 2600\."),
     ],
 )
 def test_errors_are_said(arguments: dict[str, Any], message: str) -> None:
