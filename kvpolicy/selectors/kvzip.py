@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
-from kvpolicy.selectors.common import by_position, first_tokens, keep_always
+from kvpolicy.selectors.common import first_tokens, keep_always
 from kvpolicy.statistics import Replay, Results, Statistic
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.strategy import least, strategy
@@ -116,7 +116,8 @@ class KVzip(Selector):
 
     def priority(self, state: Replayed, view: View) -> Tensor:
         """Replayed tokens by score, above them others by position; sinks and the newest token are always kept."""
-        priority = torch.where(state.score < 0, state.score, by_position(view.positions))
+        # The score of others is 0, to which their position is added: one operation converts and chooses.
+        priority = torch.addcmul(state.score, state.score >= 0, view.positions)
         return view.keep_newest(keep_always(priority, first_tokens(view, self.sinks)))
 
     def attention(self, state: Replayed) -> Tensor:

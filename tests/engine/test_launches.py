@@ -28,7 +28,7 @@ LIMITS = {
     "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 93,
     "full+quest:read=64:dense=0": 78,
     "snapkv+quest:read=64:dense=0@0.5": 136,
-    "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 96,
+    "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 95,
 }
 """The most operations per layer of a step that encodes no block; lower them when a step needs fewer."""
 
