@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvpolicy.calibration.echoes import EchoScores as EchoScores
     from kvpolicy.calibration.echoes import echo_scores as echo_scores
     from kvpolicy.calibration.echoes import ranked_scores as ranked_scores
+    from kvpolicy.calibration.for_files import calibrate_kvtc as calibrate_kvtc
     from kvpolicy.calibration.functions import calibrate_channels as calibrate_channels
     from kvpolicy.calibration.functions import calibrate_csr as calibrate_csr
     from kvpolicy.calibration.functions import calibrate_echoes as calibrate_echoes
@@ -41,6 +42,7 @@ _LAZY = {
             *("channels", "csr", "echoes", "gate", "heads", "kvquant", "lowrank", "oscar", "qfilters", "triattention"),
         )
     ),
+    "for_files": ("calibrate_kvtc",),
     "echoes": ("EchoScores", "echo_scores", "ranked_scores"),
     "heads": ("head_scores",),
     "kvquant": ("fit_kvquant",),

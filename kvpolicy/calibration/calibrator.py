@@ -20,7 +20,7 @@ class Calibrator(Protocol):
 
     Attributes:
         file: The kind of file that it writes, as `module:NAME`, or the method of a folder.
-        use: A policy, or a part of one, that uses the file, which takes the place of the braces.
+        use: A policy, a part of one, or a call that uses the file, which takes the place of the braces.
         writes: What is in the file, in words.
         length: Tokens of a window of text, if the user does not say.
         windows: Windows of text, if the user does not say.

@@ -220,6 +220,52 @@ class RotationCalibrator(Calibrator):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TransformCalibrator(Calibrator):
+    """Find the principal components of KVTC, and their bits, for cache files.
+
+    It takes one forward pass of each window, without gradients.
+
+    Attributes:
+        tokens: Approximate number of tokens whose keys and values are used.
+        seed: Random seed.
+        ratios: 16 bits over the mean bits of a number: which of them files may have.
+        layers: Neighboring layers that have components together, as all do in the paper.
+    """
+
+    file: ClassVar[str] = "kvtc"
+    use: ClassVar[str] = "cache.save(path, compress='kvtc:calibration={}:ratio={}')"
+
+    tokens: int = option(8_192, least=1)
+    seed: int = 0
+    ratios: tuple[int, ...] = (4, 8, 16, 32)
+    layers: int = option(1, least=1)
+
+    def __post_init__(self) -> None:
+        """Check the options, before anything slow."""
+        if not self.ratios or min(self.ratios) < 1:
+            got = ",".join(map(str, self.ratios)) or "none"
+            raise KVPolicyError(f"The ratios must be one or several numbers from 1, got {got}; try 4,8,16,32.")
+        if self.layers < 1:
+            raise KVPolicyError(f"layers must be at least 1, got {self.layers}; try 1.")
+
+    def made(self, run: Run) -> dict[str, Any]:
+        from kvpolicy.calibration.kvtc import check_model
+
+        check_model(run.model)
+        tokens = run.enough("find components with", ", or more tokens of it", self.tokens)
+        options = {"ratios": sorted({*self.ratios}), "layers": self.layers, "seed": self.seed}
+        return run.text() | {"tokens": tokens} | options
+
+    def fit(self, run: Run, made: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        from kvpolicy.calibration.kvtc import find_kvtc
+
+        return find_kvtc(run, made["ratios"], self.layers, self.tokens, self.seed)
+
+    def spec(self, out: str) -> str:
+        return self.use.format(out, 16 if 16 in self.ratios else self.ratios[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelCalibrator(Calibrator):
     """Measure how salient each key channel is, for the reader labels."""
 
@@ -429,6 +475,7 @@ CALIBRATORS: dict[str, type[Calibrator]] = {
     "kvquant": KVQuantCalibrator,
     "lowrank": LowRankCalibrator,
     "oscar": RotationCalibrator,
+    "kvtc": TransformCalibrator,
     "channels": ChannelCalibrator,
     "heads": HeadCalibrator,
     "qfilters": FilterCalibrator,

@@ -18,6 +18,7 @@ from kvpolicy.hf.attachment import attachment_of, detached
 from kvpolicy.hf.cache_file import rank_path, write
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.editing import check_rows, shift
+from kvpolicy.hf.file_forms import ZLIB, FileForm, form_of
 from kvpolicy.hf.joining_rows import drop, put
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.layer_budgets import LayerBudgets
@@ -257,21 +258,23 @@ class PolicyCache(CacheForward):
         self,
         path: str | PathLike[str],
         tokens: Tensor | Sequence[Sequence[int]] | None = None,
-        compress: str | None = None,
+        compress: str | FileForm | None = None,
     ) -> None:
         """Save the cache to a safetensors file; `load` makes an equal one, which goes on bit for bit.
 
-        Codes are stored as codes, so that saving and loading again loses nothing. Each rank of tensor parallelism
-        writes a file of its own, `NAME-00001-of-00002.safetensors`.
+        Codes are stored as codes, so that saving and loading again loses nothing, unless `compress` names a form with
+        loss. Each rank of tensor parallelism writes a file of its own, `NAME-00001-of-00002.safetensors`.
 
         Args:
             path: The file; one that exists is replaced, atomically.
             tokens: The token ids that the cache has seen, [B, N], padding included, to be stored beside it.
-            compress: `zlib` to compress the codes without loss; None for a file that is read faster.
+            compress: `zlib` to compress the codes without loss; None for a file that is read faster. With
+                `kvtc:calibration=DIR:ratio=16`, keys and values in full precision are encoded with loss, and `load`
+                needs the same calibration; see `kvpolicy.hf.kvtc.form.KVTC`.
 
         Raises:
-            KVPolicyError: If the cache is empty or in the middle of a prompt, a part of its policy holds an object, or
-                an argument is wrong.
+            KVPolicyError: If the cache is empty or in the middle of a prompt, a part of its policy holds an object, an
+                argument is wrong, or the form does not fit the model or its ranks.
 
         Examples:
             >>> import tempfile, torch, kvpolicy
@@ -291,8 +294,11 @@ class PolicyCache(CacheForward):
         refuse_rows(self.rows, "save()")
         if self.holds_next:
             raise KVPolicyStateError("save() must not follow hold_next(), which no file keeps; try to save before it.")
+        form = form_of(compress)
         content = describe_cache(self, tokens, {"nbytes": self.nbytes, "full_nbytes": self.full_nbytes})
-        write(rank_path(path, *self.attachment.place), content, compress)
+        if form is not None:
+            content = form.encode(content, self.attachment)
+        write(rank_path(path, *self.attachment.place), content, ZLIB if compress else None)
 
     @classmethod
     def load(cls, model: nn.Module, path: str | PathLike[str], new: int | None = None) -> PolicyCache:
@@ -307,8 +313,8 @@ class PolicyCache(CacheForward):
                 the slots that it was saved with.
 
         Raises:
-            KVPolicyError: If the file is of another model, dtype or tensor parallel size, cannot be divided among these
-                ranks, was truncated or edited, or was written by a newer version.
+            KVPolicyError: If the file is of another model, dtype, calibration or tensor parallel size, cannot be
+                divided among these ranks, was truncated or edited, or was written by a newer version.
         """
         cache = load_cache(cls, model, str(rank_path(path, 0, 1)))[0]
         if new is not None:

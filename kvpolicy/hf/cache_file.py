@@ -109,7 +109,8 @@ def write(path: Path, content: CacheFile, compress: str | None = None) -> None:
     tensors = {name: _plain(tensor) for name, tensor in content.tensors.items()}
     packed, small = _pack(tensors) if compress else ({}, {})
     tensors |= small
-    header = {**content.header, **stamp(FORMAT), "packed": packed}
+    # Earlier versions read a file without a form.
+    header = {**content.header, **stamp(FORMAT if "form" in content.header else 1), "packed": packed}
     header.pop("sha256", None)
     check_header(header, str(path))
     header["sha256"] = _digest(header, tensors)

@@ -164,6 +164,7 @@ _HEADER: dict[str, Any] = {
     "windows": _Table(_INDEX, _SIZE),
     "held?": _Table(_INDEX, (_SIZE, _SIZE)),
     "packed": _Table(_TEXT, (_one_of(PACKED), [_SIZE])),
+    "form?": {"spec": _TEXT, "calibration": _TEXT},
 }
 
 
@@ -299,8 +300,8 @@ def _finite(text: str) -> float:
     return number
 
 
-FORMAT = 1
-"""Version of the file format; newer ones are refused."""
+FORMAT = 2
+"""Version of the file format; newer ones are refused. Files without a form are written as format 1."""
 
 KEY = "kvpolicy_cache"
 """The entry of the metadata that holds the header."""

@@ -126,6 +126,11 @@ def check_dense(header: Mapping[str, Any], what: str) -> int:
     """
     # An engine has the tokens of one row, of all heads, in every layer.
     name = f"The cache file {what!r}"
+    if header.get("form") is not None:
+        raise KVPolicyError(
+            f"{name} must have plain keys and values, got {header['form']['spec']}; try saving the cache with "
+            "compress='zlib'."
+        )
     if header["ranks"]["size"] > 1:
         raise KVPolicyError(
             f"{name} must be of one process, got rank {header['ranks']['rank'] + 1} of {header['ranks']['size']}; try "

@@ -20,6 +20,7 @@ from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.cache_header import read_header
 from kvpolicy.hf.calibration_hash import check_calibrations, hash_calibrations
 from kvpolicy.hf.discovery import ROPE_DELTAS, device_of, find_sites, rope_owner
+from kvpolicy.hf.file_forms import decoded
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.rank_file import cut_for_rank
 from kvpolicy.hf.seen_text import KnownTokens
@@ -181,6 +182,7 @@ def load_cache(
         KVPolicyError: As `read_for` and `restore_cache`.
     """
     content, policy = read_for(model, path)
+    content = decoded(content, attachment_of(model), device_of(model), path)
     if content.header["ranks"]["size"] != attachment_of(model).place[1]:
         content = cut_for_rank(content, kind(model, policy), path)
     cache = kind(model, policy)

@@ -12,6 +12,7 @@ from kvpolicy.cli.arguments import TINY
 from kvpolicy.cli.commands.generate import Chat, PromptFile, PromptText
 from kvpolicy.cli.formatting import Group, as_json, paragraph, size, terms
 from kvpolicy.cli.model_loading import check_length, encode, files_of, read_prompt
+from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.output import check_output
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ def make(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path(OUT),
     force: arguments.Force = False,
     compress: Annotated[bool, typer.Option("--compress", help="Compress the codes without loss.")] = False,
+    form: Annotated[
+        str,
+        typer.Option("--form", metavar="FORM", help="Encode keys and values with loss: kvtc:calibration=DIR:ratio=16."),
+    ] = "",
     chat: Chat = False,
     tile: arguments.Tile = "auto",
     hold_codes: arguments.HoldCodes = False,
@@ -57,11 +62,16 @@ def make(
     needs; the default keeps what any question may need.
     """
     tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
+    if compress and form:
+        raise KVPolicyError(f"--compress must not be given with --form, which compresses codes too, got {form!r}.")
     text, _ = read_prompt(prompt, file, model, whole=True)
     from kvpolicy.cli.model_loading import load
     from kvpolicy.hf.cache_header import read_header
+    from kvpolicy.hf.file_forms import ZLIB, form_of
     from kvpolicy.policy import Policy
 
+    how = form or (ZLIB if compress else None)
+    form_of(how)  # before the model is loaded
     wanted = Policy.parse(policy)
     out = out.expanduser()
     inputs = [file, model, *files_of(wanted)]
@@ -70,7 +80,7 @@ def make(
     ids = encode(tokenizer, text, chat, answer=False)  # a chat goes on with a question
     check_length(loaded, ids.shape[1], 0)
     hold = arguments.hold_of(hold_codes)
-    facts = make_file(loaded, ids, wanted, out, "zlib" if compress else None, tile=tile_size, hold=hold)
+    facts = make_file(loaded, ids, wanted, out, how, tile=tile_size, hold=hold)
     if json:
         print(as_json("cache make", facts))
         return
@@ -105,6 +115,7 @@ def _render(facts: dict[str, Any]) -> str:
         ("model", f"{facts['model']} ({facts['model_type']}), {facts['dtype']}"),
         ("tokens", f"{facts['columns']:,} in {facts['rows']} row(s), {ids}"),
         ("cache", f"{size(facts['nbytes'])}{share}"),
+        *([("stored as", f"{facts['form']}, with loss")] if facts["form"] else []),
         *([("held", held)] if facts["held"] else []),
         ("written by", f"kvpolicy {facts['kvpolicy']}, format {facts['format']}"),
     ]
@@ -153,6 +164,7 @@ def describe(path: Path) -> dict[str, Any]:
         "nbytes": header["nbytes"],
         "full_nbytes": header["full_nbytes"],
         "compressed": bool(header["packed"]),
+        "form": header.get("form", {}).get("spec"),
         "ranks": {name: header["ranks"][name] for name in ("rank", "size")},
     }
 

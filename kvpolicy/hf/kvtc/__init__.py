@@ -1,0 +1,1 @@
+"""KVTC: keys and values of a cache file as quantized principal components."""

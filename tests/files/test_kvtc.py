@@ -1,0 +1,402 @@
+"""Cache files of quantized principal components: exact but for the codes, whose vectors are those of the definition."""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvpolicy
+from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy.calibration import calibrate_kvtc
+from kvpolicy.codecs._files import load
+from kvpolicy.hf import cache_file
+from kvpolicy.hf.cache_header import read_header
+from kvpolicy.hf.file_forms import form_of
+from kvpolicy.hf.kvtc.form import KVTC
+from tests.conformance.access import static_tensors
+from tests.conformance.models import build
+from tests.conformance.play import forward
+from tests.conformance.policies import words
+from tests.files.kvtc import LENGTH, SINKS, WINDOW, calibrated, filled, passed, spec, windows
+from tests.reference import transform_coding as reference
+
+SAME = ["full", "window@0.6", "full+quest:read=6:page=2"]
+"""Policies under which all heads hold the same tokens."""
+OTHERS = ["h2o@0.6", "uniform/adakv+h2o@0.6", "h2o+merge@0.6", "squeeze/adakv+snapkv:window=6:kernel=3@0.6"]
+CODED = ["h2o+kivi:group_size=4:residual_length=4@0.5", words("h2o", "csr"), "window+tokenwise@0.6"]
+PAGED = "uniform/adakv+h2o+tokenwise:residual_length=2:block_size=3@0.5"
+pytestmark = pytest.mark.filterwarnings("ignore:The budget")
+
+
+def held(cache: PolicyCache, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values, positions and KV heads of the full-precision slots of a layer."""
+    tensors = cache.policy_layers[layer].store.tensors
+    if tensors.pages is not None:
+        heads = tensors.pages.owner[..., None].expand_as(tensors.positions)
+        return tensors.keys, tensors.values, tensors.positions, heads
+    positions = tensors.positions[..., : tensors.keys.shape[2]]
+    heads = torch.arange(positions.shape[1])[None, :, None].expand_as(positions)
+    return tensors.keys, tensors.values, positions, heads
+
+
+def coded(cache: PolicyCache, layer: int) -> Tensor:
+    """Which slots are encoded, slot by slot."""
+    _, _, positions, _ = held(cache, layer)
+    lengths = cache.policy_layers[layer].length.tolist()
+    reserved = cache.policy_layers[layer].store.contents.reserved
+    flags = torch.zeros_like(positions, dtype=torch.bool)
+    for row, head, slot in [tuple(place) for place in (positions >= 0).nonzero().tolist()]:
+        position = int(positions[row, head, slot])
+        flags[row, head, slot] = slot >= reserved and reference.is_coded(position, lengths[row], SINKS, WINDOW)
+    return flags
+
+
+def expected(cache: PolicyCache, layers: list[int], folder: Path, ratio: int, joint: bool) -> dict[int, list[Tensor]]:
+    """Keys and values of layers behind a file, by the definition, token by token."""
+    file = load(str(folder), "kvtc")
+    found: dict[int, list[Tensor]] = {layer: [t.clone() for t in held(cache, layer)[:2]] for layer in layers}
+    flags = {layer: coded(cache, layer) for layer in layers}
+    ropes = cache.attachment.rotations
+    for number, side in enumerate(("keys", "values")):
+        if joint:
+            places = [[(row, slot)] for row, slot in flags[layers[0]][:, 0].nonzero().tolist()]
+            heads = range(flags[layers[0]].shape[1])
+            units = [(layers, f"joint.{side}", layers[0], [[(r, h, s) for h in heads] for [(r, s)] in places])]
+        else:
+            units = [
+                ([layer], f"heads.{side}.{head}", layer, [[tuple(place)] for place in where.nonzero().tolist()])
+                for layer in layers
+                for head in range(cache.policy_layers[layer].store.shape.heads)
+                for where in [flags[layer] & (held(cache, layer)[3] == head)]
+            ]
+        for unit, name, at, tokens in units:
+            for token in tokens:
+                own: list[Tensor] = []
+                for layer in unit:
+                    for place in token:
+                        vector = held(cache, layer)[number][place].float()
+                        where = held(cache, layer)[2][place].long().view(1, 1, 1)
+                        plain = ropes[layer].unrotate(vector[None, None, None], where) if side == "keys" else vector
+                        own.append(plain.flatten())
+                mean, directions, groups = (
+                    file.tensors[f"{name}.{part}.{at}"] for part in ("mean", "directions", f"groups{ratio}")
+                )
+                pairs = [(size, bits) for size, bits in groups.tolist()]
+                left = reference.coded(torch.cat(own)[None], mean.double(), directions, pairs)[0].float()
+                parts = iter(left.chunk(len(own)))
+                for layer in unit:
+                    for place in token:
+                        vector = next(parts)
+                        where = held(cache, layer)[2][place].long().view(1, 1, 1)
+                        turned = ropes[layer].rotate(vector[None, None, None], where) if side == "keys" else vector
+                        found[layer][number][place] = turned.flatten()
+    return found
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("policy", [*SAME, *OTHERS])
+def test_vectors_are_those_of_the_definition(policy: str, layers: int, tmp_path: Path) -> None:
+    folder = tmp_path / "calibration"
+    model = calibrated(folder, layers=layers)
+    with kvpolicy.attach(model, policy):
+        cache, _, _ = filled(model, [LENGTH, 23])
+        loaded = passed(model, cache, tmp_path / "cache.safetensors", spec(folder))
+        joint = policy in SAME
+        names = load_file(tmp_path / "cache.safetensors").keys()
+        assert any(".joint." in name for name in names) == joint and any(".heads." in name for name in names) != joint
+        for group in ([0], [1]) if layers == 1 else ([0, 1],):
+            wanted = expected(cache, group, folder, 2, joint)
+            for layer in group:
+                flags = coded(cache, layer)
+                occupied = held(cache, layer)[2] >= 0
+                assert flags.any() and not flags.all()
+                for before, after, want in zip(held(cache, layer), held(loaded, layer), wanted[layer], strict=False):
+                    torch.testing.assert_close(after[flags], want[flags], atol=2e-4, rtol=1e-4)
+                    assert torch.equal(after[~flags & occupied], before[~flags & occupied])
+                    assert not after[~occupied].any() and not torch.equal(after[flags], before[flags])
+        state = [
+            {
+                name: t
+                for name, t in cache_file.read(tmp_path / "cache.safetensors").tensors.items()
+                if "kvtc" not in name
+            }
+        ]
+        assert all(name.rpartition(".")[2] not in ("keys", "values") or "codes" in name for name in state[0])
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_more_bits_are_more_exact_and_every_file_is_smaller_than_with_zlib(ratio: int, tmp_path: Path) -> None:
+    folder = tmp_path / "calibration"
+    model = calibrated(folder)
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "full"):
+        cache, _, _ = filled(model, [LENGTH])
+        cache.save(path, compress="zlib")
+        plain = path.stat().st_size
+        loaded = passed(model, cache, path, spec(folder, ratio))
+        assert path.stat().st_size < plain
+        keys = torch.cat([held(each, 0)[0].flatten() for each in (cache, loaded)]).view(2, -1)
+        error = float((keys[0] - keys[1]).square().sum() / keys[0].square().sum())
+        assert error < {1: 1e-3, 2: 0.02, 4: 0.5}[ratio]
+        assert error > {1: 0, 2: 1e-4, 4: 0.02}[ratio]
+
+
+@pytest.mark.parametrize("policy", [*SAME, *OTHERS, *CODED, PAGED])
+def test_few_tokens_are_stored_as_they_are(policy: str, tmp_path: Path) -> None:
+    """Bit for bit, as without compression, and what the slots of empty ones hold is of no consequence."""
+    folder = tmp_path / "calibration"
+    model = calibrated(folder)
+    with kvpolicy.attach(model, policy):
+        cache, ids, mask = filled(model, [26], steps=19)
+        cache.save(tmp_path / "cache.safetensors", compress=spec(folder, window=128))
+        check_same_slots(model, tmp_path / "cache.safetensors", cache)
+        del ids, mask
+
+
+def check_same_slots(model: Any, path: Path, cache: PolicyCache) -> None:
+    loaded = PolicyCache.load(model, path)
+    for layer in range(len(cache.policy_layers)):
+        occupied = (
+            held(cache, layer)[2] >= 0 if held(cache, layer)[2].shape == held(cache, layer)[0].shape[:3] else None
+        )
+        for before, after in zip(held(cache, layer)[:2], held(loaded, layer)[:2], strict=True):
+            assert torch.equal(
+                before if occupied is None else before[occupied], after if occupied is None else after[occupied]
+            )
+    again = [t for layer in loaded.policy_layers for t in (layer.store.tensors.positions, layer.store.tensors.length)]
+    before = [t for layer in cache.policy_layers for t in (layer.store.tensors.positions, layer.store.tensors.length)]
+    assert all(torch.equal(one, other) for one, other in zip(before, again, strict=True))
+
+
+@pytest.mark.parametrize("policy", [*CODED, PAGED])
+def test_codes_stay_as_they_are(policy: str, tmp_path: Path) -> None:
+    folder = tmp_path / "calibration"
+    model = calibrated(folder)
+    with kvpolicy.attach(model, policy):
+        cache, _, _ = filled(model, [LENGTH, 23])
+        path = tmp_path / "cache.safetensors"
+        loaded = passed(model, cache, path, spec(folder))
+        names = [name for name in cache_file.read(path).tensors if ".codes." in name]
+        cache.save(path)
+        assert names and all(name in load_file(path) for name in names)
+        for before, after in zip(cache.policy_layers, loaded.policy_layers, strict=True):
+            codes = zip(_tensors(before.store.tensors.codes), _tensors(after.store.tensors.codes), strict=True)
+            assert all(torch.equal(one, other) for one, other in codes)
+        if policy == PAGED:  # the buffers of its heads hold the newest tokens alone
+            pairs = zip(static_tensors(cache), static_tensors(loaded), strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    return [state] if isinstance(state, Tensor) else [t for part in state for t in _tensors(part)]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.bfloat16), ("gemma2", torch.float32), ("gpt2", torch.float32)]
+)
+def test_families_and_dtypes(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Other dtypes, layers that no policy manages, and a model without a rotary embedding; all go on."""
+    folder = tmp_path / "calibration"
+    model = calibrated(folder, family, dtype=dtype)
+    with kvpolicy.attach(model, "full"):
+        cache, ids, mask = filled(model, [LENGTH], steps=8)
+        loaded = passed(model, cache, tmp_path / "cache.safetensors", spec(folder, 1))
+        kept = [held(each, 0)[0].float() for each in (cache, loaded)]
+        assert 0 < float((kept[0] - kept[1]).abs().max()) < 0.1 * float(kept[0].abs().max())
+        assert held(loaded, 0)[0].dtype == dtype
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        ids = torch.cat([ids, ids[:, :1]], 1)
+        one, other = (forward(model, ids, mask, ids.shape[1] - 1, ids.shape[1], each) for each in (cache, loaded))
+        assert torch.isfinite(other).all() and float((one - other).abs().mean()) < 0.5 * float(one.std())
+
+
+def test_one_token_and_a_single_head(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 16,
+    }
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=40, **sizes)).eval()
+    folder = tmp_path / "calibration"
+    calibrate_kvtc(model, windows(), folder, ratios=[2])
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "full"), torch.no_grad():
+        cache = PolicyCache(model)
+        model(torch.tensor([[5]]), cache=cache)
+        loaded = passed(model, cache, path, spec(folder, 2, sinks=0, window=0))
+        want = expected_of_one(cache, folder)
+        torch.testing.assert_close(held(loaded, 0)[1][0, 0, 0], want, atol=1e-5, rtol=1e-4)
+
+
+def expected_of_one(cache: PolicyCache, folder: Path) -> Tensor:
+    file = load(str(folder), "kvtc").tensors
+    mean, directions, groups = (file[f"joint.values.{part}.0"] for part in ("mean", "directions", "groups2"))
+    pairs = [(size, bits) for size, bits in groups.tolist()]
+    return reference.coded(held(cache, 0)[1][0, 0, :1], mean.double(), directions, pairs)[0].float()
+
+
+def test_the_calibration_is_found_next_to_the_file_and_must_be_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "calibration"
+    model = calibrated(folder)
+    path = tmp_path / "caches" / "cache.safetensors"
+    path.parent.mkdir()
+    with kvpolicy.attach(model, "full"):
+        cache, _, _ = filled(model, [LENGTH])
+        first = passed(model, cache, path, spec(folder))
+        shutil.move(folder, path.parent / "calibration")
+        second = PolicyCache.load(model, path)
+        assert all(torch.equal(*pair) for pair in zip(static_tensors(first), static_tensors(second), strict=True))
+        shutil.rmtree(path.parent / "calibration")
+        with pytest.raises(KVPolicyError, match="must be a folder"):
+            PolicyCache.load(model, path)
+    calibrate_kvtc(model, [torch.arange(3, 40).repeat(5)], path.parent / "calibration", ratios=[2])
+    with (
+        kvpolicy.attach(model, "full"),
+        pytest.raises(KVPolicyError, match="with the calibration that it was saved with"),
+    ):
+        PolicyCache.load(model, path)
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "calibration"
+    model = calibrated(folder)
+    other = build("qwen3", layers=2)
+    path = tmp_path / "cache.safetensors"
+    cases = [
+        (model, spec(folder, 3), r"KVTC.ratio must be one that the calibration .* was made for, 1, 2, 4, got 3"),
+        (model, "kvtc", "KVTC.calibration must be a folder of kvpolicy calibrate kvtc, got none"),
+        (model, f"{spec(folder)}@0.2", "must have no budget"),
+        (model, f"kvtc:calibration={tmp_path / 'nowhere'}", "must be a folder"),
+        (model, KVTC, "compress must be one of None, 'zlib', 'kvtc:...'"),
+        (model, "", "compress must be one of"),
+        (other, spec(folder), "must be for this model"),
+    ]
+    for own, form, message in cases:
+        with kvpolicy.attach(own, "full"):
+            cache, _, _ = filled(own, [LENGTH])
+            with pytest.raises(KVPolicyError, match=message):
+                cache.save(path, compress=form)  # pyright: ignore[reportArgumentType]
+    assert not path.exists()
+
+
+def test_angles_that_depend_on_the_length_are_refused(tmp_path: Path) -> None:
+    rope: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "max_position_embeddings": 64,
+    }
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=256, rope_parameters=rope, **sizes)).eval()
+    with kvpolicy.attach(model, "full"):
+        cache, _, _ = filled(model, [LENGTH])
+        with pytest.raises(KVPolicyError, match="must not depend on the length of the text"):
+            cache.save(tmp_path / "cache.safetensors", compress=spec(tmp_path))
+
+
+def test_a_form_is_written_as_it_is_read(tmp_path: Path) -> None:
+    form = KVTC(calibration=f"{tmp_path}/a b", ratio=8, sinks=0, window=7)
+    assert form_of(str(form)) == form and form_of(form) is form
+    assert form_of(None) is None is form_of("zlib")
+    assert str(KVTC(calibration="a")) == "kvtc:calibration=a:ratio=16"
+
+
+def test_only_files_with_a_form_are_of_a_newer_format(tmp_path: Path) -> None:
+    folder = tmp_path / "calibration"
+    model = calibrated(folder)
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "full"):
+        cache, _, _ = filled(model, [LENGTH])
+        for compress, number in ((None, 1), ("zlib", 1), (spec(folder), 2)):
+            cache.save(path, compress=compress)
+            assert read_header(path)["format"] == number
+
+
+def edited(path: Path, change: Any) -> None:
+    """Write a file again with other tensors or another header, and the hash that they need."""
+    content = cache_file.read(path, mapped=False)
+    header = dict(content.header)
+    tensors = dict(content.tensors)
+    change(header, tensors)
+    cache_file.write(path, cache_file.CacheFile(header, tensors), "zlib")
+
+
+def bomb(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    del header
+    tensors["layers.0.kvtc.joint.keys"] = torch.frombuffer(bytearray(zlib.compress(bytes(2**28))), dtype=torch.uint8)
+
+
+def longer(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    del header
+    name = "layers.0.kvtc.joint.keys"
+    tensors[name] = torch.cat([tensors[name], tensors[name]])
+
+
+def shorter(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    del header
+    tensors["layers.0.kvtc.joint.keys"] = tensors["layers.0.kvtc.joint.keys"][:-9]
+
+
+def noise(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    del header
+    tensors["layers.0.kvtc.joint.keys"] = torch.arange(200, dtype=torch.uint8)
+
+
+HOSTILE: list[tuple[Any, str]] = [
+    (bomb, "bytes of codes"),
+    (longer, "bytes of codes"),
+    (shorter, "bytes of codes"),
+    (noise, "can be decompressed"),
+    (lambda _, tensors: tensors.pop("layers.0.kvtc.joint.values"), "the codes joint.values of layer 0, got none"),
+    (lambda _, tensors: tensors.pop("layers.1.kvtc.rest.keys"), "keys of 9 tokens|keys of .* got none"),
+    (lambda _, tensors: tensors.update({"layers.1.kvtc.rest.keys": torch.zeros(2**20, 8)}), "keys of .* got torch"),
+    (lambda _, tensors: tensors.pop("layers.0.positions"), "positions of a layer"),
+    (lambda _, tensors: tensors.update({"layers.0.positions": tensors["layers.0.positions"].long()}), "positions of a"),
+    (lambda _, tensors: tensors.update({"layers.0.positions": tensors["layers.0.positions"][:, :1]}), "slots of"),
+    (lambda _, tensors: tensors.update({"layers.0.length": torch.zeros(3, dtype=torch.int64)}), "1 rows, got others"),
+    (lambda _, tensors: tensors.update({"layers.0.owner": torch.zeros(1, 1, dtype=torch.int64)}), "owner of each page"),
+    (lambda header, _: header["layers"]["0"].update(shape=[1, 2**39, 8]), "in layers.0.shape"),
+    (lambda header, _: header["layers"]["0"].update(layout=[2**39, []]), "slots of"),
+    (lambda header, _: header["form"].update(spec="gzip:level=3"), "must be one of kvtc, got 'gzip'"),
+    (lambda header, _: header["form"].update(spec="kvtc:x=1"), "options of 'kvtc' must be among"),
+    (lambda header, _: header["form"].update(calibration="0"), "with the calibration that it was saved with"),
+    (lambda header, _: header["form"].pop("calibration"), "form.calibration"),
+    (lambda header, _: header.pop("form"), "the policy and the model"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_hostile_files(number: int, tmp_path: Path) -> None:
+    change, message = HOSTILE[number]
+    folder = tmp_path / "calibration"
+    model = calibrated(folder)
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "full"):
+        cache, _, _ = filled(model, [LENGTH])
+        cache.save(path, compress=spec(folder))
+        with pytest.raises(KVPolicyError, match=message) as raised:
+            edited(path, change)
+            PolicyCache.load(model, path)
+        assert "\n" not in str(raised.value)
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    folder = tmp_path / "calibration"
+    model = calibrated(folder)
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "full"):
+        cache, _, _ = filled(model, [LENGTH])
+        cache.save(path, compress=spec(folder))
+        path.write_bytes(path.read_bytes()[:-3])
+        with pytest.raises(KVPolicyError, match="truncated or edited"):
+            PolicyCache.load(model, path)
