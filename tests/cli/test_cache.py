@@ -47,6 +47,30 @@ def test_a_file_is_made_described_and_verified(tmp_path: Path, capsys: pytest.Ca
     assert "truncated or edited" in capsys.readouterr().err
 
 
+def test_a_file_with_loss_is_made_and_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 8)
+    out = tmp_path / "records.safetensors"
+    folder = tmp_path / "kvtc"
+    options = ["--ratios", "8", "--tokens", "150", "--quiet"]
+    assert main(["calibrate", "kvtc", "--model", "tiny", "--text", str(text), "--out", str(folder), *options]) == 0
+    said = capsys.readouterr().out
+    assert f"Use it with cache.save(path, compress='kvtc:calibration={folder}:ratio=8')" in " ".join(said.split())
+    form = f"kvtc:calibration={folder}:ratio=8"
+    make = ["cache", "make", "--file", str(text), "--policy", "full", "--out", str(out), "--force"]
+    assert main([*make, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main([*make, "--form", form, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert plain["form"] is None and made["form"] == form and made["file_nbytes"] < 0.8 * plain["file_nbytes"]
+    assert main(["cache", "info", str(out)]) == 0
+    assert "stored as" in (said := capsys.readouterr().out) and "with loss" in said and "format 2" in said
+    assert main(["cache", "verify", str(out)]) == 0
+    for wrong in (["--form", "gzip"], ["--form", "kvtc:ratio=x"], ["--form", form, "--compress"]):
+        assert main([*make, *wrong]) == 2
+    assert "--compress must not be given with --form" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_policy_that_looks_at_a_question_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "cache.safetensors")
     assert main(["cache", "make", TEXT, "--policy", "snapkv@0.5", "--out", out]) == 0

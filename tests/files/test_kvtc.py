@@ -19,6 +19,7 @@ from kvpolicy.calibration import calibrate_kvtc
 from kvpolicy.codecs._files import load
 from kvpolicy.hf import cache_file
 from kvpolicy.hf.cache_header import read_header
+from kvpolicy.hf.dense_cache import check_dense
 from kvpolicy.hf.file_forms import form_of
 from kvpolicy.hf.kvtc.form import KVTC
 from tests.conformance.access import static_tensors
@@ -320,6 +321,21 @@ def test_only_files_with_a_form_are_of_a_newer_format(tmp_path: Path) -> None:
         for compress, number in ((None, 1), ("zlib", 1), (spec(folder), 2)):
             cache.save(path, compress=compress)
             assert read_header(path)["format"] == number
+
+
+def test_other_engines_refuse_a_file_with_loss(tmp_path: Path) -> None:
+    folder = tmp_path / "calibration"
+    model = calibrated(folder)
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "full"):
+        cache, _, _ = filled(model, [LENGTH])
+        for compress in (None, spec(folder)):
+            cache.save(path, compress=compress)
+            if compress is None:
+                assert check_dense(read_header(path), str(path)) == LENGTH + 2
+                continue
+            with pytest.raises(KVPolicyError, match="must have plain keys and values, got kvtc:"):
+                check_dense(read_header(path), str(path))
 
 
 def edited(path: Path, change: Any) -> None:

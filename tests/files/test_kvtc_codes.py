@@ -131,6 +131,16 @@ def test_a_plan_has_as_many_directions_as_its_ratios_have_bits_for() -> None:
         assert reference.cost(found[f"groups{ratio}"].tolist()) <= 16 * 64 / ratio
 
 
+def test_errors_are_measured_on_other_tokens() -> None:
+    """Those that no component was computed from: here they alone vary, in directions that the others do not know."""
+    x = torch.zeros(40, 20, dtype=torch.float64)
+    held_out = torch.arange(40) % 4 == 3
+    x[~held_out, :2] = draw(30, 2)
+    x[held_out, 5:] = draw(10, 15) * 100
+    directions = plans(x, [1])["directions"]
+    assert not directions[5:, :2].abs().gt(1e-6).any()
+
+
 def test_samples_are_the_unrotated_keys_and_the_values_of_later_tokens() -> None:
     model = build("llama", layers=2)
     texts = windows()

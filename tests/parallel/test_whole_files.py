@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy.calibration import calibrate_kvtc
 from kvpolicy.hf.cache_file import CacheFile, rank_path, read
 from kvpolicy.hf.rank_file import cut_for_rank
 from kvpolicy.parallel.runtime import share
@@ -45,7 +46,7 @@ JOINT = "window+shadowkv:joint=true:read=6:page=2:rank=3:recent=2@0.5"
 
 
 @torch.no_grad()
-def _play(model: Any, policy: str, path: Path) -> None:
+def _play(model: Any, policy: str, path: Path, form: str | None = None) -> None:
     """Save the cache of a padded batch behind some steps."""
     draw = torch.Generator().manual_seed(3)
     tokens = torch.randint(3, 64, (2, 26), generator=draw)
@@ -57,7 +58,7 @@ def _play(model: Any, policy: str, path: Path) -> None:
             _forward(model, cache, tokens, seen)
             tokens = torch.randint(3, 64, (2, 1), generator=draw)
             seen = torch.cat([seen, torch.ones(2, 1, dtype=torch.int64)], 1)
-        cache.save(path)
+        cache.save(path, compress=form)
 
 
 def _forward(model: Any, cache: PolicyCache, tokens: Tensor, seen: Tensor) -> Tensor:
@@ -161,6 +162,31 @@ def _loaded(rank: int, world: int, heads: Heads, policies: list[str], folder: st
 def test_a_loaded_part_goes_on_as_the_whole(heads: Heads, tmp_path: Path) -> None:
     for found in run_ranks(_loaded, 2, heads, FEW, str(tmp_path)):
         assert max(found) < 1e-4
+
+
+def _with_loss(rank: int, world: int, heads: Heads, folder: str) -> tuple[float, str]:
+    """As `_loaded`, for a file with loss; and what a rank says that shall write one."""
+    model = model_of(heads)
+    alone = model_of(heads)
+    share(model, replicas=heads.replicas)
+    path = Path(folder) / f"whole{rank}.safetensors"
+    calibration = Path(folder) / f"calibration{rank}"
+    draw = torch.Generator().manual_seed(1)
+    calibrate_kvtc(alone, [torch.randint(3, 64, (140,), generator=draw)], calibration, ratios=[2])
+    form = f"kvtc:calibration={calibration}:ratio=2:sinks=2:window=4"
+    _play(alone, "full", path, form)
+    want = _go_on(alone, "full", path)
+    with divided(heads, rank, world):
+        found = float((_go_on(model, "full", path) - want).abs().max())
+        with pytest.raises(KVPolicyError) as caught:
+            _play(model, "full", path, form)
+    return found, str(caught.value)
+
+
+def test_a_file_with_loss_is_written_by_one_process_and_loaded_on_several(tmp_path: Path) -> None:
+    for found, said in run_ranks(_with_loss, 2, Heads(4, 2), str(tmp_path)):
+        assert found < 1e-4
+        assert said.startswith("A cache must be whole to be saved with kvtc")
 
 
 def _refused(rank: int, world: int, heads: Heads, policy: str, folder: str) -> str:

@@ -12,6 +12,7 @@ TABLES = (
     "answers",
     "bits",
     "csr",
+    "files",
     "frontier",
     "long_prompt",
     "memory",
