@@ -166,22 +166,6 @@ def test_a_whole_prompt_is_kept_by_heads_with_budgets_of_their_own(new: int | No
         assert all(bool((layer.store.geometry.tokens_by_head() == 30).all()) for layer in cache.policy_layers)
 
 
-def test_a_row_is_measured_once() -> None:
-    """When another row begins, only that one is measured."""
-    model = build("llama", layers=4)
-    ids, mask = make_batch([12, 12], [12, 9])
-    mask[1, :12] = 0
-    with kvpolicy.attach(model, "squeeze+window@0.5"):
-        cache = PolicyCache(model)
-        alone = PolicyCache(model)
-        forward(model, ids, mask, 0, 12, cache)
-        first = cache.cosines()[0]
-        forward(model, ids, mask, 12, 21, cache)
-        forward(model, ids[1:, 12:], mask[1:, 12:], 0, 9, alone)
-        assert torch.equal(cache.cosines()[0], first)
-        torch.testing.assert_close(cache.cosines()[1], alone.cosines()[0], atol=1e-5, rtol=0)
-
-
 def test_learned_positions_end_where_the_longest_row_does() -> None:
     """Positions are those of a row's own tokens, so that padding takes none."""
     model = build("opt")

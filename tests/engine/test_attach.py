@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
@@ -85,19 +84,6 @@ def test_no_trace_after_an_exception_inside_a_forward(family: str) -> None:
     assert torch.equal(logits(model), stock)
 
 
-def test_a_handle_works_on_after_an_exception() -> None:
-    """A forward that broke off in the middle of measuring leaves nothing to the next one."""
-    model = build("llama")
-    with kvpolicy.attach(model, POLICY) as handle:
-        want = logits(model, use_cache=True)
-        kept = handle.cache.policy_layers[2].positions.clone() if handle.cache else None
-        with pytest.raises(Boom), broken_in(1):
-            logits(model, use_cache=True)
-        assert torch.equal(logits(model, use_cache=True), want)
-        assert kept is not None and handle.cache is not None
-        assert torch.equal(handle.cache.policy_layers[2].positions, kept)
-
-
 def test_a_failed_attach_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     before = trace(model)
@@ -130,37 +116,13 @@ def test_a_model_that_does_not_name_its_embeddings(monkeypatch: pytest.MonkeyPat
 
 
 def test_twice_is_refused() -> None:
-    model = build("llama")
-    with kvpolicy.attach(model, "window"), pytest.raises(ValueError, match="already attached"):
-        kvpolicy.attach(model, "h2o")
-    with kvpolicy.attach(model, "h2o"):
-        pass
-
-
-def test_inner_model_is_refused_while_attached() -> None:
     """The decoder inside has the same modules: two policies would fight over them."""
     model = build("llama")
-    with kvpolicy.attach(model, "window"):
-        try:
-            inner = kvpolicy.attach(model.model, "h2o")
-        except ValueError as error:
-            assert "already" in str(error)
-        else:
-            inner.detach()
-            pytest.fail("two policies were attached to the same layers")
-
-
-def test_another_model_of_the_same_config() -> None:
-    """Two models may share their config object, and a policy is attached to one of them."""
-    torch.manual_seed(0)
-    config = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=48)
-    one: Any = LlamaForCausalLM(config).eval()
-    other: Any = LlamaForCausalLM(config).eval()
-    ids, mask = make_batch([20, 13], [20])
-    how: Any = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
-    stock = other.generate(ids, **how)
-    with kvpolicy.attach(one, "window@0.5"):
-        assert torch.equal(other.generate(ids, **how), stock)
+    for again in (model, model.model):
+        with kvpolicy.attach(model, "window"), pytest.raises(ValueError, match="already attached"):
+            kvpolicy.attach(again, "h2o")
+    with kvpolicy.attach(model, "h2o"):
+        pass
 
 
 def test_detach_is_idempotent() -> None:
@@ -198,45 +160,16 @@ def test_a_cache_needs_an_attached_model() -> None:
             PolicyCache(wrong)
 
 
-def test_a_cache_of_another_model_is_refused() -> None:
-    other = build("qwen2")
-    with kvpolicy.attach(build("llama"), "window"), kvpolicy.attach(other, "h2o"):
-        cache = PolicyCache(other)
-        with pytest.raises(ValueError):
-            build("llama")(torch.ones(1, 3, dtype=torch.int64), cache=cache)
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if "falcon" in name])
-def test_falcon_without_a_cache(family: str, implementation: str) -> None:
-    """Its attention is none of transformers' interface, and its grouped heads are repeated by stock functions."""
-    config = copy.deepcopy(build(family).config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-    model.load_state_dict(build(family).state_dict())
-    ids, _ = make_batch([20], [20])
-    with torch.no_grad():
-        stock = model(ids, use_cache=False).logits
-        with kvpolicy.attach(model, POLICY):
-            assert torch.allclose(model(ids, use_cache=False).logits, stock, atol=1e-5)
-            assert torch.allclose(model.train()(ids).logits, stock, atol=1e-5)
-
-
-def test_training_and_no_cache_are_untouched() -> None:
+def test_training_makes_no_cache() -> None:
     model = build("llama")
-    stock = logits(model, use_cache=False)
     ids, _ = make_batch([20], [20])
     with kvpolicy.attach(model, POLICY) as handle:
-        assert torch.allclose(logits(model, use_cache=False), stock, atol=1e-5)
         model.train()
         try:
             model(ids, labels=ids).loss.backward()
         finally:
             model.eval()
         assert handle.cache is None
-        gradient = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
-    model.zero_grad()
-    model(ids, labels=ids, use_cache=False).loss.backward()
-    assert torch.allclose(model.model.layers[0].self_attn.k_proj.weight.grad, gradient, atol=1e-5)
     model.zero_grad()
 
 

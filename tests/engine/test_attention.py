@@ -139,25 +139,6 @@ def test_a_compiled_graph_gives_the_same_output_and_gradients() -> None:
         torch.testing.assert_close(graph, eager, atol=1e-6, rtol=1e-5)
 
 
-def test_slots_before_the_prompt_are_seen_by_every_query() -> None:
-    q, k, v = _tensors(9)
-    transform = ScoreTransform(0.3)
-    held = 4
-    occupied = torch.ones(3, HEADS, held, dtype=torch.bool)
-    occupied[1, 0, 2] = False
-    past = Past(k[:, :, :held], v[:, :, :held], occupied)
-    out, total = attend(q[:, :, held:], k[:, :, held:], v[:, :, held:], transform, past, None, True)
-    valid = torch.ones(3, 9, dtype=torch.bool)
-    expected, _ = _expected(q, k, v, valid, transform)
-    torch.testing.assert_close(out[[0, 2]].double(), expected[[0, 2], :, held:], atol=1e-6, rtol=1e-5)
-    without, _ = _expected(q, k, v, valid.index_fill(1, torch.tensor(2), False), transform)
-    torch.testing.assert_close(out[1, :GROUP].double(), without[1, :GROUP, held:], atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(out[1, GROUP:].double(), expected[1, GROUP:, held:], atol=1e-6, rtol=1e-5)
-    assert total is not None
-    assert (total[1, :GROUP, 2] == 0).all()
-    torch.testing.assert_close(total.sum(-1), torch.full((3, HEADS * GROUP), 5.0))
-
-
 @pytest.mark.parametrize("want_weights", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_counts_of_thousands_are_not_rounded(dtype: torch.dtype, want_weights: bool) -> None:

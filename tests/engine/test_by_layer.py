@@ -18,6 +18,7 @@ from kvpolicy.planning.curves import save_layers
 from kvpolicy.planning.planner import divide
 from kvpolicy.policy import LayeredPolicy
 from kvpolicy.protocols import LayerShape
+from kvpolicy.text.budget import bytes_of
 from tests.conformance.access import kept_positions
 from tests.conformance.calibration import DIM
 from tests.conformance.models import build
@@ -71,49 +72,8 @@ def test_every_layer_is_that_of_its_own_policy(specs: list[str], rows: str) -> N
         assert verdict.turns >= 5, f"most choices of layer {index} were within fp32's noise"
 
 
-@functools.cache
-def _nbytes(spec: str, keep: int, layer_idx: int, length: int, end: int) -> int:
-    """What a layer holds under an ordinary policy with a budget in tokens, of a cache that ran."""
-    model = build("llama", layers=3)
-    parts = Policy.parse(spec)
-    policy = parts if parts.keeps_whole else parts.with_budget(keep)
-    with kvpolicy.attach(model, policy), torch.no_grad():
-        cache = PolicyCache(model, new=end - length)
-        model(torch.arange(length)[None] % 60, cache=cache)
-        return sum(cache.policy_layers[layer_idx].held().values())
-
-
 BUDGETS = [0.4, 20, "9000B"]
 SEARCHED = [MIXED[0], MIXED[3], PAGED]
-
-
-@product("specs,budget", SEARCHED, BUDGETS, sample=each_once(SEARCHED, BUDGETS))
-def test_bytes_fit_and_no_larger_factor_does(specs: list[str], budget: Any) -> None:
-    """Tokens by layer against a search over every factor, with bytes of caches that ran."""
-    policy = layered(specs, budget)
-    model = build("llama", layers=3)
-    length = 40
-    end = 48
-    with kvpolicy.attach(model, policy), torch.no_grad():
-        cache = PolicyCache(model, new=end - length)
-        model(torch.arange(length)[None] % 60, cache=cache)
-        got = [int(layer.budget) for layer in cache.policy_layers]
-        held = cache.nbytes
-        planned = kvpolicy.plan(model.config, policy, prompt=length, new=end - length, dtype=torch.float32)
-        assert planned.nbytes == held and [layer.tokens for layer in planned.layers] == got
-    token = 2 * 3 * model.config.num_key_value_heads * DIM * 4  # of all layers
-    limit = 9000 if isinstance(budget, str) else int(token * (end * budget if isinstance(budget, float) else budget))
-    shares = [spec.partition("@")[2] for spec in specs]
-    floors = [policy.at(index).min_tokens for index in range(3)]
-
-    def nbytes(keep: list[int]) -> int:
-        return sum(
-            _nbytes(spec, count, index, length, end)
-            for index, (spec, count) in enumerate(zip(specs, keep, strict=True))
-        )
-
-    assert held <= limit
-    assert got == tokens_that_fit(shares, floors, end, nbytes, limit)
 
 
 def test_equal_layers_are_the_ordinary_policy() -> None:
@@ -182,31 +142,6 @@ def test_taken_back() -> None:
     specs = [words("h2o", "kivi"), words("uniform/adakv", "snapkv"), words("streaming", "tokenwise"), words("h2o")]
     layers = build("llama").config.num_hidden_layers
     undone("llama", Policy.by_layer(specs[:layers], budget=0.7), [26, 17], 5, 2)
-
-
-def test_a_row_of_one_token() -> None:
-    """What selectors keep at least is kept, also where it is more than the share."""
-    model = build("llama", layers=2)
-    with kvpolicy.attach(model, Policy.by_layer(["snapkv:window=6:kernel=3@0.5", "uniform/adakv+h2o@0.9"], budget=0.5)):
-        out = model(torch.tensor([[5]]))
-        assert out.logits.isfinite().all() and out.cache.nbytes > 0
-
-
-def test_generate_beams_and_sliding_layers() -> None:
-    """Layers that no policy manages have an entry that is not used."""
-    model = build("gemma2")
-    count = model.config.num_hidden_layers
-    specs = [
-        ("h2o@0.5", "snapkv:window=4:kernel=3+kivi:group_size=4:residual_length=4@0.8")[i // 2 % 2]
-        for i in range(count)
-    ]
-    with kvpolicy.attach(model, Policy.by_layer(specs, budget=0.8)) as handle:
-        out = model.generate(torch.arange(3, 40)[None], max_new_tokens=5, num_beams=2, do_sample=False)
-        assert out.shape[1] == 42 and handle.cache is not None
-        managed = [layer.layer_idx for layer in handle.cache.policy_layers]
-        kinds = {type(handle.cache.layers[index].store.spec.codec).__name__ for index in managed}  # pyright: ignore
-        assert 0 < len(managed) < count and kinds <= {"Plain", "KIVI"}
-        assert "KIVI" in kinds or "Plain" in kinds
 
 
 def test_as_data(tmp_path: Path) -> None:
@@ -296,7 +231,7 @@ def test_refused_later(tmp_path: Path) -> None:
 
 @product("seed", range(60), sample=[(seed,) for seed in range(8)])
 def test_random_divisions(seed: int) -> None:
-    """Any shares and lengths, with the bytes of plans: the budget is met, and no larger factor would meet it."""
+    """Any shares, lengths and budgets, with the bytes of plans: the budget is met, and would be by no larger factor."""
     dice = torch.Generator().manual_seed(seed)
     draw = lambda low, high: int(torch.randint(low, high + 1, (), generator=dice))  # noqa: E731
     shape = LayerShape(2, 8, torch.float32)
@@ -312,7 +247,9 @@ def test_random_divisions(seed: int) -> None:
     specs = [f"{pool[draw(0, len(pool) - 1)]}@{share}" for share in shares]
     length = draw(60, 150)
     end = length + draw(0, 20)
-    policy = Policy.by_layer(specs, budget=draw(40, 95) / 100)
+    budgets: list[Any] = [draw(40, 95) / 100, draw(10, 90), f"{layers * draw(3, 19)}KB"]
+    budget = budgets[seed % 3]
+    policy = Policy.by_layer(specs, budget=budget)
     prompt = torch.tensor([length])
     ends = torch.tensor([end])
 
@@ -320,9 +257,10 @@ def test_random_divisions(seed: int) -> None:
         pairs = enumerate(zip(specs, keep, strict=True))
         return sum(_planned(spec, count, shape, index, length, end) for index, (spec, count) in pairs)
 
-    full = layers * shape.token_nbytes * end
-    assert isinstance(policy.budget, float)
-    limit = int(policy.budget * full + 1e-9)
+    token = layers * shape.token_nbytes
+    limit = bytes_of(budget) if isinstance(budget, str) else int(token * budget)
+    if isinstance(budget, float):
+        limit = int(budget * token * end + 1e-9)
     try:
         tokens = divide(policy, None, prompt, ends, [shape] * layers)
     except KVPolicyError:

@@ -163,10 +163,6 @@ def test_the_oldest_version_is_that_of_the_package() -> None:
 pytest.importorskip("transformers")
 
 
-def test_it_is_the_class_of_transformers() -> None:
-    assert cache_names.DummyLayer is getattr(cache_utils, "DummyLayer", cache_names.DummyLayer)
-
-
 def test_where_transformers_has_none_no_layer_is_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cache_utils, "DummyLayer", raising=False)
     absent = runpy.run_path(cache_names.__file__)["DummyLayer"]

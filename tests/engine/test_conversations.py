@@ -59,28 +59,6 @@ def test_policies_of_their_own() -> None:
         PolicyCache(model, "squeeze+h2o@0.5")
 
 
-def test_the_models_own_caches_are_new_each_time() -> None:
-    model = build("llama", layers=LAYERS)
-    ids, mask = make_batch([24], [24])
-    with kvpolicy.attach(model, "h2o@0.5") as handle:
-        first = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=5)
-        cache = handle.cache
-        assert torch.equal(model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=5), first)
-        assert handle.cache is not cache
-
-
-@pytest.mark.parametrize("policy", ["squeeze+h2o@0.5", "kvcrush/h2o+kivi:group_size=4:residual_length=4@0.5"])
-def test_a_reset_cache_is_new(policy: str) -> None:
-    model = build("llama", layers=LAYERS)
-    with kvpolicy.attach(model, policy):
-        cache = PolicyCache(model)
-        talk(model, *make_batch([24, 15, 7], TURNS, seed=1), TURNS, cache)
-        cache.reset()
-        again = talk(model, *make_batch([20, 9], TURNS, seed=2), TURNS, cache)
-        fresh = talk(model, *make_batch([20, 9], TURNS, seed=2), TURNS, PolicyCache(model))
-    assert torch.equal(again, fresh)
-
-
 @pytest.mark.parametrize("spec", ["h2o:decode=grow@9000B", "uniform/even+h2o:decode=grow@9000B", "h2o:decode=grow@9"])
 def test_a_growing_cache_stays_within_its_budget_in_later_turns(spec: str) -> None:
     """Slots for generated tokens are those that the budget of the turn contains, also if a turn is one token."""

@@ -7,7 +7,7 @@ import torch
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.engine.decode import assert_async, update_state
+from kvpolicy.engine.decode import assert_async
 from kvpolicy.engine.selection import eviction_scores
 from kvpolicy.protocols import View
 from tests.conformance.access import addresses, kept_positions
@@ -63,26 +63,7 @@ def test_room_for_what_was_announced(selector: str, codec: str) -> None:
     assert held == ([48, 39] if selector == "full" else [33, 28])
 
 
-def test_room_for_what_was_not_announced() -> None:
-    """Without a hint, room is added in large pieces, and nothing is lost."""
-    model = build("llama", layers=2)
-    ids, mask = make_batch([PROMPT], [PROMPT] + [1] * 60)
-    with kvpolicy.attach(model, "full"):
-        cache = PolicyCache(model)
-        for column in range(PROMPT - 1, PROMPT + 60):
-            forward(model, ids, mask, 0 if column < PROMPT else column, column + 1, cache)
-    assert kept_positions(cache.policy_layers[0])[0][0] == list(range(PROMPT + 60))
-
-
 SUNK = [(SINKS[0], "kivi", STEPS[1]), (SINKS[0], "tokenwise", STEPS[0]), (SINKS[1], "plain", STEPS[0])]
-
-
-@product("base,codec,steps", SINKS, CODECS, STEPS, sample=SUNK)
-def test_sinks_survive(base: str, codec: str, steps: int) -> None:
-    cache, _ = run(words(base, codec, budget="0.7"), [PROMPT, 21], steps)
-    for layer in cache.policy_layers:
-        for row in kept_positions(layer):
-            assert all(head[:4] == [0, 1, 2, 3] for head in row)
 
 
 def test_slots_are_ascending_after_a_prompt() -> None:
@@ -140,21 +121,6 @@ def test_an_endless_priority_is_evicted_only_if_all_are() -> None:
     ):
         state = Worth(torch.tensor([[worth]]), positions.long())
         assert int(eviction_scores(Ranking(), state, view, ~view.valid).argmax(-1)) == slot, worth  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("valid", [None, [True, False, True]])
-def test_only_rows_with_a_token_are_updated(valid: list[bool] | None) -> None:
-    state, view = slots(5, 0)
-    before = state.worth.clone()
-    place = state.worth.data_ptr()
-    weights = torch.rand(ROWS, HEADS, 2, SLOTS, generator=generator(9))
-    mask = None if valid is None else torch.tensor(valid)[:, None]
-    update_state(Ranking(), state, weights, view, mask)  # pyright: ignore[reportArgumentType]
-    assert state.worth.data_ptr() == place, "in place"
-    for b in range(ROWS):
-        added = weights[b].sum(1) if valid is None or valid[b] else torch.zeros(HEADS, SLOTS)
-        torch.testing.assert_close(state.worth[b], before[b] + added)
-        assert torch.equal(state.number[b], view.positions[b].long())
 
 
 def test_a_condition_that_does_not_hold_is_told() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from kvpolicy import AdaKV, Policy
-from kvpolicy.engine.journal import Content, Entry, Journal, Sizes, crop_obstacle
+from kvpolicy import Policy
+from kvpolicy.engine.journal import Content, Entry, Journal, Sizes
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.undo_log import UndoLog
 from kvpolicy.planning.memory import layer_spec
@@ -46,25 +44,6 @@ def test_rows_follow() -> None:
     journal.map_rows(lambda t: t[torch.tensor([1, 1, 0])])
     assert journal.sizes[0].expected_len == [10, 10, 5] and journal.sizes[0].budget == [4, 4, 3]
     assert journal.sizes[0].columns == 5
-
-
-@pytest.mark.parametrize(
-    ("policy", "obstacle"),
-    [
-        ("snapkv@0.5", ""),
-        ("window@0.5", ""),
-        ("snapkv+kivi@0.5", "the codec"),
-        ("snapkv+merge@0.5", "the merger"),
-        ("snapkv+quest@0.5", "the reader"),
-        ("h2o@0.5", "the selector"),
-        ("kvzip@0.5", "the selector"),
-    ],
-)
-def test_parts_that_cannot_be_taken_back(policy: str, obstacle: str) -> None:
-    own = Policy.parse(policy)
-    found = crop_obstacle(layer_spec(own, 0))
-    assert found.startswith(obstacle) and bool(found) == bool(obstacle)
-    assert crop_obstacle(replace(layer_spec(own, 0), heads=AdaKV())) == "budgets by head"
 
 
 def test_all_bytes_of_entries_are_counted() -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from kvpolicy import H2O, KIVI, AdaKV
-from kvpolicy.engine.layer_contents import NUMBERS
+from kvpolicy import H2O, KIVI, AdaKV, Policy
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layer_tensors import LayerTensors, PageTensors
 from kvpolicy.engine.state import tensors
-from kvpolicy.protocols import HeadAllocator
+from kvpolicy.protocols import HeadAllocator, LayerShape, Layout
 
 
 def layer(heads: HeadAllocator | None = None) -> LayerStore:
@@ -46,14 +43,15 @@ def test_pages_are_asked_for_only_where_there_are_some() -> None:
         layer().tensors.paged()
 
 
-def test_numbers_pass_through_json() -> None:
-    store = layer()
-    numbers = store.geometry.numbers()
-    assert {*NUMBERS} <= numbers.keys()
-    numbers |= {"capacity": 77, "expected_len": [5, 6], "layout": [8, [32]], "free_steps": None}
-    store.geometry.set_numbers(json.loads(json.dumps(numbers)))
-    assert store.contents.capacity == 77 and store.contents.expected_len == [5, 6] and store.layout.coded == (32,)
-    assert store.geometry.numbers() == numbers
+def test_limits_without_rows_stay_as_they_are() -> None:
+    policy = Policy.parse("full+kivi:group_size=4:residual_length=4")
+    spec = LayerSpec(0, policy.selector, policy.codec)
+    held = LayerTensors.of_slots(spec, 2, LayerShape(2, 4, torch.float32), Layout(4, (8,)), "cpu")
+    assert held.limits is not None and not held.limits.block.shape[0]
+    columns = held.columns
+    held.map_rows(lambda t: t[[1, 0, 1]])
+    assert held.columns is columns and held.length.shape == (3,) and held.limits.flush_threshold.shape == (3, 1)
+    assert not held.limits.block.shape[0]
 
 
 def _reach(value: object) -> list[torch.Tensor]:

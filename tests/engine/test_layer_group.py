@@ -122,15 +122,6 @@ def check_selected(policy: Policy | str, model: Any) -> None:
     torch.testing.assert_close(found, wanted[order], rtol=0, atol=2e-3)
 
 
-def check_beams(policy: Policy | str, model: Any) -> None:
-    """Beams run, and leave a whole cache."""
-    ids, _ = make_batch([26], [26])
-    with kvpolicy.attach(model, policy) as handle:
-        found = model.generate(ids, max_new_tokens=12, num_beams=3, do_sample=False)
-        assert found.shape[1] > 26 and handle.cache is not None
-        check_cache(handle.cache)
-
-
 def stores_of(cache: PolicyCache, *layers: int) -> list[Any]:
     return [cache.policy_layers[layer].store for layer in layers]
 
@@ -238,34 +229,6 @@ def test_a_cache_begins_anew_after_a_reset() -> None:
         check_cache(cache)
 
 
-def test_rows_are_selected_in_both_layers() -> None:
-    check_selected(EVICTING, model_of())
-
-
-def test_blocks_are_undone_in_both_layers() -> None:
-    """More steps than a block has tokens are marked, of which few are accepted."""
-    model = model_of()
-    ids, mask = make_batch([26], [26] + [1] * 20)
-    with kvpolicy.attach(model, EVICTING):
-        cache = PolicyCache(model, new=20)
-        talk(model, ids, mask, [26, 1, 1], cache)
-        other = cache.fork()
-        cache.mark(most=9)
-        talk_on(model, ids.flip(1), mask, cache, [1] * 9)
-        cache.rollback(2)
-        talk_on(model, ids.flip(1), mask, other, [1] * 2)
-        check_cache(cache)
-        for mine, ours in zip(cache.policy_layers, other.policy_layers, strict=True):
-            assert torch.equal(mine.positions, ours.positions)
-            for one, two in zip(tensors(mine.store.tensors.codes), tensors(ours.store.tensors.codes), strict=True):
-                assert torch.equal(one, two)
-
-
-def test_a_saved_cache_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    loaded = check_saved(EVICTING, model_of(), tmp_path / "cache.safetensors", cut=7)
-    assert isinstance(loaded.policy, ModelPolicy)
-
-
 @pytest.mark.parametrize("how", [{"tile": 5}, {"chunks": "hold"}])
 def test_tiles_and_held_chunks_encode_what_a_whole_prompt_does(how: dict[str, Any]) -> None:
     check_tiles_and_chunks(EVICTING, how, (1, 2), model_of())
@@ -292,10 +255,6 @@ def test_a_block_of_the_first_layer_waits_and_is_counted() -> None:
     shape = stores_of(cache, 1)[0].shape
     assert dict(waiting) == {0: 0, 1: 0, 2: kept * shape.token_nbytes, 3: 0}
     assert "waiting prompt" not in cache.policy_layers[1].held()
-
-
-def test_beams_and_generate_run() -> None:
-    check_beams(EVICTING, model_of())
 
 
 # the group alone
@@ -415,19 +374,9 @@ def test_parts_that_may_keep_other_tokens_in_one_layer_are_refused(policy: str, 
         Policy.parse(policy)
 
 
-def test_budgets_by_head_are_refused() -> None:
-    with pytest.raises(KVPolicyError, match=r"must encode every token by itself .*adakv"):
-        Policy.parse("uniform/adakv+snapkv+minicache@0.5")
-
-
 def test_a_policy_by_layer_has_no_pairs() -> None:
     with pytest.raises(KVPolicyError, match=r"The codec of a layer must encode it by itself.*layer 1.*; try tokenwise"):
         Policy.by_layer(["full", "minicache"], budget=0.5)
-
-
-def test_a_model_of_one_layer_is_refused() -> None:
-    with pytest.raises(KVPolicyError, match=r"start must leave two layers of the model's 1"):
-        kvpolicy.attach(model_of(layers=1), "minicache:start=0")
 
 
 def test_a_crop_is_refused() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from kvpolicy.engine import merging
 from kvpolicy.engine.attention import attend
 from kvpolicy.engine.columns import ExactColumns, attend_columns
-from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.state import tensors
 from kvpolicy.statistics.windows import Past, ScoreTransform, window_attention
 from tests.conformance.bench import Bench, draw
@@ -73,29 +72,6 @@ def test_counts_in_prompts_and_steps(softcap: float | None, sinks: Tensor | None
             torch.testing.assert_close(step[b, hq, 0], torch.tensor(mine), atol=1e-5, rtol=1e-5)
             if weights is not None:
                 torch.testing.assert_close(weights[b, h, hq % 2], torch.tensor(its), atol=1e-6, rtol=1e-5)
-
-
-def test_counts_in_half_precision_are_not_rounded() -> None:
-    """A slot of 1,000 tokens beside 1,000 slots of one."""
-    k = torch.zeros(1, 1, 1001, 4, dtype=torch.bfloat16)
-    v = torch.zeros(1, 1, 1001, 4, dtype=torch.bfloat16)
-    v[:, :, 0] = 1
-    counts = torch.zeros(1, 1, 1001)
-    counts[..., 0] = math.log(1000)
-    q = torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16)
-    occupied = torch.ones(1, 1, 1001, dtype=torch.bool)
-    out, _ = attend_columns(q, ExactColumns(k, v), (), ~occupied, ScoreTransform(0.5), False, counts)
-    assert abs(float(out[0, 0, 0, 0]) - 0.5) < 1e-3
-
-
-def test_a_prompt_joins_the_slots() -> None:
-    _, k, v = draw(5, 0)
-    prompt = PendingPrompt(k, v, None, ScoreTransform(1.0))
-    assert merging.join_prompt(None, prompt).keys is k
-    past = Past(k[:, :, :2], v[:, :, :2], torch.ones(1, 2, 2, dtype=torch.bool), torch.ones(1, 2, 2))
-    joined = merging.join_prompt(past, prompt)
-    assert joined.keys.shape[2] == 7 and joined.counts is not None
-    assert joined.counts[0, 0].tolist() == [1, 1, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("codec", ["tokenwise:block_size=4:residual_length=2", "staircase"])

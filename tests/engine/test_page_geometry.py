@@ -13,11 +13,7 @@ from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile
-from kvpolicy.codecs.plain import Plain
-from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.engine.page_geometry import PageGeometry
-from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.paged import DIM, GROUP, HEADS, LOOKING, SCALE, SELECTORS, Run
 from tests.sampling import product, star
@@ -137,69 +133,32 @@ def test_equal_scores_are_broken_by_position_and_head() -> None:
         run.step((torch.zeros_like(q), k, v))
 
 
-def test_rows_of_a_batch_are_those_alone() -> None:
-    """A page is cut to the smallest of the batch, and a short row leaves pages unused."""
-    run = Run("h2o", AdaKV(), [70, 9])
-    data = run.draw(100)
-    run.prompt([100, 100], data)
-    alone = Run("h2o", AdaKV(), [70])
-    alone.prompt([100], (data[0][:1], data[1][:1], data[2][:1]))
-    assert run.store.tensors.positions.shape[-1] == 4 and alone.store.tensors.positions.shape[-1] == 8
-    found = [sorted(p for p in head if p >= 0) for head in run.store.geometry.head_positions()[0].tolist()]
-    assert found == [sorted(p for p in head if p >= 0) for head in alone.store.geometry.head_positions()[0].tolist()]
-    assert (run.store.tensors.paged().owner[1] == HEADS).sum() > 0
-
-
-def test_rows_can_be_chosen_and_repeated() -> None:
-    run = Run("h2o", AdaKV(), [40, 17])
-    run.prompt([60, 33])
-    run.store.map_rows(lambda t: t[[1, 0, 1]])
-    run.rows = [run.rows[1], run.rows[0]]
-    store = run.store
-    assert store.tensors.paged().owner.shape[0] == 3
-    store.map_rows(lambda t: t[:2])
-    for _ in range(5):
-        run.step()
-
-
-def test_equal_heads_keep_what_slots_without_pages_keep() -> None:
-    run = Run("snapkv:window=6:kernel=3", Even(), [32])
-    data = run.draw(80)
-    run.prompt([80], data)
-    assert isinstance(run.store.geometry, PageGeometry)
-    other = LayerStore(LayerSpec(0, run.store.spec.selector, Plain(), "evict"))
-    other.initialize(data[1])
-    _, pending = other.attend_prompt(*data, None, ScoreTransform(SCALE))
-    keep = torch.tensor([32])
-    other.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep, keep))
-    for _ in range(40):
-        step = run.draw(1)
-        out = run.store.append(*step, None, ScoreTransform(SCALE))
-        run.store.count_step()
-        torch.testing.assert_close(out, other.append(*step, None, ScoreTransform(SCALE)), atol=1e-6, rtol=1e-5)
-        assert torch.equal(run.store.geometry.head_positions().sort(-1).values, other.tensors.positions.sort(-1).values)
-
-
-def test_one_graph_for_heads_of_any_size() -> None:
+@pytest.mark.parametrize("codec", ["plain", "tokenwise:group_size=2:residual_length=3:block_size=4"])
+def test_one_graph_for_heads_of_any_size(codec: str) -> None:
     def step(store: LayerStore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return store.append(q, k, v, None, ScoreTransform(SCALE))
+
+    def demote(store: LayerStore) -> None:
+        store.geometry.demote()
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # a reset leaves the counts of other tests
     compiled: Any = torch.compile(step, fullgraph=True, backend="eager", dynamic=False)
+    block: Any = torch.compile(demote, fullgraph=True, backend="eager", dynamic=False)
     shares = set[tuple[int, ...]]()
     for seed in range(3):
-        run = Run("h2o", AdaKV(safeguard=0.0), [40])
+        run = Run("h2o", AdaKV(safeguard=0.0), [40], codec=codec)
         run.dice.manual_seed(seed)
         run.prompt([100])
         shares.add(tuple(run.store.geometry.tokens_by_head()[0].tolist()))
-        for number in range(4):
-            data = run.draw(1)
-            expected = [row.forward(data[0][0], data[1][0], data[2][0], SCALE) for row in run.rows]
-            out = compiled(run.store, *data)
+        for _ in range(6):
+            q, k, v = run.draw(1)
+            expected = run.rows[0].forward(q[0], k[0], v[0], SCALE)
+            torch.testing.assert_close(compiled(run.store, q, k, v)[0], expected.float(), atol=1e-5, rtol=1e-4)
+            if codec != "plain":
+                block(run.store)
+            run.rows[0].tick()
             run.store.count_step()
-            torch.testing.assert_close(out[0], expected[0].float(), atol=1e-5, rtol=1e-4)
             run.check()
-            if seed or number:
-                assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if codec == "plain" else 2)
     assert len(shares) == 3, "heads differ from prompt to prompt"

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from kvpolicy import Policy
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.prompt_statistics import wanted
 from kvpolicy.engine.selection import rank_candidates
+from kvpolicy.hf.layer import make_store
 from kvpolicy.selectors.scissorhands import BelowMean
 from kvpolicy.statistics import AttentionSum, Forward, QueryMoments, Results
 from kvpolicy.statistics.channel_sums import AbsoluteSums, LargestQueries
@@ -187,3 +190,20 @@ def test_bytes_are_those_of_every_tensor() -> None:
     }
     extra = 3 * 4 * 5 * 4 + 2 * window + 3 * 2 * 8 * 4 + 3 * 5 * 16 * 4 + 3 * 4 * 5 * 8 * 4
     assert prompt(VALID, **more).nbytes == 2 * keys + 15 + extra
+
+
+def test_a_prompt_has_the_statistics_that_its_parts_ask_for() -> None:
+    k = torch.zeros(1, 1, 0, 4)
+
+    def kinds(policy: str) -> list[str]:
+        store = make_store(Policy.parse(policy), 0)
+        store.initialize(k)
+        return [type(each).__name__ for each in wanted(store.contents)]
+
+    assert kinds("window@0.5") == []
+    assert kinds("h2o@0.5") == ["AttentionSum", "GeneratedAttention"]
+    assert kinds("snapkv+mikv@0.5") == ["RecentQueries", "LargestQueries"]
+    assert kinds("kvcrush/probe@0.5") == ["ProbeQueries", "GeneratedAttention"]
+    assert kinds("scissorhands@0.5") == ["BelowMean", "GeneratedAttention"]
+    assert kinds("compactor@0.5") == ["Vectors", "UnrotatedKeys", "BlockAttention"]
+    assert kinds("kvcrush/compactor@0.5") == ["Vectors", "UnrotatedKeys", "BlockAttention", "RecentQueries"]

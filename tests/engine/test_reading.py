@@ -95,54 +95,11 @@ def test_a_short_row_reads_all_entries_that_hold_what_it_reads_alone() -> None:
     assert row_entries(reader, Plain(), shape, [5000, 100]) == [2, 2]
 
 
-def test_the_newest_the_first_and_recent_ones_come_first() -> None:
-    positions = torch.tensor([[[4, 0, 7, -1, 9, 8, 2, 5]]], dtype=torch.int32)
-    shape = ReadShape(1, 4, ((0, 8),))
-    score = torch.tensor([[[[0.0, -9, 5, 99, -8, -7, 1, 2]]]])
-
-    def read(limit: int, recent: int) -> list[int]:
-        found = choose(shape, torch.tensor([limit]), by_score(score), positions, torch.tensor([10]), recent)
-        return positions[0, 0][found.slots[0, 0][found.chosen[0, 0]]].tolist()
-
-    assert read(4, 1) == [9, 0, 7, 5]
-    assert read(4, 2) == [9, 0, 8, 7]
-    assert read(2, 2) == [9, 0]
-    assert read(1, 2) == [9]
-
-
-def test_the_first_token_may_be_in_the_buffer() -> None:
-    """It is read there, so that the first of the coded tokens is read only if it is needed."""
-    positions = torch.tensor([[[0, 9, -1, 3, 4, 5, 6]]], dtype=torch.int32)
-    shape = ReadShape(1, 2, ((3, 4),))
-    score = torch.tensor([[[[-9.0, 0, 2, 1]]]])
-    for held, want in ((positions, [5, 6]), (positions.masked_fill(positions == 0, -1), [3, 5])):
-        found = choose(shape, torch.tensor([2]), by_score(score), held, torch.tensor([10]), 1)
-        assert sorted(held[0, 0][found.slots[0, 0][found.chosen[0, 0]]].tolist()) == want
-
-
-def test_empty_entries_are_never_read() -> None:
-    positions = torch.tensor([[[3, -1, -1, -1, -1, -1, 1, -1]]], dtype=torch.int32)
-    found = choose(ONE, torch.tensor([2]), by_score(torch.zeros(1, 1, 1, 3)), positions, torch.tensor([4]), 1)
-    assert sorted(found.slots[0, 0][found.chosen[0, 0]].tolist()) == [0, 1, 2, 6, 7]
-    wide = ONE._replace(chosen=3)
-    found = choose(wide, torch.tensor([3]), by_score(torch.zeros(1, 1, 1, 3)), positions, torch.tensor([4]), 1)
-    assert sorted(found.slots[0, 0][found.chosen[0, 0]].tolist()) == [0, 1, 2, 6, 7]
-
-
 def test_the_query_head_that_needs_an_entry_most_decides() -> None:
     score = torch.tensor([[[[0.0, 1.0, 50.0], [5.0, 0.0, 0.0]]]])
     need = need_of(score, torch.tensor([[[False, False, True]]]), SINGLE_RANK)[0, 0]
     want = [math.log(math.exp(5) / (math.exp(5) + 1)), math.log(math.e / (1 + math.e))]
     assert need[:2].tolist() == pytest.approx(want, abs=1e-6)
-
-
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_a_broken_number_chooses_slots_that_exist(broken: float) -> None:
-    positions = torch.arange(8, dtype=torch.int32)[None, None]
-    shape = ReadShape(1, 3, ((0, 8),))
-    score = torch.full((1, 1, 2, 8), broken)
-    found = choose(shape, torch.tensor([3]), by_score(score), positions, torch.tensor([8]), 1)
-    assert sorted(found.slots[0, 0].tolist()) == [0, 1, 7] and bool(found.chosen.all())
 
 
 def salience(q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor:

@@ -16,17 +16,17 @@ from kvpolicy import KVPolicyError, KVPolicyTypeError, Policy, PolicyCache
 from kvpolicy.engine.attention import attend
 from kvpolicy.engine.replay import attend_context, chunks
 from kvpolicy.hf.forward_calls import check_step
-from kvpolicy.hf.projection import output_projection
 from kvpolicy.statistics import Replay
-from kvpolicy.statistics.output_norms import euclidean_norms
 from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform
 from kvpolicy_lm_eval.data import prompts
 from tests.conformance.access import kept_positions
+from tests.conformance.calibration import DIM
 from tests.conformance.models import VOCABULARY, build
 from tests.conformance.play import forward, make_batch, talk
-from tests.conformance.policies import words
-from tests.conformance.replay import recording, reference_selector, replay
+from tests.conformance.policies import spec_of
+from tests.conformance.replay import Twin, recording, reference_codec, reference_selector, replay
+from tests.conformance.turning import turns
 from tests.reference.selectors import complete, kvzip, top
 from tests.sampling import each_once, product
 
@@ -97,7 +97,9 @@ def test_scores_are_those_of_the_stock_model(family: str, policy: str) -> None:
     ]
 
 
-ANNOUNCED = [SMALL, ASKED, f"{SMALL}:plus=true", f"squeeze+{SMALL}", f"kvcrush/{SMALL}"]
+CODECS = [f"{SMALL}+{spec_of(codec)}" for codec in ("kvquant", "mikv", "csr")]
+"""What they learn from a prompt (pins, offsets of positions, sizes of queries) is that of the whole prompt."""
+ANNOUNCED = [SMALL, ASKED, f"{SMALL}:plus=true", f"squeeze+{SMALL}", f"kvcrush/{SMALL}", *CODECS]
 PIECES = [[10, 1, 15], [25, 1], [1, 25]]
 
 
@@ -112,26 +114,10 @@ def test_announced_chunks_are_one_prompt(policy: str, pieces: list[int]) -> None
         talk(model, ids, mask, pieces, cache, recorder)
     if "squeeze" not in policy:  # it measures a row's first chunk
         assert kept(cache) == kept(whole)
-    assert replay(Policy.parse(policy), recorder.tape).alike > 0
+    parsed = Policy.parse(policy)
+    twin = Twin(reference_codec(parsed.codec), turns(model, DIM))
+    assert replay(parsed, recorder.tape, twin=twin).alike > 0
     assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
-
-
-def test_chunks_whose_mask_is_one_tensor() -> None:
-    """A caller may write the mask of each chunk to the same memory; a held prompt has the one that it was given."""
-    ids, mask = make_batch(LENGTHS, [26])
-    places = (mask.cumsum(-1) - 1).clamp_min(0)
-    model = build("llama", layers=2)
-    found: list[Any] = []
-    for memory in (None, torch.empty(3, 13, dtype=torch.bool)):
-        with torch.no_grad(), kvpolicy.attach(model, f"{SMALL}@0.5"):
-            cache = PolicyCache(model, prompt=LENGTHS)
-            for start in (0, 13):
-                own = mask[:, start : start + 13].bool()
-                given = own if memory is None else memory.copy_(own)
-                at = slice(start, start + 13)
-                model(ids[:, at], attention_mask=given, position_ids=places[:, at], cache=cache)
-        found.append(kept(cache))
-    assert found[0] == found[1] and cache.policy_layers[0].length.tolist() == LENGTHS
 
 
 def test_a_prompt_is_held_until_it_is_complete() -> None:
@@ -190,18 +176,23 @@ def test_rows_are_as_alone(family: str, policy: str) -> None:
         assert [layer[0] for layer in alone] == [layer[row] for layer in together]
 
 
-@pytest.mark.parametrize("right", [False, True])
-def test_a_row_that_begins_in_a_later_chunk(right: bool) -> None:
-    """Its context is replayed when it comes; that of the other row is not replayed again."""
+@pytest.mark.parametrize(("family", "right"), [("llama", False), ("llama", True), ("opt", False), ("gemma3", False)])
+def test_a_row_that_begins_in_a_later_chunk(family: str, right: bool) -> None:
+    """Its context is replayed when it comes, without the columns before it, which windows and positions may count.
+
+    That of the other row is not replayed again.
+    """
     ids, mask = make_batch([20, 20], [20, 12])
     mask[1, :20] = 0
     if right:
         mask[1, 30:] = 0
-    cache = prefilled(f"{SMALL}@8", ids, [20, 12], mask=mask)
-    alone = prefilled(f"{SMALL}@8", ids[1:, 20 : 30 if right else 32], [10 if right else 12])
-    assert [layer[1] for layer in kept(cache)] == [layer[0] for layer in kept(alone)]
-    first = prefilled(f"{SMALL}@8", ids[:1], [20, 12])
-    assert [layer[0] for layer in kept(cache)] == [layer[0] for layer in kept(first)]
+    cache = prefilled(f"{SMALL}@8", ids, [20, 12], family=family, mask=mask)
+    alone = prefilled(f"{SMALL}@8", ids[1:, 20 : 30 if right else 32], [10 if right else 12], family=family)
+    first = prefilled(f"{SMALL}@8", ids[:1], [20, 12], family=family)
+    for row, own in ((0, first), (1, alone)):
+        assert [layer[row] for layer in kept(cache)] == [layer[0] for layer in kept(own)]
+        for both, one in zip(cache.policy_layers, own.policy_layers, strict=True):
+            torch.testing.assert_close(both.keys[row], one.keys[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("length", "budget"), [(1, 1), (2, 2), (9, 1), (10, 2)])
@@ -292,18 +283,6 @@ def test_an_interrupted_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept(cache) == kept(other)
 
 
-def test_beams_and_a_question_behind_the_context() -> None:
-    model = build("llama")
-    ids, mask = make_batch([26, 17], [26, 5])
-    with torch.no_grad(), kvpolicy.attach(model, f"{SMALL}@0.5"):
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=3, do_sample=False)
-        assert out.shape[0] == 2
-        cache = PolicyCache(model)
-        forward(model, ids, mask, 0, 26, cache)
-        forward(model, ids, mask, 26, 31, cache)
-        assert all(head[-5:] == [26, 27, 28, 29, 30] for layer in kept(cache) for head in layer[0])
-
-
 @pytest.mark.parametrize("move", ["select", "repeat", "copy", "inference", "reset"])
 def test_moves_of_a_held_prompt(move: str) -> None:
     model = build("llama")
@@ -360,28 +339,6 @@ def test_gradients_of_the_prompt_flow() -> None:
     torch.testing.assert_close(ours, model.model.embed_tokens.weight.grad)
 
 
-def test_full_budget_is_exact() -> None:
-    model = build("llama")
-    ids, mask = make_batch(LENGTHS, [26, 1, 4, 1])
-    with torch.no_grad():
-        stock = talk(model, ids, mask, [26, 1, 4, 1], DynamicCache(config=model.config))
-        with kvpolicy.attach(model, f"{ASKED}@64"):
-            ours = talk(model, ids, mask, [26, 1, 4, 1], PolicyCache(model, new=6))
-    torch.testing.assert_close(ours[mask.bool()], stock[mask.bool()], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("codec", ["kvquant", "mikv", "csr"])
-def test_chunks_with_codecs(codec: str) -> None:
-    """What codecs learn from a prompt (pins, offsets of positions, sizes of queries) is that of the whole prompt."""
-    model = build("llama")
-    policy = Policy.parse(words("kvzip", codec, budget="0.7"))
-    ids, mask = make_batch(LENGTHS, [26, 1, 1])
-    with kvpolicy.attach(model, policy), recording() as recorder:
-        cache = PolicyCache(model, prompt=LENGTHS, new=2)
-        talk(model, ids, mask, [10, 16, 1, 1], cache, recorder)
-    assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
-
-
 @pytest.mark.parametrize(("padded", "rows"), [(False, 3), (True, 3), (True, 1 << 24)])
 def test_fused_attention_is_the_tiled_one(padded: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpolicy.engine.replay.MASK_ELEMENTS", rows)
@@ -405,19 +362,6 @@ def test_chunks_are_of_each_rows_own_tokens() -> None:
     assert second.chosen.tolist() == [[True, False, False], [False] * 3, [False] * 3]
     assert second.columns[0, 0] == 5 and second.sinks[0].tolist() == [1, 3] and second.overlap[0].tolist() == [3, 4]
     assert all(sorted(row) == list(range(6)) for row in torch.cat([first.columns, second.columns], 1).tolist())
-
-
-def test_norms_of_outputs() -> None:
-    torch.manual_seed(0)
-    values = torch.randn(2, 2, 5, 4)
-    projection = torch.randn(11, 16)
-    norms = euclidean_norms(values, projection)
-    for head in range(4):
-        slice_of_head = projection[:, 4 * head : 4 * head + 4]
-        torch.testing.assert_close(norms[:, head], (values[:, head // 2] @ slice_of_head.T).norm(dim=-1))
-    part: Any = torch.nn.Module()
-    with pytest.raises(KVPolicyError, match=r"output projection must have a weight .*, got Module without one"):
-        output_projection(part)
 
 
 def test_refused() -> None:

@@ -107,16 +107,6 @@ def test_the_best_tokens_are_kept(keep: list[int], valid: list[list[int]] | None
                 assert float(got.state.worth[b, h, j]) == (old if idle else position * 7 % levels)
 
 
-def test_one_head_and_one_token() -> None:
-    keys = torch.zeros(1, 1, 1, DIM)
-    pending = PendingPrompt(keys, keys, None, ScoreTransform(1.0))
-    empty = torch.empty(1, 1, 0, dtype=torch.int32)
-    state = Worth(torch.empty(1, 1, 0), torch.empty(1, 1, 0, dtype=torch.int64))
-    layer = contents_of(Ranking())
-    got = select_tokens(rank_candidates(layer, (empty, state), pending, None, torch.tensor([0]), torch.tensor([1])))
-    assert got.chosen.tolist() == [[[True]]] and got.positions.tolist() == [[[0]]]
-
-
 def test_a_token_that_may_never_be_kept_leaves_its_place_empty() -> None:
     """And a broken score is not lost silently: NaN ranks above every number."""
     worth = {20: -math.inf, 21: math.nan, 22: 5.0, 23: math.inf, 24: -1.0, 25: -math.inf}

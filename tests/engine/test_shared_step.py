@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import kvpolicy
 from kvpolicy.engine.decode import SharedStep
 from kvpolicy.engine.invariants import check_invariants

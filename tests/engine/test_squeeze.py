@@ -283,21 +283,6 @@ def test_measured_once_per_conversation() -> None:
     assert totals.tolist() == [8 * ((length + 10) // 2) for length in LENGTHS]
 
 
-def test_beams_carry_their_measures() -> None:
-    """Rows may be repeated between the first chunk of a prompt and the next."""
-    model = deep()
-    ids, mask = make_batch([40, 26], [40, 8])
-    with kvpolicy.attach(model, "squeeze+h2o@0.5"):
-        cache = PolicyCache(model)
-        forward(model, ids, mask, 0, 40, cache)
-        cache.batch_repeat_interleave(2)
-        forward(model, ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0), 40, 48, cache)
-        single = PolicyCache(model)
-        talk(model, ids, mask, [40, 8], single)
-    for twice, once in zip(cache.policy_layers, single.policy_layers, strict=True):
-        assert torch.equal(twice.budget, once.budget.repeat_interleave(2))
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_too_few_layers_share_evenly(family: str) -> None:
     """Groups need three layers; gemma2's sliding layers are not counted."""

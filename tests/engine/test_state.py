@@ -62,25 +62,6 @@ def test_a_mapped_state_has_the_same_classes() -> None:
     assert map_state(lambda t: t * 2, ()) == ()
 
 
-def test_states_are_joined_along_the_slots() -> None:
-    first = state(2, 0)
-    second = state(3, 50)
-    joined = join_states(first, second)
-    assert type(joined) is Outer
-    for got, one, other in zip(tensors(joined), tensors(first), tensors(second), strict=True):
-        assert got.dtype == one.dtype and got.tolist() == torch.cat([one, other], -1).tolist()
-    assert join_states((), ()) == ()
-
-
-def test_a_mask_selects_between_two_states() -> None:
-    first = state(4, 0)
-    second = state(4, 50)
-    mask = torch.tensor([True, False])[:, None, None]
-    found = select_state(mask, first, second)
-    for got, one, other in zip(tensors(found), tensors(first), tensors(second), strict=True):
-        assert got[0].tolist() == one[0].tolist() and got[1].tolist() == other[1].tolist()
-
-
 @scoped(anchor="head", seen="row")
 class Mixed(NamedTuple):
     score: Tensor

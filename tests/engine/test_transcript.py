@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-import kvpolicy
-from kvpolicy import PolicyCache
 from kvpolicy.hf.transcript import extended
-from tests.conformance.access import kept_positions
-from tests.conformance.models import build
-from tests.conformance.play import make_batch, talk
 
 
 def test_the_next_position_is_behind_a_rows_own_tokens() -> None:
@@ -51,19 +45,3 @@ def test_rows_are_selected_in_every_part() -> None:
     picked = whole.map_rows(lambda t: t[[1, 0, 1]])
     assert [chunk[0].tolist() for chunk in picked.ids] == [[4, 5, 6, 7], [12, 13, 14, 15]]
     assert picked.next_position.tolist() == [6, 8, 6] and picked.valid[:, 0].tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize("family", ["opt", "gemma3", "llama"])
-def test_a_row_that_begins_behind_columns_of_others(family: str) -> None:
-    """Its replay sees none of them, in windows or as positions that are counted from the mask."""
-    model = build(family)
-    ids, mask = make_batch([20, 20], [20, 8])
-    mask[1, :20] = 0
-    with kvpolicy.attach(model, "kvzip:chunk=3:sinks=1@4"):
-        together = PolicyCache(model)
-        alone = PolicyCache(model)
-        talk(model, ids, mask, [20, 8], together)
-        talk(model, ids[1:, 20:], mask[1:, 20:], [8], alone)
-    for both, one in zip(together.policy_layers, alone.policy_layers, strict=True):
-        assert kept_positions(both)[1] == kept_positions(one)[0]
-        torch.testing.assert_close(both.keys[1], one.keys[0], atol=1e-4, rtol=1e-4)
