@@ -10,10 +10,18 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import openai
+
 from kvpolicy.serving.prefix import Prefix
 from kvpolicy.serving.server import bind, run, serving
 
 POLICY = "streaming@0.5"
+PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
+
+
+def client_of(port: int, key: str = "none", **options: Any) -> Any:
+    """The official client of a server, which asks once."""
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, **options)
 
 
 def get(port: int, path: str) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import openai
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ import kvpolicy
 from kvpolicy.serving.capacity import Capacity
 from kvpolicy_eval.bench.models import llama
 from tests.engine.graphs import Counter
-from tests.serving.servers import running
+from tests.serving.servers import client_of, running
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -45,7 +44,7 @@ def ask(port: int, number: int) -> list[str]:
     draw = random.Random(number)
     prompt = "".join(draw.choice("abcdefghij0123456789=\n") for _ in range(20 + 7 * number))
     fields = {"model": "tiny", "prompt": prompt, "max_tokens": 2 + number, "seed": number} | KINDS[number % len(KINDS)]
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+    with client_of(port) as client:
         api: Any = client.completions
         if number % 4 == 3:
             stream = api.create(**fields | {"max_tokens": 60}, stream=True)

@@ -15,9 +15,8 @@ import torch
 
 import kvpolicy
 from kvpolicy.serving.capacity import Capacity
-from tests.serving.servers import POLICY, get, metric, running, wait_for
+from tests.serving.servers import POLICY, PROMPT, client_of, get, metric, running, wait_for
 
-PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
 KEY = "a key of the tests"
 
 
@@ -29,7 +28,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def client(port: int) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as made:
+    with client_of(port, KEY) as made:
         yield made
 
 
@@ -55,7 +54,7 @@ def test_requests_with_the_same_prompt_are_sampled_as_each_of_them_asks(rows: in
     asked[2] |= {"temperature": 1.0, "max_tokens": 3}
     with (
         running(kvpolicy.tiny(), capacity=Capacity(rows=rows, length=128)) as port,
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+        client_of(port) as client,
         ThreadPoolExecutor(4) as pool,
     ):
         alone = [texts(complete(client, **fields)) for fields in asked]

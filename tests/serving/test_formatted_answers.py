@@ -13,7 +13,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.serving.capacity import Capacity
-from tests.serving.servers import running
+from tests.serving.servers import client_of, running
 from tests.serving.test_formats import FORMAT, ONE, PERSON, SCHEMAS, TOOLS
 
 TEMPLATE = (
@@ -36,13 +36,9 @@ def port(request: Any) -> Iterator[int]:
         yield found
 
 
-def client(port: int) -> Any:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-
-
 def ask(port: int, number: int, **fields: Any) -> Any:
     """A request with a seed and a temperature at which the model speaks nonsense."""
-    with client(port) as api:
+    with client_of(port) as api:
         usual = {"model": "tiny", "temperature": 3.0, "seed": number, "max_tokens": 200}
         usual |= {"messages": [{"role": "user", "content": "tiger="}]}
         made = api.chat.completions.create(**{**usual, **fields})
@@ -69,7 +65,7 @@ def test_an_answer_that_is_too_long_ends_with_its_length(port: int) -> None:
 
 
 def test_a_list_of_prompts_has_an_answer_of_the_schema_for_each(port: int) -> None:
-    with client(port) as api:
+    with client_of(port) as api:
         fields = {"response_format": FORMAT, "temperature": 3.0, "seed": 5, "max_tokens": 200}
         made = api.completions.create(model="tiny", prompt=["tiger=", "lion="], extra_body=fields)
     for choice in made.choices:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import openai
 import pytest
 
 import kvpolicy
@@ -22,9 +21,8 @@ from kvpolicy.serving.generation import configure, describe, make_jobs
 from kvpolicy.serving.metrics import OUTCOMES
 from kvpolicy.serving.requests import Call, body_limit
 from kvpolicy.serving.server import log_to_terminal
-from tests.serving.servers import POLICY, get, metric, running, wait_for
+from tests.serving.servers import POLICY, PROMPT, client_of, get, metric, running, wait_for
 
-PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
 LIMIT = body_limit(2048)
 
 
@@ -65,13 +63,6 @@ def test_a_body_has_room_for_all_positions_and_no_more(port: int) -> None:
     assert answer["error"]["type"] == "invalid_request_error"
     escaped = json.dumps({"prompt": "\u043a" * 2049, "max_tokens": 1}).encode()  # refused for its tokens alone
     assert post(port, escaped)[0] == 400
-
-
-def test_the_official_client_is_told_of_the_limit(port: int) -> None:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-        with pytest.raises(openai.APIStatusError, match="at most 131,072 bytes") as caught:
-            client.completions.create(model="tiny", prompt="x" * 2**22)
-        assert caught.value.status_code == 413
 
 
 @pytest.mark.parametrize("sent", [0, 2**22])
@@ -126,7 +117,7 @@ def test_other_requests_are_answered_while_a_prompt_is_tokenized(
 
     monkeypatch.setattr(kind, "__call__", slow)
     with (
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+        client_of(port) as client,
         ThreadPoolExecutor(1) as pool,
     ):
         api: Any = client.completions if path == "completions" else client.chat.completions
@@ -176,13 +167,6 @@ def test_only_a_pause_may_suspend_a_coroutine_in_a_thread() -> None:
             return await begin_in_thread(pool, paused())
 
     assert asyncio.run(both()) == 1
-
-
-@pytest.mark.parametrize("temperature", [1e-320, 1e-38, 9e-6])
-def test_a_temperature_near_zero_is_greedy(temperature: float, port: int) -> None:
-    status, answer = complete(port, temperature=temperature)
-    assert status == 200
-    assert answer["choices"][0]["text"] == complete(port, temperature=0)[1]["choices"][0]["text"]
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 1e-5}, {"temperature": 100}, {"top_p": 1e-320}, {"top_p": 1e-9}])
@@ -266,7 +250,7 @@ def test_an_error_in_a_stream_ends_it() -> None:
 
 def test_the_first_of_several_answers_begins_a_stream(port: int) -> None:
     """With one row, the second one begins once the first one has ended."""
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+    with client_of(port) as client:
         stream: Any = client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=600, n=2, seed=1, temperature=1.0, stream=True
         )

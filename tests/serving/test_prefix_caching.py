@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 from transformers import JambaConfig, LlamaConfig, LlamaForCausalLM
@@ -22,7 +22,7 @@ from kvpolicy.serving.prefix import check_together
 from kvpolicy.serving.prefix_caching import LEAST_PREFIX, PrefixCaching
 from kvpolicy.text.common_prefix import common_length
 from tests.sampling import product
-from tests.serving.servers import metric, running
+from tests.serving.servers import client_of, metric, running
 
 SYSTEM = "".join(f"{word}={number}\n" for number, word in enumerate(["tiger", "lion", "wolf", "otter"] * 4, 1000))
 QUESTIONS = ["?tiger=", "sheep=7764\n?sheep=", "falcon=1937\notter=5523\n?falcon=", "?lion="]
@@ -46,6 +46,14 @@ class Reads:
         cache = cache or PolicyCache(self.model, prompt=len(prompt))
         self.run(cache, prompt[cache.get_seq_length() :])
         return cache, cached
+
+
+@pytest.fixture
+def reads() -> Iterator[Reads]:
+    """With memory for everything."""
+    model, _ = kvpolicy.tiny()
+    with torch.inference_mode(), kvpolicy.attach(model, "snapkv@0.3", chunks="hold"):
+        yield Reads(model, 1 << 30)
 
 
 def held(cache: PolicyCache) -> list[list[Any]]:
@@ -86,33 +94,24 @@ def test_a_prompt_keeps_what_it_keeps_alone(policy: str) -> None:
     assert reads.caching.nbytes > 0
 
 
-def test_a_longer_beginning_is_held_beside_a_shorter_one_it_goes_on_from() -> None:
-    model, _ = kvpolicy.tiny()
+def test_a_longer_beginning_is_held_beside_a_shorter_one_it_goes_on_from(reads: Reads) -> None:
     turn = SYSTEM + "?tiger=1000\n" * 8
     texts = [SYSTEM + "?lion=", SYSTEM + "?wolf=", turn + "?lion=", turn + "?wolf=", turn + "?otter=", SYSTEM + "?cat="]
     prompts = [ids_of(text) for text in texts]
-    with torch.inference_mode(), kvpolicy.attach(model, "snapkv@0.3", chunks="hold"):
-        reads = Reads(model, 1 << 30)
-        cached = [reads.read(prompt)[1] for prompt in prompts]
+    cached = [reads.read(prompt)[1] for prompt in prompts]
     first, second = len(ids_of(SYSTEM + "?")), len(ids_of(turn + "?"))
     assert cached == [0, 0, first, first, second, first]
     assert reads.ran == [len(prompt) - number for prompt, number in zip(prompts, cached, strict=True)]
 
 
-def test_the_same_prompt_again_runs_one_token() -> None:
-    model, _ = kvpolicy.tiny()
+def test_the_same_prompt_again_runs_one_token(reads: Reads) -> None:
     prompt = ids_of(SYSTEM)
-    with torch.inference_mode(), kvpolicy.attach(model, "snapkv@0.3", chunks="hold"):
-        reads = Reads(model, 1 << 30)
-        assert [reads.read(prompt)[1] for _ in range(3)] == [0, 0, len(prompt) - 1]
+    assert [reads.read(prompt)[1] for _ in range(3)] == [0, 0, len(prompt) - 1]
 
 
-def test_short_beginnings_and_other_texts_share_nothing() -> None:
-    model, _ = kvpolicy.tiny()
+def test_short_beginnings_and_other_texts_share_nothing(reads: Reads) -> None:
     prompts = [[5] * (LEAST_PREFIX - 1) + [6, 7] * 40, [5] * (LEAST_PREFIX - 1) + [7, 6] * 40, [8, 9] * 80]
-    with torch.inference_mode(), kvpolicy.attach(model, "snapkv@0.3", chunks="hold"):
-        reads = Reads(model, 1 << 30)
-        assert [reads.read(prompt)[1] for prompt in prompts] == [0, 0, 0] and reads.caching.nbytes == 0
+    assert [reads.read(prompt)[1] for prompt in prompts] == [0, 0, 0] and reads.caching.nbytes == 0
 
 
 def test_beginnings_fit_into_the_memory_and_the_one_used_last_stays() -> None:
@@ -170,25 +169,22 @@ def test_common_length() -> None:
         assert common_length(one, other) == same
 
 
-def test_a_beginning_that_was_broken_off_is_not_held() -> None:
-    model, _ = kvpolicy.tiny()
+def test_a_beginning_that_was_broken_off_is_not_held(reads: Reads) -> None:
     prompts = [ids_of(SYSTEM + question) for question in QUESTIONS]
 
     def stop(module: Any, args: Any) -> None:
         raise BrokenOff
 
-    with torch.inference_mode(), kvpolicy.attach(model, "snapkv@0.3", chunks="hold"):
-        reads = Reads(model, 1 << 30)
-        reads.read(prompts[0])
-        hook = model.model.layers[1].mlp.register_forward_pre_hook(stop)
-        with pytest.raises(BrokenOff):
-            reads.read(prompts[1])
-        hook.remove()
-        assert reads.caching.nbytes == 0
-        cache, cached = reads.read(prompts[2])
-        alone = PolicyCache(model, prompt=len(prompts[2]))
-        model(torch.tensor([prompts[2]]), cache=alone)
-        assert cached == 0 and held(cache) == held(alone)
+    reads.read(prompts[0])
+    hook = reads.model.model.layers[1].mlp.register_forward_pre_hook(stop)
+    with pytest.raises(BrokenOff):
+        reads.read(prompts[1])
+    hook.remove()
+    assert reads.caching.nbytes == 0
+    cache, cached = reads.read(prompts[2])
+    alone = PolicyCache(reads.model, prompt=len(prompts[2]))
+    reads.model(torch.tensor([prompts[2]]), cache=alone)
+    assert cached == 0 and held(cache) == held(alone)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -196,7 +192,7 @@ def test_a_server_says_how_many_tokens_it_did_not_compute(rows: int) -> None:
     capacity = Capacity(rows=rows, length=512)
 
     def ask(port: int) -> list[Any]:
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        with client_of(port) as client:
             return [
                 client.completions.create(model="tiny", prompt=SYSTEM + question, max_tokens=5, temperature=0)
                 for question in QUESTIONS

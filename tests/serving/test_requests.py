@@ -44,6 +44,7 @@ CHAT = {"messages": [{"role": "user", "content": "?"}]}
         ({"n": 0}, "n must be an integer from 1 to 16, got 0; try 2"),
         ({"n": 17}, "n must be an integer from 1 to 16, got 17; try 2"),
         ({"stop": [1]}, "stop must be a string or a list of strings"),
+        ({"stop": [""]}, "stop must be a string or a list of strings"),
         ({"stop": ["a"] * 17}, "at most 16 strings of at most 256 characters, got 17 of up to 1; try"),
         ({"stop": "a" * 257}, "at most 16 strings of at most 256 characters, got 1 of up to 257; try"),
         ({"logprobs": "yes"}, "logprobs must be"),
@@ -63,7 +64,9 @@ def test_wrong_fields(fields: dict[str, Any], message: str) -> None:
     ("fields", "message"),
     [
         ({"messages": "?"}, "messages must be a list"),
+        ({"messages": []}, "messages must be a list of at least one message"),
         ({"messages": ["?"]}, "A message must be an object with a role"),
+        ({"messages": [{"content": "?"}]}, "A message must be an object with a role"),
         ({"tools": {}, "prompt": "?"}, "got prompt="),
         ({"tools": [1]}, "tools must be a list of objects"),
         ({"tools": "f"}, "tools must be a list, got a string"),
@@ -102,6 +105,7 @@ def test_fields_without_effect_are_left_out() -> None:
 def test_a_temperature_near_zero_is_greedy(temperature: float, sample: bool) -> None:
     call = parse_completion({**TEXT, "temperature": temperature}, "tiny")
     assert call.sample is sample and ("temperature" in call.body) is sample
+    assert (call == parse_completion({**TEXT, "temperature": 0}, "tiny")) is not sample
     assert parse_completion({**TEXT, "top_p": 0.5}, "tiny").sample is True
 
 

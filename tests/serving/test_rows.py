@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
-import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import torch
 
 import kvpolicy
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.serving.capacity import Capacity
 from kvpolicy.serving.forwards import ManyRows
-from kvpolicy.serving.metrics import OUTCOMES
 from kvpolicy.serving.prefix import PrefixFile
 from tests.sampling import product
-from tests.serving.servers import metric, running, wait_for
+from tests.serving.servers import client_of, metric, running
+from tests.vllm.documents import save
 
 PAIRS = [("tiger", 4821), ("lion", 1234), ("wolf", 9310), ("sheep", 7764), ("falcon", 1937), ("otter", 5523)]
 
@@ -42,28 +38,11 @@ def request_of(number: int) -> dict[str, Any]:
 
 def answers(port: int, numbers: range, threads: int) -> list[tuple[str, Any]]:
     with (
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+        client_of(port) as client,
         ThreadPoolExecutor(threads) as pool,
     ):
         made = list(pool.map(lambda number: client.completions.create(**request_of(number)), numbers))
     return [(answer.choices[0].text, answer.usage) for answer in made]
-
-
-@product("policy", ["snapkv@0.5", "h2o@24", "full", "snapkv+tokenwise:bits=4@0.5", "window@32"])
-def test_answers_are_those_that_requests_have_alone(policy: str) -> None:
-    """Greedy ones and sampled ones, with prompts and answers of many lengths."""
-    numbers = range(1, 13)
-    with running(kvpolicy.tiny(), policy=policy) as port:
-        alone = answers(port, numbers, 1)
-    with running(kvpolicy.tiny(), policy=policy, capacity=Capacity(rows=4, length=256)) as port:
-        together = answers(port, numbers, 6)
-        assert metric(port, "rows") == 4 and metric(port, "requests_running") == 0
-    assert [text for text, _ in together] == [text for text, _ in alone]
-    for (_, ours), (_, theirs) in zip(together, alone, strict=True):
-        assert (ours.completion_tokens, ours.prompt_tokens) == (theirs.completion_tokens, theirs.prompt_tokens)
-        for name in ("kept_tokens", "full_nbytes"):
-            assert ours.kvpolicy[name] == theirs.kvpolicy[name]
-        assert ours.kvpolicy["cache_nbytes"] > 0
 
 
 def caches() -> int:
@@ -72,83 +51,23 @@ def caches() -> int:
     return sum(isinstance(each, PolicyCache) for each in gc.get_objects())
 
 
-def trouble(port: int, number: int) -> str:
-    """One request of a mixed lot: what became of it."""
-    kind = ("whole", "stream", "leaves", "gives up", "too long", "unlucky", "hangs up", "choices")[number % 8]
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-        fields = request_of(number)
-        api: Any = client.completions
-        if kind == "whole":
-            api.create(**fields)
-        elif kind == "stream":
-            list(api.create(**fields, stream=True))
-        elif kind == "leaves":
-            stream = api.create(**{**fields, "max_tokens": 150}, stream=True)
-            next(iter(stream))
-            stream.close()
-        elif kind == "gives up":
-            with suppress(openai.APITimeoutError):
-                api.create(**{**fields, "max_tokens": 150}, timeout=0.05)
-        elif kind == "too long":
-            with pytest.raises(openai.BadRequestError, match="must fit into 256 tokens"):
-                api.create(**{**fields, "max_tokens": 250})
-        elif kind == "unlucky":
-            with pytest.raises(openai.InternalServerError, match="failed to answer"):
-                api.create(**{**fields, "prompt": UNLUCKY})
-        elif kind == "hangs up":
-            with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-                body = json.dumps(fields).encode()
-                head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        else:
-            api.create(**fields, n=2)
-    return kind
-
-
-class Silent:
-    """A log that keeps nothing."""
-
-    def info(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    error = info
-
-
-UNLUCKY = "unlucky=1\n" * 3
-
-
-def test_it_survives_what_clients_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that leave, wait no longer or hang up, prompts that are too long, and a model that fails for a prompt.
-
-    `test_storm.py` has a thousand requests, of more kinds.
-    """
-    # Records of errors, which pytest keeps, have the caches in their frames.
-    monkeypatch.setattr("kvpolicy.serving.generation.log", Silent())
-    model, tokenizer = kvpolicy.tiny()
-    unlucky = tokenizer(UNLUCKY).input_ids
-    embed = model.get_input_embeddings()
-
-    def fail(module: Any, args: Any) -> None:
-        if args[0].shape[1] == len(unlucky) and args[0][0].tolist() == unlucky:
-            raise ValueError("a defect of the model")
-
-    hook = embed.register_forward_pre_hook(fail)
-    policy = "snapkv@0.5"
-    try:
-        with running((model, tokenizer), policy=policy, capacity=Capacity(rows=3, length=256)) as port:
-            before = answers(port, range(1, 5), 4)
-            alive, held = caches(), metric(port, "cache_nbytes")
-            with ThreadPoolExecutor(8) as pool:
-                kinds = list(pool.map(lambda number: trouble(port, number), range(40)))
-            wait_for(lambda: metric(port, "requests_running") == metric(port, "requests_waiting") == 0)
-            assert answers(port, range(1, 5), 4) == before
-            assert (caches(), metric(port, "cache_nbytes")) == (alive, held)
-            outcomes = {name: metric(port, f'requests_total{{outcome="{name}"}}') for name in OUTCOMES}
-            assert outcomes["failed"] == kinds.count("unlucky") and outcomes["refused"] == kinds.count("too long")
-            assert outcomes["cancelled"] > 0
-            assert outcomes["answered"] >= 8 + kinds.count("whole") + kinds.count("stream") + 2 * kinds.count("choices")
-    finally:
-        hook.remove()
+@product("policy", ["snapkv@0.5", "h2o@24", "full", "snapkv+tokenwise:bits=4@0.5", "window@32"])
+def test_answers_are_those_that_requests_have_alone(policy: str) -> None:
+    """Greedy ones and sampled ones, with prompts and answers of many lengths."""
+    numbers = range(1, 13)
+    with running(kvpolicy.tiny(), policy=policy) as port:
+        alone = answers(port, numbers, 1)
+    before = caches()
+    with running(kvpolicy.tiny(), policy=policy, capacity=Capacity(rows=4, length=256)) as port:
+        together = answers(port, numbers, 6)
+        assert metric(port, "rows") == 4 and metric(port, "requests_running") == 0
+        assert caches() == before + 1, "that of the rows, and of no prompt"
+    assert [text for text, _ in together] == [text for text, _ in alone]
+    for (_, ours), (_, theirs) in zip(together, alone, strict=True):
+        assert (ours.completion_tokens, ours.prompt_tokens) == (theirs.completion_tokens, theirs.prompt_tokens)
+        for name in ("kept_tokens", "full_nbytes"):
+            assert ours.kvpolicy[name] == theirs.kvpolicy[name]
+        assert ours.kvpolicy["cache_nbytes"] > 0
 
 
 def test_an_error_in_a_step_ends_the_rows_in_flight_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,15 +92,11 @@ def test_rows_start_from_a_saved_cache(tmp_path: Path) -> None:
     model, tokenizer = kvpolicy.tiny()
     text = "".join(f"{word}={value}\n" for word, value in PAIRS)
     policy = "kvzip@0.5"
-    ids = tokenizer(text, return_tensors="pt").input_ids
-    with torch.no_grad(), kvpolicy.attach(model, policy):
-        cache = kvpolicy.PolicyCache(model)
-        model(ids, cache=cache)
-        cache.save(tmp_path / "text.safetensors", tokens=ids)
+    save((model, tokenizer), text, policy, tmp_path / "text.safetensors")
     file = PrefixFile(tmp_path / "text.safetensors", kvpolicy.Policy.parse(policy))
 
     def ask(number: int) -> str:
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        with client_of(port) as client:
             prompt = f"{text}?{PAIRS[number][0]}="
             made = client.completions.create(model="tiny", prompt=prompt, max_tokens=5, temperature=0)
         return made.choices[0].text

@@ -107,6 +107,13 @@ class Asked:
         self.ended += 1
 
 
+def submitted(scheduler: Scheduler, asked: list[Asked]) -> Scheduler:
+    """The scheduler, with answers of a request each."""
+    for answer in asked:
+        scheduler.submit([answer])
+    return scheduler
+
+
 def run(scheduler: Scheduler) -> int:
     """Turns until nothing is left."""
     turns = 1
@@ -142,10 +149,8 @@ def test_a_prompt_that_cannot_be_started_ends_alone() -> None:
                 raise RuntimeError("can't start new thread")
             super().start(*args, **kwargs)
 
-    scheduler = Scheduler(Counting(2), NoThread())
     asked = [Asked([20], 3), Asked([30], 3)]
-    for answer in asked:
-        scheduler.submit([answer])
+    scheduler = submitted(Scheduler(Counting(2), NoThread()), asked)
     run(scheduler)
     assert str(asked[0].error) == "can't start new thread" and asked[0].ended == 1
     assert asked[1].text == counted([30], 3) and asked[1].error is None
@@ -180,10 +185,8 @@ def test_every_answer_is_the_one_it_has_alone(rows: int) -> None:
 def test_rows_are_taken_as_they_become_free() -> None:
     """Answers of 9, 2 and 9 tokens in two rows."""
     model = Counting(2)
-    scheduler = Scheduler(model)
     asked = [Asked([20], new) for new in (9, 2, 9)]
-    for answer in asked:
-        scheduler.submit([answer])
+    scheduler = submitted(Scheduler(model), asked)
     assert scheduler.waiting == 3
     scheduler.turn()  # two prompts, each with a token, and a step
     assert (scheduler.waiting, scheduler.running, asked[1].ended) == (1, 1, 1)
@@ -222,10 +225,8 @@ def test_choices_of_a_prompt_share_its_reading() -> None:
 def test_requests_with_the_same_prompt_read_it_each() -> None:
     """Their sampling and their length may differ, for which reading a prompt prepares."""
     model = Counting(2)
-    scheduler = Scheduler(model)
     asked = [Asked([20], 3, client) for client in ("first", "first", "second")]
-    for answer in asked:
-        scheduler.submit([answer])
+    scheduler = submitted(Scheduler(model), asked)
     run(scheduler)
     assert model.reads == [[20], [20]]
     assert all(answer.text == counted([20], 3) for answer in asked)
@@ -248,12 +249,10 @@ def test_a_prompt_that_was_read_for_cancelled_choices_is_forgotten() -> None:
 def test_cancelled_answers_leave() -> None:
     """In a row, while waiting, and at the moment of their last token."""
     model = Counting(2)
-    scheduler = Scheduler(model)
     asked = [Asked([20 + i], 6) for i in range(4)]
     asked[0].cancels_after = 22
     asked[1].cancels_after = 27
-    for answer in asked:
-        scheduler.submit([answer])
+    scheduler = submitted(Scheduler(model), asked)
     asked[2].is_cancelled = True
     run(scheduler)
     assert [answer.ended for answer in asked] == [1, 1, 1, 1]
@@ -284,10 +283,8 @@ def test_an_error_in_one_row_ends_that_row_alone(where: str) -> None:
 
 def test_a_step_that_fails_ends_the_rows_in_flight_and_no_others() -> None:
     model = Counting(2)
-    scheduler = Scheduler(model)
     asked = [Asked([20 + i], 4) for i in range(3)]
-    for answer in asked:
-        scheduler.submit([answer])
+    scheduler = submitted(Scheduler(model), asked)
     scheduler.turn()
     model.broken_step = RuntimeError("out of order")
     scheduler.turn()
@@ -301,10 +298,8 @@ def test_a_text_is_read_again_where_angles_change() -> None:
     """The row waits for it before others do, and goes on with the next token."""
     model = Counting(1)
     model.again = 5
-    scheduler = Scheduler(model)
     asked = [Asked([20, 21], 6), Asked([30, 31], 1)]
-    for answer in asked:
-        scheduler.submit([answer])
+    scheduler = submitted(Scheduler(model), asked)
     run(scheduler)
     assert asked[0].text == counted([20, 21], 6)
     assert model.reads == [[20, 21], [20, 21, 22, 23, 24], [30, 31]]
@@ -420,10 +415,8 @@ def test_what_is_submitted_after_the_end_ends_at_once() -> None:
 
 def test_rows_that_cannot_begin_again_end_everything() -> None:
     model = Counting(1)
-    scheduler = Scheduler(model)
     asked = [Asked([20], 9), Asked([30], 9)]
-    for answer in asked:
-        scheduler.submit([answer])
+    scheduler = submitted(Scheduler(model), asked)
     scheduler.turn()
 
     def restart() -> None:

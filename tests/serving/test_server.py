@@ -11,7 +11,6 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from kvpolicy.serving import handlers
 from kvpolicy.serving.prefix import PrefixFile
 from kvpolicy.serving.server import bind
 from kvpolicy.serving.templates import adapt_tokenizer
-from tests.serving.servers import POLICY, get, metric, running, wait_for
-
-PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
+from tests.serving.servers import POLICY, PROMPT, client_of, get, metric, running, wait_for
+from tests.vllm.documents import save
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def port(tiny: tuple[Any, Any], wanted: Any) -> Iterator[int]:
 
 @pytest.fixture
 def client(port: int) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as made:
+    with client_of(port) as made:
         yield made
 
 
@@ -93,33 +91,12 @@ def test_a_stream_is_the_answer_in_pieces(client: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_is_not_part_of_the_answer(stream: bool, client: Any, wanted: Any) -> None:
-    text = wanted[0]
-    answer = complete(client, stream=stream, stop=text[2:4])
-    chunks = [*answer] if stream else [answer]
-    assert "".join(chunk.choices[0].text for chunk in chunks) == text[:2]
-    assert chunks[-1].choices[0].finish_reason == "stop"
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_that_ends_with_the_last_token_is_the_reason(stream: bool, client: Any, wanted: Any) -> None:
     """Else a client would take the answer for one that was cut off."""
     answer = complete(client, stream=stream, stop=wanted[0][2:4], max_tokens=4)
     chunks = [*answer] if stream else [answer]
     assert "".join(chunk.choices[0].text for chunk in chunks) == wanted[0][:2]
     assert chunks[-1].choices[0].finish_reason == "stop"
-
-
-def test_two_clients_at_once_get_what_each_gets_alone(client: Any) -> None:
-    """Sampled answers too, since the seed is set when a request has its turn."""
-
-    def ask(number: int) -> str:
-        return complete(client, prompt=PROMPT[number:], temperature=1.5, seed=number).choices[0].text
-
-    alone = [ask(number) for number in range(3)]
-    assert len(set(alone)) > 1
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(ask, range(3))) == alone
 
 
 def test_there_is_one_model(client: Any, port: int) -> None:
@@ -135,34 +112,14 @@ def test_there_is_one_model(client: Any, port: int) -> None:
     [
         ({"model": "gpt"}, "model must be 'tiny', the one that this server has, got 'gpt'"),
         ({"prompt": ""}, "must have at least one token"),
-        ({"prompt": [1, 2]}, "prompt must be a string or a list of strings, got [1, 2]"),
-        ({"max_tokens": -1}, "max_tokens must be an integer from 1 to 2147483647, got -1"),
         ({"max_tokens": 2048}, "must fit into 2,048 positions"),
         ({"temperature": -1}, "temperature must be a number from 0"),
-        ({"stop": [""]}, "stop must be a string or a list"),
-        ({"best_of": 2}, "got best_of=2; try it without best_of"),
-        ({"extra_body": {"cache_implementation": "static"}}, "got cache_implementation="),
     ],
 )
 def test_bad_requests_get_a_sentence(fields: dict[str, Any], message: str, client: Any) -> None:
     with pytest.raises(openai.APIStatusError, match=re.escape(message)) as caught:
         complete(client, **fields)
     assert caught.value.status_code == (404 if "model" in fields else 400)
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "messages must be a list of at least one message"),
-        ([{"content": "?"}], "A message must be an object with a role"),
-        ([{"role": "user"}], "The content of a message must be a string, got nothing"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "must be text"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "A tool call must"),
-    ],
-)
-def test_bad_messages_get_a_sentence(messages: list[Any], message: str, client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match=message):
-        client.chat.completions.create(model="tiny", messages=messages)
 
 
 def test_a_body_that_is_not_json(port: int) -> None:
@@ -210,7 +167,7 @@ def test_sigterm_ends_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
 
     def end() -> None:
         wait_for(is_healthy)
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{number}/v1", api_key="none", max_retries=0) as client:
+        with client_of(number) as client:
             stream = complete(client, max_tokens=1900, stream=True, temperature=1, seed=1)
             next(stream)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -231,33 +188,44 @@ def test_sigterm_ends_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_requests_start_from_a_saved_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each from a copy: the first does not change what the second starts from."""
+QUESTION = "?wolf="
+TEXT = PROMPT.removesuffix(QUESTION)
+"""The text of a saved cache, and a question behind it."""
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_requests_start_from_a_saved_cache(shared: bool, tmp_path: Path) -> None:
+    """From copies, or with slots of their own: the first one does not change what the second one starts from."""
     model, tokenizer = kvpolicy.tiny()
-    text = PROMPT.removesuffix("?wolf=")
-    question = "?wolf="
-    ids, whole = (tokenizer(part, return_tensors="pt").input_ids for part in (text, text + question))
     path = tmp_path / "text.safetensors"
-    silent = tmp_path / "silent.safetensors"
+    save((model, tokenizer), TEXT, POLICY, path)
+    whole = tokenizer(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad(), kvpolicy.attach(model, POLICY):
-        cache = kvpolicy.PolicyCache(model)
-        model(ids, cache=cache)
-        cache.save(path, tokens=ids)
-        cache.save(silent)
+        text = kvpolicy.PolicyCache.load(model, path)
+        cache = text.fork(shared=shared)
         made = model.generate(whole, cache=cache, max_new_tokens=8, do_sample=False)
     expected = tokenizer.decode(made[0, whole.shape[1] :], skip_special_tokens=True)
-    with (
-        running((model, tokenizer), PrefixFile(path, kvpolicy.Policy.parse(POLICY)).load) as port,
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
-    ):
-        answers = [complete(client, prompt=text + question) for _ in range(2)]
-        assert [answer.choices[0].text for answer in answers] == [expected, expected]
-        assert answers[0].usage.prompt_tokens == whole.shape[1]
-        assert answers[0].usage.kvpolicy["cache_nbytes"] == cache.nbytes
-        assert metric(port, "cache_nbytes") == 0 < metric(port, "prefix_nbytes")
-        for prompt, message in ((text, "got only 37 tokens"), ("lion=" + text, "got another token at position 1")):
+    kept = cache.report().layers[0].kept[0]
+    kept += text.policy_layers[0].positions.shape[-1] if shared else 0
+    held = {"kept_tokens": kept, "cache_nbytes": cache.nbytes, "full_nbytes": cache.full_nbytes}
+    load = PrefixFile(path, kvpolicy.Policy.parse(POLICY), shared).load
+    with running((model, tokenizer), load) as port, client_of(port) as client:
+        for answer in [complete(client) for _ in range(2)]:
+            assert answer.choices[0].text == expected and answer.usage.prompt_tokens == whole.shape[1]
+            assert answer.usage.kvpolicy == held
+        assert metric(port, "prefix_nbytes") == text.nbytes
+        assert shared or metric(port, "cache_nbytes") == 0
+        for prompt, message in ((TEXT, "got only 37 tokens"), ("lion=" + TEXT, "got another token at position 1")):
             with pytest.raises(openai.BadRequestError, match=message):
                 complete(client, prompt=prompt)
+
+
+def test_files_that_are_no_prefix_are_refused_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = kvpolicy.tiny()
+    path, silent, quest = (tmp_path / f"{name}.safetensors" for name in ("text", "silent", "quest"))
+    save((model, tokenizer), TEXT, POLICY, path)
+    with kvpolicy.attach(model, POLICY):
+        kvpolicy.PolicyCache.load(model, path).save(silent)
     for policy, file, message in (
         (POLICY, tmp_path / "none.safetensors", "A cache file must exist"),
         ("h2o@0.5", path, f"must have the policy h2o@0.5, got {POLICY}"),
@@ -265,48 +233,11 @@ def test_requests_start_from_a_saved_cache(tmp_path: Path, capsys: pytest.Captur
     ):
         assert main(["serve", "tiny", policy, "--port", "0", "--prefix", str(file)]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_requests_share_a_saved_cache(tmp_path: Path) -> None:
-    """Each adds its own tokens, and leaves the slots of the text as they are."""
-    model, tokenizer = kvpolicy.tiny()
-    text = PROMPT.removesuffix("?wolf=")
-    question = "?wolf="
-    ids, whole = (tokenizer(part, return_tensors="pt").input_ids for part in (text, text + question))
-    path = tmp_path / "text.safetensors"
-    with torch.no_grad(), kvpolicy.attach(model, POLICY):
-        cache = kvpolicy.PolicyCache(model)
-        model(ids, cache=cache)
-        cache.save(path, tokens=ids)
-        shared = cache.fork(shared=True)
-        made = model.generate(whole, cache=shared, max_new_tokens=8, do_sample=False)
-        kept = len(cache.policy_layers[0].positions[0, 0]) + whole.shape[1] - ids.shape[1] + 7
-    expected = tokenizer.decode(made[0, whole.shape[1] :], skip_special_tokens=True)
-    load = PrefixFile(path, kvpolicy.Policy.parse(POLICY), shared=True).load
-    with (
-        running((model, tokenizer), load) as port,
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
-    ):
-        answers = [complete(client, prompt=text + question) for _ in range(2)]
-        assert [answer.choices[0].text for answer in answers] == [expected, expected]
-        for answer in answers:
-            assert answer.usage.kvpolicy["cache_nbytes"] == shared.nbytes
-            assert answer.usage.kvpolicy["kept_tokens"] == kept
-            assert answer.usage.kvpolicy["full_nbytes"] == shared.full_nbytes
-        assert metric(port, "prefix_nbytes") == cache.nbytes
-
-
-def test_a_prefix_that_cannot_be_shared_is_refused_at_the_start(tmp_path: Path) -> None:
-    model, tokenizer = kvpolicy.tiny()
     policy = "full+quest:page=4:read=8"
-    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    with torch.no_grad(), kvpolicy.attach(model, policy):
-        cache = kvpolicy.PolicyCache(model)
-        model(ids, cache=cache)
-        cache.save(tmp_path / "text.safetensors", tokens=ids)
-        file = PrefixFile(tmp_path / "text.safetensors", kvpolicy.Policy.parse(policy), shared=True)
-        with pytest.raises(kvpolicy.KVPolicyError, match="Every slot must be read in a step"):
-            file.load(model)
+    save((model, tokenizer), TEXT, policy, quest)
+    file = PrefixFile(quest, kvpolicy.Policy.parse(policy), shared=True)
+    with kvpolicy.attach(model, policy), pytest.raises(kvpolicy.KVPolicyError, match="Every slot must be read in a st"):
+        file.load(model)
 
 
 def test_a_port_that_is_taken(port: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,9 +271,3 @@ def test_a_chat_template_is_applied() -> None:
     assert inputs["input_ids"] == tokenizer("?wolf=", add_special_tokens=False)["input_ids"]
     with pytest.raises(kvpolicy.KVPolicyError, match="must fit the model's chat template, got an error: two"):
         tokenizer.apply_chat_template(2 * [{"role": "user", "content": "?wolf"}])
-
-
-def test_tools_need_a_chat_template(client: Any) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    with pytest.raises(openai.BadRequestError, match="must have a chat template for tools"):
-        chat(client, PROMPT, tools=[tool])

@@ -33,7 +33,8 @@ from kvpolicy.serving.server import following
 from kvpolicy.serving.several_ranks import Channel, Leading, follow
 from tests.parallel.launchers import LIMIT, free_port, words
 from tests.parallel.ranks import RankError, run_ranks
-from tests.serving.servers import get, metric, running
+from tests.serving.servers import client_of, get, metric, running
+from tests.vllm.documents import save
 
 POLICIES = ("snapkv@0.5", "squeeze+kvcrush/h2o+tokenwise@0.5", "uniform/adakv+snapkv@0.5")
 RECORDS = {"tiger": 4821, "lion": 7193, "wolf": 2650, "otter": 9384, "sheep": 7764, "falcon": 1937, "crane": 6042}
@@ -51,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def ask(port: int, number: int, model: str = "tiny") -> Any:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+    with client_of(port) as client:
         return client.completions.create(
             model=model, prompt=TEXT + QUESTIONS[number % 4], max_tokens=5, temperature=0, n=1 + number % 2
         )
@@ -75,18 +76,13 @@ def _serve(rank: int, world: int, folder: str, policy: str, rows: int) -> Any:
     how: dict[str, Any] = {"policy": policy, "capacity": capacity, "compile": False, "channel": channel}
     with running((model, tokenizer), **how) as port:
         found = answers(port)
-        refused = _status(lambda: _too_long(port))
+        refused = _status(lambda: _complete(port, TEXT, 5000))
         return found, ask(port, 0).usage.kvpolicy["cache_nbytes"], refused, answers(port) == found
 
 
 def save_text(folder: str, policy: str, path: Path) -> None:
     """Save the cache of `TEXT`, on the ranks that share a model or on one."""
-    model, tokenizer = load(folder, tp=int(os.environ.get("WORLD_SIZE", 1)))
-    ids = tokenizer(TEXT, return_tensors="pt").input_ids
-    with torch.no_grad(), kvpolicy.attach(model, policy):
-        cache = kvpolicy.PolicyCache(model)
-        model(ids, cache=cache)
-        cache.save(path, tokens=ids)
+    save(load(folder, tp=int(os.environ.get("WORLD_SIZE", 1))), TEXT, policy, path)
 
 
 def _serve_text(rank: int, world: int, folder: str, file: PrefixFile, rows: int) -> Any:
@@ -148,9 +144,9 @@ def test_ranks_start_from_the_files_that_they_wrote(folder: str, tmp_path: Path)
         assert answers(port) == found
 
 
-def _too_long(port: int) -> None:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-        client.completions.create(model="tiny", prompt=TEXT, max_tokens=5000)
+def _complete(port: int, text: str, new: int = 2) -> None:
+    with client_of(port) as client:
+        client.completions.create(model="tiny", prompt=text, max_tokens=new)
 
 
 def _status(call: Callable[[], Any]) -> int:
@@ -332,11 +328,6 @@ def _fail(rank: int, world: int, folder: str, ranks: list[int]) -> Any:
 
 
 BROKEN_TEXT = "wolf=2650\n?wolf="
-
-
-def _complete(port: int, text: str) -> None:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-        client.completions.create(model="tiny", prompt=text, max_tokens=2)
 
 
 def _break(module: Any, args: Any) -> None:

@@ -32,7 +32,7 @@ from kvpolicy.serving.forwards import ManyRows
 from kvpolicy.serving.generation import Job
 from kvpolicy.serving.metrics import OUTCOMES
 from kvpolicy.serving.server import bind, run, serving
-from tests.serving.servers import metric, wait_for
+from tests.serving.servers import client_of, metric, wait_for
 from tests.serving.test_rows import PAIRS, prompt_of
 
 REQUESTS = 1000
@@ -94,7 +94,7 @@ class Clients:
         self._lock = threading.Lock()
 
     def new_api(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120)
+        return client_of(self.port, timeout=120)
 
     def note(self, **outcomes: int) -> None:
         with self._lock:
@@ -338,7 +338,7 @@ def lines_lack(lines: Lines, port: int) -> bool:
 
 def end(port: int) -> None:
     """SIGTERM while answers run and others wait: those are finished, and these are refused."""
-    api = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
+    api = client_of(port, timeout=120)
 
     def ask(number: int) -> str:
         try:

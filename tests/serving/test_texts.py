@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.counting_model import ANSWER, PROMPT, WORDS, counting_model
-from tests.serving.servers import metric, running, wait_for
+from tests.serving.servers import client_of, metric, running, wait_for
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %} {{ c.function.name }}{% endfor %}"
@@ -27,10 +27,7 @@ PARSED = {
 def client() -> Iterator[Any]:
     model, tokenizer = counting_model()
     tokenizer.chat_template = TEMPLATE
-    with (
-        running((model, tokenizer)) as port,
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as made,
-    ):
+    with running((model, tokenizer)) as port, client_of(port) as made:
         yield made
 
 
@@ -148,10 +145,7 @@ def test_a_malformed_call_of_a_tool_is_text(said: Any, fields: Any, text: str, r
     model, tokenizer = counting_model(said)
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = CALLS
-    with (
-        running((model, tokenizer)) as port,
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with running((model, tokenizer)) as port, client_of(port) as client:
         texts, found = say(client, stream, **fields)
         given = "".join(each or "" for each in texts)
         if reason == "length" and not stream:
@@ -193,10 +187,7 @@ def test_a_parsed_answer_begins_with_its_space(stream: bool) -> None:
     model, tokenizer = counting_model()
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = PARSED
-    with (
-        running((model, tokenizer)) as port,
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with running((model, tokenizer)) as port, client_of(port) as client:
         texts, reason = say(client, stream)
         assert ("".join(texts), reason) == (ANSWER, "stop")
         assert "".join(say(client, stream, stop=" on")[0]) == " paris🙂"
