@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
 
 from kvpolicy import KVPolicyError
 from kvpolicy_lm_eval.model import KVPolicyLM
 from kvpolicy_lm_eval.scoring import by_angles, split
 from tests.engine.test_text_angles import KINDS, TRAINED, adapting
+from tests.lm_eval.helpers import instances
 
 PIECES = ["tiger=4821", "falcon=1937", "bear=5", "lion=22"]
 
@@ -57,11 +57,9 @@ def test_answers_and_rolling_texts_have_the_scores_of_one_forward(tiny, kind: st
     # Without a context, lm-eval puts a token before the answer; here, the first one is not predicted.
     assert scores[:-1] == pytest.approx(wanted[:-1], abs=2e-3)
     texts = [lines(2), lines(9), lines(5)]
-    asked = [
-        Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=i, metadata=("t", i, 1))
-        for i, text in enumerate(texts)
-    ]
-    rolled = lm.loglikelihood_rolling(asked, disable_tqdm=True)
+    rolled = lm.loglikelihood_rolling(
+        instances("loglikelihood_rolling", [(text,) for text in texts]), disable_tqdm=True
+    )
     for text, score in zip(texts, rolled, strict=True):
         own = [lm.prefix_token_id, *lm.tok_encode(text)]
         assert len(own) <= 80
@@ -74,16 +72,15 @@ def test_a_question_that_is_fed_later_is_refused_where_the_angles_change(tiny, k
     lm = KVPolicyLM(pretrained=model, tokenizer=tiny[1], policy="window@1.0", max_length=200)
     until = {"until": ["\n"], "max_gen_toks": 3}
     for text in (lines(2), lines(5)):
-        doc = {"held_back": text[-4:]}
-        request = Instance(request_type="generate_until", doc=doc, arguments=(text, until), idx=0, metadata=("t", 0, 1))
+        request = instances("generate_until", [(text, until)], doc={"held_back": text[-4:]})
         count = len(tiny[1](text).input_ids)
         if count <= TRAINED:
-            assert lm.generate_until([request], disable_tqdm=True)
+            assert lm.generate_until(request, disable_tqdm=True)
         else:
             with pytest.raises(
                 KVPolicyError, match=rf"The end of a prompt that is held back must have the angles .* type {kind}"
             ):
-                lm.generate_until([request], disable_tqdm=True)
+                lm.generate_until(request, disable_tqdm=True)
     assert len(tiny[1](lines(2)).input_ids) <= TRAINED < len(tiny[1](lines(5)).input_ids)
 
 
@@ -92,16 +89,7 @@ def test_a_prompt_behind_a_common_prefix_is_refused_where_the_angles_change(tiny
     model = model_of(kind, len(tiny[1]))
     lm = KVPolicyLM(pretrained=model, tokenizer=tiny[1], policy="window@1.0", max_length=200, group_by_prefix=8)
     until = {"until": ["\n"], "max_gen_toks": 3}
-    requests = [
-        Instance(
-            request_type="generate_until",
-            doc={},
-            arguments=(f"{lines(2)}{first}{lines(4)}", until),
-            idx=0,
-            metadata=("t", 0, 1),
-        )
-        for first in "ab"
-    ]
+    requests = instances("generate_until", [(f"{lines(2)}{first}{lines(4)}", until) for first in "ab"])
     with pytest.raises(KVPolicyError, match=rf"A prompt behind a common prefix must have the angles .* type {kind}"):
         lm.generate_until(requests, disable_tqdm=True)
 

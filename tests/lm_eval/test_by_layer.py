@@ -5,18 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-from lm_eval.api.instance import Instance
 from lm_eval.utils import simple_parse_args_string
 
 import kvpolicy
 from kvpolicy.planning.curves import save_layers
+from tests.lm_eval.helpers import instances
 
 TEXT = "tiger=4821 wolf=1937 lion=1111 ?tiger="
-
-
-def request(kind: Any, *arguments: Any) -> list[Instance]:
-    return [Instance(kind, {}, arguments, 0)]
 
 
 def test_a_file_is_a_policy(make: Any, tmp_path: Path) -> None:
@@ -31,8 +26,8 @@ def test_a_file_is_a_policy(make: Any, tmp_path: Path) -> None:
         ("generate_until", (TEXT, {"until": ["\n"], "max_gen_toks": 4})),
         ("loglikelihood_rolling", (TEXT,)),
     ]:
-        answer = getattr(lm, kind)(request(kind, *given))
-        assert answer == getattr(other, kind)(request(kind, *given))
+        answer = getattr(lm, kind)(instances(kind, [given]))
+        assert answer == getattr(other, kind)(instances(kind, [given]))
 
 
 def test_another_tuning_in_the_same_file_has_other_answers(make: Any, tmp_path: Path) -> None:
@@ -43,8 +38,3 @@ def test_another_tuning_in_the_same_file_has_other_answers(make: Any, tmp_path: 
     assert make(spec).fingerprint == before
     save_layers(tmp_path / "plan.json", ["snapkv@0.5"] * 7 + ["h2o@0.5"])
     assert make(spec).fingerprint != before
-
-
-def test_refused(make: Any, tmp_path: Path) -> None:
-    with pytest.raises(kvpolicy.KVPolicyError, match="must be readable"):
-        make(f"tuned:file={tmp_path}/none.json")

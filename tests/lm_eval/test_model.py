@@ -22,18 +22,12 @@ from kvpolicy import KVPolicyError
 from kvpolicy_lm_eval.arguments import check_spelling
 from kvpolicy_lm_eval.data import prompts
 from kvpolicy_lm_eval.model import KVPolicyLM
+from tests.lm_eval.helpers import instances
 from tests.sampling import each_once, product
 
 HFLM: Any = huggingface.HFLM  # its type is lost in the decorator that registers it
 HARSH = "streaming@0.12"
 POLICIES = ["h2o@0.3", "snapkv@0.2", "squeeze+kvcrush@0.2", "kivi:bits=4:group_size=16:residual_length=32", "window@24"]
-
-
-def instances(kind: Any, arguments: list[tuple[Any, ...]], task: str = "task") -> list[Instance]:
-    return [
-        Instance(request_type=kind, doc={}, arguments=some, idx=i, metadata=(task, i, 1))
-        for i, some in enumerate(arguments)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +184,23 @@ def test_budget_overrides_that_of_the_policy(make):
         make("full", budget=0.2)
 
 
+def greedy(tiny: tuple[Any, Any], policy: str, prompt: str, *, beyond: bool = False) -> str:
+    """The answer to a prompt whose question is fed once the rest of it was compressed, token by token."""
+    model, tokenizer = tiny
+    document, question = prompts.split(prompt)
+    asked = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+    tokens: list[int] = []
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model)
+        model(tokenizer(document, return_tensors="pt").input_ids, cache=cache)
+        if beyond:
+            cache.hold_next()
+        for _ in range(6):
+            tokens.append(int(model(asked, cache=cache).logits[0, -1].argmax()))
+            asked = torch.tensor([tokens[-1:]])
+    return tokenizer.decode(tokens).split("\n")[0]
+
+
 def held_back(requests: list[Instance], **more: Any) -> list[Instance]:
     """The same requests, with documents that hold back the question."""
     return [
@@ -207,24 +218,13 @@ def test_a_question_of_a_document_is_scored_after_the_rest_was_compressed(make, 
 
 
 def test_a_question_beyond_the_budget_takes_no_slots(make, tiny, questions):
-    model, tokenizer = tiny
     whole = make("snapkv@0.4")
     competing = make("snapkv@0.4")
     found = answers(whole, held_back(questions, beyond=True))
     answers(competing, held_back(questions))
     held = [lm.stats.report()["task/generate_until"]["kv_bytes"] for lm in (whole, competing)]
     assert held[0] > held[1]
-    for request, text in zip(questions, found, strict=True):
-        document, question = prompts.split(request.args[0])
-        asked = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
-        with torch.no_grad(), kvpolicy.attach(model, "snapkv@0.4"):
-            cache = kvpolicy.PolicyCache(model)
-            model(tokenizer(document, return_tensors="pt").input_ids, cache=cache)
-            cache.hold_next()
-            tokens = [int(model(asked, cache=cache).logits[0, -1].argmax())]
-            while len(tokens) < 6:
-                tokens.append(int(model(torch.tensor([tokens[-1:]]), cache=cache).logits[0, -1].argmax()))
-        assert text == tokenizer.decode(tokens).split("\n")[0]
+    assert found == [greedy(tiny, "snapkv@0.4", request.args[0], beyond=True) for request in questions]
 
 
 @pytest.mark.parametrize("policy", ["kivi:bits=4", "full+quest:read=0.5", "uniform/adakv+snapkv@0.5", "full"])
@@ -234,26 +234,13 @@ def test_a_question_beyond_the_budget_of_any_policy(make, policy: str, questions
 
 @pytest.mark.parametrize("more", [{}, {"num_beams": 2}])
 def test_a_question_of_a_document_is_fed_after_the_rest_was_compressed(make, tiny, questions, more: dict[str, int]):
-    model, tokenizer = tiny
     requests = held_back(questions)
     for request in requests:
         prompt, options = cast("tuple[str, dict[str, Any]]", request.args)
         request.arguments = (prompt, options | more)
     found = answers(make("snapkv@0.4", batch_size=3), requests)
     assert found != answers(make("snapkv@0.4", batch_size=3), questions)  # which sees the question
-    for request, text in zip(requests, found, strict=True) if not more else ():
-        document, question = prompts.split(request.args[0])
-        context = tokenizer(document, return_tensors="pt").input_ids
-        asked = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
-        with torch.no_grad(), kvpolicy.attach(model, "snapkv@0.4"):
-            cache = kvpolicy.PolicyCache(model)
-            model(context, cache=cache)
-            logits = model(asked, cache=cache).logits
-            tokens: list[int] = []
-            for _ in range(6):
-                tokens.append(int(logits[0, -1].argmax()))
-                logits = model(torch.tensor([tokens[-1:]]), cache=cache).logits
-        assert text == tokenizer.decode(tokens).split("\n")[0]
+    assert more or found == [greedy(tiny, "snapkv@0.4", request.args[0]) for request in requests]
 
 
 def test_a_text_that_is_held_back_is_part_of_the_prompt(make, questions):

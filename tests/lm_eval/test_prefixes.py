@@ -21,6 +21,7 @@ from kvpolicy_lm_eval.prefixes import (
     read_least,
 )
 from kvpolicy_lm_eval.scoring import Piece, split, split_behind
+from tests.lm_eval.helpers import instances
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:
@@ -123,13 +124,6 @@ def test_padding_moves_behind_the_prefix() -> None:
     assert behind_prefix(context, None, (5, 6), 9) is None
 
 
-def instances(kind: Any, arguments: list[tuple[Any, ...]]) -> list[Instance]:
-    return [
-        Instance(request_type=kind, doc={}, arguments=some, idx=number, metadata=("task", number, 1))
-        for number, some in enumerate(arguments)
-    ]
-
-
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """Three questions about each of two documents, and one about another."""
@@ -201,19 +195,16 @@ def test_a_prompt_that_was_cut_is_answered_alone(make: Any, questions: list[Inst
     assert lm.generate_until(questions, disable_tqdm=True) == plain.generate_until(questions, disable_tqdm=True)
 
 
-def test_answers_of_other_groups_are_not_reused(make: Any) -> None:
-    names = {make("snapkv@0.4", group_by_prefix=value).fingerprint for value in (False, True, 32)}
-    assert len(names) == 3
-
-
-def test_answers_of_prompts_that_waited_in_codes_are_not_reused(make: Any) -> None:
-    names = {make("kvzip+tokenwise@0.4", hold=hold).fingerprint for hold in ("plain", "codes")}
-    assert len(names) == 2
-
-
-def test_answers_of_compiled_steps_are_not_reused(make: Any) -> None:
-    names = {make("snapkv@0.4", compile=compile).fingerprint for compile in (None, True)}
-    assert len(names) == 2
+@pytest.mark.parametrize(
+    ("policy", "option", "values"),
+    [
+        ("snapkv@0.4", "group_by_prefix", (False, True, 32)),
+        ("kvzip+tokenwise@0.4", "hold", ("plain", "codes")),  # prompts that waited in codes
+        ("snapkv@0.4", "compile", (None, True)),
+    ],
+)
+def test_answers_of_other_options_are_not_reused(make: Any, policy: str, option: str, values: tuple[Any, ...]) -> None:
+    assert len({make(policy, **{option: value}).fingerprint for value in values}) == len(values)
 
 
 def test_several_processes_are_refused() -> None:

@@ -16,6 +16,7 @@ from kvpolicy_lm_eval import model as lm
 from kvpolicy_lm_eval.data import prompts
 from kvpolicy_lm_eval.rows import RowAnswer, answer_in_rows, rows_obstacle
 from tests.engine.test_text_angles import TRAINED, adapting
+from tests.lm_eval.helpers import instances
 from tests.sampling import product
 
 
@@ -24,12 +25,7 @@ def requests(lengths: list[int], **arguments: Any) -> list[Instance]:
     asked = {"until": ["\n"], "max_gen_toks": 12} | arguments
     texts = [prompts.recall(Random(n), 4 + n)[0] for n in range(len(lengths))]
     texts = [text.replace("?", "\n" * pad + "?") for text, pad in zip(texts, lengths, strict=True)]
-    return [
-        Instance(
-            request_type="generate_until", doc={}, arguments=(text, asked), idx=number, metadata=("task", number, 1)
-        )
-        for number, text in enumerate(texts)
-    ]
+    return instances("generate_until", [(text, asked) for text in texts])
 
 
 @contextmanager

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from lm_eval import evaluator
-from lm_eval.tasks import TaskManager
 
 from kvpolicy import KVPolicyError
-from kvpolicy_lm_eval import ruler, startup
+from kvpolicy_lm_eval import ruler
 from kvpolicy_lm_eval.data import ruler as prompts
 from kvpolicy_lm_eval.held_back import HeldBack, find_held_back
+from tests.lm_eval.helpers import load, manager, simple_evaluate
 
-simple_evaluate: Any = evaluator.simple_evaluate  # its type is lost in its decorator
 GROUP = "kvpolicy_ruler_4096"
 SINGLE = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3")
 TEMPLATE = (
@@ -38,14 +36,8 @@ def forget():
     ruler._try_dataset.cache_clear()
 
 
-def manager(**metadata: Any) -> TaskManager:
-    return TaskManager(include_path=startup.tasks_path(), include_defaults=False, metadata=metadata)
-
-
 def tasks(*names: str, **metadata: Any) -> dict[str, Any]:
-    source: Any = manager(**metadata)
-    wanted = [f"{GROUP}_{name}" for name in names]
-    return source.load(wanted)["tasks"] if hasattr(source, "load") else source.load_task_or_group(wanted)
+    return load(manager(**metadata), *(f"{GROUP}_{name}" for name in names))
 
 
 @pytest.mark.parametrize("task", prompts.TASKS)
@@ -283,13 +275,10 @@ def test_the_group_has_the_mean_of_thirteen_tasks(make) -> None:
 
 
 def test_the_group_is_complete() -> None:
-    loaded: Any = manager(length=1200, docs=1, source="own")
-    found = loaded.load([GROUP])["tasks"] if hasattr(loaded, "load") else loaded.load_task_or_group([GROUP])
-    if GROUP not in found:
-        assert sorted(found) == sorted(f"{GROUP}_{name}" for name in prompts.TASKS)
-        for name in prompts.TASKS:
-            limit = found[f"{GROUP}_{name}"].config.generation_kwargs["max_gen_toks"]
-            assert limit == prompts.new_tokens(name)
+    found = load(manager(length=1200, docs=1, source="own"), GROUP)
+    assert sorted(found) == sorted(f"{GROUP}_{name}" for name in prompts.TASKS)
+    for name in prompts.TASKS:
+        assert found[f"{GROUP}_{name}"].config.generation_kwargs["max_gen_toks"] == prompts.new_tokens(name)
 
 
 @pytest.mark.slow

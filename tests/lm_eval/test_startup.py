@@ -39,12 +39,10 @@ REGISTERED = (
 
 
 def test_registers_the_model_beside_lm_evals_own():
-    pytest.importorskip("lm_eval")
     assert python(REGISTERED) == ["True", "True"]
 
 
 def test_environment_turns_it_off():
-    pytest.importorskip("lm_eval")
     assert python(REGISTERED, KVPOLICY_NO_STARTUP="1") == ["True", "False"]
 
 
@@ -74,7 +72,6 @@ print(startup._Finder in sys.meta_path)
 
 def test_lm_eval_still_needs_the_start_up_file():
     """Fails with the first lm-eval that finds the model by the entry point alone."""
-    pytest.importorskip("lm_eval")
     code = """
 import lm_eval.models
 from lm_eval.api.registry import get_model

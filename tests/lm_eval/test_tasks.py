@@ -6,29 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from lm_eval import evaluator
-from lm_eval.tasks import TaskManager
 
-from kvpolicy_lm_eval import startup
+from tests.lm_eval.helpers import load, manager, simple_evaluate
 
-simple_evaluate: Any = evaluator.simple_evaluate  # its type is lost in its decorator
 TASKS = ["fewshot", "hot", "multiquery", "passkey", "recall_1024", "recall_512", "text"]
-
-
-def manager(**metadata: Any) -> TaskManager:
-    return TaskManager(include_path=startup.tasks_path(), include_defaults=False, metadata=metadata)
-
-
-def load(source: Any, *names: str) -> dict[str, Any]:
-    """The tasks of some names, or of groups, without their groups."""
-    if hasattr(source, "load"):
-        return source.load([*names])["tasks"]
-
-    def flat(found: dict[Any, Any]) -> dict[str, Any]:  # lm-eval before 0.4.12 nests them
-        parts = ({name: task} if not isinstance(task, dict) else flat(task) for name, task in found.items())
-        return {name: task for part in parts for name, task in part.items()}
-
-    return flat(source.load_task_or_group([*names]))
 
 
 @pytest.fixture(scope="module")

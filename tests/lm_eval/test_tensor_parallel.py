@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lm_eval import evaluator
-from lm_eval.tasks import TaskManager
 
 from kvpolicy_lm_eval import startup
+from tests.lm_eval.helpers import manager, simple_evaluate
 from tests.parallel.launchers import LIMIT, words
 from tests.sampling import product
 
-simple_evaluate: Any = evaluator.simple_evaluate  # its type is lost in its decorator
 POLICY = "squeeze+kvcrush@0.5"
 TASKS = ["kvpolicy_fewshot", "kvpolicy_hot", "kvpolicy_text"]
 SIZES: dict[str, Any] = {"chars": 300, "asks": 6, "fresh": 6, "shots": 4}
@@ -45,9 +43,8 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 @pytest.fixture(scope="module")
 def alone(make) -> tuple[Samples, dict[str, Any]]:
     """The samples and the report of one process."""
-    tasks = TaskManager(include_path=startup.tasks_path(), include_defaults=False, metadata=SIZES)
     lm = make(POLICY, batch_size=2)
-    found = simple_evaluate(model=lm, tasks=TASKS, task_manager=tasks, limit=2, bootstrap_iters=0)
+    found = simple_evaluate(model=lm, tasks=TASKS, task_manager=manager(**SIZES), limit=2, bootstrap_iters=0)
     return {(name, one["doc_id"]): one for name, some in found["samples"].items() for one in some}, found
 
 
