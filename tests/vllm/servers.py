@@ -66,11 +66,9 @@ class VLLMServer(NamedTuple):
 
     def stream(self, path: str, body: Any) -> list[Any]:
         """The events of a stream."""
-        request = urllib.request.Request(
-            self.url(path),
-            json.dumps({"model": "m", "stream": True, "stream_options": {"include_usage": True}, **body}).encode(),
-            {"content-type": "application/json"},
-        )
+        asked = {"model": "m", "stream": True, "stream_options": {"include_usage": True}, **body}
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url(path), json.dumps(asked).encode(), headers)
         with urllib.request.urlopen(request, timeout=120) as response:
             lines = [line.decode().removeprefix("data: ").strip() for line in response]
         return [json.loads(line) for line in lines if line and line != "[DONE]"]
@@ -88,6 +86,14 @@ class VLLMServer(NamedTuple):
         with urllib.request.urlopen(self.url("/metrics"), timeout=30) as response:
             found = re.findall(rf"^vllm:{name}{{[^}}]*}} (\S+)$", response.read().decode(), re.MULTILINE)
         return sum(map(float, found))
+
+    def wait_for_idle(self) -> None:
+        """Wait until no request is in the engine, and check that its blocks are free again."""
+        deadline = time.monotonic() + 60
+        while self.metric("num_requests_running") + self.metric("num_requests_waiting"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert self.metric("kv_cache_usage_perc") == 0
 
 
 @contextmanager

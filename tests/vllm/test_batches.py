@@ -41,23 +41,10 @@ def test_a_second_round_comes_from_the_prefix_cache(served: Served, llm: Any) ->
     assert [each.num_cached_tokens for each in second] == kept
 
 
-def test_one_request_at_a_time(served: Served, llm: Any) -> None:
-    found = [answers(llm, [about(*each, llm)])[0] for each in served.asked]
-    assert short(found) == short(served.wanted)
-
-
 def test_several_samples(served: Served, llm: Any) -> None:
     found = ask(llm, [about(*each, llm, n=2, temperature=1e-5, seed=0) for each in served.asked[:2]])
     tokens = [[*sample.token_ids] for each in found for sample in each.outputs]
     assert tokens == [each for each in short(served.wanted[:2]) for _ in range(2)]
-
-
-def test_no_block_is_left(served: Served, llm: Any) -> None:
-    before = free_blocks(llm)
-    ask(llm, [about(*each, llm) for each in served.asked])
-    assert free_blocks(llm) == before
-    connector = scheduler_of(llm).connector
-    assert not connector._requests._known and not connector._requests._computed
 
 
 def test_aborted_requests_leave_nothing(served: Served, llm: Any) -> None:
@@ -72,6 +59,8 @@ def test_aborted_requests_leave_nothing(served: Served, llm: Any) -> None:
             llm.llm_engine.step()
         assert short(answers(llm, [about(*each, llm) for each in served.asked])) == short(served.wanted)
         assert free_blocks(llm) == before
+    connector = scheduler_of(llm).connector
+    assert not connector._requests._known and not connector._requests._computed
 
 
 def test_a_penalty_sees_the_tokens_of_the_document(served: Served, llm: Any) -> None:

@@ -217,7 +217,7 @@ def test_prompts_whose_clients_have_left_are_forgotten(small: Model, llm: Any, m
     assert reasons(run(llm, [], recipe, [late])) == ["error"]
 
 
-def test_penalties_see_the_tokens_of_the_prompt(small: Model, llm: Any) -> None:
+def test_penalties_see_the_tokens_of_the_prompt(llm: Any) -> None:
     recipe = recipe_of("window@70")
     ids = [*range(3, 40)] * 4
     use(llm, recipe)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,15 +76,6 @@ def complete(text: Any, **more: Any) -> dict[str, Any]:
     return {"prompt": text, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, **more}
 
 
-def wait_for_idle(server: VLLMServer) -> None:
-    """Wait until no request is in the engine, and check that its blocks are free again."""
-    deadline = time.monotonic() + 60
-    while server.metric("num_requests_running") + server.metric("num_requests_waiting"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert server.metric("kv_cache_usage_perc") == 0
-
-
 def test_completions_and_chats(server: VLLMServer, pair: tuple[Any, Any], answer: Callable[[str], str]) -> None:
     for word in WORDS[:2]:
         text = prompt(word)
@@ -149,13 +139,13 @@ def test_other_requests_pass_unchanged(server: VLLMServer, pair: tuple[Any, Any]
         assert server.post(COMPLETION, body).status == status
     assert server.post(COMPLETION, complete(text, max_tokens=5000)).status == 400  # as without a policy
     assert server.post(COMPLETION, complete(text * 10)).status == 400
-    wait_for_idle(server)
+    server.wait_for_idle()
 
 
 def test_no_client_reaches_prompts_around_the_middleware(server: VLLMServer) -> None:
     for params in ({"compressed": "x"}, {"prefill": "x"}, {"prefill": 5}, {"prefill": "x", "compressed": "x"}):
         assert server.post(COMPLETION, complete(prompt("wolf"), kv_transfer_params=params)).status == 400
-    wait_for_idle(server)
+    server.wait_for_idle()
 
 
 def test_many_requests_of_all_kinds(server: VLLMServer, answer: Callable[[str], str]) -> None:
@@ -182,7 +172,7 @@ def test_many_requests_of_all_kinds(server: VLLMServer, answer: Callable[[str], 
     with ThreadPoolExecutor(16) as pool:
         for future in [pool.submit(ask, index) for index in range(96)]:
             future.result(timeout=240)
-    wait_for_idle(server)
+    server.wait_for_idle()
 
 
 def test_a_server_does_not_start_with_another_policy(folder: Path, tmp_path: Path) -> None:

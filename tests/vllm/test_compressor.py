@@ -212,7 +212,7 @@ def test_the_output_of_the_last_token_is_put_back(saved: Saved) -> None:
         assert rank.lost == {9}
 
 
-def test_last_tokens_that_are_not_seen_are_lost(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_tokens_that_are_not_seen_are_lost(saved: Saved) -> None:
     """As in a graph of a whole step, which no layer of Python takes part in."""
     rank = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"])
     text = text_of(70)

@@ -88,7 +88,7 @@ def test_what_is_kept_is_what_a_plain_cache_has_at_these_positions(family: str, 
             torch.testing.assert_close(found, wanted)
 
 
-def test_documents_are_those_of_a_model_with_a_shifted_text(tmp_path: Path) -> None:
+def test_documents_are_those_of_a_model_with_a_shifted_text() -> None:
     """Moved keys of a whole text in the middle of positions are those of a text that begins earlier."""
     model = make_model("llama3")
     ids = torch.tensor([make_text(model, 30)])
@@ -144,28 +144,21 @@ def test_policies_that_are_refused(policy: str, message: str, tmp_path: Path) ->
         dense(save(model, policy, ids, tmp_path / "doc.safetensors"), model)
 
 
-def test_padding_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rows", "padding", "message"),
+    [(1, 7, "must be without padding, got 30 columns of 23 tokens"), (2, 0, "must have one row, got 2")],
+)
+def test_padding_and_several_rows_are_refused(rows: int, padding: int, message: str, tmp_path: Path) -> None:
     model = build("llama")
-    ids = torch.randint(3, 48, (1, 30), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 48, (rows, 30), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
-    mask[0, :7] = 0
+    mask[0, :padding] = 0
     with torch.no_grad(), kvpolicy.attach(model, "h2o:decode=grow@0.5"):
         cache = PolicyCache(model)
         places = (mask.cumsum(-1) - 1).clamp_min(0)
         model(ids, attention_mask=mask, position_ids=places, cache=cache)
         cache.save(tmp_path / "doc.safetensors", tokens=ids)
-    with pytest.raises(KVPolicyError, match="must be without padding, got 30 columns of 23 tokens"):
-        dense(tmp_path / "doc.safetensors", model)
-
-
-def test_several_rows_are_refused(tmp_path: Path) -> None:
-    model = build("llama")
-    ids = torch.randint(3, 48, (2, 30), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), kvpolicy.attach(model, "h2o:decode=grow@0.5"):
-        cache = PolicyCache(model)
-        model(ids, cache=cache)
-        cache.save(tmp_path / "doc.safetensors", tokens=ids)
-    with pytest.raises(KVPolicyError, match="must have one row, got 2"):
+    with pytest.raises(KVPolicyError, match=message):
         dense(tmp_path / "doc.safetensors", model)
 
 
@@ -174,25 +167,6 @@ def test_a_header_that_says_another_number_is_refused(saved: Saved) -> None:
     wrong = header | {"held": {name: [34, 34] for name in header["held"]}}
     with pytest.raises(KVPolicyError, match="must hold the 34 tokens of its header in every head, got others"):
         list(dense_layers(CacheFile(wrong, tensors), saved.engine.skeleton, "doc"))
-
-
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        ("gpt2", "must be rotary embeddings for its saved caches to be moved, got gpt2"),
-        ("opt", "must be rotary embeddings for its saved caches to be moved, got opt"),
-    ],
-)
-def test_models_without_rotary_embeddings_are_refused(family: str, message: str) -> None:
-    with pytest.raises(KVPolicyError, match=message):
-        skeleton(build(family).config)
-
-
-def test_frequencies_that_depend_on_the_length_are_refused() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, rope_parameters=rope)
-    with pytest.raises(KVPolicyError, match=r"dynamic.* cannot be undone"):
-        skeleton(config)
 
 
 def test_a_skeleton_has_no_weights() -> None:

@@ -180,7 +180,7 @@ def test_the_embedded_models_are_told_apart(tmp_path: Path) -> None:
         Engine(large[0].config, str(tmp_path / "model"), 512).check(read_document(path), 5)
 
 
-def test_configs_are_not_changed(saved: Saved) -> None:
+def test_configs_are_not_changed() -> None:
     config = config_of("stablelm")
     before = config.to_dict()
     Engine(config, "nowhere", 256).check_model()

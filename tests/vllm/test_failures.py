@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 Request = tuple[Any, Any]
 QUESTION = [5]
-SEEDS = itertools.count(20)
 
 
 @pytest.fixture(scope="module")
@@ -37,73 +35,38 @@ def full_blocks(served: Served, tmp_path: Path) -> tuple[Path, Answer]:
     return path, answer(served.model, POLICY, path, QUESTION)
 
 
-def without_salt(path: Path, llm: Any) -> Request:
-    (text, params) = about(path, [5, 6], llm)
-    return {"prompt_token_ids": text["prompt_token_ids"]}, params
+NAMELESS: dict[str, Any] = {"document": None, "digest": None}
+REFUSED: dict[str, tuple[Callable[[list[int]], list[int]], dict[str, Any], dict[str, Any]]] = {
+    "without a salt": (list, {"cache_salt": None}, {}),
+    "with another salt": (list, {"cache_salt": SALT + "0" * 64}, {}),
+    "without a name": (list, {}, NAMELESS),
+    "of one token": (lambda ids: ids[:1], {}, NAMELESS),
+    "of the placeholders alone": (lambda ids: ids[:-2], {}, {}),
+    "of another text": (lambda ids: ids[::-1], {}, {}),
+    "with another digest": (list, {}, {"digest": "0" * 64}),
+    "with a name that is none": (list, {}, {"document": 7}),
+    "of a missing file": (list, {}, {"document": "/missing.safetensors"}),
+    "with log probabilities": (list, {"prompt_logprobs": 1}, {}),
+}
+"""What is changed of a request with a question of two tokens: its prompt, its salt or options, its parameters."""
 
 
-def with_another_salt(path: Path, llm: Any) -> Request:
-    (text, params) = about(path, [5, 6], llm)
-    return text | {"cache_salt": SALT + "0" * 64}, params
-
-
-def without_a_name(path: Path, llm: Any) -> Request:
-    return about(path, [5, 6], llm)[0], sampling()
-
-
-def of_one_token(path: Path, llm: Any) -> Request:
-    (text, _) = about(path, [5, 6], llm)
-    return text | {"prompt_token_ids": text["prompt_token_ids"][:1]}, sampling()
-
-
-def of_the_placeholders_alone(path: Path, llm: Any) -> Request:
-    (text, params) = about(path, [5], llm)
-    return text | {"prompt_token_ids": text["prompt_token_ids"][:-1]}, params
-
-
-def of_another_text(path: Path, llm: Any) -> Request:
-    (text, params) = about(path, [5, 6], llm)
-    return text | {"prompt_token_ids": text["prompt_token_ids"][::-1]}, params
-
-
-def with_another_digest(path: Path, llm: Any) -> Request:
+def refusal(path: Path, llm: Any, case: str) -> Request:
+    """A request that is refused; what is None is left out."""
+    ids, changes, named = REFUSED[case]
     text, params = prompt(path, [5, 6], llm)
-    return text, sampling(params | {"digest": "0" * 64})
+    options = {name: value for name, value in changes.items() if name != "cache_salt"}
+    params = {name: value for name, value in (params | named).items() if value is not None}
+    asked: dict[str, Any] = {"prompt_token_ids": ids(text["prompt_token_ids"])}
+    salt = changes.get("cache_salt", text["cache_salt"])
+    return asked | ({} if salt is None else {"cache_salt": salt}), sampling(params or None, **options)
 
 
-def with_a_name_that_is_none(path: Path, llm: Any) -> Request:
-    text, params = prompt(path, [5, 6], llm)
-    return text, sampling(params | {"document": 7})
-
-
-def with_prompt_logprobs(path: Path, llm: Any) -> Request:
-    return about(path, [5, 6], llm, prompt_logprobs=1)
-
-
-def of_a_missing_file(path: Path, llm: Any) -> Request:
-    text, params = prompt(path, [5, 6], llm)
-    return text, sampling(params | {"document": str(path.with_name("missing.safetensors"))})
-
-
-REFUSED: list[Callable[[Path, Any], Request]] = [
-    without_salt,
-    with_another_salt,
-    without_a_name,
-    of_one_token,
-    of_the_placeholders_alone,
-    of_another_text,
-    with_another_digest,
-    with_a_name_that_is_none,
-    with_prompt_logprobs,
-    of_a_missing_file,
-]
-
-
-@pytest.mark.parametrize("refused", REFUSED)
-def test_others_of_the_batch_answer(served: Served, llm: Any, refused: Callable[[Path, Any], Request]) -> None:
+@pytest.mark.parametrize("case", REFUSED)
+def test_others_of_the_batch_answer(served: Served, llm: Any, case: str) -> None:
     before = free_blocks(llm)
     good = [about(*each, llm) for each in served.asked]
-    bad = refused(served.asked[0][0], llm)
+    bad = refusal(served.asked[0][0], llm, case)
     for _ in range(2):
         found = ask(llm, [bad, *good[:3], plain([5, 6]), bad, *good[3:], bad])
         assert [n for n, reason in enumerate(reasons(found)) if reason == "error"] == [0, 5, 9]
@@ -122,9 +85,7 @@ def test_a_salt_alone_reads_no_cached_document(llm: Any, full_blocks: tuple[Path
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_refused_request_leaves_nothing_to_others(
-    served: Served, llm: Any, full_blocks: tuple[Path, Answer], together: bool
-) -> None:
+def test_a_refused_request_leaves_nothing_to_others(llm: Any, full_blocks: tuple[Path, Answer], together: bool) -> None:
     """Its blocks have the tokens and the salt of the document, and no other request may share them."""
     path, wanted = full_blocks
     request = about(path, QUESTION, llm)

@@ -85,7 +85,7 @@ def test_blocks_of_the_question_are_not_touched(saved: Saved) -> None:
     assert pool.written() == sorted(slots_of(0))
 
 
-def test_tails_come_from_memory(saved: Saved, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tails_come_from_memory(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole blocks are shared by the prefix cache, and what is behind them is written for every request."""
     reads: list[Path] = []
 

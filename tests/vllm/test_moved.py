@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kvpolicy.hf.dense_cache import moved, skeleton
 from tests.sampling import each_once, product
-from tests.vllm.models import LLAMA3, ROPE, SIZES
+from tests.vllm.models import LLAMA3, ROPE, SIZES, YARN
 
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("LlamaConfig", {"rope_parameters": ROPE}),
     "linear": ("LlamaConfig", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 3.0}}),

@@ -76,7 +76,7 @@ def test_preempted_requests_are_loaded_again(served: Served) -> None:
         assert free_blocks(llm) == before
 
 
-def test_half_precision_takes_documents_of_fp32(served: Served, tmp_path: Path) -> None:
+def test_half_precision_takes_documents_of_fp32(served: Served) -> None:
     with engine(served.folder / "model", dtype="bfloat16") as llm:
         found = answers(llm, [about(*each, llm) for each in served.asked])
     agree = [one.tokens[:2] == other.tokens[:2] for one, other in zip(found, served.wanted, strict=True)]
@@ -104,7 +104,7 @@ def test_a_cache_of_eight_bits(served: Served) -> None:
             assert sum(one == other.tokens[0] for one, other in zip(first, served.wanted, strict=True)) >= 4
 
 
-def test_the_document_of_another_model(served: Served, tmp_path: Path) -> None:
+def test_the_document_of_another_model(tmp_path: Path) -> None:
     """Of the same shape and other weights; nobody has asked `prompt` whether it fits."""
     one, other = (make_model("llama3", seed=seed) for seed in (0, 1))
     one.save_pretrained(tmp_path / "model")
@@ -116,7 +116,7 @@ def test_the_document_of_another_model(served: Served, tmp_path: Path) -> None:
     assert [*found[0].outputs[0].token_ids] == answer(one, POLICY, paths[0], question).tokens
 
 
-def test_a_text_that_is_longer_than_the_trained_positions(served: Served, tmp_path: Path) -> None:
+def test_a_text_that_is_longer_than_the_trained_positions(tmp_path: Path) -> None:
     model = make_model("qwen2")
     model.config.max_position_embeddings = 220
     model.save_pretrained(tmp_path / "model")

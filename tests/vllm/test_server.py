@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,15 +85,6 @@ def chat(document: str, question: str, **more: Any) -> dict[str, Any]:
     return {"document": document, "messages": messages, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, **more}
 
 
-def wait_for_idle(server: VLLMServer) -> None:
-    """Wait until no request is in the engine, and check that its blocks are free again."""
-    deadline = time.monotonic() + 60
-    while server.metric("num_requests_running") + server.metric("num_requests_waiting"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert server.metric("kv_cache_usage_perc") == 0
-
-
 def test_chats_are_answered_as_kvpolicy_answers(
     server: VLLMServer, folder: Path, answer: Callable[[Path, str], str]
 ) -> None:
@@ -138,7 +128,7 @@ def test_documents_of_others_cannot_be_reached_around_the_middleware(server: VLL
     for params in ({"document": "notes"}, {"document": "notes", "digest": "x"}, {"document": "../notes"}, {"kept": 3}):
         found = server.post(COMPLETION, {**body, "cache_salt": "mine", "kv_transfer_params": params})
         assert found.status == (200 if "kept" in params else 500)  # an unknown parameter loads nothing
-    wait_for_idle(server)
+    server.wait_for_idle()
 
 
 def test_two_hundred_requests_of_all_kinds(
@@ -169,11 +159,11 @@ def test_two_hundred_requests_of_all_kinds(
     with ThreadPoolExecutor(16) as pool:
         for future in [pool.submit(ask, index) for index in range(200)]:
             future.result(timeout=240)
-    wait_for_idle(server)
+    server.wait_for_idle()
 
 
 def test_files_that_change_or_disappear(
-    server: VLLMServer, pair: tuple[Any, Any], folder: Path, answer: Callable[[Path, str], str], tmp_path: Path
+    server: VLLMServer, folder: Path, answer: Callable[[Path, str], str], tmp_path: Path
 ) -> None:
     path = folder / "changing.safetensors"
     shutil.copy(folder / "report.safetensors", path)
@@ -188,7 +178,7 @@ def test_files_that_change_or_disappear(
     found = server.post(CHAT, chat("changing", "?wolf="))
     assert found.status == 400 and "must be one of the folder's" in found.content["error"]["message"]
     assert server.post(CHAT, chat("report", "?wolf=")).text == answer(folder / "report.safetensors", "?wolf=")
-    wait_for_idle(server)
+    server.wait_for_idle()
 
 
 def test_two_servers_share_a_folder(
