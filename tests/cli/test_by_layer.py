@@ -125,9 +125,3 @@ def test_list_describes_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None
 )
 def test_refused(wanted: str, message: str, run: Run) -> None:
     assert message in run(f"explain {wanted}", 2)
-
-
-def test_tracebacks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVPOLICY_TRACEBACK", "1")
-    with pytest.raises(kvpolicy.KVPolicyError, match="must be readable"):
-        main(["explain", "tuned:file=none.json"])

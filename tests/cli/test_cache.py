@@ -71,6 +71,25 @@ def test_a_file_with_loss_is_made_and_described(tmp_path: Path, capsys: pytest.C
     assert "--compress must not be given with --form" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_text_is_read_in_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "records.safetensors"
+    policy = "h2o+tokenwise@0.5"
+    assert main(["cache", "make", TEXT, "--policy", policy, "--chunk", "16", "--out", str(out), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    model, tokenizer = kvpolicy.tiny()
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        cache = PolicyCache(model, prompt=ids.shape[1])
+        for part in ids.split(16, dim=1):
+            model(part, cache=cache)
+        whole = PolicyCache(model)
+        model(ids, cache=whole)
+        loaded = PolicyCache.load(model, out)
+    assert made["columns"] == ids.shape[1] and made["nbytes"] == cache.nbytes
+    kept, chunked, at_once = ([layer.positions for layer in each.layers] for each in (loaded, cache, whole))
+    assert all(map(torch.equal, kept, chunked)) and not all(map(torch.equal, kept, at_once))
+
+
 def test_a_policy_that_looks_at_a_question_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "cache.safetensors")
     assert main(["cache", "make", TEXT, "--policy", "snapkv@0.5", "--out", out]) == 0

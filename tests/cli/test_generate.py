@@ -135,6 +135,8 @@ def test_sources_of_the_prompt(tmp_path: Path, piped: Callable[[bytes], None]) -
     path.write_bytes("é=1\r\n\n".encode())
     assert read_prompt("é=1", None, "tiny") == ("é=1", False)
     assert read_prompt(None, str(path), "tiny") == ("é=1\n", False)
+    path.write_bytes(b"\xef\xbb\xbfa=1\r\nb=2\n")  # with a byte order mark
+    assert read_prompt(None, str(path), "tiny") == ("a=1\nb=2", False)
     for words in ((None, None), ("-", None), (None, "-")):
         piped("é=1\n\n".encode())
         assert read_prompt(*words, "other") == ("é=1\n", False)
@@ -247,6 +249,7 @@ def test_interrupted(
         ("a --dtype float8_e4m3fn", "--dtype must be one of bfloat16, float16, float32, float64, got 'float8_e4m3fn'"),
         ("\udcff\udcfea", "text of the argument must be UTF-8, got an invalid character at position 0"),
         ("a --temperature -1", "temperature"),
+        ("a --temperature inf", "--temperature must be finite, got inf"),
         ("a --new 0", "--new"),
     ],
 )
@@ -264,11 +267,6 @@ def test_error_messages(
     assert message in run(f"generate {line.replace('FOLDER', str(tmp_path))}", 2)
 
 
-def test_a_byte_order_mark_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfa=1\r\nb=2\n")
-    assert read_prompt(None, str(tmp_path / "marked"), "tiny") == ("a=1\nb=2", False)
-
-
 def test_speculation_gives_the_text_of_the_full_cache(
     tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,10 +280,6 @@ def test_speculation_gives_the_text_of_the_full_cache(
     for more in (["--compare", "full"], ["--policy", "h2o@0.5"]):
         assert "--speculate must be given without" in generate([*words, *more], capsys, 2)[1]
     assert "--gamma must be given with --speculate" in generate([PROMPT, "--gamma", "3"], capsys, 2)[1]
-
-
-def test_a_temperature_is_finite(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--temperature must be finite, got inf" in generate([PROMPT, "--temperature", "inf"], capsys, 2)[1]
 
 
 def test_the_text_begins_with_its_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
