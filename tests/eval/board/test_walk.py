@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from kvpolicy.embedded import tiny
 from kvpolicy_eval.board import walk as board
 from kvpolicy_eval.board.walk import Walk, main, measure, policies, rows, texts
-from kvpolicy_lm_eval.data.prompts import rings
 
 SMALL = Walk(records=5, passes=4, first=2, walks=2, model="tiny")
-
-
-def test_rings_return_to_their_first_word_and_share_none() -> None:
-    found = rings(Random(3), 2, 40)
-    for document, words in found:
-        table = dict(line.split("=") for line in document.splitlines())
-        assert table == dict(zip(words, [*words[1:], words[0]], strict=True))
-        assert [*table] != words, "records are not in the order in which they are asked for"
-    assert len({word for _, words in found for word in words}) == 80
-    with pytest.raises(ValueError, match=r"The number of records must be from 1 to 256, got 258\."):
-        rings(Random(0), 2, 129)
 
 
 def test_every_answer_is_that_of_a_record_told_before() -> None:

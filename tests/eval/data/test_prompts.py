@@ -68,12 +68,15 @@ def test_records_are_hidden_in_a_whole_excerpt(seed: int) -> None:
     assert len(rest) == 300 and rest in held_out()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_each_record_of_a_ring_names_the_next_one(seed: int) -> None:
-    for records, words in prompts.rings(Random(seed), 2, 5):
-        table = dict(line.split("=") for line in records.splitlines())
-        assert len(words) == 5 and [table[word] for word in words] == [*words[1:], words[0]]
-        assert [*table] != words  # in another order
+def test_each_record_of_a_ring_names_the_next_one() -> None:
+    found = prompts.rings(Random(3), 2, 40)
+    for document, words in found:
+        table = dict(line.split("=") for line in document.splitlines())
+        assert table == dict(zip(words, [*words[1:], words[0]], strict=True))
+        assert [*table] != words, "records are not in the order in which they are asked for"
+    assert len({word for _, words in found for word in words}) == 80
+    with pytest.raises(ValueError, match=r"The number of records must be from 1 to 256, got 258\."):
+        prompts.rings(Random(0), 2, 129)
 
 
 def test_values_have_no_order() -> None:

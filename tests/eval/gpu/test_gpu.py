@@ -108,17 +108,6 @@ def test_the_largest_batch_is_found_and_not_measured_again(tmp_path: Path, monke
     assert started == first
 
 
-def test_what_follows_a_line_that_was_cut_off_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[int] = []
-    monkeypatch.setattr(Runner, "_start", fake(started, 100))
-    results = tmp_path / "gpu.jsonl"
-    results.write_text('{"case": {"cut')
-    for _ in range(2):
-        Runner(results, "cpu", quiet=True).run(Series("table3", "tiny", 32, 16, "dynamic", "eager", batches=(1, 4)))
-    assert started == [1, 4]
-    assert [record["case"]["batch"] for record in read_results(results)] == [1, 4]
-
-
 def test_targets_pass_or_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "_start", fake([], 64))
     runner = Runner(tmp_path / "gpu.jsonl", "cpu", quiet=True)

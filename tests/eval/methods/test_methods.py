@@ -75,21 +75,6 @@ def test_a_page_gets_its_table_and_nothing_is_measured_twice(
         main(["window", *arguments[1:3]])
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(2, torch.bfloat16, tmp_path)
-    made: Any = {"tasks": dict.fromkeys(TASKS, 0.5), "share": 0.25}
-    monkeypatch.setattr(bench, "_measure", lambda policy: made)
-    bench.result("window@0.3")
-    with bench.file.open("a") as out:  # pyright: ignore[reportOptionalMemberAccess]
-        out.write('{"key": "window@0.2 n=2 torch.bf')  # killed while writing
-    again = Bench(2, torch.bfloat16, tmp_path)
-    assert len(again.known) == 1
-    monkeypatch.setattr(again, "_measure", lambda policy: made)
-    again.result("window@0.2")
-    assert len(Bench(2, torch.bfloat16, tmp_path).known) == 2
-    assert not Bench(2, torch.bfloat16, None).known
-
-
 def test_a_codec_stands_beside_exact_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
     for number, policy in enumerate(codec_policies("bfp")):

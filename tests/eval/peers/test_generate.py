@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache, QuantizedLayer
 
 import kvpolicy
@@ -28,24 +27,6 @@ IDS = list(range(3, 67))
 NEW = 8
 TOKEN = 2 * 2 * 2 * 16 * 4
 """Bytes of a token in the full cache of the fixture's model: keys and values, layers, KV heads, head dim, fp32."""
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=1024
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def ours(llama: Path) -> Ours:
-    side = Ours()
-    side.load(str(llama))
-    return side
 
 
 def ask(side: Any, method: str, share: float | None = None, new: int = NEW) -> dict[str, Any]:
@@ -197,12 +178,17 @@ class FakeSide:
         return {"ids": text, "prefill": 2.0 * factor, "step": 0.01 * factor, "held": len(arguments["ids"]) * factor}
 
 
+def pair_of(ours: FakeSide) -> Any:
+    """The sides of a comparison."""
+    return Pair(ours, FakeSide())  # pyright: ignore[reportArgumentType]
+
+
 INSTALLED = {"optimum-quanto": "1", "hqq": "2"}
 PROMPTS = [Question("a", [3] * 10, [1] * 4), Question("b", [3] * 20, [1] * 11), Question("c", [3] * 30, [])]
 
 
 def test_measures_in_turn_around_the_stock_cache_of_the_same_side() -> None:
-    pair: Any = Pair(FakeSide(), FakeSide())  # pyright: ignore[reportArgumentType]
+    pair = pair_of(FakeSide())
     ours_methods = [Method("ours", STOCK), *(Method("ours", name, name) for name in "xyz")]
     methods = [*ours_methods, Method("theirs", STOCK), Method("theirs", "p", "p")]
     results = generate.measure(pair, methods, PROMPTS, rounds=2)
@@ -226,7 +212,7 @@ def test_ratios_are_of_neighboring_calls() -> None:
             result = super().ask(do, **arguments)
             return {key: value * 1.2 ** len(self.asked) if key == "step" else value for key, value in result.items()}
 
-    pair: Any = Pair(Slower(), FakeSide())  # pyright: ignore[reportArgumentType]
+    pair = pair_of(Slower())
     names = "abcdefgh"
     methods = [Method("ours", STOCK), *(Method("ours", name, name) for name in names), Method("theirs", STOCK)]
     results = generate.measure(pair, methods, PROMPTS[:2], rounds=1)
@@ -234,13 +220,13 @@ def test_ratios_are_of_neighboring_calls() -> None:
 
 
 def test_a_method_that_fails_has_its_error_and_the_others_go_on() -> None:
-    pair: Any = Pair(FakeSide(failing="x"), FakeSide())  # pyright: ignore[reportArgumentType]
+    pair = pair_of(FakeSide(failing="x"))
     methods = [Method("ours", STOCK), Method("ours", "x", "x"), Method("theirs", STOCK)]
     results = generate.measure(pair, methods, PROMPTS, rounds=1)
     assert results[methods[1]] == {"error": "RuntimeError: no such size"}
     assert pair.ours.asked == ["!", "x!", "", "", ""] and "step" in results[methods[0]]
     with pytest.raises(Failed):
-        generate.measure(Pair(FakeSide(failing=""), FakeSide()), methods, PROMPTS, 1)  # pyright: ignore[reportArgumentType]
+        generate.measure(pair_of(FakeSide(failing="")), methods, PROMPTS, 1)
 
 
 @pytest.mark.parametrize("missing", [(), ("hqq",), ("optimum-quanto", "hqq")])
@@ -248,7 +234,7 @@ def test_missing_packages_are_skipped_with_a_sentence(
     missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     versions = {name: number for name, number in INSTALLED.items() if name not in missing}
-    pair: Any = Pair(FakeSide(versions), FakeSide())  # pyright: ignore[reportArgumentType]
+    pair = pair_of(FakeSide(versions))
     monkeypatch.setattr(generate, "questions", lambda n, names, length: PROMPTS)
     lines = list(generate.generate(pair, Options(rounds=1, layers=1, hidden=64)))
     assert [line["method"] for line in lines] == [method.code for method in METHODS] * 2

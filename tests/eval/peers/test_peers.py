@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 import kvpolicy
 from kvpolicy_eval.peers import command, env, pair, runs, tables
@@ -76,19 +76,6 @@ def test_the_peer_s_side_imports_nothing_of_ours() -> None:
         source = (folder / f"{name}.py").read_text(encoding="utf-8")
         assert "import kvpolicy\n" not in source and "from kvpolicy " not in source
         assert "from kvpolicy." not in source
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Ours:
-    folder = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    side = Ours()
-    side.load(str(folder))
-    return side
 
 
 def test_our_side(ours: Ours) -> None:
@@ -211,7 +198,7 @@ def test_tables(name: str, wanted: str) -> None:
     assert wanted in tables.text_of(name, RESULTS)
 
 
-def test_fills_a_page_from_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fills_a_page_from_an_earlier_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     results = tmp_path / "peers.json"
     page.write_text("<!-- table:peers-traps -->\n<!-- /table -->\n", encoding="utf-8")

@@ -36,7 +36,7 @@ def test_git_says_nothing_outside_of_a_repository(
     assert capfd.readouterr().err == ""
 
 
-def test_the_commit_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:

@@ -298,7 +298,7 @@ def test_time_left_is_that_of_like_cells() -> None:
     assert progress.left() == 55.0
 
 
-def test_a_key_without_a_value_is_as_none(tmp_path: Path) -> None:
+def test_a_key_without_a_value_is_as_none() -> None:
     empty = dict.fromkeys(["seed", "probes", "batch_size", "limit", "samples", "apply_chat_template", "gen_kwargs"])
     content = {"policies": ["full"], "tasks": ["kvpolicy_passkey"]}
     assert config.read(content | empty, "a") == config.read(content, "a")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from kvpolicy_eval.train.export import LONG_POSITIONS, export, load_llama, to_llama
 from kvpolicy_eval.train.loop import Trainer
-from kvpolicy_eval.train.net import Net, Shape, windowed_attention
+from kvpolicy_eval.train.net import Net, windowed_attention
 from kvpolicy_eval.train.phases import FOCUS, LONG_PHASES, PHASES, learning_rate, scaled
 from kvpolicy_eval.train.tokenizer import SIZE, build_tokenizer, token_id
 from kvpolicy_eval.train.tokens import ANSWER, TEXT, Sampler, Vocabulary, encode_text
@@ -152,7 +152,3 @@ def test_phases_add_up() -> None:
     assert sum(p.tokens for p in scaled(PHASES, 0.5)) == sum(p.tokens for p in PHASES) / 2
     rates = [learning_rate(step, done, 1.0) for step, done in ((0, 0), (59, 0.1), (999, 0.4), (999, 1.0))]
     assert rates == pytest.approx([1 / 60, 1, 1, 0.03])
-
-
-def test_small_shape_builds(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert Shape(vocab_size=len(tokenizer)).group == 2
