@@ -186,12 +186,6 @@ def test_numbers_of_numpy_are_those_of_python(tmp_path: Path) -> None:
     assert torch.equal(hot, kvpolicy.speculate(model, "window@8", ids, max_new_tokens=3, temperature=0.5, seed=8))
 
 
-def test_a_class_is_no_policy() -> None:
-    wrong: Any = SnapKV
-    with pytest.raises(KVPolicyTypeError, match="got the class SnapKV; try "):
-        Policy.of(wrong)
-
-
 def test_a_profile_is_not_written_to_a_folder(tmp_path: Path) -> None:
     model, tokenizer = kvpolicy.tiny()
     ids = tokenizer("tiger=4821\n" * 9, return_tensors="pt").input_ids

@@ -90,12 +90,15 @@ def test_bytes() -> None:
 
 
 def test_check_budget_takes_numbers_of_numpy_and_refuses_others() -> None:
-    assert type(check_budget(numpy.float64(0.5))) is float
+    given = {numpy.int64(30): 30, numpy.uint8(30): 30, numpy.float64(0.5): 0.5, numpy.float32(0.25): 0.25}
+    for budget, plain in given.items():
+        assert check_budget(budget) == plain and type(check_budget(budget)) is type(plain)
     assert check_budget("0.5") == 0.5
-    assert type(check_budget(numpy.int64(30))) is int and type(check_budget(numpy.float32(0.5))) is float
-    for wrong in (True, [1], None, numpy.bool_(True)):
-        with pytest.raises(TypeError, match="budget"):
+    for wrong in (True, [1], None, numpy.bool_(True), numpy.array([30]), numpy.complex64(1)):
+        with pytest.raises(TypeError, match="budget must be"):
             check_budget(wrong)
+    with pytest.raises(ValueError, match="got 0 tokens"):
+        check_budget(numpy.int64(0))
 
 
 @given(st.integers(1, 10**18 - 1) | st.floats(0, 1, exclude_min=True))

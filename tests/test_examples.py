@@ -54,14 +54,19 @@ def test_it_prints_what_it_says(
     assert last(capsys.readouterr().out) == promised(script)
 
 
+def environment() -> dict[str, str]:
+    """Of a process that is none of several ranks, with the packages of this tree."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "RANK", "WORLD_SIZE")}
+    folders = [ROOT, ROOT / "integrations", ROOT / "eval", kept.get("PYTHONPATH", "")]
+    return kept | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+
+
 @pytest.mark.slow
 def test_two_ranks_print_what_they_say() -> None:
     script = EXAMPLES / "two_ranks.py"
-    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "RANK", "WORLD_SIZE")}
-    path = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "integrations", ROOT / "eval"))
     process = subprocess.Popen(
         [sys.executable, *words("torchrun"), str(script)],
-        env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        env=environment() | {"DS_ACCELERATOR": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -86,8 +91,6 @@ def test_the_page_shows_every_script() -> None:
 def test_two_ranks_run_without_deepspeed() -> None:
     """The extra `all` does not install it, so that transformers shards; one rank prints what two do, but for bytes."""
     script = EXAMPLES / "two_ranks.py"
-    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "RANK", "WORLD_SIZE")}
-    path = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "integrations", ROOT / "eval"))
     hidden = (
         "import importlib.util as util, runpy, sys\n"
         "found = util.find_spec\n"
@@ -98,7 +101,7 @@ def test_two_ranks_run_without_deepspeed() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", hidden],
-        env=kept | {"PYTHONPATH": os.pathsep.join([path, kept.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=LIMIT,

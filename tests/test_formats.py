@@ -14,6 +14,7 @@ from kvpolicy.allocators.profile import load_profile, save_profile
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.text.formats import check_format, replacing, stamp
 from kvpolicy.text.model_identity import check_same_model
+from tests.conformance.models import build
 
 
 def newer(content: dict[str, Any]) -> dict[str, Any]:
@@ -76,10 +77,7 @@ def test_a_profile(tmp_path: Path) -> None:
 
 
 def test_a_report() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=1, intermediate_size=16, vocab_size=9)
-    model: Any = LlamaForCausalLM(config).eval()
+    model = build("llama")
     with kvpolicy.attach(model, "window@0.5"):
         report = kvpolicy.PolicyCache(model).report()
     assert report.as_dict().items() >= stamp(1).items()

@@ -1,4 +1,4 @@
-"""Tokens of a text and the share that keeps each, and how they are laid out."""
+"""Reports: tokens of a text and the share that keeps each, how they are laid out, and what layers hold."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvpolicy
+from kvpolicy import PolicyCache
 from kvpolicy.reporting.token_spans import (
     DARK,
     LIGHT,
@@ -22,6 +23,9 @@ from kvpolicy.reporting.token_spans import (
     visible,
     wrapped,
 )
+from tests.conformance.models import build
+from tests.conformance.play import forward, make_batch
+from tests.counting_model import counting_model
 
 TEXTS = ("tiger=4821\nlion=1234\n?lion=", "def f(x):\n    return x + 1\n\n\nprint(f(2), f(3))\n?tiger=")
 
@@ -94,17 +98,9 @@ def test_bytes_that_make_no_character(tiny: tuple[Any, Any]) -> None:
 
 
 def test_pieces_keep_the_spaces_of_sentencepiece() -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["▁the", "▁cat", "s", "<unk>", "<0xC3>", "<0xA9>"]
-    plain = Tokenizer(models.WordLevel({name: at for at, name in enumerate(names)}, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.Metaspace()
-    plain.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>")
-    assert pieces(tokenizer, [0, 1, 2, 0, 4, 5]) == ["the", " cat", "s", " the", "<C3>", "é"]
+    _, tokenizer = counting_model()
+    words = ["▁paris", *(f"<0x{byte:02X}>" for byte in "🙂".encode()), "▁on"]
+    assert pieces(tokenizer, tokenizer.convert_tokens_to_ids(words)) == ["paris", "<F0>", "<9F>", "<99>", "🙂", " on"]
 
 
 def row_of(*texts: str) -> list[Span]:
@@ -157,3 +153,35 @@ def test_text_can_be_read_on_every_shade() -> None:
 
 def test_levels_rise() -> None:
     assert [level(share) for share in (0, 1e-6, 0.2, 0.4, 0.6, 0.8, 0.999, 1)] == [0, 1, 2, 3, 4, 5, 5, 6]
+
+
+def test_a_report_has_the_tokens_of_the_fullest_head() -> None:
+    model = build("llama")
+    ids, mask = make_batch([26, 13], [26])
+    with kvpolicy.attach(model, "uniform/adakv:safeguard=0.0+h2o@0.5"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 26, cache)
+    first = 0
+    for layer, report in zip(cache.policy_layers, cache.report().layers, strict=True):
+        held = [[sum(at >= 0 for at in head) for head in row] for row in layer.head_positions.tolist()]
+        assert report.heads == tuple(map(tuple, held))
+        assert report.kept == tuple(map(max, held))
+        first += sum(max(row) > row[0] for row in held)
+    assert first, "in some row the first head is not the fullest"
+
+
+@pytest.mark.parametrize("layers", [1, 3, 7, 10, 80])
+def test_the_shade_of_a_mean_of_equal_layers_is_theirs(layers: int) -> None:
+    """Also where the mean is less by its last bit."""
+    means = [sum([fifths / 5] * layers) / layers for fifths in range(6)]
+    assert [*map(level, means)] == [0, 2, 3, 4, 5, 6]
+
+
+def test_a_word_may_fill_its_line() -> None:
+    assert lines(9, "four", " five", " si", "x", " ten") == ["four five", " six ten"]
+
+
+def test_bytes_of_a_character_are_shown_before_it() -> None:
+    _, tokenizer = kvpolicy.tiny()
+    ids = tokenizer("=😀a", add_special_tokens=False).input_ids
+    assert pieces(tokenizer, ids) == ["=", "<F0>", "<9F>", "<98>", "😀", "a"]

@@ -1,9 +1,10 @@
-"""The version stands in five places."""
+"""The version stands in five places, and the citation is what its format asks for."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -38,3 +39,18 @@ def test_the_wheel_of_the_installation_page_is_of_this_version() -> None:
 def test_templates_of_issues_are_yaml() -> None:
     for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
         assert yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def test_the_citation_has_what_its_format_requires() -> None:
+    content: dict[str, Any] = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= content.keys()
+    assert content["cff-version"] == "1.2.0"
+    assert content["type"] == "software" and content["license"] == "Apache-2.0"
+    for work in content["references"]:
+        assert {"type", "title", "authors"} <= work.keys(), work
+        assert all(person.keys() <= {"family-names", "given-names"} for person in work["authors"])
+
+
+@pytest.mark.parametrize("identifier", ["2404.04793", "2503.00022", "2412.11741"])
+def test_it_names_the_papers_it_began_with(identifier: str) -> None:
+    assert identifier in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
