@@ -65,7 +65,8 @@ def form_of(compress: object) -> FileForm | None:
         return None
     if isinstance(compress, str) and (name := first_name(compress)) in FORMS:
         return _parsed(name, compress)
-    if isinstance(compress, FileForm) and not isinstance(compress, type):
+    # A file must be readable by whoever has kvpolicy alone.
+    if isinstance(compress, FileForm) and first_name(str(compress)) in FORMS:
         return compress
     known = ", ".join([repr(ZLIB), *(f"'{name}:...'" for name in FORMS)])
     raise KVPolicyError(f"compress must be one of None, {known}, got {shorten(repr(compress))}; try 'zlib'.")

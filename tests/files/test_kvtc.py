@@ -196,6 +196,20 @@ def test_codes_stay_as_they_are(policy: str, tmp_path: Path) -> None:
             assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def test_slots_that_codes_refer_to_stay_as_they_are(tmp_path: Path) -> None:
+    """Their own tokens were evicted, so that nothing but the codes says that they are in use."""
+    folder = tmp_path / "calibration"
+    model = calibrated(folder)
+    with kvpolicy.attach(model, words("h2o", "csr")):
+        cache, _, _ = filled(model, [26], steps=19)
+        loaded = passed(model, cache, tmp_path / "cache.safetensors", spec(folder))
+        for layer in range(2):
+            count = cache.policy_layers[layer].store.contents.reserved
+            assert count and bool((held(cache, layer)[2][..., :count] < 0).all())
+            for before, after in zip(held(cache, layer)[:2], held(loaded, layer)[:2], strict=True):
+                assert before[:, :, :count].all() and torch.equal(before[:, :, :count], after[:, :, :count])
+
+
 def _tensors(state: Any) -> list[Tensor]:
     return [state] if isinstance(state, Tensor) else [t for part in state for t in _tensors(part)]
 
@@ -268,6 +282,16 @@ def test_the_calibration_is_found_next_to_the_file_and_must_be_the_same(tmp_path
         PolicyCache.load(model, path)
 
 
+class Unnamed:
+    """A form that no file could name."""
+
+    def encode(self, content: cache_file.CacheFile, attachment: Any) -> cache_file.CacheFile:
+        return content
+
+    def decode(self, content: cache_file.CacheFile, *_: Any) -> cache_file.CacheFile:
+        return content
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "calibration"
     model = calibrated(folder)
@@ -280,6 +304,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         (model, f"kvtc:calibration={tmp_path / 'nowhere'}", "must be a folder"),
         (model, KVTC, "compress must be one of None, 'zlib', 'kvtc:...'"),
         (model, "", "compress must be one of"),
+        (model, Unnamed(), "compress must be one of"),
         (other, spec(folder), "must be for this model"),
     ]
     for own, form, message in cases:

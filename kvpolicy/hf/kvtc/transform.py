@@ -51,7 +51,7 @@ def principal_components(x: Tensor, rank: int | None = None) -> Components:
         directions = torch.linalg.eigh(centered.mT @ centered).eigenvectors.flip(-1)
         return Components(mean.float(), directions[:, :most].float().contiguous())
     # Of fewer vectors than numbers, the products of the vectors are the smaller matrix, of the same eigenvalues.
-    values, own = torch.linalg.eigh(centered @ centered.mT)
-    held = int((values > values[-1] * 1e-12).sum())  # where all vectors are equal, there is no direction
-    directions = torch.linalg.qr(centered.mT @ own.flip(-1)[:, : min(most, held)]).Q
+    own = torch.linalg.eigh(centered @ centered.mT).eigenvectors.flip(-1)[:, :most]
+    # One of them has no variance, in which any direction is left to stand.
+    directions = torch.linalg.qr(centered.mT @ own).Q
     return Components(mean.float(), directions.float().contiguous())
