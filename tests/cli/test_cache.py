@@ -86,7 +86,7 @@ def test_a_text_is_read_in_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[
         model(ids, cache=whole)
         loaded = PolicyCache.load(model, out)
     assert made["columns"] == ids.shape[1] and made["nbytes"] == cache.nbytes
-    kept, chunked, at_once = ([layer.positions for layer in each.layers] for each in (loaded, cache, whole))
+    kept, chunked, at_once = ([layer.positions for layer in each.policy_layers] for each in (loaded, cache, whole))
     assert all(map(torch.equal, kept, chunked)) and not all(map(torch.equal, kept, at_once))
 
 

@@ -50,6 +50,7 @@ def make(
     ] = "",
     chat: Chat = False,
     tile: arguments.Tile = "auto",
+    chunk: arguments.Chunk = None,
     hold_codes: arguments.HoldCodes = False,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
@@ -59,7 +60,8 @@ def make(
 
     The file also has the token ids of the text, including the newline at its end. With --chat, the text is
     the first message of a chat. A policy that looks at the end of the text, such as snapkv, keeps what a question there
-    needs; the default keeps what any question may need.
+    needs; the default keeps what any question may need. With --chunk, each chunk is compressed when it is read, so that
+    no more than one is ever whole in memory.
     """
     tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
     if compress and form:
@@ -80,7 +82,7 @@ def make(
     ids = encode(tokenizer, text, chat, answer=False)  # a chat goes on with a question
     check_length(loaded, ids.shape[1], 0)
     hold = arguments.hold_of(hold_codes)
-    facts = make_file(loaded, ids, wanted, out, how, tile=tile_size, hold=hold)
+    facts = make_file(loaded, ids, wanted, out, how, tile=tile_size, hold=hold, chunk=chunk)
     if json:
         print(as_json("cache make", facts))
         return
@@ -125,7 +127,15 @@ def _render(facts: dict[str, Any]) -> str:
 
 
 def make_file(
-    model: Any, ids: Any, policy: Policy, out: Path, compress: str | None, *, tile: TileSize, hold: Hold
+    model: Any,
+    ids: Any,
+    policy: Policy,
+    out: Path,
+    compress: str | None,
+    *,
+    tile: TileSize,
+    hold: Hold,
+    chunk: int | None = None,
 ) -> dict[str, Any]:
     """Prefill a text [1, P] under a policy, and save its cache: the result of `describe`, and a note for the user."""
     import torch
@@ -136,8 +146,9 @@ def make_file(
 
     ids = ids.to(model.device)
     with torch.inference_mode(), attach(model, policy, tile=tile, hold=hold) as handle:
-        cache = PolicyCache(model)
-        model(ids, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
+        cache = PolicyCache(model, prompt=ids.shape[1])
+        for part in ids.split(chunk or ids.shape[1], dim=1):
+            model(part, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
         cache.save(out, tokens=ids.cpu(), compress=compress)
     return describe(out) | {"note": note_for(handle.policy)}
 
